@@ -1,0 +1,122 @@
+"""Which backend runs an op: cuda | triton | cpu | reference.
+
+An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the one
+named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best one for the tensors' device.
+A forced backend that the op or the device lacks is an error; falling back from a missing compiled one is logged once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+import torch
+
+Backend = Literal["cuda", "triton", "cpu", "reference"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+_PREFERENCE: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("cuda", "triton", "reference"),
+    "cpu": ("cpu", "reference"),
+}
+
+_forced: ContextVar[str | None] = ContextVar("rolltree_backend", default=None)
+_log = logging.getLogger("rolltree.kernels")
+Fn = TypeVar("Fn", bound=Callable[..., object])
+
+
+class BackendError(RuntimeError):
+    """The backend asked for cannot run this op on these tensors."""
+
+
+@contextmanager
+def use_backend(name: Backend) -> Iterator[None]:
+    """Run every op inside the ``with`` block on backend ``name``.
+
+    Raises:
+        ValueError: ``name`` is not one of cuda, triton, cpu, reference.
+    """
+    token = _forced.set(_known(name, "use_backend"))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose(op: str, table: Mapping[str, Fn], device: torch.device) -> Fn:
+    """The function of ``table`` that runs ``op`` on ``device``.
+
+    Raises:
+        BackendError: the forced backend has no implementation of ``op``, or is not usable on ``device``.
+    """
+    name = _forced.get() or os.environ.get("ROLLTREE_BACKEND") or ""
+    if name:
+        name = _known(name, "ROLLTREE_BACKEND")
+        if name not in table:
+            raise BackendError(f"{op} has no '{name}' backend; it has {', '.join(table)}.")
+        if reason := _unusable(name, device):
+            raise BackendError(f"Backend '{name}' cannot run {op} on a {device.type} tensor: {reason}.")
+        return table[name]
+    preference = _PREFERENCE.get(device.type, ("reference",))
+    usable = [b for b in preference if b in table and not _unusable(b, device)]
+    if not usable:
+        raise BackendError(f"No backend of {op} runs on a {device.type} tensor; it has {', '.join(table)}.")
+    if usable[0] == "reference":
+        missing = "; ".join(f"{b}: {_unusable(b, device) or 'not written for this op'}" for b in preference[:-1])
+        log_once(f"{op} runs on the slow reference backend ({missing}).")
+    return table[usable[0]]
+
+
+def _known(name: str, where: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{where} names '{name}', which is not a backend; use one of {', '.join(BACKENDS)}.")
+    return name
+
+
+def _unusable(name: str, device: torch.device) -> str | None:
+    """Why backend ``name`` cannot run on ``device``, or None."""
+    if name == "reference":
+        return None
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if device.type == "cpu" and not interpreting():
+            return "triton runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
+        return None
+    if device.type != name:
+        return f"it needs a {name} tensor"
+    return None if load_library(name) else f"the compiled {name} library is missing; see `rolltree doctor`"
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@functools.cache
+def load_library(name: str) -> bool:
+    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``torch.ops.rolltree_cuda``); False where they were not built."""
+    here = Path(__file__).parent
+    if name == "cuda":
+        candidates = [here / "_cuda.so"] if torch.cuda.is_available() else []
+    else:
+        isa = torch.backends.cpu.get_cpu_capability().lower()
+        levels = ("avx512", "avx2", "default")
+        best = next((i for i, level in enumerate(levels) if isa.startswith(level)), len(levels) - 1)
+        candidates = [here / f"_cpu_{level}.so" for level in levels[best:]]
+    for library in filter(Path.exists, candidates):
+        torch.ops.load_library(str(library))
+        return True
+    return False
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Warn the first time ``message`` comes up in this process."""
+    _log.warning(message)

@@ -1,0 +1,146 @@
+"""Builds the native parts; the rest of the packaging is in pyproject.toml.
+
+Three parts, each optional: without a compiler (or without nvcc for the last) the package installs, runs on its slower
+backends, and `rolltree doctor` says what is missing.
+
+* ``csrc/host``  pybind11 module ``rolltree.engine.rollout._host``: node table and page allocator, no torch in it.
+* ``csrc/cpu``   ``kernels/_cpu_<isa>.so``, once per instruction set; the machine's best one is loaded at run time.
+* ``csrc/cuda``  ``kernels/_cuda.so``; the CUDA toolkit suffices, torch itself may be a CPU build.
+
+The last two use only libtorch's stable ABI, so one binary serves several torch and Python versions.
+Environment: ``ROLLTREE_CPU_ISA=native`` builds only for this machine; ``ROLLTREE_CUDA_ARCHS=90a`` narrows the CUDA build;
+``ROLLTREE_CUDA=0`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # libtorch 2.10, where stable::parallel_for appeared
+X86_LEVELS = {"default": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+CUDA_ARCHS = ("80", "90a", "100")
+
+
+def say(message: str) -> None:
+    print(f"rolltree: {message}", file=sys.stderr, flush=True)
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def compile_all(jobs: list[list[str]]) -> None:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(run, jobs))
+
+
+def torch_flags() -> tuple[list[str], list[str]]:
+    """Include and link flags of the installed torch; raises ImportError where there is none."""
+    import torch
+
+    home = Path(torch.__file__).parent
+    includes = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    return includes, [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch"]
+
+
+def this_machine() -> str:
+    import torch
+
+    found = torch.backends.cpu.get_cpu_capability().lower()
+    return next((level for level in ("avx512", "avx2") if found.startswith(level)), "default")
+
+
+class NativeParts(build_ext):
+    """Builds what this machine can build and says what it cannot."""
+
+    def build_extension(self, ext: Extension) -> None:
+        part = {"_host": self.build_host, "_cpu": self.build_cpu, "_cuda": self.build_cuda}[ext.name.rpartition(".")[2]]
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temp = Path(self.build_temp, ext.name)
+        temp.mkdir(parents=True, exist_ok=True)
+        try:
+            part(target, temp)
+        except (ImportError, RuntimeError, OSError) as error:
+            say(f"{ext.name} was NOT built; the slower backends stay in use. Reason: {error}")
+
+    def build_host(self, target: Path, temp: Path) -> None:
+        import pybind11
+        from sysconfig import get_paths
+
+        includes = [f"-I{pybind11.get_include()}", f"-I{get_paths()['include']}"]
+        flags = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", *includes]
+        self.compile_and_link(sorted(ROOT.glob("csrc/host/*.cpp")), flags, [], target, temp)
+
+    def build_cpu(self, target: Path, temp: Path) -> None:
+        includes, libs = torch_flags()
+        levels = {"default": ""}
+        if platform.machine() == "x86_64":
+            levels = X86_LEVELS
+            if os.environ.get("ROLLTREE_CPU_ISA") == "native":
+                levels = {this_machine(): X86_LEVELS[this_machine()]}
+        for level, march in levels.items():
+            flags = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-Wall", STABLE_ABI, *includes]
+            flags += [f"-march={march}", "-mprefer-vector-width=512"] if level == "avx512" else [f"-march={march}"] if march else []
+            where = temp / level
+            where.mkdir(exist_ok=True)
+            self.compile_and_link(sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where)
+
+    def build_cuda(self, target: Path, temp: Path) -> None:
+        nvcc = shutil.which("nvcc")
+        if os.environ.get("ROLLTREE_CUDA") == "0":
+            return say("the CUDA kernels are left out (ROLLTREE_CUDA=0).")
+        if nvcc is None:
+            return say("the CUDA kernels are left out: no nvcc on PATH. Triton serves CUDA tensors without them.")
+        includes, libs = torch_flags()
+        wanted = os.environ.get("ROLLTREE_CUDA_ARCHS", ",".join(CUDA_ARCHS)).split(",")
+        archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
+        flags = ["-O3", "-std=c++20", "--use_fast_math", "-lineinfo", "-Xcompiler=-fPIC", "-DUSE_CUDA", STABLE_ABI, *archs, *includes]
+        sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
+        objects = [temp / f"{s.stem}.o" for s in sources]
+        compile_all([[nvcc, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)])
+        run([nvcc, "-shared", "-cudart=shared", *map(str, objects), "-o", str(target.with_name("_cuda.so")), *libs])
+
+    @staticmethod
+    def compile_and_link(sources: list[Path], flags: list[str], libs: list[str], target: Path, temp: Path) -> None:
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise RuntimeError(f"no C++ compiler '{compiler}' on PATH (Debian: apt-get install g++)")
+        objects = [temp / f"{s.stem}.o" for s in sources]
+        compile_all([[compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)])
+        run([compiler, "-shared", *map(str, objects), "-o", str(target), *libs])
+
+    def libraries_of(self, ext: Extension) -> list[Path]:
+        return sorted(Path(self.get_ext_fullpath(ext.name)).parent.glob(f"{ext.name.rpartition('.')[2]}[._]*so"))
+
+    def copy_extensions_to_source(self) -> None:
+        """Editable installs: put what was built beside the sources."""
+        packages = self.get_finalized_command("build_py")
+        for ext in self.extensions:
+            folder = packages.get_package_dir(ext.name.rpartition(".")[0])
+            for library in self.libraries_of(ext):
+                self.copy_file(str(library), os.path.join(folder, library.name))
+
+    def get_outputs(self) -> list[str]:
+        return [str(library) for ext in self.extensions for library in self.libraries_of(ext)]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(
+    ext_modules=[Extension("rolltree.engine.rollout._host", []), Extension("rolltree.kernels._cpu", []), Extension("rolltree.kernels._cuda", [])],
+    cmdclass={"build_ext": NativeParts},
+)
