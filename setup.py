@@ -123,7 +123,8 @@ class NativeParts(build_ext):
         run([compiler, "-shared", *map(str, objects), "-o", str(target), *libs])
 
     def libraries_of(self, ext: Extension) -> list[Path]:
-        return sorted(Path(self.get_ext_fullpath(ext.name)).parent.glob(f"{ext.name.rpartition('.')[2]}[._]*so"))
+        *package, name = ext.name.split(".")
+        return sorted(Path(self.build_lib, *package).glob(f"{name}[._]*so"))
 
     def copy_extensions_to_source(self) -> None:
         """Editable installs: put what was built beside the sources."""
