@@ -92,11 +92,28 @@ class NativeParts(build_ext):
             if os.environ.get("ROLLTREE_CPU_ISA") == "native":
                 levels = {this_machine(): X86_LEVELS[this_machine()]}
         for level, march in levels.items():
-            flags = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-Wall", STABLE_ABI, *includes]
-            flags += [f"-march={march}", "-mprefer-vector-width=512"] if level == "avx512" else [f"-march={march}"] if march else []
+            flags = [
+                "-O3",
+                "-std=c++20",
+                "-fPIC",
+                "-fno-math-errno",
+                "-ffp-contract=fast",
+                "-Wall",
+                STABLE_ABI,
+                *includes,
+            ]
+            flags += (
+                [f"-march={march}", "-mprefer-vector-width=512"]
+                if level == "avx512"
+                else [f"-march={march}"]
+                if march
+                else []
+            )
             where = temp / level
             where.mkdir(exist_ok=True)
-            self.compile_and_link(sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where)
+            self.compile_and_link(
+                sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where
+            )
 
     def build_cuda(self, target: Path, temp: Path) -> None:
         nvcc = shutil.which("nvcc")
@@ -107,7 +124,17 @@ class NativeParts(build_ext):
         includes, libs = torch_flags()
         wanted = os.environ.get("ROLLTREE_CUDA_ARCHS", ",".join(CUDA_ARCHS)).split(",")
         archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
-        flags = ["-O3", "-std=c++20", "--use_fast_math", "-lineinfo", "-Xcompiler=-fPIC", "-DUSE_CUDA", STABLE_ABI, *archs, *includes]
+        flags = [
+            "-O3",
+            "-std=c++20",
+            "--use_fast_math",
+            "-lineinfo",
+            "-Xcompiler=-fPIC",
+            "-DUSE_CUDA",
+            STABLE_ABI,
+            *archs,
+            *includes,
+        ]
         sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
         objects = [temp / f"{s.stem}.o" for s in sources]
         compile_all([[nvcc, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)])
@@ -142,6 +169,10 @@ class NativeParts(build_ext):
 
 
 setup(
-    ext_modules=[Extension("rolltree.engine.rollout._host", []), Extension("rolltree.kernels._cpu", []), Extension("rolltree.kernels._cuda", [])],
+    ext_modules=[
+        Extension("rolltree.engine.rollout._host", []),
+        Extension("rolltree.kernels._cpu", []),
+        Extension("rolltree.kernels._cuda", []),
+    ],
     cmdclass={"build_ext": NativeParts},
 )
