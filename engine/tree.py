@@ -1,8 +1,9 @@
 """TokenTree: rollouts that share prefixes, as one structure of arrays on the host.
 
-Nodes are runs of tokens without a branch, stored in depth-first preorder, so the tokens below a node are one contiguous
-run of rows: row ``i`` sees key ``j`` iff ``j <= i < subtree_end[j]``. Node 0 is the prompt. A flat group of responses is a
-tree of depth 1, a single sequence a tree with one leaf; a leaf may end at any node, also at the prompt (empty response).
+Nodes are runs of tokens without a branch, stored in depth-first preorder, so the tokens below a node are one
+contiguous run of rows: row ``i`` sees key ``j`` iff ``j <= i < subtree_end[j]``. Node 0 is the prompt. A flat group of
+responses is a tree of depth 1, a single sequence a tree with one leaf; a leaf may end at any node, also at the prompt
+(an empty response).
 
 Leaves keep the order in which they were given (the *leaf index* of every ``[L]`` array here). ``leaf_order`` lists them
 depth-first; ``first_leaf`` and ``last_leaf`` of a node are ranks in that order, both inclusive.
@@ -185,7 +186,7 @@ class TokenTree:
         """[L] tokens of each response."""
         return (self.node_position + self.length)[self.leaf_node] - self.prompt_length
 
-    # -- builders -------------------------------------------------------------------------------------------------------
+    # -- builders ---------------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_nodes(
@@ -212,7 +213,8 @@ class TokenTree:
             raise ValueError("A TokenTree needs at least one leaf; no responses were given.")
         if len(parents) != len(segments) or len(leaf_nodes) != len(statuses):
             raise ValueError(
-                f"Got {len(parents)} parents for {len(segments)} segments, {len(leaf_nodes)} leaves for {len(statuses)} statuses."
+                f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
+                f"{len(statuses)} statuses; give one of each."
             )
         if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
             raise ValueError("parents[0] must be -1 and every other parent must precede its child.")
@@ -253,7 +255,7 @@ class TokenTree:
             responses: token ids of each response; their order becomes the leaf index.
             advantages: one number a response, 0 where absent.
             behaviour_logprobs: per response, one number a token; NaN where absent.
-            loss_masks: per response, True for the tokens to train on; all where absent. Masked-out tokens are observations.
+            loss_masks: per response, True for the tokens to train on; all where absent. The others are observations.
             policy_version: one for all tokens, or per response one number or one a token.
 
         Raises:
@@ -314,7 +316,7 @@ class TokenTree:
         tree.meta = dict(self.meta)
         return tree
 
-    # -- views ----------------------------------------------------------------------------------------------------------
+    # -- views ------------------------------------------------------------------------------------------------------
 
     def path_rows(self, leaf: int) -> Array:  # [prompt + response] int64
         """Rows of the tokens from the root to ``leaf``."""
@@ -417,8 +419,8 @@ def _token_keys(ids: Array, logprob: Array, version: Array, mask: Array) -> Arra
 def _prefix_tree(keys: Array, lengths: Array) -> tuple[list[int], list[tuple[int, int]], list[int]]:
     """Merge the sequences' common prefixes.
 
-    Returns the parents of all nodes (node 0 is the prompt), the span ``[begin, end)`` of the concatenated tokens that is
-    each node ``1..``'s run, and the node at which each sequence ends.
+    Returns the parents of all nodes (node 0 is the prompt), the span ``[begin, end)`` of the concatenated tokens that
+    is the run of each node ``1..``, and the node at which each sequence ends.
 
     Sequences are sorted (big-endian keys: bytes compare like the numbers), neighbours then share the longest prefixes,
     and the open path is kept as a stack of ``(node, depth of its end)``.
