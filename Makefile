@@ -20,7 +20,7 @@ test: $(VENV)/.ready-dev
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	mkdir -p build/lint/rolltree && ln -sfn ../../../engine ../../../kernels ../../../bench build/lint/rolltree/
+	mkdir -p build/lint/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/lint/rolltree/
 	MYPYPATH=build/lint $(BIN)/mypy -p rolltree.kernels -p rolltree.engine -p rolltree.bench
 
 bench: $(VENV)/.ready-dev

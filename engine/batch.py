@@ -2,8 +2,8 @@
 
 A *pair* is one response token to score: its predictor's row and its id. Pairs follow the packed order of their tokens,
 so pair ``i`` lies on the path of pair ``j`` iff ``i <= j < pair_end[i]``, the same interval rule as for rows. A token
-shared by several leaves is one pair that carries their sums (S_pos, S_neg, S_1); those sums add up over disjoint sets of
-leaves, which is why a tree larger than the budget can be split by its leaves without changing loss or gradient.
+shared by several leaves is one pair that carries their sums (S_pos, S_neg, S_1); those sums add up over disjoint sets
+of leaves, which is why a tree larger than the budget can be split by its leaves without changing loss or gradient.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class TreeBatch:
     ) -> PolicyFields:
         """What :func:`rolltree.kernels.policy_loss` needs of each pair, exact for shared tokens.
 
-        A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``. With ``normalizer`` the weights
-        are divided by it, and ``policy_loss`` is then called with normalizer 1.
+        A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``. With ``normalizer`` the
+        weights are divided by it, and ``policy_loss`` is then called with normalizer 1.
         """
         weight = torch.ones_like(self.leaf_advantage)
         if objective.aggregation == "seq_mean_token_mean":

@@ -36,7 +36,9 @@ def head(model: PreTrainedModel) -> Head:
     config = model.config.get_text_config()
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know.")
+            raise ValueError(
+                f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know."
+            )
     layer = model.get_output_embeddings()
     return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
 
@@ -132,7 +134,9 @@ def check_model_dir(path: str | Path) -> None:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise UserError(f"The model directory '{directory}' does not exist; set model.path to a Hugging Face directory.")
+        raise UserError(
+            f"The model directory '{directory}' does not exist; set model.path to a Hugging Face directory."
+        )
     if not (directory / "config.json").is_file():
         raise UserError(f"'{directory}' holds no config.json; set model.path to a Hugging Face model directory.")
     if not any(directory.glob("*.safetensors")):
@@ -172,11 +176,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"The tokenizer in '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     if tokenizer.eos_token_id is None:
-        raise UserError(f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config.")
+        raise UserError(
+            f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config."
+        )
     return tokenizer
 
 
 def _check_layers(config: Any, path: str | Path) -> None:
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(TREE_LAYERS)
     if kinds:
-        raise UserError(f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model.")
+        raise UserError(
+            f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
+        )

@@ -2,12 +2,12 @@
 
 The registered attention function serves three calls, told apart by keyword arguments of the model's ``forward``:
 
-* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` of shape ``[1, T]``): packed trees, :func:`tree_attention`;
+* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`;
 * ``paged_kv=...``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
 * neither: an ordinary batch, computed as ``attn_implementation="sdpa"`` would.
 
-A model builds its mask before it knows which of the three this is, so the registered mask function defers: the mask of an
-ordinary batch is made when its first layer asks for it, and a tree never gets a ``T x T`` mask at all.
+A model builds its mask before it knows which of the three this is, so the registered mask function defers: the mask of
+an ordinary batch is made when its first layer asks for it, and a tree never gets a ``T x T`` mask at all.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class DeferredMask:
 
 def _mask(*args: Any, **kwargs: Any) -> DeferredMask:
     if args:
-        raise TypeError("Transformers now passes mask arguments by position; this version of rolltree does not know them.")
+        raise TypeError(
+            "Transformers now passes mask arguments by position; this version of rolltree does not know them."
+        )
     return DeferredMask(**kwargs)
 
 
@@ -97,7 +99,9 @@ def _attention(
         if sliding_window is not None:
             position = kwargs.get("position_ids")
             if position is None:
-                raise ValueError(f"{type(module).__name__} has a sliding window but passes no position_ids to attention.")
+                raise ValueError(
+                    f"{type(module).__name__} has a sliding window but passes no position_ids to attention."
+                )
             position = position.reshape(-1)
         assert subtree_end is not None
         out = tree_attention(
