@@ -1,8 +1,8 @@
 """Compiles Triton kernels ahead of time for GPUs that are not there, and reads what the machine code uses.
 
-``python -m tests.kernels.aot.harness [op ...] [--arch 90] [--json]`` from the repository root prints one line a kernel and
-architecture: registers, stack (where spilled registers go), shared memory, wgmma. Each module beside this file lists its
-kernels in ``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter replaces the compiler.
+``python -m tests.kernels.aot.harness [op ...] [--arch 90] [--json]`` from the repository root prints one line a kernel
+and architecture: registers, stack (where spilled registers go), shared memory, wgmma. Each module beside this file lists
+its kernels in ``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter replaces the compiler.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "ha
 class AotCase:
     """One kernel with the arguments that one launch of it would have.
 
-    ``signature`` maps every run-time argument to its type (``"*bf16"``, ``"i32"``, ``"fp32"``); ``constexprs`` maps the others to
-    their values (None for an absent pointer). Pointers are taken as aligned to 16 bytes, as torch's allocator gives them;
-    an integer that a launch would see as a multiple of 16 is written ``"i32:16"``.
+    ``signature`` maps every run-time argument to its type (``"*bf16"``, ``"i32"``, ``"fp32"``); ``constexprs`` maps the
+    others to their values (None for an absent pointer). Pointers are taken as aligned to 16 bytes, as torch's allocator
+    gives them; an integer that a launch would see as a multiple of 16 is written ``"i32:16"``.
     """
 
     name: str
