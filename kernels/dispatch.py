@@ -1,7 +1,7 @@
 """Which backend runs an op: cuda | triton | cpu | reference.
 
 An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the
-one named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best one for the tensors' device.
+one named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best for the tensors' device.
 A forced backend that the op or the device lacks is an error; falling back from a missing compiled one is logged once.
 """
 
