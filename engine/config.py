@@ -405,7 +405,7 @@ def _validate(data: dict[str, Any]) -> TrainConfig:
 
 def _sentence(error: ValidationError, path: Path, given: dict[str, str]) -> str:
     """The most telling of the mistakes in one sentence: an unknown key often explains the missing one."""
-    rank = {"extra_forbidden": 0, "missing": 2}
+    rank = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
     mistakes = sorted(error.errors(), key=lambda e: rank.get(e["type"], 1))
     first, more = mistakes[0], len(mistakes) - 1
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
