@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from rolltree.engine.config import TrainConfig, config_keys, load_config, resolved_toml
 from rolltree.engine.errors import UserError
 
