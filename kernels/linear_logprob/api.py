@@ -41,11 +41,11 @@ def linear_logprob(
     """Score tokens under ``softmax(softcap(hidden @ weight.T + bias) / temperature)``.
 
     A pair m scores token ``target[m]`` in row ``row[m]`` of ``hidden``; a row may have any number of pairs, in any
-    order. Logits exist only for a chunk of rows at a time, in fp32, never rounded to half precision. Gradients flow from
-    ``logprob``, ``logsumexp`` and ``entropy`` to hidden, weight and bias; the weight gradient is summed in fp32.
+    order. Logits exist only for a chunk of rows at a time, in fp32, never rounded to half precision. Gradients flow
+    from ``logprob``, ``logsumexp`` and ``entropy`` to hidden, weight and bias; the weight gradient is summed in fp32.
 
     Args:
-        hidden: bf16, fp16, fp32 or fp64; weight and bias have the same dtype (under autocast all are cast to its dtype).
+        hidden: bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its own).
         target: vocabulary ids. On a CPU out-of-range ids raise; on a GPU, where checking would wait for the device,
             their log-prob is NaN.
         row: row of each pair; default ``arange(N)``, then M = N.
@@ -163,7 +163,7 @@ def _linear_logprob(
 
 
 def _check_range(name: str, index: Tensor, end: int) -> None:
-    if len(index) and not (0 <= index.min() and index.max() < end):
+    if len(index) and (index.min() < 0 or index.max() >= end):
         raise IndexError(
             f"linear_logprob: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
             "leave out pairs that are not to be scored."

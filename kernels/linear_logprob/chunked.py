@@ -222,10 +222,9 @@ def chunk_rows(N: int, V: int, device: torch.device) -> int:
     2048 rows to keep that hidden, a CPU 256 and rather 1024. On a CPU a tile that stays in the cache is better than a
     larger one. Multiples of 128 rows, as GEMMs like them.
     """
-    if device.type == "cuda":
-        most = max(2048, 2**28 // V)  # 1 GiB
-    else:
-        most = max(256, min(2**25 // V, max(1024, 2**18 // V)))  # 1 MiB, at most 128 MiB
+    on_gpu = max(2048, 2**28 // V)  # 1 GiB
+    on_cpu = max(256, min(2**25 // V, max(1024, 2**18 // V)))  # 1 MiB where that is 1024 rows, at most 128 MiB
+    most = on_gpu if device.type == "cuda" else on_cpu
     count = max(1, -(-N // most))
     size = -(-N // count)
     return size if count == 1 else -(-size // 128) * 128
