@@ -1,0 +1,45 @@
+"""Settings shared by every test.
+
+Without a CUDA device Triton kernels run in Triton's interpreter, which must be chosen before triton is imported; tests
+marked ``gpu`` are skipped and counted. Tests marked ``slow`` are left out unless the mark expression names them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Examples follow from the test's source alone, so a failure is the same on every machine.
+hypothesis.settings.register_profile("rolltree", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("rolltree")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not HAS_GPU:
+        no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(no_gpu)
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device kernels are tested on: CUDA where there is one, otherwise the CPU (Triton interpreted)."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
