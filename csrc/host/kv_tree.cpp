@@ -112,6 +112,20 @@ void KvTree::drop_pages(Node& node) {
 
 void KvTree::evict(int id) { drop_pages(at(id)); }
 
+int64_t KvTree::evict_others(const int64_t* keep, int64_t n, int64_t pages) {
+  std::vector<char> kept(nodes_.size(), 0);
+  for (int64_t i = 0; i < n; ++i) {
+    at(static_cast<int>(keep[i]));
+    for (auto id = static_cast<int>(keep[i]); id >= 0 && !kept[id]; id = nodes_[id].parent) kept[id] = 1;
+  }
+  std::vector<int> others;
+  for (size_t id = 0; id < nodes_.size(); ++id)
+    if (nodes_[id].live && !kept[id] && nodes_[id].length > 0) others.push_back(static_cast<int>(id));
+  std::stable_sort(others.begin(), others.end(), [&](int a, int b) { return nodes_[a].position > nodes_[b].position; });
+  for (size_t i = 0; i < others.size() && free_pages() < pages; ++i) drop_pages(nodes_[others[i]]);
+  return free_pages();
+}
+
 void KvTree::release(int id) {
   --nodes_[held(id)].holds;
   while (id >= 0 && refs(id) == 0) {

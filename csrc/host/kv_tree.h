@@ -36,6 +36,8 @@ class KvTree {
   // The node whose last token is at `position - 1`, on the path of `node`, split off where needed and held by the caller.
   int rewind(int node, int64_t position);
   void evict(int node);    // forgets the keys of the node, not the node
+  // Evicts nodes that lie on the path of none of `keep`, deepest first, until `pages` are free; returns the free pages.
+  int64_t evict_others(const int64_t* keep, int64_t n, int64_t pages);
   void release(int node);  // gives up one hold; frees the node and its ancestors where it was the last
 
   // Slots for counts[i] further keys of nodes[i], in order; nodes must be distinct. All or nothing.

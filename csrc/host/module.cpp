@@ -47,6 +47,9 @@ PYBIND11_MODULE(_host, m) {
       .def("fork", &KvTree::fork, py::arg("node"), py::arg("n"))
       .def("rewind", &KvTree::rewind, py::arg("node"), py::arg("position"))
       .def("evict", &KvTree::evict, py::arg("node"))
+      .def("evict_others",
+           [](KvTree& tree, const Ids& keep, int64_t pages) { return tree.evict_others(keep.data(), keep.size(), pages); },
+           py::arg("keep"), py::arg("pages"))
       .def("release", &KvTree::release, py::arg("node"))
       .def("append",
            [](KvTree& tree, const Ids& nodes, const Ids& counts) {
