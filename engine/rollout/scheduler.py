@@ -2,9 +2,10 @@
 
     queued (a prompt) --> waiting (keys missing) <--> running (only the last token lacks its keys) --> resting / leaf
 
-Keys are a cache of tokens. A branch waits while its path lacks any, be it a fresh prompt, a branch rewound to where keys
-were dropped, or one that was preempted: in each case they are computed in chunks, nodes nearest the root first, beside
-the running rows. When pages run short, nodes no running branch reads are dropped first, then the youngest branch's own.
+Keys are a cache of tokens. A branch waits while its path lacks any, be it a fresh prompt, a branch rewound to where
+keys were dropped, or one that was preempted: in each case they are computed in chunks, nodes nearest the root first,
+beside the running rows. When pages run short, nodes that no running branch reads are dropped first, then the youngest
+branch's own.
 The oldest branch is never preempted, so every step brings something nearer its end.
 """
 
@@ -123,7 +124,7 @@ class Scheduler:
     def _exhausted(self) -> KvExhaustedError:
         capacity = self.cache.tree.num_pages * self.cache.tree.page_size
         return KvExhaustedError(
-            f"A single response does not fit into the KV cache; raise kv_tokens (now {capacity}) or lower max_new_tokens."
+            f"One response alone exceeds the KV cache; raise kv_tokens (now {capacity}) or lower max_new_tokens."
         )
 
     # -- waiting branches -------------------------------------------------------------------------------------------
