@@ -8,8 +8,8 @@ backends, and `rolltree doctor` says what is missing.
 * ``csrc/cuda``  ``kernels/_cuda.so``; the CUDA toolkit suffices, torch itself may be a CPU build.
 
 The last two use only libtorch's stable ABI, so one binary serves several torch and Python versions.
-Environment: ``ROLLTREE_CPU_ISA=native`` builds only for this machine; ``ROLLTREE_CUDA_ARCHS=90a`` narrows the CUDA build;
-``ROLLTREE_CUDA=0`` leaves it out.
+Environment: ``ROLLTREE_CPU_ISA=native`` builds only for this machine; ``ROLLTREE_CUDA_ARCHS=90a`` narrows the CUDA
+build; ``ROLLTREE_CUDA=0`` leaves it out.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class NativeParts(build_ext):
             say(f"{ext.name} was NOT built; the slower backends stay in use. Reason: {error}")
 
     def build_host(self, target: Path, temp: Path) -> None:
-        import pybind11
         from sysconfig import get_paths
+
+        import pybind11
 
         includes = [f"-I{pybind11.get_include()}", f"-I{get_paths()['include']}"]
         flags = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", *includes]
@@ -92,11 +93,28 @@ class NativeParts(build_ext):
             if os.environ.get("ROLLTREE_CPU_ISA") == "native":
                 levels = {this_machine(): X86_LEVELS[this_machine()]}
         for level, march in levels.items():
-            flags = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-Wall", STABLE_ABI, *includes]
-            flags += [f"-march={march}", "-mprefer-vector-width=512"] if level == "avx512" else [f"-march={march}"] if march else []
+            flags = [
+                "-O3",
+                "-std=c++20",
+                "-fPIC",
+                "-fno-math-errno",
+                "-ffp-contract=fast",
+                "-Wall",
+                STABLE_ABI,
+                *includes,
+            ]
+            flags += (
+                [f"-march={march}", "-mprefer-vector-width=512"]
+                if level == "avx512"
+                else [f"-march={march}"]
+                if march
+                else []
+            )
             where = temp / level
             where.mkdir(exist_ok=True)
-            self.compile_and_link(sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where)
+            self.compile_and_link(
+                sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where
+            )
 
     def build_cuda(self, target: Path, temp: Path) -> None:
         nvcc = shutil.which("nvcc")
@@ -107,10 +125,20 @@ class NativeParts(build_ext):
         includes, libs = torch_flags()
         wanted = os.environ.get("ROLLTREE_CUDA_ARCHS", ",".join(CUDA_ARCHS)).split(",")
         archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
-        flags = ["-O3", "-std=c++20", "--use_fast_math", "-lineinfo", "-Xcompiler=-fPIC", "-DUSE_CUDA", STABLE_ABI, *archs, *includes]
+        flags = [
+            "-O3",
+            "-std=c++20",
+            "--use_fast_math",
+            "-lineinfo",
+            "-Xcompiler=-fPIC",
+            "-DUSE_CUDA",
+            STABLE_ABI,
+            *archs,
+            *includes,
+        ]
         sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
         objects = [temp / f"{s.stem}.o" for s in sources]
-        compile_all([[nvcc, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)])
+        compile_all([[nvcc, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
         run([nvcc, "-shared", "-cudart=shared", *map(str, objects), "-o", str(target.with_name("_cuda.so")), *libs])
 
     @staticmethod
@@ -119,7 +147,7 @@ class NativeParts(build_ext):
         if shutil.which(compiler) is None:
             raise RuntimeError(f"no C++ compiler '{compiler}' on PATH (Debian: apt-get install g++)")
         objects = [temp / f"{s.stem}.o" for s in sources]
-        compile_all([[compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)])
+        compile_all([[compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
         run([compiler, "-shared", *map(str, objects), "-o", str(target), *libs])
 
     def libraries_of(self, ext: Extension) -> list[Path]:
@@ -142,6 +170,10 @@ class NativeParts(build_ext):
 
 
 setup(
-    ext_modules=[Extension("rolltree.engine.rollout._host", []), Extension("rolltree.kernels._cpu", []), Extension("rolltree.kernels._cuda", [])],
+    ext_modules=[
+        Extension("rolltree.engine.rollout._host", []),
+        Extension("rolltree.kernels._cpu", []),
+        Extension("rolltree.kernels._cuda", []),
+    ],
     cmdclass={"build_ext": NativeParts},
 )

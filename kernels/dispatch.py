@@ -1,7 +1,7 @@
 """Which backend runs an op: cuda | triton | cpu | reference.
 
-An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the one
-named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best one for the tensors' device.
+An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the
+one named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best for the tensors' device.
 A forced backend that the op or the device lacks is an error; falling back from a missing compiled one is logged once.
 """
 
@@ -101,7 +101,7 @@ def interpreting() -> bool:
 
 @functools.cache
 def load_library(name: str) -> bool:
-    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``torch.ops.rolltree_cuda``); False where they were not built."""
+    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``torch.ops.rolltree_cuda``); False where not built."""
     here = Path(__file__).parent
     if name == "cuda":
         candidates = [here / "_cuda.so"] if torch.cuda.is_available() else []

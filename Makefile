@@ -1,0 +1,49 @@
+# The one torch this project installs for itself; any of 2.11 to 2.13 works.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= examples/arithmetic_cpu.toml
+ARGS ?=
+
+BIN := $(VENV)/bin
+export ROLLTREE_CPU_ISA ?= native
+SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
+
+.PHONY: train test lint bench gpu aot clean
+
+train: $(VENV)/.ready
+	$(BIN)/rolltree train $(CONFIG) $(ARGS)
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p build/lint/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/lint/rolltree/
+	MYPYPATH=build/lint $(BIN)/mypy -p rolltree.kernels -p rolltree.engine -p rolltree.bench
+
+bench: $(VENV)/.ready-dev
+	$(BIN)/rolltree bench $(ARGS)
+
+# Every GPU test, then every benchmark; rows go to bench/results/<device>/. PARTS="name ..." runs some of them.
+gpu:
+	$(PYTHON) -m rolltree.bench.gpu $(PARTS)
+
+# Compile every Triton kernel for sm_80, sm_90 and sm_100 and print registers, spills and shared memory. Needs no GPU.
+aot: $(VENV)/.ready-dev
+	$(BIN)/python tests/kernels/aot/harness.py
+
+# Without build isolation the build sees the torch installed here, instead of fetching a second one.
+$(VENV)/.ready: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" "pybind11>=2.13" "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[tasks]"
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[tasks,dev]"
+	touch $@
+
+clean:
+	rm -rf build $(VENV) kernels/*.so engine/rollout/*.so

@@ -1,0 +1,259 @@
+"""TreeBatch: trees packed back to back into a token budget, on the device.
+
+A *pair* is one response token to score: its predictor's row and its id. Pairs follow the packed order of their tokens,
+so pair ``i`` lies on the path of pair ``j`` iff ``i <= j < pair_end[i]``, the same interval rule as for rows. A token
+shared by several leaves is one pair that carries their sums (S_pos, S_neg, S_1); those sums add up over disjoint sets
+of leaves, which is why a tree larger than the budget can be split by its leaves without changing loss or gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolltree.kernels import Objective, PathIndex, PolicyFields
+
+from .tree import Array, TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """Packed trees. ``T`` tokens, ``M`` pairs, ``R`` rows whose hidden state predicts something, ``L`` leaves."""
+
+    trees: tuple[TokenTree, ...]
+    tree_index: tuple[int, ...]  # of each tree, in the list given to pack()
+    leaf_index: tuple[Array, ...]  # of each tree's leaves, in the tree given to pack()
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    subtree_end: Tensor  # [T] int32
+    row: Tensor  # [M] int64, the packed row that predicts the pair's token
+    target: Tensor  # [M] int64
+    head_row: Tensor  # [R] int64, distinct rows among `row`, ascending
+    head_index: Tensor  # [M] int64, row == head_row[head_index]
+    loss_mask: Tensor  # [M] bool
+    behaviour_logprob: Tensor | None  # [M] float32, None where no pair in the loss has one
+    pair_end: Tensor  # [M] int64
+    leaf_pair: Tensor  # [L] int64, the last pair on the leaf's path, -1 for an empty response
+    leaf_length: Tensor  # [L] int64, response tokens in the loss
+    first_leaf: Tensor  # [M] int64, first leaf below, as a rank among the L leaves depth-first
+    last_leaf: Tensor  # [M] int64, inclusive
+    leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
+
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens, prompts included."""
+        return self.input_ids.numel()
+
+    @property
+    def num_leaves(self) -> int:
+        return self.leaf_pair.numel()
+
+    @property
+    def logical_tokens(self) -> int:
+        """Response tokens in the loss, counted once a leaf: the normaliser of ``token_mean``."""
+        return sum(int(_masked_length(tree).sum()) for tree in self.trees)
+
+    def fields(
+        self,
+        objective: Objective,
+        *,
+        normalizer: float | Tensor | None = None,
+        old_logprob: Tensor | None = None,  # [M]
+        ref_logprob: Tensor | None = None,  # [M]
+    ) -> PolicyFields:
+        """What :func:`rolltree.kernels.policy_loss` needs of each pair, exact for shared tokens.
+
+        A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``. With ``normalizer`` the
+        weights are divided by it, and ``policy_loss`` is then called with normalizer 1.
+        """
+        weight = torch.ones_like(self.leaf_advantage)
+        if objective.aggregation == "seq_mean_token_mean":
+            weight = weight / self.leaf_length.clamp(min=1)
+        if normalizer is not None:
+            weight = weight / normalizer
+
+        def below(values: Tensor) -> Tensor:  # [L] -> [M], the sum over the leaves below each pair
+            total = torch.cat([values.new_zeros(1), values.cumsum(0)])
+            return (total[self.last_leaf + 1] - total[self.first_leaf]).float()
+
+        signed = weight * self.leaf_advantage
+        return PolicyFields(
+            adv_pos=below(signed.clamp(min=0)),
+            adv_neg=below(signed.clamp(max=0)),
+            weight=below(weight),
+            mask=self.loss_mask,
+            old_logprob=old_logprob,
+            ref_logprob=ref_logprob,
+            behaviour_logprob=self.behaviour_logprob,
+            paths=PathIndex(
+                pair_end=self.pair_end,
+                leaf_pair=self.leaf_pair,
+                leaf_length=self.leaf_length,
+                leaf_weight=weight.float(),
+                leaf_advantage=self.leaf_advantage.float(),
+            ),
+            aggregation=objective.aggregation,
+        )
+
+    def to_leaves(self, values: Tensor) -> list[list[Tensor]]:  # [M, ...]
+        """Per tree, per leaf (in leaf-index order), the response tokens' values in order."""
+        out, first_pair = [], 0
+        for tree in self.trees:
+            pairs = tree.num_tokens - tree.prompt_length
+            shift = first_pair - tree.prompt_length  # pairs are the rows after the prompt, in order
+            out.append(
+                [
+                    values[torch.from_numpy(tree.path_rows(leaf)[tree.prompt_length :] + shift).to(values.device)]
+                    for leaf in range(tree.num_leaves)
+                ]
+            )
+            first_pair += pairs
+        return out
+
+
+def pack(trees: Sequence[TokenTree], *, max_tokens: int, device: torch.device | str | None = None) -> list[TreeBatch]:
+    """Pack trees into batches of at most ``max_tokens`` unique tokens.
+
+    Trees stay whole and go to the fullest batch they fit (best-fit decreasing; deterministic). A larger tree is split
+    by its leaves, each part repeating the ancestors it needs; losses and gradients of the parts add up to the whole's.
+
+    Raises:
+        ValueError: one root-to-leaf path alone exceeds ``max_tokens``.
+    """
+    parts: list[tuple[int, TokenTree, Array]] = []
+    for index, tree in enumerate(trees):
+        parts.extend((index, part, leaves) for part, leaves in _split(tree, max_tokens, index))
+    order = sorted(range(len(parts)), key=lambda i: (-parts[i][1].num_tokens, i))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        size = parts[i][1].num_tokens
+        fitting = [b for b in range(len(bins)) if room[b] >= size]
+        if fitting:
+            best = min(fitting, key=lambda b: room[b])
+        else:
+            bins.append([])
+            room.append(max_tokens)
+            best = len(bins) - 1
+        bins[best].append(i)
+        room[best] -= size
+    return [_assemble([parts[i] for i in sorted(members)], device) for members in bins]
+
+
+def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree, Array]]:
+    """Parts of ``tree`` within the budget, each with the leaf indices it holds."""
+    everything = np.arange(tree.num_leaves)
+    if tree.num_tokens <= max_tokens:
+        return [(tree, everything)]
+    path = tree.prompt_length + tree.response_length
+    if path.max() > max_tokens:
+        worst = int(path.argmax())
+        raise ValueError(
+            f"Leaf {worst} of tree {index} is {path[worst]} tokens long with its prompt, over the budget of "
+            f"max_tokens={max_tokens}; raise max_tokens or shorten prompts and responses."
+        )
+    # depth-first, a leaf adds the tokens below its deepest ancestor that an earlier leaf of the part also has
+    node_end = (tree.node_position + tree.length).astype(np.int64)
+    groups: list[list[int]] = []
+    used, size = np.zeros(tree.num_nodes, bool), max_tokens + 1
+    for leaf in tree.leaf_order.tolist():
+        new, node = [], int(tree.leaf_node[leaf])
+        while node >= 0 and not used[node]:
+            new.append(node)
+            node = int(tree.parent[node])
+        added = int(tree.length[new].sum())
+        if size + added > max_tokens:
+            groups.append([])
+            used[:] = False
+            size, new, node = 0, [], int(tree.leaf_node[leaf])
+            while node >= 0:
+                new.append(node)
+                node = int(tree.parent[node])
+            added = int(node_end[tree.leaf_node[leaf]])
+        groups[-1].append(leaf)
+        used[new] = True
+        size += added
+    out = []
+    for group in groups:
+        keep = np.isin(everything, group)
+        part = tree.without_leaves(~keep)
+        assert part is not None
+        out.append((part, everything[keep]))
+    return out
+
+
+def _masked_length(tree: TokenTree) -> Array:  # [L] int64, response tokens in the loss
+    total = np.concatenate([[0], np.cumsum(tree.loss_mask)])
+    in_node = total[tree.start + tree.length] - total[tree.start]
+    along = np.zeros(tree.num_nodes, np.int64)
+    for node in range(1, tree.num_nodes):
+        along[node] = along[tree.parent[node]] + in_node[node]
+    return along[tree.leaf_node]
+
+
+def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | str | None) -> TreeBatch:
+    trees = [tree for _, tree, _ in parts]
+    tokens = np.cumsum([0] + [t.num_tokens for t in trees])
+    pairs = np.cumsum([0] + [t.num_tokens - t.prompt_length for t in trees])
+    leaves = np.cumsum([0] + [t.num_leaves for t in trees])
+
+    def join(columns: list[Array], dtype: type = np.int64) -> Array:
+        return np.concatenate(columns).astype(dtype)
+
+    columns: dict[str, list[Array]] = {}
+
+    def add(**named: Array) -> None:
+        for name, column in named.items():
+            columns.setdefault(name, []).append(column)
+
+    for i, tree in enumerate(trees):
+        response = slice(tree.prompt_length, None)
+        node = np.repeat(np.arange(tree.num_nodes), tree.length)[response]
+        last_row = (tree.start + tree.length - 1)[tree.leaf_node[tree.leaf_order]]
+        add(
+            input_ids=tree.token_id,
+            position_ids=tree.position,
+            subtree_end=tree.subtree_end + tokens[i],
+            row=tree.parent_row[response] + tokens[i],
+            target=tree.token_id[response],
+            loss_mask=tree.loss_mask[response],
+            behaviour_logprob=tree.behaviour_logprob[response],
+            pair_end=tree.subtree_end[response] - tree.prompt_length + pairs[i],
+            first_leaf=tree.first_leaf[node] + leaves[i],
+            last_leaf=tree.last_leaf[node] + leaves[i],
+            leaf_pair=np.where(last_row < tree.prompt_length, -1, last_row - tree.prompt_length + pairs[i]),
+            leaf_length=_masked_length(tree)[tree.leaf_order],
+            leaf_advantage=tree.advantage[tree.leaf_order],
+        )
+    row = join(columns["row"])
+    head_row, head_index = np.unique(row, return_inverse=True)
+    behaviour = join(columns["behaviour_logprob"], np.float32)
+    known = not np.isnan(behaviour[join(columns["loss_mask"], np.bool_)]).any()
+
+    def tensor(name: str, dtype: type = np.int64) -> Tensor:
+        return torch.from_numpy(join(columns[name], dtype)).to(device)
+
+    return TreeBatch(
+        trees=tuple(trees),
+        tree_index=tuple(index for index, _, _ in parts),
+        leaf_index=tuple(leaf_index for _, _, leaf_index in parts),
+        input_ids=tensor("input_ids"),
+        position_ids=tensor("position_ids"),
+        subtree_end=tensor("subtree_end", np.int32),
+        row=torch.from_numpy(row).to(device),
+        target=tensor("target"),
+        head_row=torch.from_numpy(head_row).to(device),
+        head_index=torch.from_numpy(head_index.reshape(-1)).to(device),
+        loss_mask=tensor("loss_mask", np.bool_),
+        behaviour_logprob=torch.from_numpy(behaviour).to(device) if known and len(behaviour) else None,
+        pair_end=tensor("pair_end"),
+        leaf_pair=tensor("leaf_pair"),
+        leaf_length=tensor("leaf_length"),
+        first_leaf=tensor("first_leaf"),
+        last_leaf=tensor("last_leaf"),
+        leaf_advantage=tensor("leaf_advantage", np.float64),
+    )

@@ -1,0 +1,190 @@
+"""A Hugging Face decoder on packed trees: its log-probabilities and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rolltree.kernels import LogprobOutput, Objective, PolicyLossOutput, linear_logprob, policy_loss
+
+from .batch import TreeBatch
+from .errors import UserError
+from .integrations import transformers as integration
+
+TREE_LAYERS = ("full_attention", "sliding_attention")
+
+
+class Head(NamedTuple):
+    """The language-model head: logits = softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+
+
+def head(model: PreTrainedModel) -> Head:
+    """The head of ``model``.
+
+    Raises:
+        ValueError: the model scales its logits in a way the fused head does not know.
+    """
+    config = model.config.get_text_config()
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know."
+            )
+    layer = model.get_output_embeddings()
+    return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
+
+
+def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [R, H]
+    """The final hidden states of the rows that predict something (``batch.head_row``).
+
+    Raises:
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``.
+    """
+    implementation = model.config._attn_implementation
+    if implementation != integration.NAME:
+        raise ValueError(
+            f"The model's attention is '{implementation}'; load it with attn_implementation='rolltree' or call "
+            "model.set_attn_implementation('rolltree')."
+        )
+    decoder: nn.Module = model.get_decoder()
+    output = decoder(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        attention_mask=integration.MASK_STUB,
+        use_cache=False,
+        subtree_end=batch.subtree_end,
+    )
+    return output.last_hidden_state[0].index_select(0, batch.head_row)
+
+
+def batch_logprob(
+    model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
+) -> LogprobOutput:
+    """Log-probability of every pair of ``batch``, and on request (``want``) entropy and sum of squared probabilities.
+
+    Returns:
+        ``logprob [M]`` fp32, one value a pair. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *pair* too.
+    """
+    out = _score(model, batch, temperature, want)
+    pair = batch.head_index
+    return LogprobOutput(
+        logprob=out.logprob,
+        logsumexp=out.logsumexp[pair],
+        entropy=None if out.entropy is None else out.entropy[pair],
+        sum_p2=None if out.sum_p2 is None else out.sum_p2[pair],
+        extra_logprob=None,
+    )
+
+
+def batch_loss(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    objective: Objective,
+    *,
+    normalizer: float | Tensor,
+    temperature: float = 1.0,
+    old_logprob: Tensor | None = None,  # [M]
+    ref_logprob: Tensor | None = None,  # [M]
+) -> PolicyLossOutput:
+    """The objective's loss over all leaves of ``batch``, exact for shared tokens, ready for ``.backward()``.
+
+    Args:
+        normalizer: what the sum over logical tokens is divided by; see ``Objective.aggregation``. Give the count of the
+            whole update, so that the loss does not depend on how it was cut into micro-batches.
+        temperature: of the distribution whose log-probabilities enter the ratio.
+        old_logprob: of the policy at the start of the update; None for a single on-policy update (ratio 1).
+        ref_logprob: of the reference policy, for objectives with a KL term.
+    """
+    fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
+    out = _score(model, batch, temperature, ("entropy",))
+    assert out.entropy is not None
+    return policy_loss(
+        out.logprob, fields, objective, normalizer=normalizer, entropy=out.entropy.index_select(0, batch.head_index)
+    )
+
+
+def _score(model: PreTrainedModel, batch: TreeBatch, temperature: float, want: Sequence[str]) -> LogprobOutput:
+    weight, bias, softcap = head(model)
+    return linear_logprob(
+        hidden_states(model, batch),
+        weight,
+        batch.target,
+        row=batch.head_index,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        want=want,
+    )
+
+
+def check_model_dir(path: str | Path) -> None:
+    """Refuse a directory that is no loadable model, in one sentence.
+
+    Raises:
+        UserError: `config.json` or the safetensors weights are missing, or only pickled weights are there.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(
+            f"The model directory '{directory}' does not exist; set model.path to a Hugging Face directory."
+        )
+    if not (directory / "config.json").is_file():
+        raise UserError(f"'{directory}' holds no config.json; set model.path to a Hugging Face model directory.")
+    if not any(directory.glob("*.safetensors")):
+        pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
+        why = "only pickled weights, which are never loaded; convert them to safetensors" if pickled else "no weights"
+        raise UserError(f"'{directory}' holds {why} (expected model.safetensors).")
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
+    """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
+
+    Raises:
+        UserError: it cannot be read, or has layers that cannot be tree-masked.
+    """
+    local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
+    if local:
+        check_model_dir(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        _check_layers(config, path)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=integration.NAME, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"The model '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    return model.to(device)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model.
+
+    Raises:
+        UserError: there is none, or it names no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"The tokenizer in '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config."
+        )
+    return tokenizer
+
+
+def _check_layers(config: Any, path: str | Path) -> None:
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(TREE_LAYERS)
+    if kinds:
+        raise UserError(
+            f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
+        )

@@ -1,0 +1,504 @@
+"""TokenTree: rollouts that share prefixes, as one structure of arrays on the host.
+
+Nodes are runs of tokens without a branch, stored in depth-first preorder, so the tokens below a node are one
+contiguous run of rows: row ``i`` sees key ``j`` iff ``j <= i < subtree_end[j]``. Node 0 is the prompt. A flat group of
+responses is a tree of depth 1, a single sequence a tree with one leaf; a leaf may end at any node, also at the prompt
+(an empty response).
+
+Leaves keep the order in which they were given (the *leaf index* of every ``[L]`` array here). ``leaf_order`` lists them
+depth-first; ``first_leaf`` and ``last_leaf`` of a node are ranks in that order, both inclusive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Origin(IntEnum):
+    """Where a token came from."""
+
+    PROMPT = 0
+    SAMPLED = 1
+    OBSERVATION = 2  # a tool's answer
+    INJECTED = 3  # a hint or a teacher's token
+
+
+class LeafStatus(IntEnum):
+    """How a response ended."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORTED = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens with what training needs to know of each; all arrays have the same length."""
+
+    token_ids: Array  # [n] int32
+    loss_mask: Array  # [n] bool, True where the token is trained on
+    origin: Array  # [n] int8, an Origin
+    behaviour_logprob: Array  # [n] float32, log-probability under the distribution it was sampled from; NaN where none
+    policy_version: Array  # [n] int32
+    temperature: Array  # [n] float32
+
+    def __post_init__(self) -> None:
+        wrong = {f.name: np.shape(getattr(self, f.name)) for f in fields(self)}
+        if len(set(wrong.values())) != 1 or np.ndim(self.token_ids) != 1:
+            raise ValueError(f"A Segment's arrays must be one-dimensional and of one length, got {wrong}.")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @staticmethod
+    def make(
+        token_ids: npt.ArrayLike,
+        *,
+        origin: npt.ArrayLike,
+        loss_mask: npt.ArrayLike = False,
+        behaviour_logprob: npt.ArrayLike = np.nan,
+        policy_version: npt.ArrayLike = 0,
+        temperature: npt.ArrayLike = 1.0,
+    ) -> Segment:
+        """A segment whose scalar arguments hold for every token."""
+        ids = np.asarray(token_ids, np.int32).reshape(-1)
+
+        def column(values: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
+            values = np.asarray(values, dtype)
+            return np.full(ids.shape, values, dtype) if values.ndim == 0 else values
+
+        return Segment(
+            ids,
+            column(loss_mask, np.bool_),
+            column(origin, np.int8),
+            column(behaviour_logprob, np.float32),
+            column(policy_version, np.int32),
+            column(temperature, np.float32),
+        )
+
+    @staticmethod
+    def prompt(token_ids: npt.ArrayLike) -> Segment:
+        """Prompt tokens: not trained on, no behaviour log-probability."""
+        return Segment.make(token_ids, origin=Origin.PROMPT)
+
+    @staticmethod
+    def sampled(
+        token_ids: npt.ArrayLike,
+        logprobs: npt.ArrayLike,
+        policy_version: npt.ArrayLike = 0,
+        temperature: npt.ArrayLike = 1.0,
+    ) -> Segment:
+        """Tokens the policy sampled, with their log-probability under the sampling distribution."""
+        return Segment.make(
+            token_ids,
+            origin=Origin.SAMPLED,
+            loss_mask=True,
+            behaviour_logprob=logprobs,
+            policy_version=policy_version,
+            temperature=temperature,
+        )
+
+
+_TOKEN_FIELDS = ("token_id", "loss_mask", "origin", "behaviour_logprob", "policy_version", "temperature")
+_SEGMENT_FIELDS = tuple(f.name for f in fields(Segment))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One root-to-leaf path: what an ordinary trainer calls a sample."""
+
+    prompt: list[int]
+    response: list[int]
+    behaviour_logprob: Array  # [len(response)] float32
+    loss_mask: Array  # [len(response)] bool
+    policy_version: Array  # [len(response)] int32
+    advantage: float
+    status: LeafStatus
+
+
+@dataclass(eq=False)
+class TokenTree:
+    """See the module's description. Build one with :meth:`from_nodes` or :meth:`from_sequences`."""
+
+    # per node [K], int32
+    parent: Array  # -1 for the root
+    start: Array  # first row
+    length: Array
+    first_leaf: Array  # first leaf below, as a rank in leaf_order
+    last_leaf: Array  # last leaf below, inclusive
+    # per token [T]
+    token_id: Array  # int32
+    position: Array  # int32, depth along the path
+    parent_row: Array  # int32, the row whose hidden state predicts this token; -1 for the prompt's first
+    subtree_end: Array  # int32, one past the last row below this token
+    loss_mask: Array  # bool
+    origin: Array  # int8
+    behaviour_logprob: Array  # float32
+    policy_version: Array  # int32
+    temperature: Array  # float32
+    # per leaf [L]
+    leaf_node: Array  # int32
+    leaf_order: Array  # int32, leaf indices in depth-first order
+    status: Array  # int8, a LeafStatus
+    advantage: Array  # float32
+    answer_id: Array  # int32, responses with equal answers share one; -1 where unknown
+    rewards: dict[str, Array] = field(default_factory=dict)  # name -> [L] float32
+    meta: dict[str, Any] = field(default_factory=dict)  # prompt id, task, ...
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parent)
+
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens, the prompt's included."""
+        return len(self.token_id)
+
+    @property
+    def num_leaves(self) -> int:
+        return len(self.leaf_node)
+
+    @property
+    def prompt_length(self) -> int:
+        return int(self.length[0])
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens of all root-to-leaf paths, the prompt counted once a leaf: what a flat batch would hold."""
+        return int((self.node_position + self.length)[self.leaf_node].sum())
+
+    @property
+    def node_position(self) -> Array:
+        """[K] position of each node's first token."""
+        return self.position[self.start]
+
+    @property
+    def response_length(self) -> Array:
+        """[L] tokens of each response."""
+        return (self.node_position + self.length)[self.leaf_node] - self.prompt_length
+
+    # -- builders ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_nodes(
+        parents: Seq[int],
+        segments: Seq[Segment],
+        leaf_nodes: Seq[int],
+        statuses: Seq[LeafStatus],
+    ) -> TokenTree:
+        """The tree of nodes given in any order that puts parents first.
+
+        Args:
+            parents: parent of each node; ``parents[0] == -1`` is the prompt, all others lie before their children.
+            segments: tokens of each node. An empty one other than the prompt's is replaced by its parent.
+            leaf_nodes: the node at which each leaf ends; the order given becomes the leaf index.
+            statuses: how each leaf ended.
+
+        Raises:
+            ValueError: the prompt is empty, no leaf is given, a parent does not precede its child, or a childless node
+                is no leaf's.
+        """
+        if not segments or len(segments[0]) == 0:
+            raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
+        if len(leaf_nodes) == 0:
+            raise ValueError("A TokenTree needs at least one leaf; no responses were given.")
+        if len(parents) != len(segments) or len(leaf_nodes) != len(statuses):
+            raise ValueError(
+                f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
+                f"{len(statuses)} statuses; give one of each."
+            )
+        if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
+            raise ValueError("parents[0] must be -1 and every other parent must precede its child.")
+
+        keep = [i for i, s in enumerate(segments) if len(s)]
+        stands_for = list(range(len(parents)))  # an empty node is replaced by its nearest non-empty ancestor
+        for i, segment in enumerate(segments):
+            if len(segment) == 0:
+                stands_for[i] = stands_for[parents[i]]
+        new = {node: k for k, node in enumerate(keep)}
+        parent = np.array([-1] + [new[stands_for[parents[i]]] for i in keep[1:]], np.int32)
+        leaf_node = np.array([new[stands_for[n]] for n in leaf_nodes], np.int32)
+        tokens = {
+            name: np.concatenate([getattr(segments[i], column) for i in keep])
+            for name, column in zip(_TOKEN_FIELDS, _SEGMENT_FIELDS, strict=True)
+        }
+        length = np.array([len(segments[i]) for i in keep], np.int32)
+        return _depth_first(parent, length, tokens, leaf_node, np.array(statuses, np.int8))
+
+    @staticmethod
+    def from_sequences(
+        prompt: Seq[int],
+        responses: Seq[Seq[int]],
+        *,
+        advantages: Seq[float] | None = None,
+        behaviour_logprobs: Seq[npt.ArrayLike] | None = None,
+        loss_masks: Seq[npt.ArrayLike] | None = None,
+        policy_version: int | Seq[npt.ArrayLike] = 0,
+        statuses: Seq[LeafStatus] | None = None,
+    ) -> TokenTree:
+        """The tree of responses to one prompt, shared prefixes merged.
+
+        Tokens merge only where token id, behaviour log-prob (bit for bit), policy version and loss mask all agree;
+        otherwise the paths split there. Responses may be empty, equal, or prefixes of one another.
+
+        Args:
+            prompt: token ids.
+            responses: token ids of each response; their order becomes the leaf index.
+            advantages: one number a response, 0 where absent.
+            behaviour_logprobs: per response, one number a token; NaN where absent.
+            loss_masks: per response, True for the tokens to train on; all where absent. The others are observations.
+            policy_version: one for all tokens, or per response one number or one a token.
+
+        Raises:
+            ValueError: no response, an empty prompt, or per-response data whose lengths differ from the responses'.
+        """
+        count = len(responses)
+        if count == 0:
+            raise ValueError("from_sequences needs at least one response; `responses` is empty.")
+        _check_count("advantages", advantages, count)
+        _check_count("statuses", statuses, count)
+        ids = [np.asarray(r, np.int32).reshape(-1) for r in responses]
+        lengths = np.array([len(r) for r in ids])
+        logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.nan, np.float32)
+        mask = _per_token("loss_masks", loss_masks, lengths, True, np.bool_)
+        one = np.ndim(policy_version) == 0
+        per_response = None if one else cast("Seq[npt.ArrayLike]", policy_version)
+        version = _per_token("policy_version", per_response, lengths, policy_version if one else 0, np.int32)
+        flat = np.concatenate([*ids, np.zeros(0, np.int32)])
+
+        parents, spans, leaf_nodes = _prefix_tree(_token_keys(flat, logprob, version, mask), lengths)
+        segments = [Segment.prompt(np.asarray(prompt, np.int32))]
+        for begin, end in spans:
+            segments.append(
+                Segment.make(
+                    flat[begin:end],
+                    origin=np.where(mask[begin:end], np.int8(Origin.SAMPLED), np.int8(Origin.OBSERVATION)),
+                    loss_mask=mask[begin:end],
+                    behaviour_logprob=logprob[begin:end],
+                    policy_version=version[begin:end],
+                )
+            )
+        tree = TokenTree.from_nodes(parents, segments, leaf_nodes, statuses or [LeafStatus.STOP] * count)
+        if advantages is not None:
+            tree.advantage[:] = advantages
+        return tree
+
+    def without_leaves(self, drop: Array) -> TokenTree | None:  # [L] bool
+        """A copy without the leaves marked in ``drop`` and the tokens only they used; None when no leaf is left."""
+        keep_leaf = ~np.asarray(drop, bool)
+        if not keep_leaf.any():
+            return None
+        below = np.concatenate([[0], np.cumsum(keep_leaf[self.leaf_order])])
+        keep_node = below[self.last_leaf + 1] > below[self.first_leaf]
+        keep_node[0] = True
+        renumber = np.cumsum(keep_node) - 1
+        keep_token = np.repeat(keep_node, self.length)
+        parent = np.where(self.parent[keep_node] < 0, -1, renumber[self.parent[keep_node]]).astype(np.int32)
+        tree = _depth_first(
+            parent,
+            self.length[keep_node],
+            {name: getattr(self, name)[keep_token] for name in _TOKEN_FIELDS},
+            renumber[self.leaf_node[keep_leaf]].astype(np.int32),
+            self.status[keep_leaf],
+        )
+        tree.advantage[:] = self.advantage[keep_leaf]
+        tree.answer_id[:] = self.answer_id[keep_leaf]
+        tree.rewards = {name: values[keep_leaf] for name, values in self.rewards.items()}
+        tree.meta = dict(self.meta)
+        return tree
+
+    # -- views ------------------------------------------------------------------------------------------------------
+
+    def path_rows(self, leaf: int) -> Array:  # [prompt + response] int64
+        """Rows of the tokens from the root to ``leaf``."""
+        runs = []
+        node = int(self.leaf_node[leaf])
+        while node >= 0:
+            runs.append(np.arange(self.start[node], self.start[node] + self.length[node]))
+            node = int(self.parent[node])
+        return np.concatenate(runs[::-1])
+
+    def flatten(self) -> list[Sequence]:
+        """The root-to-leaf paths in leaf-index order: the inverse of :meth:`from_sequences`."""
+        prompt = self.token_id[: self.prompt_length].tolist()
+        out = []
+        for leaf in range(self.num_leaves):
+            rows = self.path_rows(leaf)[self.prompt_length :]
+            out.append(
+                Sequence(
+                    list(prompt),
+                    self.token_id[rows].tolist(),
+                    self.behaviour_logprob[rows],
+                    self.loss_mask[rows],
+                    self.policy_version[rows],
+                    float(self.advantage[leaf]),
+                    LeafStatus(int(self.status[leaf])),
+                )
+            )
+        return out
+
+
+def _depth_first(parent: Array, length: Array, tokens: dict[str, Array], leaf_node: Array, status: Array) -> TokenTree:
+    """Reorder nodes (parents before children) into depth-first preorder and derive the rest."""
+    count = len(parent)
+    children: list[list[int]] = [[] for _ in range(count)]
+    for node in range(count - 1, 0, -1):  # reversed, so that the stack pops the first child first
+        children[parent[node]].append(node)
+    preorder: list[int] = []
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        preorder.append(node)
+        stack.extend(children[node])
+    order = np.array(preorder)
+    rank = np.empty(count, np.int32)
+    rank[order] = np.arange(count, dtype=np.int32)
+
+    begin = np.concatenate([[0], np.cumsum(length)[:-1]])
+    length = length[order].astype(np.int32)
+    start = (np.cumsum(length) - length).astype(np.int32)
+    total = int(length.sum())
+    within = np.arange(total) - np.repeat(start, length)
+    source = np.repeat(begin[order], length) + within
+    parent = np.where(order == 0, -1, rank[parent[order]]).astype(np.int32)
+
+    size = np.ones(count, np.int64)  # nodes in each subtree
+    node_position = np.zeros(count, np.int32)
+    for node in range(1, count):
+        node_position[node] = node_position[parent[node]] + length[parent[node]]
+    for node in range(count - 1, 0, -1):
+        size[parent[node]] += size[node]
+    node_end = np.append(start, total)[np.arange(count) + size]
+
+    leaf_node = rank[leaf_node]
+    leaf_order = np.argsort(leaf_node, kind="stable").astype(np.int32)
+    in_order = leaf_node[leaf_order]
+    first_leaf = np.searchsorted(in_order, np.arange(count)).astype(np.int32)
+    last_leaf = (np.searchsorted(in_order, np.arange(count) + size) - 1).astype(np.int32)
+    if (last_leaf < first_leaf).any():
+        raise ValueError("A childless node must be the end of a leaf; name it in leaf_nodes or leave it out.")
+
+    parent_last = np.where(parent < 0, -1, (start + length - 1)[parent])
+    leaves = len(leaf_node)
+    return TokenTree(
+        parent=parent,
+        start=start,
+        length=length,
+        first_leaf=first_leaf,
+        last_leaf=last_leaf,
+        position=(np.repeat(node_position, length) + within).astype(np.int32),
+        parent_row=np.where(within == 0, np.repeat(parent_last, length), np.arange(total) - 1).astype(np.int32),
+        subtree_end=np.repeat(node_end, length).astype(np.int32),
+        leaf_node=leaf_node,
+        leaf_order=leaf_order,
+        status=status.copy(),
+        advantage=np.zeros(leaves, np.float32),
+        answer_id=np.full(leaves, -1, np.int32),
+        **{name: values[source] for name, values in tokens.items()},
+    )
+
+
+def _token_keys(ids: Array, logprob: Array, version: Array, mask: Array) -> Array:  # all [T] -> [T] big-endian uint32
+    """Equal exactly where all four agree; numbered by first appearance, so that sorting keeps the order given."""
+    record = np.stack([ids, logprob.view(np.int32), version, mask.astype(np.int32)], axis=1)
+    _, first, inverse = np.unique(record, axis=0, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse.reshape(-1)].astype(">u4")
+
+
+def _prefix_tree(keys: Array, lengths: Array) -> tuple[list[int], list[tuple[int, int]], list[int]]:
+    """Merge the sequences' common prefixes.
+
+    Returns the parents of all nodes (node 0 is the prompt), the span ``[begin, end)`` of the concatenated tokens that
+    is the run of each node ``1..``, and the node at which each sequence ends.
+
+    Sequences are sorted (big-endian keys: bytes compare like the numbers), neighbours then share the longest prefixes,
+    and the open path is kept as a stack of ``(node, depth of its end)``.
+    """
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    sequences = [keys[b:e] for b, e in zip(begins, ends, strict=True)]
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
+    parents, spans, leaf_nodes = [-1], [], [0] * len(sequences)
+    path = [(0, 0)]
+    previous: Array = keys[:0]
+    for index in order:
+        current = sequences[index]
+        shortest = min(len(previous), len(current))
+        differ = np.flatnonzero(previous[:shortest] != current[:shortest])
+        shared = int(differ[0]) if len(differ) else shortest
+        last = None
+        while path[-1][1] > shared:
+            last = path.pop()
+        if path[-1][1] < shared:  # the branch lies inside a run: split it there
+            assert last is not None
+            node, _ = last
+            begin, end = spans[node - 1]
+            depth = path[-1][1]
+            upper = len(parents)
+            parents.append(parents[node])
+            spans.append((begin, begin + shared - depth))
+            parents[node] = upper
+            spans[node - 1] = (begin + shared - depth, end)
+            path.append((upper, shared))
+        if len(current) > shared:
+            parents.append(path[-1][0])
+            spans.append((int(begins[index]) + shared, int(ends[index])))
+            path.append((len(parents) - 1, len(current)))
+        leaf_nodes[index] = path[-1][0]
+        previous = current
+    return _parents_first(parents, spans, leaf_nodes)
+
+
+def _parents_first(
+    parents: list[int], spans: list[tuple[int, int]], leaf_nodes: list[int]
+) -> tuple[list[int], list[tuple[int, int]], list[int]]:
+    """Renumber so that parents precede children: a split puts a new parent after its child."""
+    depth_first: list[int] = []
+    children: list[list[int]] = [[] for _ in parents]
+    for node in range(1, len(parents)):
+        children[parents[node]].append(node)
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        depth_first.append(node)
+        stack.extend(sorted(children[node], key=lambda n: -spans[n - 1][0]))
+    rank = {node: i for i, node in enumerate(depth_first)}
+    return (
+        [-1] + [rank[parents[n]] for n in depth_first[1:]],
+        [spans[n - 1] for n in depth_first[1:]],
+        [rank[n] for n in leaf_nodes],
+    )
+
+
+def _check_count(name: str, values: Seq[Any] | None, count: int) -> None:
+    if values is not None and len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} responses; give one a response.")
+
+
+def _per_token(
+    name: str, values: Seq[npt.ArrayLike] | None, lengths: Array, default: Any, dtype: npt.DTypeLike
+) -> Array:  # [sum(lengths)]
+    total = int(lengths.sum())
+    if values is None:
+        return np.full(total, default, dtype)
+    _check_count(name, values, len(lengths))
+    columns = []
+    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        column = np.asarray(value, dtype)
+        if column.ndim == 0:
+            column = np.full(length, column, dtype)
+        if column.shape != (length,):
+            raise ValueError(f"{name}[{i}] has shape {column.shape} for a response of {length} tokens.")
+        columns.append(column)
+    return np.concatenate(columns) if columns else np.zeros(0, dtype)

@@ -1,0 +1,181 @@
+"""A packed tree gives the log-probabilities, loss and gradients of its flat sequences under plain transformers."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
+
+from rolltree.engine import TokenTree, batch_logprob, batch_loss, pack
+from rolltree.kernels import Objective
+
+SMALL = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, attention_dropout=0.0, initializer_range=0.3,
+)  # fmt: skip
+CONFIGS = {
+    "qwen3": Qwen3Config(**SMALL),
+    "llama": LlamaConfig(**SMALL),
+    "mistral-window": MistralConfig(**SMALL, sliding_window=7),
+    "gemma2-window-softcap": Gemma2Config(
+        **{**SMALL, "sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}
+    ),
+    "gemma3-window": Gemma3TextConfig(**SMALL, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+}
+TEMPERATURE = 0.8
+
+
+def make_models(name: str):
+    """The same weights under rolltree attention and under plain transformers."""
+    config = copy.deepcopy(CONFIGS[name])  # from_config writes the attention into it
+    torch.manual_seed(0)
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation="rolltree").eval()
+    plain = "eager" if "softcap" in name else "sdpa"
+    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=plain).eval()
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def random_tree(seed: int, depth: int, leaves: int) -> TokenTree:
+    """A random tree: each response follows an earlier one up to a random point, then goes its own way."""
+    rng = np.random.default_rng(seed)
+    responses: list[list[int]] = []
+    logprobs: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    for i in range(leaves):
+        ids: list[int] = []
+        logprob, mask = np.zeros(0, np.float32), np.zeros(0, bool)
+        if i and depth > 1 and rng.random() < 0.8:
+            parent = int(rng.integers(i))
+            cut = int(rng.integers(len(responses[parent]) + 1))
+            ids, logprob, mask = responses[parent][:cut], logprobs[parent][:cut], masks[parent][:cut]
+        new = int(rng.integers(0, 12 // max(1, depth // 2)))
+        responses.append(ids + rng.integers(0, 97, new).tolist())
+        logprobs.append(np.concatenate([logprob, rng.normal(-4, 1, new).astype(np.float32)]))
+        masks.append(np.concatenate([mask, rng.random(new) < 0.8]))
+    prompt = rng.integers(0, 97, rng.integers(1, 9)).tolist()
+    return TokenTree.from_sequences(
+        prompt, responses, advantages=rng.normal(size=leaves), behaviour_logprobs=logprobs, loss_masks=masks
+    )
+
+
+def flat_logprobs(model, tree: TokenTree) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probs and entropies of every response token: the flat sequences as one right-padded batch."""
+    sequences = tree.flatten()
+    width = max(len(s.prompt) + len(s.response) for s in sequences)
+    ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, s in enumerate(sequences):
+        length = len(s.prompt) + len(s.response)
+        ids[i, :length] = torch.tensor(s.prompt + s.response)
+        mask[i, :length] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float() / TEMPERATURE
+    logprobs, entropies = [], []
+    for i, s in enumerate(sequences):
+        log_p = F.log_softmax(logits[i, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1], -1)
+        logprobs.append(log_p.gather(1, torch.tensor(s.response, dtype=torch.long)[:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return logprobs, entropies
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 1e-5) -> None:
+    assert (ours - theirs).norm() <= bound * max(theirs.norm().item(), 1e-6), (ours - theirs).norm() / theirs.norm()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("seed", "depth", "leaves"), [(0, 1, 5), (1, 3, 40), (2, 6, 200)])
+def test_logprob_and_gradients(name, seed, depth, leaves):
+    """grpo with clipping active: gradients of the old log-probs' ratio, weighted per sequence."""
+    ours, theirs = make_models(name)
+    trees = [random_tree(seed, depth, leaves), random_tree(seed + 100, depth, 3)]
+    (batch,) = pack(trees, max_tokens=100_000)
+    objective = Objective.preset("grpo", entropy_coef=0.01)
+
+    got = batch_logprob(ours, batch, temperature=TEMPERATURE)
+    old = got.logprob.detach() + torch.randn(len(batch.row), generator=torch.Generator().manual_seed(seed)) * 0.3
+    out = batch_loss(ours, batch, objective, normalizer=7.0, temperature=TEMPERATURE, old_logprob=old)
+    out.loss.backward()
+
+    loss = torch.zeros(())
+    for tree, leaf_values, leaf_old in zip(trees, batch.to_leaves(got.logprob), batch.to_leaves(old), strict=True):
+        logprobs, entropies = flat_logprobs(theirs, tree)
+        for s, mine, flat, entropy, flat_old in zip(
+            tree.flatten(), leaf_values, logprobs, entropies, leaf_old, strict=True
+        ):
+            close(mine, flat)
+            mask = torch.from_numpy(s.loss_mask)
+            if mask.any():
+                ratio = (flat - flat_old).exp()
+                clipped = torch.minimum(ratio * s.advantage, ratio.clamp(0.8, 1.2) * s.advantage)
+                loss = loss - ((clipped + 0.01 * entropy) * mask).sum() / mask.sum() / 7.0
+    loss.backward()
+    close(out.loss, loss)
+    for (key, mine), flat in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None, key
+        close(mine.grad, flat.grad)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+@pytest.mark.parametrize("max_tokens", [40, 90])
+def test_splitting_changes_nothing(aggregation, max_tokens):
+    """Any budget, also one that splits trees: the same loss and gradients."""
+    ours, _ = make_models("qwen3")
+    trees = [random_tree(seed, 3, 15) for seed in range(4)]
+    objective = Objective.preset("dapo", aggregation=aggregation)
+
+    def run(batches):
+        ours.zero_grad()
+        loss = sum(batch_loss(ours, b, objective, normalizer=11.0).loss for b in batches)
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in ours.parameters()]
+
+    whole = pack(trees, max_tokens=100_000)
+    parts = pack(trees, max_tokens=max_tokens)
+    assert len(parts) > len(whole) == 1
+    assert max(b.num_tokens for b in parts) <= max_tokens
+    if max_tokens == 40:
+        assert sum(len(b.tree_index) for b in parts) > len(trees), "no tree was split; the test shows nothing"
+    assert sum(b.logical_tokens for b in parts) == whole[0].logical_tokens
+    loss, grads = run(whole)
+    split_loss, split_grads = run(parts)
+    close(split_loss, loss)
+    for mine, other in zip(split_grads, grads, strict=True):
+        close(mine, other)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ordinary_batches_are_unchanged(name):
+    """Padded batches and generate() under attn_implementation="rolltree" are plain transformers'."""
+    ours, theirs = make_models(name)
+    ids = torch.randint(0, 97, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    a, b = (m(input_ids=ids, attention_mask=mask).logits[mask.bool()] for m in (ours, theirs))
+    close(a, b)
+    a, b = (m.generate(ids[:1], max_new_tokens=12, do_sample=False, pad_token_id=0) for m in (ours, theirs))
+    assert torch.equal(a, b)
+
+
+def test_subtree_end_as_a_forward_keyword_needs_no_mask():
+    ours, _ = make_models("llama")
+    (batch,) = pack([random_tree(1, 3, 9)], max_tokens=1000)
+    out = ours(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], subtree_end=batch.subtree_end)
+    logits = out.logits[0][batch.row] / TEMPERATURE
+    close(
+        F.log_softmax(logits, -1).gather(1, batch.target[:, None])[:, 0],
+        batch_logprob(ours, batch, temperature=TEMPERATURE).logprob,
+    )
+
+
+def test_a_model_without_tree_attention_is_refused():
+    _, theirs = make_models("qwen3")
+    (batch,) = pack([random_tree(0, 1, 2)], max_tokens=1000)
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        batch_logprob(theirs, batch)
+
+
+def test_a_path_longer_than_the_budget_is_named():
+    with pytest.raises(ValueError, match=r"Leaf 1 of tree 0 is 6 tokens long.*max_tokens=5"):
+        pack([TokenTree.from_sequences([1, 2], [[3], [4, 5, 6, 7]])], max_tokens=5)
