@@ -1,5 +1,7 @@
 """A packed tree gives the log-probabilities, loss and gradients of its flat sequences under plain transformers."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -27,11 +29,11 @@ TEMPERATURE = 0.8
 
 def make_models(name: str):
     """The same weights under rolltree attention and under plain transformers."""
-    config = CONFIGS[name]
+    config = copy.deepcopy(CONFIGS[name])  # from_config writes the attention into it
     torch.manual_seed(0)
     ours = AutoModelForCausalLM.from_config(config, attn_implementation="rolltree").eval()
     plain = "eager" if "softcap" in name else "sdpa"
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation=plain).eval()
+    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=plain).eval()
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -60,12 +62,19 @@ def random_tree(seed: int, depth: int, leaves: int) -> TokenTree:
 
 
 def flat_logprobs(model, tree: TokenTree) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probs and entropies of every response token, one plain forward a sequence."""
+    """Log-probs and entropies of every response token: the flat sequences as one right-padded batch."""
+    sequences = tree.flatten()
+    width = max(len(s.prompt) + len(s.response) for s in sequences)
+    ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, s in enumerate(sequences):
+        length = len(s.prompt) + len(s.response)
+        ids[i, :length] = torch.tensor(s.prompt + s.response)
+        mask[i, :length] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float() / TEMPERATURE
     logprobs, entropies = [], []
-    for s in tree.flatten():
-        ids = torch.tensor([s.prompt + s.response])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(s.prompt) - 1 : -1].float() / TEMPERATURE
-        log_p = F.log_softmax(logits, -1)
+    for i, s in enumerate(sequences):
+        log_p = F.log_softmax(logits[i, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1], -1)
         logprobs.append(log_p.gather(1, torch.tensor(s.response, dtype=torch.long)[:, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     return logprobs, entropies
@@ -76,7 +85,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 1e-5) -> None
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize(("seed", "depth", "leaves"), [(0, 1, 5), (1, 3, 20), (2, 6, 60)])
+@pytest.mark.parametrize(("seed", "depth", "leaves"), [(0, 1, 5), (1, 3, 40), (2, 6, 200)])
 def test_logprob_and_gradients(name, seed, depth, leaves):
     """grpo with clipping active: gradients of the old log-probs' ratio, weighted per sequence."""
     ours, theirs = make_models(name)
@@ -106,17 +115,6 @@ def test_logprob_and_gradients(name, seed, depth, leaves):
     for (key, mine), flat in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None, key
         close(mine.grad, flat.grad)
-
-
-def test_two_hundred_leaves():
-    ours, theirs = make_models("qwen3")
-    tree = random_tree(5, 4, 200)
-    (batch,) = pack([tree], max_tokens=100_000)
-    flat, _ = flat_logprobs(theirs, tree)
-    for mine, other in zip(
-        batch.to_leaves(batch_logprob(ours, batch, temperature=TEMPERATURE).logprob)[0], flat, strict=True
-    ):
-        close(mine, other)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])

@@ -1,0 +1,155 @@
+"""Advantage estimators: the rewards of a tree's leaves in, one advantage a leaf out.
+
+``R`` are the rewards ``tree.rewards["reward"]`` of one prompt's responses, mu and sd their mean and unbiased standard
+deviation. Formulas and names are those of METHODS section 2; TreePO's is the only one that looks inside the tree.
+A token shared by several leaves gets its exact share from the leaf advantages (``engine/batch.py``), so estimators need
+not know about tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from .errors import UserError
+from .tree import Array, TokenTree
+
+EPS = 1e-6
+
+Advantage = Callable[[TokenTree], Array]
+"""Takes a tree of ``L`` leaves, returns ``[L]``."""
+
+
+def _rewards(tree: TokenTree) -> Array:  # [L] float64
+    return tree.rewards["reward"].astype(np.float64)
+
+
+def group_norm(tree: TokenTree) -> Array:  # [L]
+    """GRPO: ``(R - mu) / (sd + 1e-6)``; a group of one has mu 0 and sd 1."""
+    rewards = _rewards(tree)
+    if len(rewards) == 1:
+        return rewards / (1 + EPS)
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
+
+
+def group_mean(tree: TokenTree) -> Array:  # [L]
+    """Dr. GRPO: ``R - mu``; a group of one has mu 0."""
+    rewards = _rewards(tree)
+    return rewards - (rewards.mean() if len(rewards) > 1 else 0.0)
+
+
+def rloo(tree: TokenTree) -> Array:  # [L]
+    """RLOO: R minus the mean of the *others*, which is ``n / (n - 1) * (R - mu)``; R itself where there are none."""
+    rewards = _rewards(tree)
+    count = len(rewards)
+    return rewards if count == 1 else count / (count - 1) * (rewards - rewards.mean())
+
+
+def maxrl(tree: TokenTree) -> Array:  # [L]
+    """MaxRL: ``(R - mu) / mu``, 0 where mu is 0.
+
+    Raises:
+        UserError: a reward is negative, which would turn the sign of the advantage around.
+    """
+    rewards = _rewards(tree)
+    if rewards.min() < 0:
+        raise UserError(
+            f"The advantage 'maxrl' divides by the mean reward and needs rewards >= 0, but one is {rewards.min():g}; "
+            "shift the rewards or set algorithm.advantage to another estimator."
+        )
+    mean = rewards.mean()
+    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+def opo(tree: TokenTree) -> Array:  # [L]
+    """OPO: ``R - b`` with the length-weighted baseline ``b = sum(len * R) / sum(len)``; mu if all responses are empty."""
+    rewards = _rewards(tree)
+    length = tree.response_length.astype(np.float64)
+    return rewards - (np.average(rewards, weights=length) if length.any() else rewards.mean())
+
+
+def tree_path_mean(tree: TokenTree) -> Array:  # [L]
+    """TreePO: the mean over a leaf's ancestor groups ``g`` of ``R - mean_g(R)``.
+
+    A group is the set of leaves below a node on the leaf's path: all leaves for the root, which always counts, and
+    below it every smaller set of at least two. Nodes with the same leaves below are one group, so the result depends on
+    where the tree branches and not on how its runs are cut.
+    """
+    rewards = _rewards(tree)
+    count = tree.num_leaves
+    first, last = tree.first_leaf.astype(np.int64), tree.last_leaf.astype(np.int64)
+    size = last - first + 1
+    parent = np.maximum(tree.parent, 0)
+    is_group = (size > 1) & (size < size[parent])
+    is_group[0] = True
+    first, end, size = first[is_group], last[is_group] + 1, size[is_group]
+
+    below = np.concatenate([[0.0], np.cumsum(rewards[tree.leaf_order])])
+    mean = (below[end] - below[first]) / size
+
+    # a node's leaves are a range of ranks: add its mean over the range through the differences at its ends
+    change = np.zeros((2, count + 1))
+    np.add.at(change, (slice(None), first), np.stack([mean, np.ones_like(mean)]))
+    np.subtract.at(change, (slice(None), end), np.stack([mean, np.ones_like(mean)]))
+    mean_sum, groups = change.cumsum(axis=1)[:, :count]
+    baseline = np.empty(count)
+    baseline[tree.leaf_order] = mean_sum / np.round(groups)
+    return rewards - baseline
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group_norm": group_norm,
+    "group_mean": group_mean,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "opo": opo,
+    "tree_path_mean": tree_path_mean,
+}
+
+
+def find_advantage(name: str) -> Advantage:
+    """The estimator called ``name``, or the function ``file.py:function`` names.
+
+    Raises:
+        UserError: there is no such estimator, file or function.
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    file, colon, function = name.rpartition(":")
+    if not colon:
+        raise UserError(
+            f"algorithm.advantage = '{name}' is not known; use one of {', '.join(ADVANTAGES)}, or file.py:function."
+        )
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"algorithm.advantage = '{name}': there is no file '{path}'; give the path of a Python file.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"algorithm.advantage = '{name}': '{path}' is not a Python file; give one ending in .py.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise UserError(f"algorithm.advantage = '{name}': '{path}' cannot be imported ({error!r}).") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise UserError(f"algorithm.advantage = '{name}': '{path}' defines no function '{function}'.")
+    return _checked(found, name)
+
+
+def _checked(function: Advantage, name: str) -> Advantage:
+    """``function`` with its result checked: it is the user's."""
+
+    def estimate(tree: TokenTree) -> Array:  # [L]
+        advantage = np.asarray(function(tree), np.float64)
+        if advantage.shape != (tree.num_leaves,) or not np.isfinite(advantage).all():
+            raise UserError(
+                f"algorithm.advantage = '{name}' must return {tree.num_leaves} finite numbers, one a leaf, but returned "
+                f"an array of shape {advantage.shape} with {int(np.isfinite(advantage).sum())} finite numbers."
+            )
+        return advantage
+
+    return estimate
