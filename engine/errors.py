@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """What was asked for cannot be done as asked: configuration, files, arguments. Exit code 2, nothing was overwritten."""
+    """What was asked cannot be done as asked: configuration, files, arguments. Exit code 2, nothing was overwritten."""
 
     exit_code = 2
 

@@ -1,0 +1,7 @@
+"""The native rollout engine: continuous batching over a KV cache whose pages form the tree of rollouts."""
+
+from .engine import EngineConfig, NativeEngine
+from .kv_cache import KvExhaustedError
+from .sampling_params import SamplingParams
+
+__all__ = ["EngineConfig", "KvExhaustedError", "NativeEngine", "SamplingParams"]

@@ -1,0 +1,3 @@
+from .api import LogprobOutput, linear_logprob
+
+__all__ = ["LogprobOutput", "linear_logprob"]

@@ -1,0 +1,5 @@
+"""Training attention over packed trees."""
+
+from .api import tree_attention
+
+__all__ = ["tree_attention"]

@@ -1,0 +1,347 @@
+// Building blocks of attention on the CPU: vectors, a register-blocked GEMM, exp2, the online softmax, row loads.
+//
+// Everything is fp32. Scores are kept in the log2 domain (queries are loaded times scale * log2(e)), so a probability is
+// one exp2. A tile's result does not depend on how many rows are processed together: every output element is
+// accumulated over its inner dimension one after the other, whatever the blocking. Decode attention relies on that.
+//
+// Vectors are GCC's vector extensions, as wide as the target's registers; rows are padded to whole vectors (`padded`).
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <utility>
+
+namespace rolltree {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// ---- vectors ---------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kPanelVectors = 4, kAccumulators = 24;  // 32 registers
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32, kPanelVectors = 2, kAccumulators = 12;  // 16 registers
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16, kPanelVectors = 4, kAccumulators = 24;
+#else
+constexpr int kVectorBytes = 16, kPanelVectors = 2, kAccumulators = 12;
+#endif
+constexpr int kLanes = kVectorBytes / 4;
+
+typedef float Vec __attribute__((vector_size(kVectorBytes)));
+typedef int32_t IVec __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t UVec __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2)));
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+template <class V>
+inline V load_as(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+inline Vec load(const float* p) { return load_as<Vec>(p); }
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(Vec)); }
+inline Vec splat(float x) { return x - Vec{}; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+template <int kStride, bool kSecond, int... kLane>
+inline Vec swap_lanes(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
+  if constexpr (kSecond) return __builtin_shufflevector(a, b, ((kLane & kStride) ? kLanes + kLane : kLane + kStride)...);
+  else return __builtin_shufflevector(a, b, ((kLane & kStride) ? kLanes + kLane - kStride : kLane)...);
+}
+template <int kStride, int... kLane>
+inline Vec exchange(Vec a, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, a, (kLane ^ kStride)...);
+}
+using Lanes = std::make_integer_sequence<int, kLanes>;
+
+template <int kStride = kLanes / 2>
+inline float horizontal_max(Vec v) {
+  if constexpr (kStride == 0) return v[0];
+  else return horizontal_max<kStride / 2>(max(v, exchange<kStride>(v, Lanes{})));
+}
+template <int kStride = kLanes / 2>
+inline float horizontal_sum(Vec v) {
+  if constexpr (kStride == 0) return v[0];
+  else return horizontal_sum<kStride / 2>(v + exchange<kStride>(v, Lanes{}));
+}
+
+// kLanes x kLanes transpose in registers: swap the off-diagonal blocks of every size.
+template <int kStride = kLanes / 2>
+inline void transpose_block(Vec (&r)[kLanes]) {
+  if constexpr (kStride > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if (i & kStride) continue;
+      const Vec a = r[i], b = r[i + kStride];
+      r[i] = swap_lanes<kStride, false>(a, b, Lanes{});
+      r[i + kStride] = swap_lanes<kStride, true>(a, b, Lanes{});
+    }
+    transpose_block<kStride / 2>(r);
+  }
+}
+
+// 2^x for x <= 127, flushed to 0 below 2^-126; NaN stays NaN. Relative error 2e-9 before rounding.
+inline Vec exp2(Vec x) {
+  const Vec low = splat(-126.f), round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec clamped = x < low ? low : x;
+  const Vec shifted = clamped + round;
+  const Vec f = clamped - (shifted - round);  // in [-0.5, 0.5]
+  Vec p = splat(0.00015353361959569156f);
+  p = p * f + 0.0013398875016719103f;
+  p = p * f + 0.00961843691766262f;
+  p = p * f + 0.055503323674201965f;
+  p = p * f + 0.24022647738456726f;
+  p = p * f + 0.6931471824645996f;
+  p = p * f + 1.f;
+  const Vec power = (Vec)((UVec)p + ((UVec)shifted << 23));
+  return x < low ? Vec{} : power;
+}
+
+// tanh with a small relative error near 0 too: an odd polynomial below 0.625, 1 - 2 / (e^2|x| + 1) above.
+inline Vec tanh(Vec x) {
+  const Vec magnitude = x < 0.f ? -x : x;
+  const Vec capped = magnitude > 10.f ? splat(10.f) : magnitude;
+  const Vec z = x * x;
+  Vec p = splat(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const Vec small = p * z * x + x;
+  const Vec large = 1.f - 2.f / (exp2(capped * (2.f * kLog2e)) + 1.f);
+  return magnitude < 0.625f ? small : (x < 0.f ? -large : large);
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+// Uninitialised fp32 storage aligned to cache lines.
+class Buffer {
+ public:
+  explicit Buffer(int64_t floats) : data_(new (std::align_val_t(64)) float[std::max<int64_t>(floats, 1)]) {}
+  float* at(int64_t i) const { return data_.get() + i; }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float[], Free> data_;
+};
+
+// A tensor whose last dimension is contiguous, read and written as rows of fp32.
+class Rows {
+ public:
+  explicit Rows(const Tensor& t) : base_(t.mutable_data_ptr()), type_(t.scalar_type()), width_(t.size(t.dim() - 1)) {
+    STD_TORCH_CHECK(type_ == ScalarType::Float || type_ == ScalarType::BFloat16 || type_ == ScalarType::Half,
+                    "the CPU attention kernels take float32, bfloat16 or float16 tensors");
+  }
+
+  // dst[0:padded(width)] = src * scale, zeros behind the row's end.
+  void load_row(int64_t offset, float scale, float* dst) const {
+    int64_t d = 0;
+    if (type_ == ScalarType::Float) {
+      const float* src = static_cast<const float*>(base_) + offset;
+      for (; d + kLanes <= width_; d += kLanes) store(dst + d, load(src + d) * scale);
+      for (; d < width_; ++d) dst[d] = src[d] * scale;
+    } else if (type_ == ScalarType::BFloat16) {
+      const uint16_t* src = static_cast<const uint16_t*>(base_) + offset;
+      for (; d + kLanes <= width_; d += kLanes) {
+        const UVec bits = __builtin_convertvector(load_as<HalfVec>(src + d), UVec) << 16;
+        store(dst + d, (Vec)bits * scale);
+      }
+      for (; d < width_; ++d) {
+        const uint32_t bits = uint32_t(src[d]) << 16;
+        float x;
+        std::memcpy(&x, &bits, 4);
+        dst[d] = x * scale;
+      }
+    } else {
+      const auto* src = static_cast<const torch::headeronly::Half*>(base_) + offset;
+      for (; d < width_; ++d) dst[d] = static_cast<float>(src[d]) * scale;
+    }
+    for (const int64_t end = padded(width_); d < end; ++d) dst[d] = 0.f;
+  }
+
+  void store_row(int64_t offset, const float* src, float scale) const {
+    if (type_ == ScalarType::Float) store_as<float>(offset, src, scale);
+    else if (type_ == ScalarType::BFloat16) store_as<torch::headeronly::BFloat16>(offset, src, scale);
+    else store_as<torch::headeronly::Half>(offset, src, scale);
+  }
+
+ private:
+  template <class T>
+  void store_as(int64_t offset, const float* src, float scale) const {
+    T* dst = static_cast<T*>(base_) + offset;
+    for (int64_t d = 0; d < width_; ++d) dst[d] = static_cast<T>(src[d] * scale);
+  }
+  void* base_;
+  ScalarType type_;
+  int64_t width_;
+};
+
+// dst [width, ld] = transpose of src [rows, width]; rows and width are whole vectors.
+inline void transpose(const float* src, int64_t rows, int64_t width, float* dst, int64_t ld) {
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t d = 0; d < width; d += kLanes) {
+      Vec block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = load(src + (r + i) * width + d);
+      transpose_block(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(dst + (d + i) * ld + r, block[i]);
+    }
+}
+
+// ---- GEMM ------------------------------------------------------------------------------------------------------------
+
+// C [kRows, kVectors * kLanes] (+)= A B in registers. A(r, k) = a[r * lda + k], or a[k * lda + r] where transposed.
+template <int kRows, int kVectors, bool kTransposed>
+inline void gemm_registers(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                           bool add) {
+  Vec sum[kRows][kVectors];
+#pragma GCC unroll 32
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < kVectors; ++n) sum[r][n] = add ? load(c + r * ldc + n * kLanes) : Vec{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec row[kVectors];
+#pragma GCC unroll 8
+    for (int n = 0; n < kVectors; ++n) row[n] = load(b + k * ldb + n * kLanes);
+#pragma GCC unroll 32
+    for (int r = 0; r < kRows; ++r) {
+      const float x = kTransposed ? a[k * lda + r] : a[r * lda + k];
+#pragma GCC unroll 8
+      for (int n = 0; n < kVectors; ++n) sum[r][n] += x * row[n];
+    }
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < kVectors; ++n) store(c + r * ldc + n * kLanes, sum[r][n]);
+}
+
+template <int kRows, int kVectors, bool kTransposed>
+inline void gemm_last_rows(int64_t rows, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+                           int64_t ldc, bool add) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) gemm_registers<kRows, kVectors, kTransposed>(depth, a, lda, b, ldb, c, ldc, add);
+    else gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows, depth, a, lda, b, ldb, c, ldc, add);
+  }
+}
+
+template <int kVectors, bool kTransposed>
+void gemm_panel(int64_t rows, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                bool add) {
+  constexpr int kRows = std::min(kAccumulators / kVectors, 12);
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows)
+    gemm_registers<kRows, kVectors, kTransposed>(depth, a + r * (kTransposed ? 1 : lda), lda, b, ldb, c + r * ldc, ldc, add);
+  gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows - r, depth, a + r * (kTransposed ? 1 : lda), lda, b, ldb,
+                                                   c + r * ldc, ldc, add);
+}
+
+// C [rows, cols] = A [rows, depth] B [depth, cols], added to C where `add`; cols is whole vectors.
+template <bool kTransposed = false>
+inline void gemm(int64_t rows, int64_t cols, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+                 int64_t ldc, bool add) {
+  int64_t n = 0;
+  for (; n + kPanelVectors * kLanes <= cols; n += kPanelVectors * kLanes)
+    gemm_panel<kPanelVectors, kTransposed>(rows, depth, a, lda, b + n, ldb, c + n, ldc, add);
+  for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2, kTransposed>(rows, depth, a, lda, b + n, ldb, c + n, ldc, add);
+  for (; n < cols; n += kLanes) gemm_panel<1, kTransposed>(rows, depth, a, lda, b + n, ldb, c + n, ldc, add);
+}
+
+// ---- softmax ---------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTileKeys = 64;  // keys of a score tile; also its leading dimension
+
+// scores -> cap * tanh(scores), in the log2 domain: queries are loaded times scale / softcap, `cap` = softcap * log2(e).
+inline void soft_cap(float* scores, int64_t rows, int64_t first, int64_t last, float cap) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t j = first; j < last; j += kLanes) {
+      float* p = scores + r * kTileKeys + j;
+      store(p, tanh(load(p)) * cap);
+    }
+}
+
+// Running softmax of some rows: max [rows], lane sums [rows, kLanes], accumulated output [rows, width].
+struct Running {
+  float* max;
+  float* sum;
+  float* out;
+  int64_t width;
+
+  void reset(int64_t rows) const {
+    std::fill_n(max, rows, -kInfinity);
+    std::fill_n(sum, rows * kLanes, 0.f);
+    std::fill_n(out, rows * width, 0.f);
+  }
+
+  Running from(int64_t row) const { return {max + row, sum + row * kLanes, out + row * width, width}; }
+
+  // Takes keys [first, last) of a tile: scores become probabilities, then out += probabilities * values [keys, width].
+  // `first` is a whole number of vectors; scores up to the next whole vector after `last` are -inf where masked.
+  void take(float* scores, int64_t rows, int64_t first, int64_t last, const float* values) const {
+    const int64_t end = padded(last);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* s = scores + r * kTileKeys;
+      Vec top = load(s + first);
+      for (int64_t j = first + kLanes; j < end; j += kLanes) top = rolltree::max(top, load(s + j));
+      const float before = max[r], now = std::max(before, horizontal_max(top));
+      const float base = now == -kInfinity ? 0.f : now;  // nothing visible yet: -inf - 0 gives probability 0
+      Vec total = load(sum + r * kLanes);
+      if (now > before) {
+        const float keep = exp2(splat(before - now))[0];
+        total *= keep;
+        for (int64_t d = 0; d < width; d += kLanes) store(out + r * width + d, load(out + r * width + d) * keep);
+        max[r] = now;
+      }
+      for (int64_t j = first; j < end; j += kLanes) {
+        const Vec p = exp2(load(s + j) - base);
+        total += p;
+        store(s + j, p);
+      }
+      store(sum + r * kLanes, total);
+    }
+    gemm(rows, width, last - first, scores + first, kTileKeys, values + first * width, width, out, width, true);
+  }
+
+  // Log-sum-exp of a row (natural), and what its accumulated output is to be multiplied by; -inf and 0 if it saw no key.
+  std::pair<float, float> finish(int64_t row) const {
+    const float total = horizontal_sum(load(sum + row * kLanes));
+    if (total == 0.f) return {-kInfinity, 0.f};
+    return {(max[row] + std::log2(total)) * kLn2, 1.f / total};
+  }
+};
+
+// ---- threads ---------------------------------------------------------------------------------------------------------
+
+// Calls make_worker() once a thread and worker(item) for every item, taken in order: put the heavy ones first.
+template <class F>
+void work_queue(int64_t items, const F& make_worker) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(items, torch::stable::get_num_threads());
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    auto worker = make_worker();
+    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) worker(item);
+  });
+}
+
+}  // namespace rolltree

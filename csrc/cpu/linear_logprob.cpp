@@ -1,0 +1,319 @@
+// Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/chunked.py has the formulas).
+//
+// A row is scaled, scanned for its maximum and summed, all while it is in the cache, so a tile is read from memory once. Loops are written with 64-byte GCC vectors: each instruction set compiles to its own width, but the order
+// of every sum is the same on all of them. One thread per run of rows; a row's result depends on that row alone.
+//
+// NaN and +inf make their own row NaN; -inf is a logit of probability zero.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+using torch::stable::Tensor;
+
+template <class T>
+struct Vector;
+template <>
+struct Vector<float> {
+  typedef float type __attribute__((vector_size(64)));
+  typedef int32_t bits __attribute__((vector_size(64)));
+  static constexpr float lowest = -87.0f;  // exp of less counts as zero
+};
+template <>
+struct Vector<double> {
+  typedef double type __attribute__((vector_size(64)));
+  static constexpr double lowest = -708.0;
+};
+
+template <class T>
+using Vec = typename Vector<T>::type;
+template <class T>
+constexpr int64_t kLanes = 64 / sizeof(T);
+template <class T>
+constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+// e^x for x in [lowest, 88]; NaN stays NaN. Error below 1.5 ulp.
+inline Vec<float> exponential(Vec<float> x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
+  Vec<float> shifted = x * 1.44269504088896341f + magic;
+  Vec<float> n = shifted - magic;
+  Vec<float> f = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec<float> y = f * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * f + 8.3334519073e-3f;
+  y = y * f + 4.1665795894e-2f;
+  y = y * f + 1.6666665459e-1f;
+  y = y * f + 5.0000001201e-1f;
+  y = y * (f * f) + f + 1.0f;
+  Vector<float>::bits exponent, magic_bits;
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  const Vec<float> magics = magic - Vec<float>{};
+  std::memcpy(&magic_bits, &magics, sizeof magic_bits);
+  exponent = (exponent - magic_bits + 127) << 23;
+  Vec<float> scale;
+  std::memcpy(&scale, &exponent, sizeof scale);
+  return y * scale;
+}
+
+inline Vec<double> exponential(Vec<double> x) {
+  for (int64_t i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+template <class T>
+inline Vec<T> load(const T* p) {
+  Vec<T> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// The last, partial vector of a row, filled up with `fill`.
+template <class T>
+inline Vec<T> load_tail(const T* p, int64_t n, T fill) {
+  Vec<T> v = fill - Vec<T>{};
+  std::memcpy(&v, p, n * sizeof(T));
+  return v;
+}
+
+template <class T>
+inline T total(Vec<T> v) {
+  T sum = 0;
+  for (int64_t i = 0; i < kLanes<T>; ++i) sum += v[i];
+  return sum;
+}
+
+template <class T>
+struct Tile {
+  const T* logits;
+  int64_t rows, width;
+  const T* bias;  // or null
+  const T* temperature;
+  int64_t temperature_stride;
+  T softcap;  // 0: none
+  const int64_t* start;
+  const int64_t* target;
+
+  const T* row(int64_t i) const {
+    return logits + i * width;
+  }
+  T inverse_temperature(int64_t i) const {
+    return T(1) / temperature[i * temperature_stride];
+  }
+  // z = softcap(u + bias) / T of row i: the row itself where that changes nothing, else written to `scratch`.
+  const T* scaled(int64_t i, T* scratch) const {
+    const T inverse = inverse_temperature(i);
+    if (!bias && softcap == 0 && inverse == 1) return row(i);
+    std::copy_n(row(i), width, scratch);
+    if (bias)
+      for (int64_t j = 0; j < width; ++j) scratch[j] += bias[j];
+    if (softcap != 0)
+      for (int64_t j = 0; j < width; ++j) scratch[j] = softcap * std::tanh(scratch[j] / softcap);
+    for (int64_t j = 0; j < width; ++j) scratch[j] *= inverse;
+    return scratch;
+  }
+  // dz/du at z, up to the factor 1/T.
+  T slope(T z, T inverse) const {
+    const T t = z / (inverse * softcap);
+    return 1 - t * t;
+  }
+  int64_t grain() const {
+    return std::max<int64_t>(1, 32768 / width);
+  }
+};
+
+template <class T>
+T maximum(const T* z, int64_t width) {
+  Vec<T> most = -kInfinity<T> - Vec<T>{};
+  int64_t j = 0;
+  for (; j + kLanes<T> <= width; j += kLanes<T>) {
+    Vec<T> v = load(z + j);
+    most = v > most ? v : most;
+  }
+  if (j < width) {
+    Vec<T> v = load_tail(z + j, width - j, -kInfinity<T>);
+    most = v > most ? v : most;
+  }
+  return *std::max_element(reinterpret_cast<T*>(&most), reinterpret_cast<T*>(&most) + kLanes<T>);
+}
+
+template <class T>
+struct Sums {
+  T e = 0, ed = 0, e2 = 0;  // of exp(d), d exp(d), exp(d)^2 with d = z - shift
+};
+
+template <class T, bool Entropy, bool SumP2>
+Sums<T> sum_exponentials(const T* z, int64_t width, T shift) {
+  Sums<T> sums;
+  const int64_t block = 64 * kLanes<T>;  // summed apart, which keeps the rounding of long rows small
+  for (int64_t begin = 0; begin < width; begin += block) {
+    const int64_t end = std::min(begin + block, width);
+    Vec<T> e_sum{}, ed_sum{}, e2_sum{};
+    for (int64_t j = begin; j < end; j += kLanes<T>) {
+      Vec<T> d = (j + kLanes<T> <= end ? load(z + j) : load_tail(z + j, end - j, -kInfinity<T>)) - shift;
+      const auto none = d < Vector<T>::lowest;
+      d = none ? Vec<T>{} : d;
+      const Vec<T> e = none ? Vec<T>{} : exponential(d);
+      e_sum += e;
+      if constexpr (Entropy) ed_sum += e * d;
+      if constexpr (SumP2) e2_sum += e * e;
+    }
+    sums.e += total<T>(e_sum);
+    if constexpr (Entropy) sums.ed += total<T>(ed_sum);
+    if constexpr (SumP2) sums.e2 += total<T>(e2_sum);
+  }
+  return sums;
+}
+
+template <class T, bool Entropy, bool SumP2>
+void statistics(const Tile<T>& tile, T* logprob, T* logsumexp, T* correction, T* entropy, T* sum_p2) {
+  torch::stable::parallel_for(0, tile.rows, tile.grain(), [&](int64_t from, int64_t to) {
+    std::vector<T> scratch(tile.width);
+    for (int64_t i = from; i < to; ++i) {
+      const T* z = tile.scaled(i, scratch.data());
+      const T most = maximum(z, tile.width);
+      const T shift = most == -kInfinity<T> ? T(0) : most;
+      const Sums<T> sums = sum_exponentials<T, Entropy, SumP2>(z, tile.width, shift);
+      const T log_sum = std::log(sums.e);
+      logsumexp[i] = shift + log_sum;
+      correction[i] = (shift - logsumexp[i]) + log_sum;
+      if constexpr (Entropy) entropy[i] = log_sum - sums.ed / sums.e;
+      if constexpr (SumP2) sum_p2[i] = sums.e2 / (sums.e * sums.e);
+      for (int64_t m = tile.start[i]; m < tile.start[i + 1]; ++m)
+        logprob[m] = (z[tile.target[m]] - shift) - log_sum;
+    }
+  });
+}
+
+// g = p (coefficient - b (log p + H)) / T by dz/du: the softmax part of the gradient. `z` may be `g`.
+template <class T>
+void softmax_gradient(const Tile<T>& tile, int64_t i, const T* z, T lse, T correction, T coefficient, T b, T H, T* g) {
+  const T inverse = tile.inverse_temperature(i);
+  const T untanh = tile.softcap != 0 ? 1 / (inverse * tile.softcap) : 0;
+  for (int64_t j = 0; j < tile.width; j += kLanes<T>) {
+    const int64_t n = std::min(kLanes<T>, tile.width - j);
+    const Vec<T> v = n == kLanes<T> ? load(z + j) : load_tail(z + j, n, T(0));
+    Vec<T> logp = (v - lse) - correction;
+    const auto none = logp < Vector<T>::lowest;
+    logp = none ? Vec<T>{} : logp;
+    const Vec<T> p = none ? Vec<T>{} : exponential(logp);
+    const Vec<T> t = v * untanh;
+    const Vec<T> value = p * (coefficient - b * (logp + H)) * inverse * (1 - t * t);
+    std::memcpy(g + j, &value, n * sizeof(T));
+  }
+}
+
+template <class T>
+void gradient(
+    const Tile<T>& tile, const T* logsumexp, const T* correction, const T* entropy, const T* grad_logprob,
+    const T* grad_logsumexp, const T* grad_entropy, T* out) {
+  torch::stable::parallel_for(0, tile.rows, tile.grain(), [&](int64_t from, int64_t to) {
+    std::vector<T> onehot;
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t first = tile.start[i], last = tile.start[i + 1];
+      T a = 0;
+      bool live = false;
+      for (int64_t m = first; m < last; ++m) {
+        a += grad_logprob[m];
+        live |= grad_logprob[m] != 0;
+      }
+      const T b = grad_entropy ? grad_entropy[i] : 0;
+      T* g = out + i * tile.width;
+      if (!live && b == 0 && grad_logsumexp[i] == 0) {  // a masked row: its logits may be anything
+        std::fill(g, g + tile.width, T(0));
+        continue;
+      }
+      const T* z = tile.scaled(i, g);
+      const T inverse = tile.inverse_temperature(i);
+      onehot.clear();
+      for (int64_t m = first; m < last; ++m) {
+        const T slope = tile.softcap != 0 ? tile.slope(z[tile.target[m]], inverse) : T(1);
+        onehot.push_back(grad_logprob[m] * inverse * slope);
+      }
+      const T H = grad_entropy ? entropy[i] : 0;
+      softmax_gradient(tile, i, z, logsumexp[i], correction[i], grad_logsumexp[i] - a, b, H, g);
+      for (int64_t m = first; m < last; ++m) g[tile.target[m]] += onehot[m - first];
+    }
+  });
+}
+
+template <class T>
+Tile<T> tile_of(
+    const Tensor& logits, const Tensor& bias, const Tensor& temperature, double softcap, const Tensor& start,
+    const Tensor& target) {
+  STD_TORCH_CHECK(logits.is_contiguous() && start.is_contiguous() && target.is_contiguous(), "not contiguous");
+  return {
+      static_cast<const T*>(logits.data_ptr()),
+      logits.sizes()[0],
+      logits.sizes()[1],
+      bias.numel() ? static_cast<const T*>(bias.data_ptr()) : nullptr,
+      static_cast<const T*>(temperature.data_ptr()),
+      temperature.stride(0),
+      static_cast<T>(softcap),
+      static_cast<const int64_t*>(start.data_ptr()),
+      static_cast<const int64_t*>(target.data_ptr())};
+}
+
+template <class T>
+T* data_or_null(const Tensor& t) {
+  return t.numel() ? static_cast<T*>(t.data_ptr()) : nullptr;
+}
+
+// Calls f(T{}) with the element type of `logits`.
+template <class F>
+void with_type(const Tensor& logits, F f) {
+  using torch::headeronly::ScalarType;
+  if (logits.scalar_type() == ScalarType::Float) return f(float{});
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Double, "logits must be fp32 or fp64");
+  f(double{});
+}
+
+void logit_statistics(
+    Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logprob,
+    Tensor logsumexp, Tensor correction, Tensor entropy, Tensor sum_p2) {
+  with_type(logits, [&](auto zero) {
+    using T = decltype(zero);
+    const Tile<T> tile = tile_of<T>(logits, bias, temperature, softcap, start, target);
+    T* h = data_or_null<T>(entropy);
+    T* p2 = data_or_null<T>(sum_p2);
+    const auto run = h ? (p2 ? statistics<T, true, true> : statistics<T, true, false>)
+                       : (p2 ? statistics<T, false, true> : statistics<T, false, false>);
+    run(tile, data_or_null<T>(logprob), data_or_null<T>(logsumexp), data_or_null<T>(correction), h, p2);
+  });
+}
+
+void logit_gradient(
+    Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logsumexp,
+    Tensor correction, Tensor entropy, Tensor grad_logprob, Tensor grad_logsumexp, Tensor grad_entropy, Tensor out) {
+  with_type(logits, [&](auto zero) {
+    using T = decltype(zero);
+    gradient<T>(
+        tile_of<T>(logits, bias, temperature, softcap, start, target), data_or_null<T>(logsumexp),
+        data_or_null<T>(correction), data_or_null<T>(entropy), data_or_null<T>(grad_logprob),
+        data_or_null<T>(grad_logsumexp), data_or_null<T>(grad_entropy), data_or_null<T>(out));
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
+  m.def(
+      "logit_statistics(Tensor logits, Tensor bias, Tensor temperature, float softcap, Tensor start, Tensor target, "
+      "Tensor(a!) logprob, Tensor(b!) logsumexp, Tensor(c!) correction, Tensor(d!) entropy, Tensor(e!) sum_p2) -> ()");
+  m.def(
+      "logit_gradient(Tensor logits, Tensor bias, Tensor temperature, float softcap, Tensor start, Tensor target, "
+      "Tensor logsumexp, Tensor correction, Tensor entropy, Tensor grad_logprob, Tensor grad_logsumexp, "
+      "Tensor grad_entropy, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {
+  m.impl("logit_statistics", TORCH_BOX(&logit_statistics));
+  m.impl("logit_gradient", TORCH_BOX(&logit_gradient));
+}

@@ -1,0 +1,14 @@
+"""Independent responses that share nothing but the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .program import Action, GroupState, RolloutProgram, SegmentReport
+
+
+class Flat(RolloutProgram):
+    """``n`` responses, each one segment."""
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        return ()

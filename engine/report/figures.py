@@ -1,0 +1,227 @@
+"""The report's numbers and plots, from a run's metrics; the Plotly figures read on light and on dark pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+
+from .run_data import RunData
+
+BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#f59e0b", "#10b981", "#888888"
+
+ACCOUNT: tuple[tuple[str, str, str], ...] = (
+    ("gen", "sampling rollouts", "#3b82f6"),
+    ("reward", "waiting for rewards", "#f59e0b"),
+    ("pack", "packing trees", "#a78bfa"),
+    ("old_log_prob", "old log-probabilities", "#14b8a6"),
+    ("update_actor", "forward, backward, optimiser", "#ef4444"),
+    ("eval", "evaluation", "#10b981"),
+    ("checkpoint", "checkpoints", "#ec4899"),
+    ("other", "everything else", "#9ca3af"),
+)
+"""The parts of ``timing_s/step``, in the order they are stacked."""
+
+
+class Curve(NamedTuple):
+    """One small plot: its lines as ``(metric key, name, colour)``, drawn where recorded."""
+
+    title: str
+    caption: str
+    lines: tuple[tuple[str, str, str], ...]
+    percent: bool = False
+
+
+CURVES: tuple[Curve, ...] = (
+    Curve("Reward", "Mean over all responses of a step.", (("reward/mean", "reward", BLUE),)),
+    Curve("Entropy", "Mean over sampled tokens, in nats; a fall to zero means exploration has ended.",
+          (("actor/entropy", "entropy", BLUE),)),
+    Curve("Clipped tokens", "Share of tokens whose ratio left the trust region.",
+          (("actor/pg_clipfrac", "clipped", BLUE),), percent=True),
+    Curve("Gradient norm", "Before clipping.", (("actor/grad_norm", "norm", BLUE),)),
+    Curve("Response length", "Mean tokens of a response.", (("response_length/mean", "tokens", BLUE),)),
+    Curve("Cut responses", "Share of responses that reached the length limit.",
+          (("response_length/clip_ratio", "cut", ORANGE),), percent=True),
+    Curve("Token ratio", "Tokens of all root-to-leaf paths over unique tokens: what the tree saves.",
+          (("tree/token_ratio", "logical / unique", GREEN),)),
+    Curve("Throughput", "Tokens a second: of all paths, and those really computed.",
+          (("perf/throughput", "logical", BLUE), ("perf/unique_tokens_per_s", "unique", GREEN))),
+    Curve("Sampler against trainer", "Mean difference of the probabilities both give to sampled tokens; zero is right.",
+          (("training/rollout_probs_diff_mean", "difference", ORANGE),)),
+    Curve("Groups without signal", "Groups of a step whose rewards are all equal; they are left out of the update.",
+          (("filter/zero_variance_groups", "groups", ORANGE),)),
+)  # fmt: skip
+
+
+def headline(run: RunData) -> list[dict[str, str]]:
+    """The cards at the top: ``{label, value, note}``; one that was not recorded is left out."""
+    cards = []
+    steps, accuracy = run.series("eval/accuracy")
+    problems = run.config.get("evaluation", {}).get("problems")
+    held_out = f"{problems} held-out problems" if problems else "held-out problems"
+    if accuracy:
+        cards.append(_card("accuracy before", f"{100 * accuracy[0]:.1f} %", f"{held_out}, step {steps[0]}"))
+    if len(accuracy) > 1:
+        gain = 100 * (accuracy[-1] - accuracy[0])
+        cards.append(_card("accuracy after", f"{100 * accuracy[-1]:.1f} %", f"{gain:+.1f} points, step {steps[-1]}"))
+    if run.rows:
+        last, wanted = int(run.rows[-1]["step"]), run.config.get("trainer", {}).get("steps")
+        cards.append(_card("steps", str(last), f"of {wanted}" if wanted else ""))
+    if total := run.total("timing_s/step"):
+        cards.append(_card("time", duration(total), f"{total / training_steps(run):.2f} s a step"))
+    if tokens := logical_tokens(run):
+        cards.append(_card("tokens", short(tokens), f"on all paths; {short(tokens / total)} a second" if total else ""))
+    _, ratio = run.series("tree/token_ratio")
+    if ratio:
+        cards.append(_card("token ratio", f"{math.fsum(ratio) / len(ratio):.2f}x", "logical over unique, mean"))
+    return cards
+
+
+def logical_tokens(run: RunData) -> float:
+    """Logical tokens of the whole run: throughput times time, step by step."""
+    rows = [r for r in run.rows if "perf/throughput" in r and "timing_s/step" in r]
+    return math.fsum(r["perf/throughput"] * r["timing_s/step"] for r in rows)
+
+
+def training_steps(run: RunData) -> int:
+    """Steps whose time was recorded; row 0, the evaluation before the first, is none, though its time counts."""
+    return max(1, sum(step > 0 for step in run.series("timing_s/step")[0]))
+
+
+def account(run: RunData) -> list[dict[str, str]]:
+    """The table of step time: ``{name, colour, total, share, mean}`` by part; the last row is the measured sum.
+
+    What the parts leave open of ``timing_s/step`` has its own row, so that the column always adds up.
+    """
+    total = run.total("timing_s/step")
+    if not total:
+        return []
+    parts = [(name, colour, run.total(f"timing_s/{key}")) for key, name, colour in ACCOUNT]
+    open_seconds = total - math.fsum(seconds for _, _, seconds in parts)
+    if abs(open_seconds) > 1e-3 * total:
+        parts.append(("not accounted for", GREY, open_seconds))
+    parts.append(("the step", "", total))
+    return [
+        {
+            "name": name,
+            "colour": colour,
+            "total": f"{seconds:.1f}",
+            "share": f"{100 * seconds / total:.1f}",
+            "mean": f"{seconds / training_steps(run):.3f}",
+        }
+        for name, colour, seconds in parts
+        if seconds or not colour
+    ]
+
+
+def accuracy_figure(run: RunData) -> go.Figure | None:
+    """Held-out accuracy with its 95 % interval (normal approximation, ``evaluation.problems`` draws)."""
+    steps, accuracy = run.series("eval/accuracy")
+    if not accuracy:
+        return None
+    figure = go.Figure()
+    problems = run.config.get("evaluation", {}).get("problems")
+    interval = [1.96 * math.sqrt(a * (1 - a) / problems) for a in accuracy] if problems else None
+    figure.add_scatter(
+        x=steps,
+        y=accuracy,
+        mode="lines+markers",
+        line={"color": GREEN, "width": 2},
+        marker={"size": 8},
+        error_y={"array": interval, "thickness": 1, "width": 3} if interval else None,
+        hovertemplate="step %{x}: %{y:.1%}<extra></extra>",
+    )
+    return _styled(figure, percent=True, height=300)
+
+
+def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
+    """The curve's lines (faint where a running mean is drawn over them); None where nothing was recorded."""
+    figure = go.Figure()
+    drawn = [(name, colour, *run.series(key)) for key, name, colour in curve.lines]
+    drawn = [line for line in drawn if line[3]]
+    for name, colour, steps, values in drawn:
+        smooth = running_mean(values)
+        hover = f"step %{{x}}: %{{y:{'.1%' if curve.percent else '.4~g'}}}<extra>{name}</extra>"
+        figure.add_scatter(
+            x=steps, y=values, name=name, mode="lines" if len(values) > 1 else "markers", hovertemplate=hover,
+            line={"color": colour, "width": 1.5 if smooth is None else 1}, opacity=1 if smooth is None else 0.35,
+            showlegend=smooth is None,
+        )  # fmt: skip
+        if smooth is not None:
+            figure.add_scatter(
+                x=steps, y=smooth, name=name, mode="lines", line={"color": colour, "width": 2}, hoverinfo="skip"
+            )
+    if not drawn:
+        return None
+    figure.update_layout(showlegend=len(drawn) > 1)
+    return _styled(figure, percent=curve.percent, height=210)
+
+
+def account_figure(run: RunData) -> go.Figure | None:
+    """Seconds of each part, stacked, step by step."""
+    rows = [r for r in run.rows if "timing_s/step" in r]
+    if not rows:
+        return None
+    figure = go.Figure()
+    for key, name, colour in ACCOUNT:
+        seconds = [r.get(f"timing_s/{key}", 0.0) for r in rows]
+        if any(seconds):
+            figure.add_bar(
+                x=[int(r["step"]) for r in rows], y=seconds, name=name,
+                marker={"color": colour, "line": {"width": 0}}, hovertemplate="%{y:.3f} s",
+            )  # fmt: skip
+    styled = _styled(figure, percent=False, height=300)
+    styled.update_layout(barmode="stack", bargap=0, hovermode="x unified", legend={"traceorder": "normal"})
+    styled.update_yaxes(title="seconds")
+    return styled
+
+
+def running_mean(values: Sequence[float]) -> list[float] | None:
+    """Centred mean over about a twentieth of the run; None for a run too short to need it."""
+    reach = len(values) // 40
+    if reach < 1:
+        return None
+    out = []
+    for i in range(len(values)):
+        window = values[max(0, i - reach) : i + reach + 1]
+        out.append(math.fsum(window) / len(window))
+    return out
+
+
+def duration(seconds: float) -> str:
+    """3725 -> '1 h 02 min'; 75 -> '1 min 15 s'; 7.5 -> '7.5 s'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def short(value: float) -> str:
+    """2_500_000 -> '2.5M'."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _card(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _styled(figure: go.Figure, *, percent: bool, height: int) -> go.Figure:
+    axis: dict[str, Any] = {"gridcolor": "rgba(128,128,128,0.18)", "zerolinecolor": "rgba(128,128,128,0.35)"}
+    figure.update_layout(
+        height=height,
+        margin={"l": 56, "r": 14, "t": 8, "b": 36},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": GREY, "size": 12, "family": "system-ui, sans-serif"},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        xaxis={**axis, "title": {"text": "step", "standoff": 6}, "zeroline": False},
+        yaxis={**axis, "tickformat": ".2~%" if percent else None, "rangemode": "tozero"},
+    )
+    return figure

@@ -1,0 +1,77 @@
+"""The KV cache: the node table on the host, the pages on the device, and the attention over both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
+
+try:
+    from ._host import KvExhaustedError, KvTree
+except ImportError as error:  # built without a compiler
+    raise ImportError(
+        "The native rollout engine needs the compiled module rolltree.engine.rollout._host; install a C++ compiler, "
+        "reinstall rolltree, and see `rolltree doctor`."
+    ) from error
+
+__all__ = ["KvCache", "KvExhaustedError", "KvTree"]
+
+
+class KvCache:
+    """Pages of keys and values for every layer, and the tree that owns them.
+
+    The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go and
+    which nodes its rows read. A layer's pages are made when it first attends, as its heads are known only then.
+    """
+
+    def __init__(self, kv_tokens: int, page_size: int, device: torch.device) -> None:
+        self.tree = KvTree(kv_tokens // page_size, page_size)
+        self.spare_slot = self.tree.num_pages * page_size
+        """A slot no node reads: keys of tokens that are only queried again are written here."""
+        self._device = device
+        self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v: [P + 1, page, Hkv, D]
+        self._slots: Tensor | None = None  # [N] int64
+        self._plan: DecodePlan | None = None
+
+    def begin_step(
+        self,
+        slots: npt.NDArray[Any],  # [N] int64
+        plan: tuple[npt.NDArray[Any], ...],  # see KvTree.plan
+        query_position: npt.NDArray[Any],  # [N] int32
+    ) -> None:
+        self._slots = torch.from_numpy(slots).to(self._device)
+        self._plan = DecodePlan(*(torch.from_numpy(x).to(self._device) for x in (*plan, query_position)))
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,  # [N, Hq, D]
+        key: Tensor,  # [N, Hkv, D]
+        value: Tensor,  # [N, Hkv, D]
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [N, Hq, D]
+        """Store the new keys and values of a layer, then attend over every row's path."""
+        assert self._slots is not None
+        assert self._plan is not None
+        if layer_idx not in self._pages:
+            self._pages[layer_idx] = (self._new_pages(key), self._new_pages(value))
+        k_pages, v_pages = self._pages[layer_idx]
+        k_pages.view(-1, *key.shape[1:]).index_copy_(0, self._slots, key)
+        v_pages.view(-1, *value.shape[1:]).index_copy_(0, self._slots, value)
+        out, _ = tree_decode_attention(query, k_pages, v_pages, self._plan, scale=scale, window=window, softcap=softcap)
+        return out
+
+    def reset(self) -> None:
+        """Forget every node, as after a failed call."""
+        self.tree = KvTree(self.tree.num_pages, self.tree.page_size)
+
+    def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]
+        # zeros, so that what a kernel reads beyond a node's keys and masks is finite; one more page has the spare slot
+        shape = (self.tree.num_pages + 1, self.tree.page_size, *like.shape[1:])
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,52 @@
+"""How responses are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one ``generate`` call.
+
+    Args:
+        n: responses of each prompt (leaves of its tree).
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p, top_k, min_p: restrict the support; log-probabilities are those of the restricted distribution.
+        max_new_tokens: longest response, its end-of-sequence token included.
+        stop: stop strings; not supported yet.
+        stop_token_ids: tokens that end a response, besides the model's end-of-sequence tokens. The response keeps it.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        seed: of every prompt; prompts that should differ though their tokens are equal need ``seeds`` of their own.
+
+    Raises:
+        ValueError: a value makes no sense.
+    """
+
+    n: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    max_new_tokens: int = 256
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"SamplingParams.n is {self.n}; ask for at least one response.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"SamplingParams.max_new_tokens is {self.max_new_tokens}; a response needs at least one.")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"SamplingParams.temperature is {self.temperature}; give 0 (greedy) or a positive number.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"SamplingParams.top_p is {self.top_p}; give a number in (0, 1].")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"SamplingParams.top_k is {self.top_k}; give at least 1, or None for all tokens.")
+        if self.min_p is not None and not 0 <= self.min_p < 1:
+            raise ValueError(f"SamplingParams.min_p is {self.min_p}; give a number in [0, 1), or None.")
+        if self.stop:
+            raise ValueError("SamplingParams.stop (stop strings) is not supported yet; use stop_token_ids.")

@@ -1,0 +1,242 @@
+"""`linear_logprob` over chunks of rows: no ``[N, V]`` tensor, one driver for every backend.
+
+A chunk is one GEMM into a tile of fp32 logits, then a *row kernel* that reads the tile once:
+
+* forward: log-sum-exp, entropy, sum of squared probabilities and the logits at the targets;
+* backward: the GEMM again, then the gradient of the logits over them, then two GEMMs (2 + 6 NHV FLOP in all).
+
+Row kernels come as twins with one signature (`triton`, `cpu`, `cuda`; see `RowKernels`), so the loop is tested where
+there is no GPU. Per chunk the tile costs 4 C V bytes written by the GEMM and read once (twice and written once in the
+backward), and the fp32 weight gradient is read and written once: chunks are as large as the byte budget allows.
+
+A vocabulary no wider than the hidden state (toy models) makes the GEMM cheap to keep instead: then the forward returns
+the logits, which take no more memory than ``hidden`` in fp32, and the backward does not recompute them.
+
+Several targets of one row: pairs are grouped by row (CSR), the softmax part of the gradient is done once per row.
+
+Precision: logits stay in fp32, the weight gradient is summed in fp32. fp32 cannot hold the log-sum-exp of large logits
+to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps what rounding took from it (``correction``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pairs(NamedTuple):
+    """Pairs to score, grouped by row: those of row i are ``start[i] .. start[i + 1]``."""
+
+    start: Tensor  # [N + 1] int64
+    target: Tensor  # [M] int64, in row order
+    order: Tensor | None  # [M] int64: place of each pair in the caller's order; None: the same order
+
+
+class RowKernels(Protocol):
+    """What a backend supplies. Optional inputs and outputs are empty tensors where absent."""
+
+    def statistics(
+        self,
+        logits: Tensor,  # [C, V] fp32 (or fp64): u without bias
+        bias: Tensor,  # [V] or [0], like logits
+        temperature: Tensor,  # [C] (any stride), like logits
+        softcap: float,  # 0: none
+        start: Tensor,  # [C + 1] int64: pairs of each row
+        target: Tensor,  # [M] int64
+        logprob: Tensor,  # [M], out: only the pairs of these rows
+        logsumexp: Tensor,  # [C], out
+        correction: Tensor,  # [C], out: exact log-sum-exp minus `logsumexp`
+        entropy: Tensor,  # [C] or [0], out
+        sum_p2: Tensor,  # [C] or [0], out
+    ) -> None: ...
+
+    def gradient(
+        self,
+        logits: Tensor,  # [C, V] as above
+        bias: Tensor,
+        temperature: Tensor,
+        softcap: float,
+        start: Tensor,
+        target: Tensor,
+        logsumexp: Tensor,  # [C]
+        correction: Tensor,  # [C]
+        entropy: Tensor,  # [C], or [0]: no gradient through it
+        grad_logprob: Tensor,  # [M], in row order
+        grad_logsumexp: Tensor,  # [C]
+        grad_entropy: Tensor,  # [C] or [0]
+        out: Tensor,  # [C, V], out: may be `logits`, may have the operands' dtype
+    ) -> None:
+        """dL/du: ``(sum_m a_m (1[j=y_m] - p_j) + c p_j - b p_j (log p_j + H)) / T``, by dz/du under a softcap."""
+        ...
+
+
+def forward(
+    rows: RowKernels,
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    bias: Tensor | None,  # [V]
+    temperature: Tensor,  # [N], in the accumulation dtype
+    softcap: float,
+    want_entropy: bool,
+    want_sum_p2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `reference.forward`."""
+    N, V, accumulator = len(hidden), len(weight), temperature.dtype
+    pairs = group_by_row(target, row, N)
+    logprob = hidden.new_empty(len(target), dtype=accumulator)
+    logsumexp = hidden.new_empty(N, dtype=accumulator)
+    correction = torch.empty_like(logsumexp)
+    entropy = hidden.new_empty(N if want_entropy else 0, dtype=accumulator)
+    sum_p2 = hidden.new_empty(N if want_sum_p2 else 0, dtype=accumulator)
+    bias = hidden.new_empty(0, dtype=accumulator) if bias is None else bias.to(accumulator)
+    gemm = Gemm(weight, accumulator)
+    kept = hidden.new_empty(kept_shape(hidden, weight), dtype=accumulator)
+    C = chunk_rows(N, V, hidden.device)
+    tile = hidden.new_empty((0 if len(kept) else C, V), dtype=accumulator)
+    for c in chunks(N, C):
+        rows.statistics(
+            gemm.logits(hidden[c], kept[c] if len(kept) else tile[: c.stop - c.start]),
+            bias,
+            temperature[c],
+            softcap,
+            pairs.start[c.start : c.stop + 1],
+            pairs.target,
+            logprob,
+            logsumexp[c],
+            correction[c],
+            entropy[c],
+            sum_p2[c],
+        )
+    if pairs.order is not None:
+        logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
+    return logprob, logsumexp, correction, entropy, sum_p2, kept
+
+
+def backward(
+    rows: RowKernels,
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    bias: Tensor | None,  # [V]
+    temperature: Tensor,  # [N], in the accumulation dtype
+    softcap: float,
+    logsumexp: Tensor,  # [N]
+    correction: Tensor,  # [N]
+    entropy: Tensor,  # [N] or [0]
+    kept: Tensor,  # [N, V] logits from the forward, or [0, 0]
+    grad_logprob: Tensor,  # [M]
+    grad_logsumexp: Tensor,  # [N]
+    grad_entropy: Tensor,  # [N] or [0]
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.backward`."""
+    N, V, accumulator = len(hidden), len(weight), temperature.dtype
+    pairs = group_by_row(target, row, N)
+    grad_logprob = grad_logprob if pairs.order is None else grad_logprob[pairs.order]
+    d_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape if need_weight else 0, dtype=accumulator)
+    d_bias = weight.new_zeros(V if need_bias else 0, dtype=accumulator)
+    bias = hidden.new_empty(0, dtype=accumulator) if bias is None else bias.to(accumulator)
+    gemm = Gemm(weight, accumulator)
+    C = chunk_rows(N, V, hidden.device)
+    tile = hidden.new_empty((C, V), dtype=accumulator)
+    d_tile = tile if gemm.dtype == accumulator else torch.empty_like(tile, dtype=gemm.dtype)
+    for c in chunks(N, C):
+        n = c.stop - c.start
+        d_logits = d_tile[:n]
+        rows.gradient(
+            kept[c] if len(kept) else gemm.logits(hidden[c], tile[:n]),
+            bias,
+            temperature[c],
+            softcap,
+            pairs.start[c.start : c.stop + 1],
+            pairs.target,
+            logsumexp[c],
+            correction[c],
+            entropy[c],
+            grad_logprob,
+            grad_logsumexp[c],
+            grad_entropy[c],
+            d_logits,
+        )
+        if need_hidden:
+            gemm.to_hidden(d_logits, d_hidden[c])
+        if need_weight:
+            gemm.accumulate(d_weight, d_logits, hidden[c])
+        if need_bias:
+            d_bias += d_logits.sum(0, dtype=accumulator)
+    return d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+
+
+class Gemm:
+    """The matrix products around the row kernels, with fp32 results also for half-precision operands.
+
+    CUDA multiplies bf16 and fp16 straight into fp32. The CPU has no such product, so there operands are widened first
+    (exact; one fp32 copy of the weight for the duration of the call).
+    """
+
+    def __init__(self, weight: Tensor, accumulator: torch.dtype) -> None:
+        self.mixed = weight.is_cuda and weight.dtype != accumulator
+        self.accumulator = accumulator
+        self.weight = weight if self.mixed else weight.to(accumulator)  # [V, H]
+        self.dtype = self.weight.dtype
+        """Dtype of the operands, hence of the logits' gradient."""
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """``out [C, V] = hidden [C, H] weight^T``, in the accumulation dtype; returns ``out``."""
+        if self.mixed:
+            return torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
+        return torch.mm(hidden.to(self.dtype), self.weight.T, out=out)
+
+    def to_hidden(self, d_logits: Tensor, out: Tensor) -> None:
+        """``out [C, H] = d_logits [C, V] weight``, in the dtype of ``out``."""
+        if out.dtype == self.dtype:
+            torch.mm(d_logits, self.weight, out=out)
+        else:
+            out.copy_(torch.mm(d_logits, self.weight))
+
+    def accumulate(self, d_weight: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+        """``d_weight [V, H] += d_logits^T hidden``, in the accumulation dtype."""
+        if self.mixed:
+            torch.addmm(d_weight, d_logits.T, hidden, out_dtype=self.accumulator, out=d_weight)
+        else:
+            d_weight.addmm_(d_logits.T, hidden.to(self.dtype))
+
+
+def kept_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+    """Shape of the logits the forward keeps for the backward; (0, 0): none."""
+    return (hidden.shape[0], weight.shape[0]) if weight.shape[0] <= weight.shape[1] else (0, 0)
+
+
+def chunk_rows(N: int, V: int, device: torch.device) -> int:
+    """Rows of a chunk: as many as the byte budget of the tile allows, near-equal over the chunks.
+
+    The weight gradient moves 8 V H bytes per chunk of C rows against 2 C V H FLOP, so C / 4 FLOP a byte: a GPU needs
+    2048 rows to keep that hidden, a CPU 256 and rather 1024. On a CPU a tile that stays in the cache is better than a
+    larger one. Multiples of 128 rows, as GEMMs like them.
+    """
+    on_gpu = max(2048, 2**28 // V)  # 1 GiB
+    on_cpu = max(256, min(2**25 // V, max(1024, 2**18 // V)))  # 1 MiB where that is 1024 rows, at most 128 MiB
+    most = on_gpu if device.type == "cuda" else on_cpu
+    count = max(1, -(-N // most))
+    size = -(-N // count)
+    return size if count == 1 else -(-size // 128) * 128
+
+
+def chunks(N: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, N)) for i in range(0, N, max(size, 1))]
+
+
+def group_by_row(target: Tensor, row: Tensor | None, N: int) -> Pairs:
+    if row is None:
+        return Pairs(torch.arange(N + 1, device=target.device), target, None)
+    row, order = torch.sort(row, stable=True)
+    edges = torch.arange(N + 1, device=row.device)
+    return Pairs(torch.searchsorted(row, edges), target[order], order)

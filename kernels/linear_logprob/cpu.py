@@ -1,0 +1,56 @@
+"""Row kernels of the CPU backend: C++ in csrc/cpu/linear_logprob.cpp. Signatures: `chunked.RowKernels`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def statistics(
+    logits: Tensor,  # [C, V]
+    bias: Tensor,  # [V] or [0]
+    temperature: Tensor,  # [C]
+    softcap: float,
+    start: Tensor,  # [C + 1]
+    target: Tensor,  # [M]
+    logprob: Tensor,  # [M]
+    logsumexp: Tensor,  # [C]
+    correction: Tensor,  # [C]
+    entropy: Tensor,  # [C] or [0]
+    sum_p2: Tensor,  # [C] or [0]
+) -> None:
+    torch.ops.rolltree_cpu.logit_statistics(
+        logits, bias, temperature, softcap, start, target, logprob, logsumexp, correction, entropy, sum_p2
+    )
+
+
+def gradient(
+    logits: Tensor,  # [C, V]
+    bias: Tensor,  # [V] or [0]
+    temperature: Tensor,  # [C]
+    softcap: float,
+    start: Tensor,  # [C + 1]
+    target: Tensor,  # [M]
+    logsumexp: Tensor,  # [C]
+    correction: Tensor,  # [C]
+    entropy: Tensor,  # [C] or [0]
+    grad_logprob: Tensor,  # [M]
+    grad_logsumexp: Tensor,  # [C]
+    grad_entropy: Tensor,  # [C] or [0]
+    out: Tensor,  # [C, V]
+) -> None:
+    torch.ops.rolltree_cpu.logit_gradient(
+        logits,
+        bias,
+        temperature,
+        softcap,
+        start,
+        target,
+        logsumexp,
+        correction,
+        entropy,
+        grad_logprob,
+        grad_logsumexp,
+        grad_entropy,
+        out,
+    )

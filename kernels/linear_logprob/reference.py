@@ -1,0 +1,94 @@
+"""The definition of `linear_logprob`, in plain PyTorch over the whole ``[N, V]`` logits.
+
+    u = hidden weight^T + bias                      z = softcap tanh(u / softcap) / temperature
+    logprob_m = z[row_m, target_m] - lse[row_m]     lse_i = log sum_j exp(z_ij)
+    entropy_i = lse_i - sum_j p_ij z_ij             sum_p2_i = sum_j p_ij^2,     p = exp(z - lse)
+
+computed in fp32 (fp64 for fp64 inputs). The gradient is written out instead of left to autograd because custom ops run
+below autograd; fp64 gradcheck ties it to the forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .chunked import kept_shape
+
+
+def forward(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    bias: Tensor | None,  # [V]
+    temperature: Tensor,  # [N]
+    softcap: float,  # 0: none
+    want_entropy: bool,
+    want_sum_p2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N], logits)``; empty where not wanted.
+
+    The chunked backends use ``correction`` and ``logits`` (what rounding took from the log-sum-exp; logits kept for the
+    backward); the definition has no use for them.
+    """
+    z = scaled_logits(hidden, weight, bias, temperature, softcap)
+    logp = torch.log_softmax(z, dim=-1)
+    p = logp.exp()
+    row = torch.arange(len(target), device=target.device) if row is None else row
+    return (
+        logp[row, target],
+        torch.logsumexp(z, dim=-1),
+        z.new_zeros(len(z)),
+        -torch.where(p > 0, p * logp, p).sum(-1) if want_entropy else z.new_empty(0),
+        (p * p).sum(-1) if want_sum_p2 else z.new_empty(0),
+        z.new_zeros(kept_shape(hidden, weight)),
+    )
+
+
+def backward(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    bias: Tensor | None,  # [V]
+    temperature: Tensor,  # [N]
+    softcap: float,
+    logsumexp: Tensor,  # [N]
+    correction: Tensor,  # [N]
+    entropy: Tensor,  # [N], or [0] where it has no gradient
+    logits: Tensor,
+    grad_logprob: Tensor,  # [M]
+    grad_logsumexp: Tensor,  # [N]
+    grad_entropy: Tensor,  # [N], or [0]
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias; empty where not needed."""
+    z = scaled_logits(hidden, weight, bias, temperature, softcap)
+    logp = torch.log_softmax(z, dim=-1)
+    p = logp.exp()
+    row = torch.arange(len(target), device=target.device) if row is None else row
+    onehot = torch.zeros_like(z).index_put((row, target), grad_logprob, accumulate=True)
+    dz = onehot + p * (grad_logsumexp - onehot.sum(-1))[:, None]
+    if len(entropy):
+        dz -= torch.where(p > 0, p * (logp + entropy[:, None]), p) * grad_entropy[:, None]
+    du = dz / temperature[:, None]
+    if softcap:
+        du = du * (1 - (z * temperature[:, None] / softcap).square())
+    return (
+        (du @ weight.to(du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0),
+        (du.T @ hidden.to(du.dtype)).to(weight.dtype) if need_weight else hidden.new_empty(0),
+        du.sum(0).to(weight.dtype) if need_bias else hidden.new_empty(0),
+    )
+
+
+def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, softcap: float) -> Tensor:
+    """``z`` of the module docstring: ``[N, V]`` in the accumulation dtype (that of ``temperature``)."""
+    u = hidden.to(temperature.dtype) @ weight.to(temperature.dtype).T
+    if bias is not None:
+        u = u + bias.to(u.dtype)
+    if softcap:
+        u = softcap * torch.tanh(u / softcap)
+    return u / temperature[:, None]

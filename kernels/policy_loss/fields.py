@@ -1,0 +1,168 @@
+"""Per-token inputs of `policy_loss`, and sums along the paths of a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .objective import aggregation_weight
+
+
+@dataclass(frozen=True)
+class PathIndex:
+    """Which pairs lie on which leaf's path, for pairs in depth-first order.
+
+    Pair i is on the path of pair j iff ``i <= j < pair_end[i]``. For flat sequences ``pair_end`` is the end of the own
+    sequence and ``leaf_pair`` its last pair.
+    """
+
+    pair_end: Tensor  # [M] int64: end of the subtree of pairs
+    leaf_pair: Tensor  # [L] int64: last pair of the leaf's path; -1: the leaf has none
+    leaf_length: Tensor  # [L]: masked logical tokens of the path
+    leaf_weight: (
+        Tensor | None
+    )  # [L]: w_l, with the aggregation folded in iff the fields' is; None: differs within a leaf
+    leaf_advantage: Tensor | None  # [L]; None: differs within a leaf
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``[M] -> [L]``: sum of ``values`` along each leaf's path, in fp64 inside. Differentiable."""
+        result: Tensor = _PathSum.apply(values, self.pair_end, self.leaf_pair)
+        return result
+
+    def spread(self, values: Tensor) -> Tensor:
+        """``[L] -> [M]``, the adjoint of ``sum``: at each pair the sum of ``values`` over the leaves below it."""
+        return _spread(values, self.pair_end, self.leaf_pair)
+
+
+class _PathSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, pair_end: Tensor, leaf_pair: Tensor) -> Tensor:
+        ctx.save_for_backward(pair_end, leaf_pair)
+        x = values.double()
+        # +x enters at the pair, -x where its subtree ends; the running sum at pair j is then the sum over j's path.
+        # Sorted accumulation (index_put), not atomic: the order of the sum is fixed.
+        steps = torch.cat([x, x.new_zeros(1)]).index_put((pair_end,), -x, accumulate=True)
+        along = torch.cat([steps.cumsum(0)[:-1], x.new_zeros(1)])
+        return along[leaf_pair].to(values.dtype)  # leaf_pair -1 takes the zero
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _spread(grads[0], *ctx.saved_tensors), None, None
+
+
+def _spread(values: Tensor, pair_end: Tensor, leaf_pair: Tensor) -> Tensor:
+    M = len(pair_end)
+    at_leaf = values.new_zeros(M + 1, dtype=torch.float64).index_put((leaf_pair,), values.double(), accumulate=True)
+    before = torch.cat([at_leaf.new_zeros(1), at_leaf[:M].cumsum(0)])  # leaf_pair -1 fell into the slot left out
+    return (before[pair_end] - before[:M]).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class PolicyFields:
+    """Constants of the loss, one value a pair (token to learn from); none of them takes a gradient.
+
+    ``aggregation`` names the aggregation that adv_pos, adv_neg and weight already contain (trees fold it when they merge
+    tokens); None: not folded yet, `policy_loss` does it.
+    """
+
+    adv_pos: Tensor  # [M] S_pos >= 0
+    adv_neg: Tensor  # [M] S_neg <= 0
+    weight: Tensor  # [M] S_1: for plain tokens the number of leaves that share it
+    mask: Tensor | None = None  # [M] bool: False: no part of loss or metrics
+    old_logprob: Tensor | None = None  # [M] proximal policy; None: ratio 1
+    ref_logprob: Tensor | None = None  # [M] reference policy
+    behaviour_logprob: Tensor | None = None  # [M] as sampled; NaN where not recorded
+    paths: PathIndex | None = None
+    aggregation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("adv_pos", "adv_neg", "weight", "mask", "old_logprob", "ref_logprob", "behaviour_logprob"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if value.shape != self.adv_pos.shape or value.dim() != 1:
+                raise ValueError(
+                    f"PolicyFields: {name} must be [{len(self.adv_pos)}] like adv_pos, got {list(value.shape)}."
+                )
+            if value.requires_grad:
+                raise ValueError(f"PolicyFields: {name} is a constant of the loss but requires grad; detach it.")
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            raise ValueError(f"PolicyFields: mask must be bool, got {self.mask.dtype}.")
+
+    @staticmethod
+    def flat(
+        advantage: Tensor,  # [M], or [S] together with cu_seqlens
+        *,
+        old_logprob: Tensor | None = None,  # [M]
+        ref_logprob: Tensor | None = None,  # [M]
+        behaviour_logprob: Tensor | None = None,  # [M]
+        mask: Tensor | None = None,  # [M] bool
+        weight: Tensor | None = None,  # [M] or [S]
+        cu_seqlens: Tensor | None = None,  # [S + 1] int: boundaries of the sequences, from 0 to M
+    ) -> PolicyFields:
+        """Fields of flat sequences, laid end to end. ``cu_seqlens`` is needed for sequence-level ratios and means.
+
+        Without any ``[M]`` tensor to tell M, it is read from ``cu_seqlens``, which waits for the device.
+        """
+        if cu_seqlens is None:
+            return PolicyFields(*_signed(advantage, weight), mask, old_logprob, ref_logprob, behaviour_logprob)
+        S, cu = len(cu_seqlens) - 1, cu_seqlens.long()
+        given = next((t for t in (old_logprob, mask, behaviour_logprob, ref_logprob) if t is not None), None)
+        per_sequence = len(advantage) == S
+        M = len(given) if given is not None else int(cu[-1]) if per_sequence else len(advantage)
+        sequence = torch.searchsorted(cu[1:], torch.arange(M, device=cu.device), right=True)
+        leaf_weight = torch.ones_like(advantage[:S]) if weight is None else weight if len(weight) == S else None
+        leaf_advantage = advantage if per_sequence else None
+        if weight is not None:
+            weight = weight[sequence] if len(weight) == S else weight
+        pos, neg, one = _signed(advantage[sequence] if per_sequence else advantage, weight)
+        counted = torch.ones_like(one) if mask is None else mask.to(one.dtype)
+        before = torch.cat([counted.new_zeros(1, dtype=torch.float64), counted.double().cumsum(0)])
+        paths = PathIndex(
+            pair_end=cu[1:][sequence],
+            leaf_pair=torch.where(cu[1:] > cu[:-1], cu[1:] - 1, -1),
+            leaf_length=(before[cu[1:]] - before[cu[:-1]]).to(one.dtype),
+            leaf_weight=leaf_weight,
+            leaf_advantage=leaf_advantage,
+        )
+        return PolicyFields(pos, neg, one, mask, old_logprob, ref_logprob, behaviour_logprob, paths)
+
+    def folded(self, aggregation: str) -> PolicyFields:
+        """These fields with ``aggregation`` folded into the weights.
+
+        Raises:
+            ValueError: another aggregation is folded in already, or sequences are needed and not known.
+        """
+        if self.aggregation == aggregation:
+            return self
+        if self.aggregation is not None:
+            raise ValueError(
+                f"policy_loss: the fields contain aggregation '{self.aggregation}', the objective wants '{aggregation}'; "
+                "build the fields for this objective."
+            )
+        if aggregation != "seq_mean_token_mean":  # every other one weighs each leaf by 1
+            return replace(self, aggregation=aggregation)
+        paths = self.paths
+        if paths is None:
+            raise ValueError(f"policy_loss: aggregation '{aggregation}' needs sequences; give cu_seqlens to flat().")
+        leaf = aggregation_weight(aggregation, paths.leaf_length)
+        at_end = leaf.new_zeros(len(self.adv_pos) + 1)
+        at_end[torch.where(paths.leaf_pair < 0, len(self.adv_pos), paths.leaf_pair)] = leaf
+        token = at_end[paths.pair_end - 1]
+        leaf_weight = None if paths.leaf_weight is None else paths.leaf_weight * leaf
+        return replace(
+            self,
+            adv_pos=self.adv_pos * token,
+            adv_neg=self.adv_neg * token,
+            weight=self.weight * token,
+            paths=replace(paths, leaf_weight=leaf_weight),
+            aggregation=aggregation,
+        )
+
+
+def _signed(advantage: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    weight = torch.ones_like(advantage) if weight is None else weight
+    return weight * advantage.clamp(min=0), weight * advantage.clamp(max=0), weight

@@ -1,0 +1,112 @@
+"""The custom ops ``rolltree::tree_attention`` and ``..._backward``: fakes, autograd, choice of the backend.
+
+Saved for the backward pass: the inputs, the output and the log-sum-exp; nothing of size T x T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from . import cpu, reference
+
+_FORWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "cpu": cpu.tree_attention_forward,
+    "reference": reference.tree_attention_forward,
+}
+_BACKWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "cpu": cpu.tree_attention_backward,
+    "reference": reference.tree_attention_backward,
+}
+
+
+def _choose(table: Mapping[str, Callable[..., Any]], q: Tensor) -> Callable[..., Any]:
+    # Only the reference has float64; it exists for gradient checks.
+    return table["reference"] if q.dtype == torch.float64 else dispatch.choose("tree_attention", table, q.device)
+
+
+@torch.library.custom_op("rolltree::tree_attention", mutates_args=())
+def tree_attention_op(
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    subtree_end: Tensor,  # [T] int32
+    position: Tensor | None,  # [T] int32
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns out [T, Hq, D] and the log-sum-exp [T, Hq], both contiguous. No gradient flows from the latter."""
+    return _choose(_FORWARD, q)(q, k, v, subtree_end, position, scale, window, softcap)
+
+
+@tree_attention_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    position: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
+
+
+@torch.library.custom_op("rolltree::tree_attention_backward", mutates_args=())
+def tree_attention_backward_op(
+    grad_out: Tensor,  # [T, Hq, D]
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    out: Tensor,  # [T, Hq, D]
+    lse: Tensor,  # [T, Hq]
+    subtree_end: Tensor,  # [T] int32
+    position: Tensor | None,  # [T] int32
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v, contiguous."""
+    if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of a sum
+        grad_out = grad_out.contiguous()
+    return _choose(_BACKWARD, q)(grad_out, q, k, v, out, lse, subtree_end, position, scale, window, softcap)
+
+
+@tree_attention_backward_op.register_fake
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_end: Tensor,
+    position: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, subtree_end, position, ctx.scale, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(q, k, v, *output, subtree_end, position)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, subtree_end, position = ctx.saved_tensors
+    grads = tree_attention_backward_op(
+        grad_out, q, k, v, out, lse, subtree_end, position, ctx.scale, ctx.window, ctx.softcap
+    )
+    return *grads, None, None, None, None, None
+
+
+tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

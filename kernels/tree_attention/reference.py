@@ -1,0 +1,105 @@
+"""The definition of tree attention, dense and in plain PyTorch.
+
+    S[h,i,j] = scale * <q[i,h], k[j, h // (Hq / Hkv)]>       (softcap * tanh(S / softcap) where softcap is given)
+    row i sees key j  iff  j <= i < subtree_end[j]           (and position[i] - position[j] < window)
+    out[i,h] = sum_j softmax_j(S[h,i,visible]) v[j]          lse[i,h] = log sum_j exp S[h,i,j]
+
+A row that sees nothing (only a malformed ``subtree_end`` has one) gives out 0 and lse -inf. float64 is computed in
+float64, everything else in float32. ``tree_attention_forward`` is differentiable by autograd;
+``tree_attention_backward`` states the gradient in closed form, as the kernels compute it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def visible_keys(
+    subtree_end: Tensor,  # [T] int32
+    position: Tensor | None,  # [T] int32
+    window: int | None,
+) -> Tensor:
+    """[T, T] bool: whether row i (first dimension) sees key j."""
+    row = torch.arange(subtree_end.numel(), device=subtree_end.device)
+    seen = (row[None, :] <= row[:, None]) & (row[:, None] < subtree_end[None, :])
+    if window is not None:
+        assert position is not None
+        seen &= position[:, None] - position[None, :] < window
+    return seen
+
+
+def tree_attention_forward(
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    subtree_end: Tensor,  # [T] int32
+    position: Tensor | None,  # [T] int32
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns out [T, Hq, D] in q's dtype and the log-sum-exp [T, Hq] in float32 (float64 for float64)."""
+    seen = visible_keys(subtree_end, position, window)
+    scores, _ = _scores(q, k, scale, softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)  # [Hq, T]
+    probability = _probability(scores, lse)
+    out = torch.einsum("hij,jhd->ihd", probability, _per_query_head(v, q))
+    return out.to(q.dtype).contiguous(), lse.transpose(0, 1).contiguous()
+
+
+def tree_attention_backward(
+    grad_out: Tensor,  # [T, Hq, D]
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    out: Tensor,  # [T, Hq, D]
+    lse: Tensor,  # [T, Hq]
+    subtree_end: Tensor,  # [T] int32
+    position: Tensor | None,  # [T] int32
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their dtypes."""
+    seen = visible_keys(subtree_end, position, window)
+    scores, slope = _scores(q, k, scale, softcap)
+    probability = _probability(scores.masked_fill(~seen, -math.inf), lse.transpose(0, 1))
+    grad = _accumulate(grad_out)
+    delta = (grad * _accumulate(out)).sum(-1).transpose(0, 1)  # [Hq, T]
+    dscores = probability * (torch.einsum("ihd,jhd->hij", grad, _per_query_head(v, q)) - delta[..., None]) * scale
+    if slope is not None:
+        dscores = dscores * slope
+    dq = torch.einsum("hij,jhd->ihd", dscores, _per_query_head(k, q))
+    dk = _sum_group(torch.einsum("hij,ihd->jhd", dscores, _accumulate(q)), k)
+    dv = _sum_group(torch.einsum("hij,ihd->jhd", probability, grad), v)
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+
+
+def _accumulate(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    return _accumulate(x).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _sum_group(x: Tensor, like: Tensor) -> Tensor:
+    tokens, heads, dim = like.shape
+    return x.reshape(tokens, heads, x.shape[1] // heads, dim).sum(2)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Scores [Hq, T, T] and the slope of the softcap there."""
+    scores = torch.einsum("ihd,jhd->hij", _accumulate(q), _per_query_head(k, q)) * scale
+    if softcap is None:
+        return scores, None
+    bent = torch.tanh(scores / softcap)
+    return softcap * bent, 1 - bent * bent
+
+
+def _probability(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
