@@ -50,7 +50,9 @@ def choose_device(name: str) -> torch.device:
         UserError: cuda is asked for and there is none.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or see `rolltree doctor`.")
+        raise UserError(
+            "model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or see `rolltree doctor`."
+        )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
