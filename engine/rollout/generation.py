@@ -1,9 +1,9 @@
 """One `generate` call: the loop, and the events that forks, ends of segments and a program's answers are.
 
 The scheduler composes a step, the runner executes it, and what was sampled is recorded. Where a segment ended the
-prompt's program is asked at once, so its answer (fork, rewind, finish) is part of the next step: no branch waits for the
-rest of the batch. A fork samples several tokens from one row of logits and opens a child for each; a prompt is simply a
-branch that forks first, and a rewind makes another one in the middle of the tree.
+prompt's program is asked at once, so its answer (fork, rewind, finish) is part of the next step: no branch waits for
+the rest of the batch. A fork samples several tokens from one row of logits and opens a child for each; a prompt is
+simply a branch that forks first, and a rewind makes another one in the middle of the tree.
 """
 
 from __future__ import annotations
