@@ -71,7 +71,8 @@ class SegmentReport:
     """Response tokens on the path."""
     token_ids: npt.NDArray[Any]  # [tokens] int32, of this segment
     mean_logprob: float
-    """Of this segment's tokens, under the distribution they were sampled from."""
+    """Of this segment's tokens, under the distribution they were sampled from; NaN where the model's logits were not
+    finite and the response FAILED."""
     entropy: float
     """Mean over this segment's tokens, of softmax(logits / temperature)."""
 

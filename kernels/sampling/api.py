@@ -38,9 +38,10 @@ def sample_tokens(
     largest logits), top_p (the most likely tokens before which less than ``top_p`` of the mass lies), min_p (tokens at
     least ``min_p`` times as likely as the best). Equal logits are ranked by index, lower first; the best always stays.
 
-    The draw is Gumbel-max over Philox4x32-10 noise of (seed, step, vocabulary index) and depends on nothing else: not on
-    the other rows, the batch size, the device or the backend. Backends use bit-equal noise; two tokens whose scores differ
-    by a rounding error (about 1e-6 relative) may still be told apart differently by two backends. Not differentiable.
+    The draw is Gumbel-max over Philox4x32-10 noise of (seed, step, vocabulary index) and depends on nothing else: not
+    on the other rows, the batch size, the device or the backend. Backends use bit-equal noise; two tokens whose scores
+    differ by a rounding error (about 1e-6 relative) may still be told apart differently by two backends. Not
+    differentiable.
 
     Args:
         logits: last dimension contiguous, rows at any stride. ``-inf`` forbids a token.

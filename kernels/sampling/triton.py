@@ -1,10 +1,12 @@
 """Triton backend of :func:`sample_tokens`: one program a row, no sort, no [N, V] temporary.
 
-A program reads its row a few times over: a pass for the maximum, one for the softmax sums, one for the draw, and with top-k
-or top-p a bisection on the value of the last kept logit, at most 32 passes each. A row of a few hundred KB stays in L2, so
-those passes cost L2 bandwidth, not memory bandwidth. Order of the tokens, masses and noise are those of :mod:`.reference`.
+A program reads its row a few times over: a pass for the maximum, one for the softmax sums, one for the draw, and with
+top-k or top-p a bisection on the value of the last kept logit, at most 32 passes each. A row of a few hundred KB stays
+in L2, so those passes cost L2 bandwidth, not memory bandwidth. Order of the tokens, masses and noise are those of
+:mod:`.reference`.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch

@@ -94,7 +94,7 @@ def test_triton_uniforms_are_bit_equal(device: torch.device) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_logits_draw_the_least_uniform(backend: str) -> None:
     """With equal logits the race is won by the smallest t, so tokens show the noise itself."""
-    rows = 14 if backend == "triton" else 2100
+    rows = 7 if backend == "triton" else 2100
     seed, step = SEEDS.repeat(rows // 7), STEPS.repeat(rows // 7) + torch.arange(rows)
     found = sample(backend, torch.zeros(rows, 601), seed=seed, step=step)
     assert torch.equal(found.token, uniforms(seed, step, 601).argmin(-1))
@@ -147,7 +147,7 @@ def test_frequencies(backend: str, options: dict[str, Any]) -> None:
 def test_support_is_exact(backend: str) -> None:
     """Log-prob, which is log(w / mass of the support), for random settings a row, ties among the logits included."""
     generator = torch.Generator().manual_seed(11)
-    rows, vocab = (10, 37) if backend == "triton" else (400, 37)
+    rows, vocab = (8, 37) if backend == "triton" else (400, 37)
     logits = torch.randn(rows, vocab, generator=generator) * 2
     logits[::2] = logits[::2].round()  # many equal values: the cut goes through a tie
     options = {
@@ -167,7 +167,7 @@ def test_support_is_exact(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_go_to_the_lower_index(backend: str) -> None:
     row = torch.tensor([1.0, 2.0, 2.0, -0.0, 0.0, 2.0, 2.0])
-    count = 8 if backend == "triton" else 200
+    count = 2 if backend == "triton" else 200
     for options, kept in (
         ({"top_k": 3}, {1, 2, 5}),
         ({"top_p": 0.5}, {1, 2, 5}),  # each 2.0 weighs 0.21
@@ -181,8 +181,10 @@ def test_ties_go_to_the_lower_index(backend: str) -> None:
         assert backend == "triton" or found == kept, options
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [1, 3, 1021, 4099])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [(1, torch.float32), (3, torch.bfloat16), (1021, torch.float16), (1021, torch.bfloat16), (4099, torch.float32)],
+)
 def test_backends_agree(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     rows = 5
@@ -237,7 +239,7 @@ def test_errors_are_those_of_fp32(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_does_not_depend_on_the_batch(backend: str) -> None:
-    rows, vocab = (7, 301) if backend == "triton" else (300, 301)
+    rows, vocab = (3, 301) if backend == "triton" else (300, 301)
     generator = torch.Generator().manual_seed(4)
     storage = torch.randn(rows, vocab + 5, generator=generator)
     logits = storage[:, :vocab]  # strided rows
