@@ -186,6 +186,16 @@ class TokenTree:
         """[L] tokens of each response."""
         return (self.node_position + self.length)[self.leaf_node] - self.prompt_length
 
+    @property
+    def loss_length(self) -> Array:
+        """[L] tokens of each response that are in the loss."""
+        total = np.concatenate([[0], np.cumsum(self.loss_mask)])
+        in_node = total[self.start + self.length] - total[self.start]
+        along = np.zeros(self.num_nodes, np.int64)
+        for node in range(1, self.num_nodes):
+            along[node] = along[self.parent[node]] + in_node[node]
+        return along[self.leaf_node]
+
     # -- builders ---------------------------------------------------------------------------------------------------
 
     @staticmethod

@@ -149,8 +149,16 @@ class Buffer {
 class Rows {
  public:
   explicit Rows(const Tensor& t) : base_(t.mutable_data_ptr()), type_(t.scalar_type()), width_(t.size(t.dim() - 1)) {
+    for (int64_t d = 0; d + 1 < t.dim(); ++d) stride_[d] = t.stride(d);  // asking the tensor is a call through the ABI
     STD_TORCH_CHECK(type_ == ScalarType::Float || type_ == ScalarType::BFloat16 || type_ == ScalarType::Half,
                     "the CPU attention kernels take float32, bfloat16 or float16 tensors");
+  }
+
+  template <class... Index>
+  int64_t offset(Index... index) const {
+    int64_t at = 0, d = 0;
+    ((at += index * stride_[d++]), ...);
+    return at;
   }
 
   // dst[0:padded(width)] = src * scale, zeros behind the row's end.
@@ -193,7 +201,7 @@ class Rows {
   }
   void* base_;
   ScalarType type_;
-  int64_t width_;
+  int64_t width_, stride_[3] = {};
 };
 
 // dst [width, ld] = transpose of src [rows, width]; rows and width are whole vectors.

@@ -19,22 +19,20 @@ class PathIndex:
     sequence and ``leaf_pair`` its last pair.
     """
 
-    pair_end: Tensor  # [M] int64: end of the subtree of pairs
-    leaf_pair: Tensor  # [L] int64: last pair of the leaf's path; -1: the leaf has none
+    pair_end: Tensor  # [M] int: end of the subtree of pairs
+    leaf_pair: Tensor  # [L] int: last pair of the leaf's path; -1: the leaf has none
     leaf_length: Tensor  # [L]: masked logical tokens of the path
-    leaf_weight: (
-        Tensor | None
-    )  # [L]: w_l, with the aggregation folded in iff the fields' is; None: differs within a leaf
+    leaf_weight: Tensor | None  # [L]: w_l, contains the aggregation iff the fields do; None: differs within a leaf
     leaf_advantage: Tensor | None  # [L]; None: differs within a leaf
 
     def sum(self, values: Tensor) -> Tensor:
         """``[M] -> [L]``: sum of ``values`` along each leaf's path, in fp64 inside. Differentiable."""
-        result: Tensor = _PathSum.apply(values, self.pair_end, self.leaf_pair)
+        result: Tensor = _PathSum.apply(values, self.pair_end.long(), self.leaf_pair.long())
         return result
 
     def spread(self, values: Tensor) -> Tensor:
         """``[L] -> [M]``, the adjoint of ``sum``: at each pair the sum of ``values`` over the leaves below it."""
-        return _spread(values, self.pair_end, self.leaf_pair)
+        return _spread(values, self.pair_end.long(), self.leaf_pair.long())
 
 
 class _PathSum(torch.autograd.Function):
@@ -64,8 +62,8 @@ def _spread(values: Tensor, pair_end: Tensor, leaf_pair: Tensor) -> Tensor:
 class PolicyFields:
     """Constants of the loss, one value a pair (token to learn from); none of them takes a gradient.
 
-    ``aggregation`` names the aggregation that adv_pos, adv_neg and weight already contain (trees fold it when they merge
-    tokens); None: not folded yet, `policy_loss` does it.
+    ``aggregation`` names the aggregation that adv_pos, adv_neg and weight already contain (trees fold it when they
+    merge tokens); None: not folded yet, `policy_loss` does it.
     """
 
     adv_pos: Tensor  # [M] S_pos >= 0
@@ -140,8 +138,8 @@ class PolicyFields:
             return self
         if self.aggregation is not None:
             raise ValueError(
-                f"policy_loss: the fields contain aggregation '{self.aggregation}', the objective wants '{aggregation}'; "
-                "build the fields for this objective."
+                f"policy_loss: the fields contain aggregation '{self.aggregation}', the objective wants "
+                f"'{aggregation}'; build the fields for this objective."
             )
         if aggregation != "seq_mean_token_mean":  # every other one weighs each leaf by 1
             return replace(self, aggregation=aggregation)
@@ -150,8 +148,8 @@ class PolicyFields:
             raise ValueError(f"policy_loss: aggregation '{aggregation}' needs sequences; give cu_seqlens to flat().")
         leaf = aggregation_weight(aggregation, paths.leaf_length)
         at_end = leaf.new_zeros(len(self.adv_pos) + 1)
-        at_end[torch.where(paths.leaf_pair < 0, len(self.adv_pos), paths.leaf_pair)] = leaf
-        token = at_end[paths.pair_end - 1]
+        at_end[paths.leaf_pair.long()] = leaf  # leaf_pair -1 falls into the slot after the last pair
+        token = at_end[paths.pair_end.long() - 1]
         leaf_weight = None if paths.leaf_weight is None else paths.leaf_weight * leaf
         return replace(
             self,

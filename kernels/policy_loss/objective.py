@@ -1,6 +1,6 @@
 """What a policy objective is: numbers, names and pure elementwise formulas.
 
-The loss of a token shared by leaves l with weights w_l and advantages A_l is (minimised; exact also where clipping acts)
+The loss of a token shared by leaves l with weights w_l and advantages A_l, minimised and exact where clipping acts, is
 
     S_pos g_pos + |S_neg| g_neg + S_1 (g_all + kl_coef KL - entropy_coef H),
     S_pos = sum w_l max(A_l, 0),  S_neg = sum w_l min(A_l, 0),  S_1 = sum w_l.
@@ -40,9 +40,9 @@ class Objective:
             advantage.
         ratio_level: r of the ``token``, or of the ``sequence``: the exponential of the mean token log-ratio.
         ratio_base: ``old``: r against ``old_logprob`` (against the current policy, r = 1, where that is None);
-            ``self``: r = 1 with its gradient, also where ``old_logprob`` is given (it then serves metrics and mismatch).
-        kl, kl_coef: estimator of KL(policy, reference) from sampled tokens with x = ref - logprob: ``k1`` -x, ``abs`` |x|,
-            ``k2`` x^2 / 2, ``k3`` e^x - x - 1, ``low_var`` k3 clamped to +-10.
+            ``self``: r = 1 with its gradient, also where ``old_logprob`` is given (for metrics and mismatch).
+        kl, kl_coef: estimator of KL(policy, reference) from sampled tokens, with x = ref - logprob: ``k1`` -x,
+            ``abs`` |x|, ``k2`` x^2 / 2, ``k3`` e^x - x - 1, ``low_var`` k3 clamped to +-10.
         entropy_coef: the entropy times this is subtracted from the loss; needs ``entropy``.
         mismatch, mismatch_cap: ``truncate``: the surrogate of a token is multiplied by
             min(exp(old - behaviour), cap), without gradient (truncated importance sampling).
@@ -108,10 +108,9 @@ class Objective:
             ValueError: no such preset, or an override is wrong.
         """
         _one_of("preset", name, tuple(PRESETS))
-        unknown = sorted(overrides.keys() - Objective.__dataclass_fields__.keys())
-        _require(
-            not unknown, f"no field is called {', '.join(unknown)}; {', '.join(Objective.__dataclass_fields__)} are"
-        )
+        fields = Objective.__dataclass_fields__
+        unknown = ", ".join(sorted(overrides.keys() - fields.keys()))
+        _require(not unknown, f"no field is called {unknown}; there are {', '.join(fields)}")
         return replace(PRESETS[name], **overrides)
 
     @property

@@ -1,0 +1,260 @@
+"""Row kernels of the Triton backend. Signatures: `chunked.RowKernels`.
+
+``_statistics``: one program a row; the row is read once, blockwise, with running maximum m and sums of exp(z - m),
+(z - m) exp(z - m) and exp(z - m)^2, rescaled when m grows. The maximum starts at -inf, not at 0: rows of logits that
+are all below -100 would vanish otherwise. Then the row's targets are gathered, 16 at a time. Reads 4 V bytes a row.
+
+``_gradient``: one program a row and block of columns, elementwise given the log-sum-exp. The one-hot parts of the row's
+targets are added in registers, so several targets of one row (or one target twice) need no atomics. Reads 4 V bytes a
+row and writes as many in the dtype of the result.
+
+NaN and +inf make their own row NaN; -inf is a logit of probability zero. Rows without any gradient are written as zeros
+whatever their logits are.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_BLOCK = 4096
+
+
+@triton.jit
+def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """z = softcap(u + bias) / temperature, and dz/du without the 1 / temperature."""
+    slope = tl.full(u.shape, 1.0, tl.float32)
+    if HAS_BIAS:
+        u += tl.load(bias + columns, mask=inside, other=0.0)
+    if HAS_SOFTCAP:
+        # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|): neither overflows nor needs a device library
+        decay = tl.exp(-2.0 * tl.abs(u / softcap))
+        tanh = (1.0 - decay) / (1.0 + decay)
+        tanh = tl.where(u < 0, -tanh, tanh)
+        slope = 1.0 - tanh * tanh
+        u = softcap * tanh
+    return u * inverse_temperature, slope
+
+
+@triton.jit
+def _statistics(
+    logits,  # [C, V] fp32
+    bias,  # [V]
+    temperature,  # [C]
+    temperature_stride,
+    start,  # [C + 1]
+    target,  # [M]
+    logprob,  # [M]
+    logsumexp,  # [C]
+    correction,  # [C]
+    entropy,  # [C]
+    sum_p2,  # [C]
+    V,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SUM_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGETS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    inverse = 1.0 / tl.load(temperature + row * temperature_stride)
+
+    most = tl.full((), float("-inf"), tl.float32)
+    e_sum = tl.full((), 0.0, tl.float32)  # of e = exp(d), d = z - most
+    ed_sum = tl.full((), 0.0, tl.float32)  # of e d
+    e2_sum = tl.full((), 0.0, tl.float32)  # of e^2
+    for begin in range(0, V, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        inside = columns < V
+        z, _ = _scaled(
+            tl.load(logits + columns, mask=inside, other=0.0),
+            bias,
+            columns,
+            inside,
+            inverse,
+            softcap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+        )
+        z = tl.where(inside, z, float("-inf"))
+        larger = tl.maximum(most, tl.max(z, 0))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        step = most - shift
+        fresh = step <= -100.0  # the sums so far vanish beside the new maximum
+        step = tl.where(fresh, 0.0, step)
+        rescale = tl.where(fresh, 0.0, tl.exp(step))
+        d = z - shift
+        none = d <= -100.0  # false for NaN, which must go on
+        d = tl.where(none, 0.0, d)
+        e = tl.where(none, 0.0, tl.exp(d))
+        if ENTROPY:
+            ed_sum = rescale * (ed_sum + step * e_sum) + tl.sum(e * d, 0)
+        if SUM_P2:
+            e2_sum = rescale * rescale * e2_sum + tl.sum(e * e, 0)
+        e_sum = rescale * e_sum + tl.sum(e, 0)
+        most = larger
+    shift = tl.where(most == float("-inf"), 0.0, most)
+    log_sum = tl.log(e_sum)
+    rounded = shift + log_sum
+    tl.store(logsumexp + row, rounded)
+    tl.store(correction + row, (shift - rounded) + log_sum)
+    if ENTROPY:
+        tl.store(entropy + row, log_sum - ed_sum / e_sum)
+    if SUM_P2:
+        tl.store(sum_p2 + row, e2_sum / (e_sum * e_sum))
+
+    first = tl.load(start + row)
+    last = tl.load(start + row + 1)
+    for begin in range(first, last, TARGETS):
+        pair = begin + tl.arange(0, TARGETS)
+        present = pair < last
+        y = tl.load(target + pair, mask=present, other=0)
+        known = present & (y >= 0) & (y < V)
+        u = tl.load(logits + y, mask=known, other=float("nan"))
+        z, _ = _scaled(u, bias, y, known, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
+        tl.store(logprob + pair, (z - shift) - log_sum, mask=present)
+
+
+@triton.jit
+def _gradient(
+    logits,  # [C, V] fp32
+    bias,  # [V]
+    temperature,  # [C]
+    temperature_stride,
+    start,  # [C + 1]
+    target,  # [M]
+    logsumexp,  # [C]
+    correction,  # [C]
+    entropy,  # [C]
+    grad_logprob,  # [M]
+    grad_logsumexp,  # [C]
+    grad_entropy,  # [C]
+    out,  # [C, V]; may be logits
+    V,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    first = tl.load(start + row)
+    last = tl.load(start + row + 1)
+    c = tl.load(grad_logsumexp + row)
+    onehot = tl.full((BLOCK,), 0.0, tl.float32)
+    size = tl.abs(c)
+    for pair in range(first, last):
+        a = tl.load(grad_logprob + pair)
+        onehot += tl.where(columns == tl.load(target + pair), a, 0.0)
+        c -= a
+        size += tl.abs(a)
+    if ENTROPY:
+        b = tl.load(grad_entropy + row)
+        size += tl.abs(b)
+
+    inverse = 1.0 / tl.load(temperature + row * temperature_stride)
+    u = tl.load(logits + row * V + columns, mask=inside, other=0.0)
+    z, slope = _scaled(u, bias, columns, inside, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
+    logp = (z - tl.load(logsumexp + row)) - tl.load(correction + row)
+    none = logp <= -100.0
+    logp = tl.where(none, 0.0, logp)
+    p = tl.where(none, 0.0, tl.exp(logp))
+    weight = c
+    if ENTROPY:
+        weight = c - b * (logp + tl.load(entropy + row))
+    g = (onehot + p * weight) * (slope * inverse)
+    g = tl.where(size == 0.0, 0.0, g)
+    tl.store(out + row * V + columns, g.to(out.dtype.element_ty), mask=inside)
+
+
+def statistics(
+    logits: Tensor,  # [C, V]
+    bias: Tensor,  # [V] or [0]
+    temperature: Tensor,  # [C]
+    softcap: float,
+    start: Tensor,  # [C + 1]
+    target: Tensor,  # [M]
+    logprob: Tensor,  # [M]
+    logsumexp: Tensor,  # [C]
+    correction: Tensor,  # [C]
+    entropy: Tensor,  # [C] or [0]
+    sum_p2: Tensor,  # [C] or [0]
+) -> None:
+    rows, V = logits.shape
+    _statistics[(rows,)](
+        logits,
+        bias,
+        temperature,
+        temperature.stride(0),
+        start,
+        target,
+        logprob,
+        logsumexp,
+        correction,
+        entropy,
+        sum_p2,
+        V,
+        softcap,
+        HAS_BIAS=len(bias) > 0,
+        HAS_SOFTCAP=softcap != 0,
+        ENTROPY=len(entropy) > 0,
+        SUM_P2=len(sum_p2) > 0,
+        TARGETS=16,
+        **_launch(V),
+    )
+
+
+def gradient(
+    logits: Tensor,  # [C, V]
+    bias: Tensor,  # [V] or [0]
+    temperature: Tensor,  # [C]
+    softcap: float,
+    start: Tensor,  # [C + 1]
+    target: Tensor,  # [M]
+    logsumexp: Tensor,  # [C]
+    correction: Tensor,  # [C]
+    entropy: Tensor,  # [C] or [0]
+    grad_logprob: Tensor,  # [M]
+    grad_logsumexp: Tensor,  # [C]
+    grad_entropy: Tensor,  # [C] or [0]
+    out: Tensor,  # [C, V]
+) -> None:
+    rows, V = logits.shape
+    launch = _launch(V)
+    _gradient[(rows, triton.cdiv(V, launch["BLOCK"]))](
+        logits,
+        bias,
+        temperature,
+        temperature.stride(0),
+        start,
+        target,
+        logsumexp,
+        correction,
+        entropy,
+        grad_logprob,
+        grad_logsumexp,
+        grad_entropy,
+        out,
+        V,
+        softcap,
+        HAS_BIAS=len(bias) > 0,
+        HAS_SOFTCAP=softcap != 0,
+        ENTROPY=len(grad_entropy) > 0,
+        **launch,
+    )
+
+
+def _launch(V: int) -> dict[str, Any]:
+    """Block and warps: a function of V alone, so that a row's result does not depend on the batch."""
+    block = min(MAX_BLOCK, triton.next_power_of_2(V))
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}

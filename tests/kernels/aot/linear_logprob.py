@@ -1,0 +1,54 @@
+"""Row kernels of linear_logprob: Qwen3's vocabulary (a multiple of 16) and an odd one, with and without options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolltree.kernels.linear_logprob import triton
+
+from .harness import AotCase
+
+STATISTICS = {
+    **dict.fromkeys(("logits", "bias", "temperature"), "*fp32"),
+    "temperature_stride": "i32",
+    **dict.fromkeys(("start", "target"), "*i64"),
+    **dict.fromkeys(("logprob", "logsumexp", "correction", "entropy", "sum_p2"), "*fp32"),
+    "softcap": "fp32",
+}
+GRADIENT = {
+    **dict.fromkeys(("logits", "bias", "temperature"), "*fp32"),
+    "temperature_stride": "i32",
+    **dict.fromkeys(("start", "target"), "*i64"),
+    **dict.fromkeys(("logsumexp", "correction", "entropy", "grad_logprob"), "*fp32"),
+    **dict.fromkeys(("grad_logsumexp", "grad_entropy"), "*fp32"),
+    "softcap": "fp32",
+}
+
+
+def _case(name: str, fn: Any, signature: dict[str, str], V: int, **constexprs: Any) -> AotCase:
+    launch = triton._launch(V)
+    warps = launch.pop("num_warps")
+    width = "i32:16" if V % 16 == 0 else "i32"
+    return AotCase(f"{name} V={V}", fn, {**signature, "V": width}, {**constexprs, **launch}, num_warps=warps)
+
+
+def _statistics(V: int, options: bool) -> AotCase:
+    flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY", "SUM_P2"), options)
+    return _case("statistics", triton._statistics, STATISTICS, V, TARGETS=16, **flags)
+
+
+def _gradient(V: int, options: bool, out: str) -> AotCase:
+    flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY"), options)
+    return _case(f"gradient {out}", triton._gradient, {**GRADIENT, "out": f"*{out}"}, V, **flags)
+
+
+CASES = [
+    _statistics(151936, False),
+    _statistics(151936, True),
+    _statistics(50257, True),
+    _statistics(97, True),
+    _gradient(151936, False, "fp32"),
+    _gradient(151936, True, "bf16"),
+    _gradient(50257, True, "fp16"),
+    _gradient(97, True, "fp32"),
+]
