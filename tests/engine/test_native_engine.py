@@ -15,6 +15,7 @@ from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutPr
 from rolltree.engine.rollout import EngineConfig, KvExhaustedError, NativeEngine, SamplingParams
 from rolltree.engine.rollout.seeds import child_seed
 from rolltree.engine.tree import LeafStatus, Origin, TokenTree
+from rolltree.kernels.dispatch import load_library
 
 EOS = 7
 SIZES: dict[str, Any] = {
@@ -229,6 +230,7 @@ def test_a_program_that_forgets_a_branch_is_an_error_and_the_engine_stays_usable
     assert len(native.generate(PROMPTS[:1], SamplingParams(n=2, max_new_tokens=3))) == 1
 
 
+@pytest.mark.skipif(not load_library("cpu"), reason="the dense reference multiplies the keys a row does not see by 0")
 def test_only_rows_with_broken_logits_fail() -> None:
     """A token whose embedding is NaN poisons the prompts that contain it, not their neighbours in the batch."""
     poisoned = type(model("qwen3"))(model("qwen3").config)
