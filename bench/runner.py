@@ -49,8 +49,9 @@ class Bench:
 
 
 def run(bench: Bench, device: torch.device, *, quick: bool, say: Callable[[str], None]) -> Iterator[Row]:
-    """Measure every case and yield its rows; ``say`` gets one line for each provider that does not run."""
+    """Measure every case and yield its rows; ``say`` gets a line for every provider that does not run."""
     context = Context.of(device)
+    absent: set[str] = set()
     for case in bench.cases(device, quick):
         by_direction: dict[str, dict[str, Callable[[], object]]] = {}
         providers = {**bench.providers, **({CEILING: bench.ceiling} if bench.ceiling else {})}
@@ -60,7 +61,9 @@ def run(bench: Bench, device: torch.device, *, quick: bool, say: Callable[[str],
                     call()  # a provider that cannot run says so here, before anything is timed
                     by_direction.setdefault(direction, {})[name] = call
             except ImportError as error:
-                say(f"{bench.op} / {case.name}: {name} is not installed ({error.name or error})")
+                if name not in absent:
+                    say(f"{bench.op}: {name} is not installed ({error.name or error})")
+                absent.add(name)
             except UnsupportedError as reason:
                 say(f"{bench.op} / {case.name}: {name} does not run: {reason}")
         for direction, calls in by_direction.items():
