@@ -58,6 +58,22 @@ class SlotWalk {
   int64_t slot_, page_size_;
 };
 
+// Up to 64 keys of a node, and the rows [row_begin, row_end) of an item that may see them.
+struct Tile {
+  int64_t node, first, keys, row_begin, row_end;
+};
+
+std::vector<Tile> tiles_of(const Plan& plan, int64_t r0, int64_t r1) {
+  std::vector<Tile> tiles;
+  for (int64_t n = 0; n < plan.nodes; ++n) {
+    const int64_t begin = std::max<int64_t>(plan.row_begin[n], r0), end = std::min<int64_t>(plan.row_end[n], r1);
+    if (begin >= end) continue;
+    for (int64_t t = 0; t < plan.length[n]; t += kTileKeys)
+      tiles.push_back({n, t, std::min(kTileKeys, plan.length[n] - t), begin, end});
+  }
+  return tiles;
+}
+
 // Hides keys [0, count) of a tile from the rows that may not see them, and the lanes behind `count` from all.
 void mask_positions(float* scores, const int32_t* query_position, int64_t rows, int64_t group, int64_t count,
                     int64_t first_position, int64_t window) {
@@ -125,37 +141,44 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
       }
       std::fill_n(key_tile.at(0), kTileKeys * width, 0.f);
 
-      for (int64_t node = 0; node < plan.nodes; ++node) {
-        const int64_t first_row = std::max<int64_t>(plan.row_begin[node], r0), last_row = std::min<int64_t>(plan.row_end[node], r1);
-        if (first_row >= last_row) continue;
-        for (int64_t t = 0; t < plan.length[node]; t += kTileKeys) {
-          const int64_t tile_keys = std::min(kTileKeys, plan.length[node] - t), end = padded(tile_keys);
-          const int64_t tile_position = plan.position[node] + t;
-          for (int64_t head = h0; head < h1; ++head) {
-            bool packed = false;
-            for (int64_t row = first_row; row < last_row; row += block_rows) {
-              const int64_t block = std::min(block_rows, last_row - row);
-              const int32_t* positions = plan.query_position + row;
-              const auto [oldest, newest] = std::minmax_element(positions, positions + block);
-              if (tile_position > *newest) continue;
-              if (window && *oldest - (tile_position + tile_keys - 1) >= *window) continue;
-              if (!packed) {
-                SlotWalk walk(plan, node, t, page_size);
-                for (int64_t j = 0; j < tile_keys; ++j, walk.next()) {
-                  k_rows.load_row(k_rows.offset(walk.page(), walk.slot(), head), 1.f, key_tile.at(j * width));
-                  v_rows.load_row(v_rows.offset(walk.page(), walk.slot(), head), 1.f, values.at(j * width));
-                }
-                transpose(key_tile.at(0), end, width, keys.at(0), kTileKeys);
-                packed = true;
-              }
-              const int64_t at = (head - h0) * count + (row - r0) * group, queries = block * group;
-              gemm(queries, end, width, query.at(at * width), width, keys.at(0), kTileKeys, scores.at(0), kTileKeys, false);
-              if (cap != 0.f) soft_cap(scores.at(0), queries, 0, end, cap);
-              const bool all_seen = tile_position + tile_keys - 1 <= *oldest && !(window && *newest - tile_position >= *window);
-              if (!all_seen || end != tile_keys)
-                mask_positions(scores.at(0), positions, block, group, tile_keys, tile_position, window.value_or(0));
-              running.from(at).take(scores.at(0), queries, 0, tile_keys, values.at(0));
+      const std::vector<Tile> tiles = tiles_of(plan, r0, r1);
+      int64_t k_offset[kTileKeys], v_offset[kTileKeys];
+      for (size_t i = 0; i < tiles.size(); ++i) {
+        const auto [node, t, tile_keys, first_row, last_row] = tiles[i];
+        const int64_t end = padded(tile_keys), tile_position = plan.position[node] + t;
+        if (i + 1 < tiles.size()) {
+          SlotWalk next(plan, tiles[i + 1].node, tiles[i + 1].first, page_size);
+          for (int64_t j = 0; j < tiles[i + 1].keys; ++j, next.next()) {
+            k_rows.prefetch(k_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
+            v_rows.prefetch(v_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
+          }
+        }
+        SlotWalk walk(plan, node, t, page_size);
+        for (int64_t j = 0; j < tile_keys; ++j, walk.next()) {
+          k_offset[j] = k_rows.offset(walk.page(), walk.slot());
+          v_offset[j] = v_rows.offset(walk.page(), walk.slot());
+        }
+        for (int64_t head = h0; head < h1; ++head) {
+          bool packed = false;
+          for (int64_t row = first_row; row < last_row; row += block_rows) {
+            const int64_t block = std::min(block_rows, last_row - row);
+            const int32_t* positions = plan.query_position + row;
+            const auto [oldest, newest] = std::minmax_element(positions, positions + block);
+            if (tile_position > *newest) continue;
+            if (window && *oldest - (tile_position + tile_keys - 1) >= *window) continue;
+            if (!packed) {
+              k_rows.load_rows(k_offset, tile_keys, k_rows.offset(0, 0, head), 1.f, key_tile.at(0));
+              v_rows.load_rows(v_offset, tile_keys, v_rows.offset(0, 0, head), 1.f, values.at(0));
+              transpose(key_tile.at(0), end, width, keys.at(0), kTileKeys);
+              packed = true;
             }
+            const int64_t at = (head - h0) * count + (row - r0) * group, queries = block * group;
+            gemm(queries, end, width, query.at(at * width), width, keys.at(0), kTileKeys, scores.at(0), kTileKeys, false);
+            if (cap != 0.f) soft_cap(scores.at(0), queries, 0, end, cap);
+            const bool all_seen = tile_position + tile_keys - 1 <= *oldest && !(window && *newest - tile_position >= *window);
+            if (!all_seen || end != tile_keys)
+              mask_positions(scores.at(0), positions, block, group, tile_keys, tile_position, window.value_or(0));
+            running.from(at).take(scores.at(0), queries, 0, tile_keys, values.at(0));
           }
         }
       }

@@ -175,9 +175,7 @@ def test_treepo_falls_back_to_rewinding_finished_leaves(kv_tokens: int) -> None:
         assert tree.num_leaves == 12
         for leaf in tree.flatten():
             with torch.no_grad():
-                logits = model("qwen3")(torch.tensor([leaf.prompt + leaf.response])).logits[
-                    0, len(leaf.prompt) - 1 : -1
-                ]
+                logits = net(torch.tensor([leaf.prompt + leaf.response])).logits[0, len(leaf.prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(leaf.response)[:, None])[:, 0]
             np.testing.assert_allclose(leaf.behaviour_logprob, expected.numpy(), rtol=0, atol=1e-5)
     assert_all_free(native)
