@@ -54,9 +54,15 @@ def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
     return code
 
 
+class _Version(argparse.Action):
+    def __call__(self, *_: object) -> None:
+        print(f"rolltree {importlib.metadata.version('rolltree')}")
+        sys.exit(0)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rolltree", description="Reinforcement learning on trees of rollouts.")
-    parser.add_argument("--version", action="version", version=f"rolltree {importlib.metadata.version('rolltree')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
 
