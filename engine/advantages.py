@@ -65,7 +65,7 @@ def maxrl(tree: TokenTree) -> Array:  # [L]
 
 
 def opo(tree: TokenTree) -> Array:  # [L]
-    """OPO: ``R - b`` with the length-weighted baseline ``b = sum(len * R) / sum(len)``; mu if all responses are empty."""
+    """OPO: ``R - b``, ``b = sum(len * R) / sum(len)`` the length-weighted mean; mu if all responses are empty."""
     rewards = _rewards(tree)
     length = tree.response_length.astype(np.float64)
     return rewards - (np.average(rewards, weights=length) if length.any() else rewards.mean())
@@ -90,13 +90,13 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     below = np.concatenate([[0.0], np.cumsum(rewards[tree.leaf_order])])
     mean = (below[end] - below[first]) / size
 
-    # a node's leaves are a range of ranks: add its mean over the range through the differences at its ends
-    change = np.zeros((2, count + 1))
-    np.add.at(change, (slice(None), first), np.stack([mean, np.ones_like(mean)]))
-    np.subtract.at(change, (slice(None), end), np.stack([mean, np.ones_like(mean)]))
-    mean_sum, groups = change.cumsum(axis=1)[:, :count]
+    def per_leaf(values: Array) -> Array:  # [groups] -> [L], summed over the groups that hold the leaf
+        # a group is a range of ranks: its value begins at one end and stops at the other
+        change = np.bincount(first, values, count + 1) - np.bincount(end, values, count + 1)
+        return change.cumsum()[:count]
+
     baseline = np.empty(count)
-    baseline[tree.leaf_order] = mean_sum / np.round(groups)
+    baseline[tree.leaf_order] = per_leaf(mean) / np.round(per_leaf(np.ones_like(mean)))
     return rewards - baseline
 
 
@@ -147,7 +147,7 @@ def _checked(function: Advantage, name: str) -> Advantage:
         advantage = np.asarray(function(tree), np.float64)
         if advantage.shape != (tree.num_leaves,) or not np.isfinite(advantage).all():
             raise UserError(
-                f"algorithm.advantage = '{name}' must return {tree.num_leaves} finite numbers, one a leaf, but returned "
+                f"algorithm.advantage = '{name}' must return {tree.num_leaves} finite numbers, one a leaf; it returned "
                 f"an array of shape {advantage.shape} with {int(np.isfinite(advantage).sum())} finite numbers."
             )
         return advantage

@@ -55,7 +55,7 @@ class TreeBatch:
     @property
     def logical_tokens(self) -> int:
         """Response tokens in the loss, counted once a leaf: the normaliser of ``token_mean``."""
-        return sum(int(_masked_length(tree).sum()) for tree in self.trees)
+        return sum(int(tree.loss_length.sum()) for tree in self.trees)
 
     def fields(
         self,
@@ -186,15 +186,6 @@ def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree
     return out
 
 
-def _masked_length(tree: TokenTree) -> Array:  # [L] int64, response tokens in the loss
-    total = np.concatenate([[0], np.cumsum(tree.loss_mask)])
-    in_node = total[tree.start + tree.length] - total[tree.start]
-    along = np.zeros(tree.num_nodes, np.int64)
-    for node in range(1, tree.num_nodes):
-        along[node] = along[tree.parent[node]] + in_node[node]
-    return along[tree.leaf_node]
-
-
 def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | str | None) -> TreeBatch:
     trees = [tree for _, tree, _ in parts]
     tokens = np.cumsum([0] + [t.num_tokens for t in trees])
@@ -226,7 +217,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
             first_leaf=tree.first_leaf[node] + leaves[i],
             last_leaf=tree.last_leaf[node] + leaves[i],
             leaf_pair=np.where(last_row < tree.prompt_length, -1, last_row - tree.prompt_length + pairs[i]),
-            leaf_length=_masked_length(tree)[tree.leaf_order],
+            leaf_length=tree.loss_length[tree.leaf_order],
             leaf_advantage=tree.advantage[tree.leaf_order],
         )
     row = join(columns["row"])

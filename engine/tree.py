@@ -186,6 +186,16 @@ class TokenTree:
         """[L] tokens of each response."""
         return (self.node_position + self.length)[self.leaf_node] - self.prompt_length
 
+    @property
+    def loss_length(self) -> Array:
+        """[L] tokens of each response that are in the loss."""
+        total = np.concatenate([[0], np.cumsum(self.loss_mask)])
+        in_node = total[self.start + self.length] - total[self.start]
+        along = np.zeros(self.num_nodes, np.int64)
+        for node in range(1, self.num_nodes):
+            along[node] = along[self.parent[node]] + in_node[node]
+        return along[self.leaf_node]
+
     # -- builders ---------------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -275,7 +285,10 @@ class TokenTree:
         version = _per_token("policy_version", per_response, lengths, policy_version if one else 0, np.int32)
         flat = np.concatenate([*ids, np.zeros(0, np.int32)])
 
-        parents, spans, leaf_nodes = _prefix_tree(_token_keys(flat, logprob, version, mask), lengths)
+        if count == 1:
+            parents, spans, leaf_nodes = [-1, 0], [(0, len(flat))], [1]
+        else:
+            parents, spans, leaf_nodes = _prefix_tree(_token_keys(flat, logprob, version, mask), lengths)
         segments = [Segment.prompt(np.asarray(prompt, np.int32))]
         for begin, end in spans:
             segments.append(

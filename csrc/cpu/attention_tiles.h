@@ -20,6 +20,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 namespace rolltree {
@@ -149,35 +150,33 @@ class Buffer {
 class Rows {
  public:
   explicit Rows(const Tensor& t) : base_(t.mutable_data_ptr()), type_(t.scalar_type()), width_(t.size(t.dim() - 1)) {
+    for (int64_t d = 0; d + 1 < t.dim(); ++d) stride_[d] = t.stride(d);  // asking the tensor is a call through the ABI
     STD_TORCH_CHECK(type_ == ScalarType::Float || type_ == ScalarType::BFloat16 || type_ == ScalarType::Half,
                     "the CPU attention kernels take float32, bfloat16 or float16 tensors");
   }
 
-  // dst[0:padded(width)] = src * scale, zeros behind the row's end.
-  void load_row(int64_t offset, float scale, float* dst) const {
-    int64_t d = 0;
-    if (type_ == ScalarType::Float) {
-      const float* src = static_cast<const float*>(base_) + offset;
-      for (; d + kLanes <= width_; d += kLanes) store(dst + d, load(src + d) * scale);
-      for (; d < width_; ++d) dst[d] = src[d] * scale;
-    } else if (type_ == ScalarType::BFloat16) {
-      const uint16_t* src = static_cast<const uint16_t*>(base_) + offset;
-      for (; d + kLanes <= width_; d += kLanes) {
-        const UVec bits = __builtin_convertvector(load_as<HalfVec>(src + d), UVec) << 16;
-        store(dst + d, (Vec)bits * scale);
-      }
-      for (; d < width_; ++d) {
-        const uint32_t bits = uint32_t(src[d]) << 16;
-        float x;
-        std::memcpy(&x, &bits, 4);
-        dst[d] = x * scale;
-      }
-    } else {
-      const auto* src = static_cast<const torch::headeronly::Half*>(base_) + offset;
-      for (; d < width_; ++d) dst[d] = static_cast<float>(src[d]) * scale;
-    }
-    for (const int64_t end = padded(width_); d < end; ++d) dst[d] = 0.f;
+  template <class... Index>
+  int64_t offset(Index... index) const {
+    int64_t at = 0, d = 0;
+    ((at += index * stride_[d++]), ...);
+    return at;
   }
+
+  // Asks for `count` elements that will be read soon.
+  void prefetch(int64_t offset, int64_t count) const {
+    const int64_t size = type_ == ScalarType::Float ? 4 : 2;
+    const char* from = static_cast<const char*>(base_) + offset * size;
+    for (int64_t b = 0; b < count * size; b += 64) __builtin_prefetch(from + b, 0, 2);
+  }
+
+  // dst [count, padded(width)] = rows at base + offsets[i] + shift, times scale; zeros behind a row's end.
+  void load_rows(const int64_t* offsets, int64_t count, int64_t shift, float scale, float* dst) const {
+    if (type_ == ScalarType::Float) load_as_type<float>(offsets, count, shift, scale, dst);
+    else if (type_ == ScalarType::BFloat16) load_as_type<uint16_t>(offsets, count, shift, scale, dst);
+    else load_as_type<torch::headeronly::Half>(offsets, count, shift, scale, dst);
+  }
+
+  void load_row(int64_t offset, float scale, float* dst) const { load_rows(&offset, 1, 0, scale, dst); }
 
   void store_row(int64_t offset, const float* src, float scale) const {
     if (type_ == ScalarType::Float) store_as<float>(offset, src, scale);
@@ -186,6 +185,34 @@ class Rows {
   }
 
  private:
+  // uint16_t stands for the bits of a bfloat16.
+  template <class T>
+  void load_as_type(const int64_t* offsets, int64_t count, int64_t shift, float scale, float* dst) const {
+    const T* base = static_cast<const T*>(base_) + shift;
+    const int64_t width = width_, end = padded(width_);
+    for (int64_t i = 0; i < count; ++i, dst += end) {
+      const T* src = base + offsets[i];
+      int64_t d = 0;
+      if constexpr (std::is_same_v<T, float>) {
+        for (; d + kLanes <= width; d += kLanes) store(dst + d, load(src + d) * scale);
+      } else if constexpr (std::is_same_v<T, uint16_t>) {
+        for (; d + kLanes <= width; d += kLanes)
+          store(dst + d, (Vec)(__builtin_convertvector(load_as<HalfVec>(src + d), UVec) << 16) * scale);
+      }
+      for (; d < width; ++d) dst[d] = as_float(src[d]) * scale;
+      for (; d < end; ++d) dst[d] = 0.f;
+    }
+  }
+
+  template <class T>
+  static float as_float(T x) {
+    if constexpr (!std::is_same_v<T, uint16_t>) return static_cast<float>(x);
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+
   template <class T>
   void store_as(int64_t offset, const float* src, float scale) const {
     T* dst = static_cast<T*>(base_) + offset;
@@ -193,7 +220,7 @@ class Rows {
   }
   void* base_;
   ScalarType type_;
-  int64_t width_;
+  int64_t width_, stride_[3] = {};
 };
 
 // dst [width, ld] = transpose of src [rows, width]; rows and width are whole vectors.

@@ -158,11 +158,9 @@ struct Shape {
   int64_t key_tokens() const { return (tokens + kTileKeys - 1) / kTileKeys * kTileKeys; }
 };
 
-// One head of `t` as rows [tokens, width] at dst, zeros from the last token to `upto`.
-void load_head(const Rows& rows, const Tensor& t, int64_t head, float scale, int64_t width, int64_t upto, float* dst) {
-  const int64_t tokens = t.size(0);
-  for (int64_t i = 0; i < tokens; ++i) rows.load_row(i * t.stride(0) + head * t.stride(1), scale, dst + i * width);
-  std::fill(dst + tokens * width, dst + upto * width, 0.f);
+// One head as rows [tokens, width] at dst.
+void load_head(const Rows& rows, int64_t tokens, int64_t head, float scale, int64_t width, float* dst) {
+  for (int64_t i = 0; i < tokens; ++i) rows.load_row(rows.offset(i, head), scale, dst + i * width);
 }
 
 // All heads of keys or values in fp32: rows [kv_heads, key_tokens, width], and per block transposed [width, 64].
@@ -181,7 +179,7 @@ struct PackedKeys {
         float* tile = with_rows ? rows.at(i * size) : spare.at(0);
         const int64_t count = std::min(kTileKeys, shape.tokens - n0);
         for (int64_t j = 0; j < count; ++j)
-          source.load_row((n0 + j) * t.stride(0) + head * t.stride(1), 1.f, tile + j * shape.width);
+          source.load_row(source.offset(n0 + j, head), 1.f, tile + j * shape.width);
         std::fill(tile + count * shape.width, tile + size, 0.f);
         if (with_transposed) transpose(tile, kTileKeys, shape.width, transposed.at(i * size), kTileKeys);
       }
@@ -209,7 +207,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
       const int64_t m = order[item / shape.heads], head = item % shape.heads;
       const int64_t m0 = tiling.row_begin(m), rows = tiling.row_end(m) - m0;
       for (int64_t r = 0; r < rows; ++r)
-        queries.load_row((m0 + r) * q.stride(0) + head * q.stride(1), shape.query_scale, query.at(r * shape.width));
+        queries.load_row(queries.offset(m0 + r, head), shape.query_scale, query.at(r * shape.width));
       const Running running{max.at(0), sum.at(0), acc.at(0), shape.width};
       running.reset(rows);
       for (int64_t b = 0; b * kTileKeys < m0 + rows; ++b) {
@@ -226,7 +224,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
       for (int64_t r = 0; r < rows; ++r) {
         const auto [log_sum, factor] = running.finish(r);
         lse_data[(m0 + r) * shape.heads + head] = log_sum;
-        outputs.store_row(((m0 + r) * shape.heads + head) * q.size(2), running.out + r * shape.width, factor);
+        outputs.store_row(outputs.offset(m0 + r, head), running.out + r * shape.width, factor);
       }
     };
   });
@@ -272,17 +270,18 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
   const Buffer lse2(shape.heads * tokens), delta(shape.heads * tokens);
   const Rows q_rows(q), out_rows(out), grad_rows(grad_out);
   const float* lse_data = lse.const_data_ptr<float>();
+  const int64_t lse_stride[2] = {lse.stride(0), lse.stride(1)};
   torch::stable::parallel_for(0, shape.heads, 1, [&](int64_t begin, int64_t end) {
     const Buffer row(width);
     for (int64_t head = begin; head < end; ++head) {
-      load_head(q_rows, q, head, shape.query_scale, width, tokens, queries.at(head * tokens * width));
-      load_head(grad_rows, grad_out, head, 1.f, width, tokens, grads.at(head * tokens * width));
+      load_head(q_rows, tokens, head, shape.query_scale, width, queries.at(head * tokens * width));
+      load_head(grad_rows, tokens, head, 1.f, width, grads.at(head * tokens * width));
       for (int64_t i = 0; i < tokens; ++i) {
-        out_rows.load_row(i * out.stride(0) + head * out.stride(1), 1.f, row.at(0));
+        out_rows.load_row(out_rows.offset(i, head), 1.f, row.at(0));
         Vec dot{};
         for (int64_t d = 0; d < width; d += kLanes) dot += load(row.at(d)) * load(grads.at((head * tokens + i) * width + d));
         *delta.at(head * tokens + i) = horizontal_sum(dot);
-        *lse2.at(head * tokens + i) = lse_data[i * lse.stride(0) + head * lse.stride(1)] * kLog2e;
+        *lse2.at(head * tokens + i) = lse_data[i * lse_stride[0] + head * lse_stride[1]] * kLog2e;
       }
     }
   });
@@ -334,9 +333,8 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
           }
         }
         for (int64_t j = 0; j < std::min(kTileKeys, tokens - n0); ++j) {
-          const int64_t offset = ((n0 + j) * shape.kv_heads + kv_head) * dim;
-          dk_rows.store_row(offset, dk_tile.at(j * width), dk_scale);
-          dv_rows.store_row(offset, dv_tile.at(j * width), 1.f);
+          dk_rows.store_row(dk_rows.offset(n0 + j, kv_head), dk_tile.at(j * width), dk_scale);
+          dv_rows.store_row(dv_rows.offset(n0 + j, kv_head), dv_tile.at(j * width), 1.f);
         }
       }
     };
@@ -352,7 +350,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
           const float* part = dq_parts.at(dq_offset[c] + (head * (tokens - origin) + i - origin) * width);
           for (int64_t d = 0; d < width; d += kLanes) store(row.at(d), load(row.at(d)) + load(part + d));
         }
-        dq_rows.store_row((i * shape.heads + head) * dim, row.at(0), dq_scale);
+        dq_rows.store_row(dq_rows.offset(i, head), row.at(0), dq_scale);
       }
   });
   return {dq, dk, dv};

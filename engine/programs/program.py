@@ -13,10 +13,12 @@ on whenever the model was unsure::
             return 1
 
         def decide(self, group, finished):
+            room = group.width - group.leaves
             for segment in finished:
                 if segment.status is None:
-                    unsure = segment.entropy > 1.0 and group.leaves < group.width
-                    yield Fork(segment.branch, 2 if unsure else 1)
+                    ways = 2 if segment.entropy > 1.0 and room > 0 else 1
+                    room -= ways - 1
+                    yield Fork(segment.branch, ways)
 
 Decisions must follow from the arguments (and ``group.seed``) alone, and not from which of several branches reported
 first; then a group's responses do not depend on its batch.
@@ -69,7 +71,8 @@ class SegmentReport:
     """Response tokens on the path."""
     token_ids: npt.NDArray[Any]  # [tokens] int32, of this segment
     mean_logprob: float
-    """Of this segment's tokens, under the distribution they were sampled from."""
+    """Of this segment's tokens, under the distribution they were sampled from; NaN where the model's logits were not
+    finite and the response FAILED."""
     entropy: float
     """Mean over this segment's tokens, of softmax(logits / temperature)."""
 

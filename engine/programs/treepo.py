@@ -78,5 +78,6 @@ class TreePO(RolloutProgram):
         self._finished_now = 0
         leaves = sorted(self._leaves, key=lambda segment: segment.branch)
         leaf = leaves[self._rng.integers(len(leaves))]
-        boundary = leaf.boundaries[self._rng.integers(len(leaf.boundaries))]
+        boundaries = [b for b in leaf.boundaries if b == 0 or b < leaf.length]
+        boundary = boundaries[self._rng.integers(len(boundaries))]
         return Rewind(leaf.branch, boundary, min(self.branch, missing))

@@ -1,9 +1,9 @@
 """One `generate` call: the loop, and the events that forks, ends of segments and a program's answers are.
 
 The scheduler composes a step, the runner executes it, and what was sampled is recorded. Where a segment ended the
-prompt's program is asked at once, so its answer (fork, rewind, finish) is part of the next step: no branch waits for the
-rest of the batch. A fork samples several tokens from one row of logits and opens a child for each; a prompt is simply a
-branch that forks first, and a rewind makes another one in the middle of the tree.
+prompt's program is asked at once, so its answer (fork, rewind, finish) is part of the next step: no branch waits for
+the rest of the batch. A fork samples several tokens from one row of logits and opens a child for each; a prompt is
+simply a branch that forks first, and a rewind makes another one in the middle of the tree.
 """
 
 from __future__ import annotations
@@ -122,13 +122,18 @@ class Generation:
         return np.array(targets, np.int64)
 
     def _end_segments(self, slots: Array, token: Array) -> None:
-        stopped = self.is_stop[token]
-        ended = np.flatnonzero(stopped | (self.rows.length[slots] >= self.rows.segment_end[slots]))
+        failed = token < 0  # the logits were not finite; only this branch is lost
+        if failed.any():
+            self.rows.take_back(slots[failed])
+        stopped = self.is_stop[token] & ~failed
+        ended = np.flatnonzero(stopped | failed | (self.rows.length[slots] >= self.rows.segment_end[slots]))
         reports: dict[int, list[SegmentReport]] = {}
         for i in ended.tolist():
             branch = self._branch(int(slots[i]))
             status = None
-            if stopped[i]:
+            if failed[i]:
+                status = LeafStatus.FAILED
+            elif stopped[i]:
                 status = LeafStatus.STOP
             elif self.rows.length[branch.slot] >= self.params.max_new_tokens:
                 status = LeafStatus.LENGTH
@@ -146,8 +151,8 @@ class Generation:
             boundaries=branch.boundaries,
             length=length,
             token_ids=rows.tokens[slot, fill - tokens : fill].copy(),
-            mean_logprob=float(rows.logprob_sum[slot]) / tokens,
-            entropy=float(rows.entropy_sum[slot]) / tokens,
+            mean_logprob=float(rows.logprob_sum[slot]) / max(tokens, 1),
+            entropy=float(rows.entropy_sum[slot]) / max(tokens, 1),
         )
         rows.running[slot] = False
         del branch.group.sampling[branch.id]
@@ -202,7 +207,7 @@ class Generation:
 
     def _rewind(self, group: Group, key: BranchId, length: int, n: int) -> None:
         leaf = group.leaves.get(key)
-        if leaf is None or not 0 <= length < leaf.length:
+        if leaf is None or not 0 <= length < max(leaf.length, 1):
             raise RuntimeError(
                 f"{type(group.program).__name__} rewinds branch {key} to {length}, where it has no leaf."
             )

@@ -24,8 +24,8 @@ __all__ = ["KvCache", "KvExhaustedError", "KvTree"]
 class KvCache:
     """Pages of keys and values for every layer, and the tree that owns them.
 
-    The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go and
-    which nodes its rows read. A layer's pages are made when it first attends, as its heads are known only then.
+    The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go
+    and which nodes its rows read. A layer's pages are made when it first attends, as its heads are known only then.
     """
 
     def __init__(self, kv_tokens: int, page_size: int, device: torch.device) -> None:

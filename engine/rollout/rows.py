@@ -84,6 +84,13 @@ class RowTable:
         self.logprob_sum[slots] += logprob
         self.entropy_sum[slots] += entropy
 
+    def take_back(self, slots: Array) -> None:  # [F] int64
+        """Remove the last push for these slots, whose log-probability and entropy are NaN."""
+        for values in (self.fill, self.position, self.length, self.segment_tokens):
+            values[slots] -= 1
+        for total in (self.logprob_sum, self.entropy_sum):
+            total[slots] = np.nan
+
     def sampled(self, slot: int) -> tuple[Array, Array]:
         """Copies of the tokens and log-probabilities sampled since the node began."""
         fill = self.fill[slot]

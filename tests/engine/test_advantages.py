@@ -107,12 +107,12 @@ def test_opo_of_empty_responses_is_the_group_mean():
 
 
 def test_maxrl_refuses_negative_rewards():
-    with pytest.raises(UserError, match="maxrl.*-1"):
+    with pytest.raises(UserError, match=r"maxrl.*-1"):
         ADVANTAGES["maxrl"](tree_of([[1], [2]], [-1.0, 1.0]))
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(UserError, match="group_nrom.*group_norm.*tree_path_mean.*file.py:function"):
+    with pytest.raises(UserError, match=r"group_nrom.*group_norm.*tree_path_mean.*file.py:function"):
         find_advantage("group_nrom")
 
 

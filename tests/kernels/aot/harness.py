@@ -1,8 +1,8 @@
 """Compiles Triton kernels ahead of time for GPUs that are not there, and reads what the machine code uses.
 
-``python -m tests.kernels.aot.harness [op ...] [--arch 90] [--json]`` from the repository root prints one line a kernel
-and architecture: registers, stack (where spilled registers go), shared memory, wgmma. Each module beside this file lists
-its kernels in ``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter replaces the compiler.
+``python tests/kernels/aot/harness.py [op ...] [--arch 90] [--json]`` prints one line a kernel and architecture:
+registers, stack (where spilled registers go), shared memory, wgmma. Each module beside this file lists its kernels in
+``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter replaces the compiler.
 """
 
 from __future__ import annotations
@@ -144,4 +144,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parents[2]))  # run as a script, the repository root is not on the path
     sys.exit(main())

@@ -1,0 +1,112 @@
+"""The one row schema of every benchmark, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+VERSIONED = ("rolltree", "torch", "triton", "transformers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure."""
+
+    op: str
+    case: str
+    provider: str
+    direction: str  # what was timed: "forward", "forward+backward", "step"
+    metric: str  # "time_ms", "peak_memory_mib", "speedup"
+    value: float  # the median over repetitions
+    p20: float
+    p80: float
+    ceiling: float | None  # the limit in the metric's own unit, None where none is known
+    device: str
+    versions: dict[str, str]
+    commit: str
+    time: str  # UTC, ISO 8601
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rows of a run have in common."""
+
+    device: str
+    versions: dict[str, str]
+    commit: str
+    time: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Context:
+        return cls(device_name(device), versions(device), commit(), datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.*)", cpuinfo.read_text())):
+        model = found[1]
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def folder_name(device: torch.device) -> str:
+    """The name of the device's folder under ``bench/results``."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in VERSIONED:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def commit() -> str:
+    """The short hash of the checkout, ``-dirty`` where tracked files differ from it, "unknown" outside one."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def append(rows: Iterable[Row], path: Path) -> None:
+    """Add ``rows`` to the JSON-lines file ``path``, each line whole even if the run is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for row in rows:
+            file.write(json.dumps(asdict(row)) + os.linesep)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a JSON-lines file.
+
+    Raises:
+        ValueError: a line is not a row; the message names file and line.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            values: Mapping[str, object] = json.loads(line)
+            rows.append(Row(**values))  # type: ignore[arg-type]
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{path}:{number} is not a benchmark row: {error}") from error
+    return rows

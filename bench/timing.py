@@ -1,0 +1,91 @@
+"""Timing of several providers side by side.
+
+Each round runs every provider once, in an order that rotates, so that clock drift and other people's load fall on all
+of them alike and a ratio can be taken within a round. On CUDA, device events bracket the call, and a buffer larger than
+L2 is written before it, which also keeps the queue full, so that launch latency is not what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WARMUP_CALLS = 2
+MIN_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Milliseconds of one provider, one number a round."""
+
+    ms: tuple[float, ...]
+
+    def quantiles(self) -> tuple[float, float, float]:
+        """p20, median, p80."""
+        return quantiles(self.ms)
+
+
+def quantiles(values: tuple[float, ...] | list[float]) -> tuple[float, float, float]:
+    """p20, median, p80."""
+    p20, median, p80 = torch.tensor(values, dtype=torch.float64).quantile(
+        torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    )
+    return float(p20), float(median), float(p80)
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, max_rounds: int = 200
+) -> dict[str, Samples]:
+    """Time ``calls`` against each other for about ``seconds`` seconds, at least three rounds."""
+    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    for call in calls.values():
+        for _ in range(WARMUP_CALLS):
+            clock.time(call)
+    names = list(calls)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    deadline = time.perf_counter() + seconds
+    for round_index in range(max_rounds):
+        if round_index >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+        shift = round_index % len(names)
+        for name in names[shift:] + names[:shift]:
+            found[name].append(clock.time(calls[name]))
+    return {name: Samples(tuple(ms)) for name, ms in found.items()}
+
+
+def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    """MiB that ``call`` allocates at its peak beyond what was there before; None where it cannot be measured (CPU)."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+class _CpuClock:
+    def time(self, call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+
+class _CudaClock:
+    def __init__(self, device: torch.device) -> None:
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        self.sweep: Tensor = torch.empty(4 * l2, dtype=torch.int8, device=device)
+
+    def time(self, call: Callable[[], object]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.sweep.zero_()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)

@@ -1,0 +1,370 @@
+// sample_tokens on the CPU: rows in parallel, each row in a few vectorised passes over a scratch copy that stays in cache.
+//
+// Definition: kernels/sampling/reference.py. A row of V logits costs one pass for the maximum, one for the softmax sums and
+// one for the draw; top-k and top-p add a bisection on the value of the last kept logit (at most 32 cheap passes) instead of a
+// sort. Sums run in float lanes for kFlush elements and are then added up in double, always in the same order, so a row's
+// result depends on that row alone.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed by value between inlined functions only
+
+namespace {
+
+using torch::stable::Tensor;
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;  // wider vectors than the machine's would be taken apart into scalars
+#endif
+constexpr int64_t kBlock = 64;  // tokens whose noise is drawn together; rows are padded to a multiple of it
+constexpr int64_t kFlush = 2048;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kTiny = std::numeric_limits<float>::min();
+
+typedef float Float __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Uint __attribute__((vector_size(4 * kLanes)));
+
+inline Float load(const float* p) {
+  Float v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void store(float* p, Float v) { __builtin_memcpy(p, &v, sizeof v); }
+
+inline double sum(Float v) {
+  double total = 0;
+  for (int l = 0; l < kLanes; ++l) total += v[l];
+  return total;
+}
+
+// e^z for z <= 0, to about 1 ulp; exactly 0 below -87, where e^z leaves the normal range.
+inline Float exp_nonpositive(Float z) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Int zero = z < -87.0f;
+  const Float c = zero ? Float{} : z;
+  const Float shifted = c * 1.44269504f + kMagic;
+  const Float n = shifted - kMagic;
+  const Float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
+  Float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Int exponent = __builtin_convertvector(n, Int) + 127;
+  return zero ? Float{} : p * (Float)(exponent << 23);
+}
+
+// log y for a positive normal y, to about 1 ulp.
+inline Float log_positive(Float y) {
+  const Int bits = (Int)y;
+  const Int e = (bits - 0x3f3504f3) >> 23;  // y = 2^e m with m in [sqrt(1/2), sqrt(2))
+  const Float n = __builtin_convertvector(e, Float);
+  const Float f = (Float)(bits - (e << 23)) - 1.0f;
+  Float p = f * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  const Float square = f * f;
+  return (p * f * square - n * 2.12194440e-4f - 0.5f * square) + f + n * 0.693359375f;
+}
+
+// words[0..kBlock) = the Philox4x32-10 words of tokens first..first + kBlock - 1; four tokens share a counter.
+void philox_block(int64_t seed, int64_t step, int64_t first, uint32_t* words) {
+  const uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+  const uint32_t step0 = static_cast<uint32_t>(step), step1 = static_cast<uint32_t>(static_cast<uint64_t>(step) >> 32);
+  const uint32_t group = static_cast<uint32_t>(first / 4);
+  for (uint32_t i = 0; i < kBlock / 4; ++i) {
+    uint32_t c0 = group + i, c1 = 0, c2 = step0, c3 = step1, k0 = key0, k1 = key1;
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const uint32_t hi0 = (static_cast<uint64_t>(c0) * 0xD2511F53u) >> 32, lo0 = c0 * 0xD2511F53u;
+      const uint32_t hi1 = (static_cast<uint64_t>(c2) * 0xCD9E8D57u) >> 32, lo1 = c2 * 0xCD9E8D57u;
+      c0 = hi1 ^ c1 ^ k0, c1 = lo1, c2 = hi0 ^ c3 ^ k1, c3 = lo0;
+      k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    words[4 * i] = c0, words[4 * i + 1] = c1, words[4 * i + 2] = c2, words[4 * i + 3] = c3;
+  }
+}
+
+// E = -log(1 - t) with t = (word + 1/2) / 2^32. Below 1/64 by its series: 1 - t would round t away.
+inline Float arrival(const uint32_t* words) {
+  Uint w;
+  __builtin_memcpy(&w, words, sizeof w);
+  Float t = (__builtin_convertvector(w, Float) + 0.5f) * 0x1p-32f;
+  t = t > 1 - 0x1p-24f ? Float{} + (1 - 0x1p-24f) : t;
+  const Float series = t + t * t * (t * (t * 0.25f + 0.33333333f) + 0.5f);
+  return t < 0x1p-6f ? series : -log_positive(1.0f - t);
+}
+
+// Floats and int32 keys in the same order; its own inverse on bit patterns.
+inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
+inline int32_t key_of(float x) { return ordered(std::bit_cast<int32_t>(x)); }
+inline float value_of(int32_t key) { return std::bit_cast<float>(ordered(key)); }
+
+struct Settings {
+  float temperature;
+  int64_t top_k;  // < 1: no limit
+  float top_p;    // >= 1: no limit
+  float min_p;    // 0: no limit
+  int64_t seed, step;
+};
+
+struct Draw {
+  int64_t token = -1;
+  float logprob = NAN, raw_logprob = NAN, entropy = NAN;
+};
+
+// The tokens kept by top-k and top-p: those above `last`, and the first `ties` of those equal to it, by index.
+struct Prefix {
+  float last = -kInf;
+  int64_t ties = std::numeric_limits<int64_t>::max();
+  double mass;
+};
+
+class Row {
+ public:
+  // x: [padded] logits followed by -inf; w: [padded] scratch.
+  Row(const float* x, float* w, int64_t vocab, int64_t padded) : x_(x), w_(w), vocab_(vocab), padded_(padded) {}
+
+  Draw draw(const Settings& s) {
+    if (!find_best() || !(s.temperature >= 0 && s.top_p >= 0 && s.min_p >= 0) || s.temperature == kInf) return {};
+    Draw out;
+    if (s.temperature < kTiny) {
+      const Sums sums = softmax(1.0f);
+      out.token = std::find(x_, x_ + vocab_, best_) - x_;
+      out.logprob = 0, out.entropy = 0, out.raw_logprob = static_cast<float>(-std::log(sums.mass));
+      return out;
+    }
+    scale_ = 1.0f / s.temperature;
+    const Sums raw = s.temperature == 1.0f ? Sums{} : softmax(1.0f);
+    const Sums sums = softmax(scale_);
+    const Prefix kept = filter(s, sums.mass);
+    const double mass = race(kept, s, &out.token);
+    const double below = static_cast<double>(x_[out.token]) - best_;
+    out.logprob = static_cast<float>(below / s.temperature - std::log(mass));
+    out.raw_logprob = static_cast<float>(below - std::log(s.temperature == 1.0f ? sums.mass : raw.mass));
+    out.entropy = static_cast<float>(std::log(sums.mass) - sums.moment / sums.mass);
+    return out;
+  }
+
+ private:
+  struct Sums {
+    double mass = 0, moment = 0;  // sum w, sum w log w
+  };
+
+  bool find_best() {
+    Float best = Float{} - kInf;
+    Int bad{};
+    for (int64_t i = 0; i < padded_; i += kLanes) {
+      const Float x = load(x_ + i);
+      bad |= ~(x < kInf);  // NaN or +inf
+      best = x > best ? x : best;
+    }
+    best_ = -kInf;
+    for (int l = 0; l < kLanes; ++l) {
+      if (bad[l]) return false;
+      best_ = std::max(best_, best[l]);
+    }
+    return best_ > -kInf;
+  }
+
+  // w = exp((x - best) * scale) and its sums.
+  Sums softmax(float scale) {
+    Sums sums;
+    for (int64_t begin = 0; begin < padded_; begin += kFlush) {
+      Float mass{}, moment{};
+      for (int64_t i = begin; i < std::min(begin + kFlush, padded_); i += kLanes) {
+        const Float z = (load(x_ + i) - best_) * scale;
+        const Float w = exp_nonpositive(z);
+        store(w_ + i, w);
+        mass += w;
+        moment += w > 0.0f ? w * z : Float{};
+      }
+      sums.mass += sum(mass);
+      sums.moment += sum(moment);
+    }
+    return sums;
+  }
+
+  // Number and mass of the tokens whose logit exceeds `value`.
+  std::pair<int64_t, double> above(float value) const {
+    int64_t count = 0;
+    double mass = 0;
+    for (int64_t begin = 0; begin < padded_; begin += kFlush) {
+      Float lane_mass{};
+      Int lane_count{};
+      for (int64_t i = begin; i < std::min(begin + kFlush, padded_); i += kLanes) {
+        const Int over = load(x_ + i) > value;
+        lane_count -= over;
+        lane_mass += over ? load(w_ + i) : Float{};
+      }
+      for (int l = 0; l < kLanes; ++l) count += lane_count[l];
+      mass += sum(lane_mass);
+    }
+    return {count, mass};
+  }
+
+  // The smallest logit in [lo, best] for which `holds(count above, mass above)`; it holds for the best one.
+  template <class Holds>
+  float bisect(float lo_value, const Holds& holds) const {
+    int32_t lo = key_of(lo_value), hi = key_of(best_);
+    while (lo < hi) {
+      const int32_t mid = (lo & hi) + ((lo ^ hi) >> 1);
+      const auto [count, mass] = above(value_of(mid));
+      if (holds(count, mass)) hi = mid; else lo = mid + 1;
+    }
+    return value_of(hi);
+  }
+
+  double weight_at(float x) const { return exp_nonpositive(Float{} + (x - best_) * scale_)[0]; }
+
+  Prefix filter(const Settings& s, double total) const {
+    Prefix kept{.mass = total};
+    if (s.top_k >= 1 && s.top_k < vocab_) {
+      kept.last = bisect(-kInf, [&](int64_t count, double) { return count < s.top_k; });
+      const auto [count, mass] = above(kept.last);
+      kept.ties = s.top_k - count;
+      kept.mass = mass + kept.ties * weight_at(kept.last);
+    }
+    if (s.top_p < 1) {
+      const double limit = s.top_p * kept.mass;
+      const float weightless = best_ - 104.0f * s.temperature;
+      const float last = bisect(std::max(kept.last, weightless), [&](int64_t, double mass) { return mass < limit; });
+      const double missing = (limit - above(last).second) / weight_at(last);
+      const int64_t ties = std::max<int64_t>(1, static_cast<int64_t>(std::min(std::ceil(missing), double(vocab_))));
+      kept.ties = last == kept.last ? std::min(ties, kept.ties) : ties;
+      kept.last = last;
+    }
+    return kept;
+  }
+
+  // Index of the last kept tie, or vocab when all of them are kept.
+  int64_t last_tie(const Prefix& kept) const {
+    if (kept.ties >= vocab_) return vocab_;
+    int64_t left = kept.ties;
+    for (int64_t i = 0; i < vocab_; ++i)
+      if (x_[i] == kept.last && --left == 0) return i;
+    return vocab_;
+  }
+
+  // Draws the token and returns the mass of the kept ones.
+  double race(const Prefix& kept, const Settings& s, int64_t* token) const {
+    const int32_t tie_end = static_cast<int32_t>(last_tie(kept));
+    Float best = Float{} - 1.0f;
+    Int best_index{}, lane{};
+    for (int l = 0; l < kLanes; ++l) lane[l] = l;
+    const float min_weight = std::min(s.min_p, 1.0f);  // the best token, of weight 1, always stays
+    double mass = 0;
+    uint32_t words[kBlock];
+    float weight[kBlock];
+    for (int64_t begin = 0; begin < padded_; begin += kBlock) {
+      Float block_mass{};
+      for (int64_t i = 0; i < kBlock; i += kLanes) {
+        const Float x = load(x_ + begin + i), w = load(w_ + begin + i);
+        const Int index = lane + static_cast<int32_t>(begin + i);
+        const Int in = (w >= min_weight) & ((x > kept.last) | ((x == kept.last) & (index <= tie_end)));
+        const Float masked = in ? w : Float{};
+        store(weight + i, masked);
+        block_mass += masked;
+      }
+      const double added = sum(block_mass);
+      if (added == 0) continue;
+      mass += added;
+      philox_block(s.seed, s.step, begin, words);
+      for (int64_t i = 0; i < kBlock; i += kLanes) {
+        const Float score = load(weight + i) / arrival(words + i);
+        const Int wins = score > best;
+        best = wins ? score : best;
+        best_index = wins ? lane + static_cast<int32_t>(begin + i) : best_index;
+      }
+    }
+    int winner = 0;
+    for (int l = 1; l < kLanes; ++l)
+      if (best[l] > best[winner] || (best[l] == best[winner] && best_index[l] < best_index[winner])) winner = l;
+    *token = best_index[winner];
+    return mass;
+  }
+
+  const float* x_;
+  float* w_;
+  int64_t vocab_, padded_;
+  float best_ = -kInf, scale_ = 1.0f;
+};
+
+template <class T>
+void sample_rows(const Tensor& logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
+                 const int64_t* seed, const int64_t* step, int64_t* token, float* logprob, float* raw, float* entropy) {
+  const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
+  const int64_t padded = (vocab + kBlock - 1) / kBlock * kBlock;
+  const T* data = reinterpret_cast<const T*>(logits.const_data_ptr());
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 8192 / padded), [&](int64_t begin, int64_t end) {
+    std::vector<float> x(padded, -kInf), w(padded);
+    for (int64_t n = begin; n < end; ++n) {
+      for (int64_t i = 0; i < vocab; ++i) x[i] = static_cast<float>(data[n * stride + i]);
+      const Settings settings{temperature[n],           top_k ? top_k[n] : 0, top_p ? top_p[n] : 1.0f,
+                              min_p ? min_p[n] : 0.0f, seed[n],              step[n]};
+      const Draw draw = Row(x.data(), w.data(), vocab, padded).draw(settings);
+      token[n] = draw.token, logprob[n] = draw.logprob, raw[n] = draw.raw_logprob, entropy[n] = draw.entropy;
+    }
+  });
+}
+
+// All but logits contiguous, as api.py passes them.
+std::tuple<Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& temperature,
+                                                         const std::optional<Tensor>& top_k,
+                                                         const std::optional<Tensor>& top_p,
+                                                         const std::optional<Tensor>& min_p, const Tensor& seed,
+                                                         const Tensor& step) {
+  Tensor token = torch::stable::empty_like(seed);
+  Tensor logprob = torch::stable::empty_like(temperature), raw = torch::stable::empty_like(temperature);
+  Tensor entropy = torch::stable::empty_like(temperature);
+  const auto run = [&](auto element) {
+    sample_rows<decltype(element)>(
+        logits, temperature.const_data_ptr<float>(), top_k ? top_k->const_data_ptr<int32_t>() : nullptr,
+        top_p ? top_p->const_data_ptr<float>() : nullptr, min_p ? min_p->const_data_ptr<float>() : nullptr,
+        seed.const_data_ptr<int64_t>(), step.const_data_ptr<int64_t>(), token.mutable_data_ptr<int64_t>(),
+        logprob.mutable_data_ptr<float>(), raw.mutable_data_ptr<float>(), entropy.mutable_data_ptr<float>());
+  };
+  using torch::headeronly::ScalarType;
+  switch (logits.scalar_type()) {
+    case ScalarType::Float: run(float{}); break;
+    case ScalarType::BFloat16: run(torch::headeronly::BFloat16{}); break;
+    case ScalarType::Half: run(torch::headeronly::Half{}); break;
+    default: STD_TORCH_CHECK(false, "sample_tokens takes float32, bfloat16 or float16 logits.");
+  }
+  return {token, logprob, raw, entropy};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
+  m.def(
+      "sample_tokens(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, "
+      "Tensor step) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) { m.impl("sample_tokens", TORCH_BOX(&sample_tokens)); }

@@ -1,0 +1,207 @@
+// Decode attention over a paged tree, node-major: a node's keys and values are read once for all rows below it.
+//
+// A work item is a contiguous group of rows. It goes through the nodes in the plan's order and through each node in tiles
+// of 64 keys counted from the node's first key, and folds every tile into the running softmax of the rows that see it. Tiles depend on the node alone and a row's arithmetic does not depend on the rows beside it
+// (attention_tiles.h), so a row's result is the same bits whoever else is in the batch.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "attention_tiles.h"
+
+namespace rolltree {
+namespace {
+
+constexpr int64_t kBlockQueries = 48;  // query vectors (rows x query heads of one key head) of a score tile
+constexpr int64_t kGroupRows = 64;     // rows of a work item, about: their running softmax stays in the cache
+
+struct Plan {
+  int64_t nodes, rows;
+  const int32_t *page_indptr, *page_ids, *offset, *length, *position, *row_begin, *row_end, *query_position;
+};
+
+// Cuts the rows into about `groups` contiguous groups, between trees where that is possible.
+std::vector<int64_t> row_groups(const Plan& plan, int64_t groups) {
+  std::vector<int32_t> inside(plan.rows + 1, 0);  // how many nodes a cut before this row would divide
+  for (int64_t n = 0; n < plan.nodes; ++n)
+    if (plan.row_end[n] > plan.row_begin[n] + 1) ++inside[plan.row_begin[n] + 1], --inside[plan.row_end[n]];
+  for (int64_t r = 1; r <= plan.rows; ++r) inside[r] += inside[r - 1];
+  std::vector<int64_t> bounds{0};
+  for (int64_t g = 1; g < groups; ++g) {
+    const int64_t target = plan.rows * g / groups, limit = plan.rows * (g + 1) / groups;
+    int64_t cut = target;
+    while (cut < limit && inside[cut]) ++cut;
+    if (cut == limit) cut = target;
+    if (cut > bounds.back()) bounds.push_back(cut);
+  }
+  bounds.push_back(plan.rows);
+  return bounds;
+}
+
+// A node's keys one after the other: walks its page list.
+class SlotWalk {
+ public:
+  SlotWalk(const Plan& plan, int64_t node, int64_t first, int64_t page_size)
+      : ids_(plan.page_ids + plan.page_indptr[node] + (plan.offset[node] + first) / page_size),
+        slot_((plan.offset[node] + first) % page_size),
+        page_size_(page_size) {}
+  int64_t page() const { return *ids_; }
+  int64_t slot() const { return slot_; }
+  void next() {
+    if (++slot_ == page_size_) slot_ = 0, ++ids_;
+  }
+
+ private:
+  const int32_t* ids_;
+  int64_t slot_, page_size_;
+};
+
+// Up to 64 keys of a node, and the rows [row_begin, row_end) of an item that may see them.
+struct Tile {
+  int64_t node, first, keys, row_begin, row_end;
+};
+
+std::vector<Tile> tiles_of(const Plan& plan, int64_t r0, int64_t r1) {
+  std::vector<Tile> tiles;
+  for (int64_t n = 0; n < plan.nodes; ++n) {
+    const int64_t begin = std::max<int64_t>(plan.row_begin[n], r0), end = std::min<int64_t>(plan.row_end[n], r1);
+    if (begin >= end) continue;
+    for (int64_t t = 0; t < plan.length[n]; t += kTileKeys)
+      tiles.push_back({n, t, std::min(kTileKeys, plan.length[n] - t), begin, end});
+  }
+  return tiles;
+}
+
+// Hides keys [0, count) of a tile from the rows that may not see them, and the lanes behind `count` from all.
+void mask_positions(float* scores, const int32_t* query_position, int64_t rows, int64_t group, int64_t count,
+                    int64_t first_position, int64_t window) {
+  IVec lane;
+  for (int l = 0; l < kLanes; ++l) lane[l] = l;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t last = std::min(count - 1, query_position[r] - first_position);
+    const int64_t before = window ? query_position[r] - window - first_position : -1;  // keys up to here are too old
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const IVec key = lane + static_cast<int32_t>(j);
+      const IVec seen = (key <= static_cast<int32_t>(last)) & (key > static_cast<int32_t>(std::max<int64_t>(before, -1)));
+      for (int64_t g = 0; g < group; ++g) {
+        float* p = scores + (r * group + g) * kTileKeys + j;
+        store(p, seen ? load(p) : splat(-kInfinity));
+      }
+    }
+  }
+}
+
+std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, const Tensor& v_pages, const Tensor& page_indptr,
+                                       const Tensor& page_ids, const Tensor& node_offset, const Tensor& node_length,
+                                       const Tensor& node_position, const Tensor& row_begin, const Tensor& row_end,
+                                       const Tensor& query_position, double scale, std::optional<int64_t> window,
+                                       std::optional<double> softcap) {
+  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), width = padded(dim);
+  const int64_t page_size = k_pages.size(1), kv_heads = k_pages.size(2), group = heads / kv_heads;
+  Tensor out = torch::stable::new_empty(q, {rows, heads, dim});
+  Tensor lse = torch::stable::new_empty(q, {rows, heads}, ScalarType::Float);
+  if (q.numel() == 0) return {out, lse};
+
+  const Plan plan{node_length.size(0),
+                  rows,
+                  page_indptr.const_data_ptr<int32_t>(),
+                  page_ids.const_data_ptr<int32_t>(),
+                  node_offset.const_data_ptr<int32_t>(),
+                  node_length.const_data_ptr<int32_t>(),
+                  node_position.const_data_ptr<int32_t>(),
+                  row_begin.const_data_ptr<int32_t>(),
+                  row_end.const_data_ptr<int32_t>(),
+                  query_position.const_data_ptr<int32_t>()};
+  const float query_scale = static_cast<float>(softcap ? scale / *softcap : scale * kLog2e);
+  const float cap = static_cast<float>(softcap ? *softcap * kLog2e : 0.);
+  // Items: groups of rows, and parts of the key/value heads where the groups alone would not keep the threads busy. A node's
+  // pages hold all heads side by side, so an item takes its heads node by node.
+  const std::vector<int64_t> bounds = row_groups(plan, (rows + kGroupRows - 1) / kGroupRows);
+  const int64_t groups = static_cast<int64_t>(bounds.size()) - 1, wanted = 2 * torch::stable::get_num_threads();
+  const int64_t parts = std::clamp<int64_t>(groups > 1 ? wanted / groups : wanted / 2, 1, kv_heads);
+  const int64_t block_rows = std::max<int64_t>(kBlockQueries / group, 1);
+  const Rows q_rows(q), k_rows(k_pages), v_rows(v_pages), out_rows(out);
+  float* lse_data = lse.mutable_data_ptr<float>();
+
+  work_queue(groups * parts, [&] {
+    return [&, key_tile = Buffer(kTileKeys * width), keys = Buffer(kTileKeys * width), values = Buffer(kTileKeys * width),
+            scores = Buffer(block_rows * group * kTileKeys)](int64_t item) {
+      const int64_t r0 = bounds[item / parts], r1 = bounds[item / parts + 1], count = (r1 - r0) * group;
+      const int64_t h0 = kv_heads * (item % parts) / parts, h1 = kv_heads * (item % parts + 1) / parts;
+      // Per key head: the query vectors (row, query head of the key head) and their running softmax.
+      const int64_t all = (h1 - h0) * count;
+      const Buffer query(all * width), max(all), sum(all * kLanes), acc(all * width);
+      const Running running{max.at(0), sum.at(0), acc.at(0), width};
+      running.reset(all);
+      for (int64_t i = 0; i < all; ++i) {
+        const int64_t row = r0 + i % count / group, head = (h0 + i / count) * group + i % group;
+        q_rows.load_row(q_rows.offset(row, head), query_scale, query.at(i * width));
+      }
+      std::fill_n(key_tile.at(0), kTileKeys * width, 0.f);
+
+      const std::vector<Tile> tiles = tiles_of(plan, r0, r1);
+      int64_t k_offset[kTileKeys], v_offset[kTileKeys];
+      for (size_t i = 0; i < tiles.size(); ++i) {
+        const auto [node, t, tile_keys, first_row, last_row] = tiles[i];
+        const int64_t end = padded(tile_keys), tile_position = plan.position[node] + t;
+        if (i + 1 < tiles.size()) {
+          SlotWalk next(plan, tiles[i + 1].node, tiles[i + 1].first, page_size);
+          for (int64_t j = 0; j < tiles[i + 1].keys; ++j, next.next()) {
+            k_rows.prefetch(k_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
+            v_rows.prefetch(v_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
+          }
+        }
+        SlotWalk walk(plan, node, t, page_size);
+        for (int64_t j = 0; j < tile_keys; ++j, walk.next()) {
+          k_offset[j] = k_rows.offset(walk.page(), walk.slot());
+          v_offset[j] = v_rows.offset(walk.page(), walk.slot());
+        }
+        for (int64_t head = h0; head < h1; ++head) {
+          bool packed = false;
+          for (int64_t row = first_row; row < last_row; row += block_rows) {
+            const int64_t block = std::min(block_rows, last_row - row);
+            const int32_t* positions = plan.query_position + row;
+            const auto [oldest, newest] = std::minmax_element(positions, positions + block);
+            if (tile_position > *newest) continue;
+            if (window && *oldest - (tile_position + tile_keys - 1) >= *window) continue;
+            if (!packed) {
+              k_rows.load_rows(k_offset, tile_keys, k_rows.offset(0, 0, head), 1.f, key_tile.at(0));
+              v_rows.load_rows(v_offset, tile_keys, v_rows.offset(0, 0, head), 1.f, values.at(0));
+              transpose(key_tile.at(0), end, width, keys.at(0), kTileKeys);
+              packed = true;
+            }
+            const int64_t at = (head - h0) * count + (row - r0) * group, queries = block * group;
+            gemm(queries, end, width, query.at(at * width), width, keys.at(0), kTileKeys, scores.at(0), kTileKeys, false);
+            if (cap != 0.f) soft_cap(scores.at(0), queries, 0, end, cap);
+            const bool all_seen = tile_position + tile_keys - 1 <= *oldest && !(window && *newest - tile_position >= *window);
+            if (!all_seen || end != tile_keys)
+              mask_positions(scores.at(0), positions, block, group, tile_keys, tile_position, window.value_or(0));
+            running.from(at).take(scores.at(0), queries, 0, tile_keys, values.at(0));
+          }
+        }
+      }
+
+      for (int64_t i = 0; i < all; ++i) {
+        const int64_t row = r0 + i % count / group, head = (h0 + i / count) * group + i % group;
+        const auto [log_sum, factor] = running.finish(i);
+        lse_data[row * heads + head] = log_sum;
+        out_rows.store_row(out_rows.offset(row, head), running.out + i * width, factor);
+      }
+    };
+  });
+  return {out, lse};
+}
+
+}  // namespace
+}  // namespace rolltree
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
+  m.def(
+      "tree_decode(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_indptr, Tensor page_ids, Tensor node_offset, "
+      "Tensor node_length, Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, float scale, "
+      "int? window, float? softcap) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) { m.impl("tree_decode", TORCH_BOX(&rolltree::tree_decode)); }

@@ -1,0 +1,325 @@
+"""The loop of a run: prompts, rollouts, rewards, advantages, one update, and again.
+
+Synchronous: every batch is sampled by the weights it updates. Whatever is random follows from (seed, step, prompt), never
+from time or order, so a resumed run repeats the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from . import checkpoint, setup
+from .advantages import find_advantage
+from .batch import pack
+from .config import TrainConfig, resolved_toml
+from .console import Console
+from .errors import RunError, UserError
+from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
+from .prompts import Prompt, PromptSource, held_out
+from .report import write_report
+from .rewards import RewardItem, RewardPool, RewardResult
+from .trainer import Trainer
+from .tree import LeafStatus, TokenTree
+
+SOLVED = 1.0 - 1e-6
+"""A reward from here on counts as a correct answer in the evaluation."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run achieved."""
+
+    steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    problems: int
+    seconds: float
+    report: Path
+    export: Path
+
+
+class Orchestrator:
+    """A training run in its directory; see the module's description.
+
+    Raises:
+        UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
+            something that does not exist.
+    """
+
+    def __init__(self, config: TrainConfig, *, console: Console, resume: bool = False) -> None:
+        self.config = config
+        self.console = console
+        self.objective = setup.objective(config)
+        self.program = setup.rollout_program(config.rollout)
+        self.advantage = find_advantage(config.algorithm.advantage)
+        self.params = setup.sampling_params(config.rollout)
+        saved = self._claim_directory(resume)
+
+        console.phase("loading the model")
+        self.model, self.tokenizer = setup.prepare_model(config)
+        self.engine = setup.make_engine(config.rollout, self.model, self.tokenizer)
+        self.trainer = Trainer(self.model, config.trainer)
+        self.problems = held_out(config, self.tokenizer)
+        self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
+        self.log = MetricsLog(config.run_dir / "metrics.jsonl")
+        self.watch = Stopwatch()
+        self.step = 0
+        self.first_accuracy: float | None = None
+        self.last_accuracy: float | None = None
+        if saved is not None:
+            self._restore(saved)
+
+    def run(self) -> RunSummary:
+        """Train to the last step, then evaluate, export and write the report."""
+        begin = time.perf_counter()
+        steps = self.config.trainer.steps
+        self.console.start(steps)
+        with RewardPool(self.config.reward, self.config.data.tasks) as self.rewards:
+            if self.step == 0 and not self.log.path.exists():
+                self.watch.restart()
+                self.log.append(0, self._evaluate() | self.watch.read())
+            self.watch.restart()
+            while self.step < steps:
+                self._step()
+        self.console.phase("exporting")
+        export = self._export()
+        self.console.phase("writing the report")
+        report = write_report(self.config.run_dir)
+        return RunSummary(
+            steps=self.step,
+            accuracy_before=self.first_accuracy,
+            accuracy_after=self.last_accuracy,
+            problems=len(self.problems),
+            seconds=time.perf_counter() - begin,
+            report=report,
+            export=export,
+        )
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        step = self.step + 1
+        sums = Sums()
+        prompts = self.source.next(self.config.trainer.prompts_per_step)
+        self.console.phase("sampling")
+        with self.watch.part("gen"):
+            trees = self.engine.generate(
+                [p.token_ids for p in prompts], self.params, self.program, seeds=self._seeds(step, len(prompts))
+            )
+        self.console.phase("waiting for rewards")
+        with self.watch.part("reward"):
+            texts = self._score(trees, prompts, sums)
+        write_rollouts(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, texts)
+        _describe(trees, self.config.rollout.max_new_tokens, sums)
+        self.console.phase("updating")
+        self._update(trees, sums)
+        self.step = step
+        metrics = sums.means()
+        if self._due(self.config.evaluation.every):
+            metrics |= self._evaluate()
+        times = self.watch.read()
+        self.watch.restart()
+        metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
+        metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
+        row = metrics | times
+        if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps:
+            self.console.phase("saving a checkpoint")
+            with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
+                self._save(row)
+        self.log.append(step, row)
+        self.console.step(step, row)
+
+    def _due(self, every: int) -> bool:
+        if not self.problems:
+            return False
+        return self.step == self.config.trainer.steps or (every > 0 and self.step % every == 0)
+
+    def _seeds(self, step: int, count: int) -> list[int]:
+        sequence = np.random.SeedSequence([self.config.seed, step])
+        return sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
+
+    def _score(self, trees: list[TokenTree], prompts: Sequence[Prompt], sums: Sums) -> list[list[str]]:
+        """Put rewards and names on the trees; the leaves' texts."""
+        texts = [_decode(self.tokenizer, tree) for tree in trees]
+        items = [RewardItem(text, p.entry) for p, leaves in zip(prompts, texts, strict=True) for text in leaves]
+        results = iter(self.rewards.score(items))
+        for tree, prompt, leaves in zip(trees, prompts, texts, strict=True):
+            verdicts = [next(results) for _ in leaves]
+            values = [self._value(verdict, prompt, sums) for verdict in verdicts]
+            tree.rewards["reward"] = np.array(values, np.float32)
+            tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
+            tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        return texts
+
+    def _value(self, verdict: RewardResult, prompt: Prompt, sums: Sums) -> float:
+        if verdict.value is not None:
+            sums.add("reward/mean", verdict.value)
+            return verdict.value
+        if self.config.reward.on_failure == "raise":
+            raise RunError(
+                f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
+                "reward.on_failure to 'drop' or 'zero'."
+            )
+        kind = verdict.reason if verdict.reason in ("timeout", "died") else "raised"
+        sums.add(f"reward/failed_{kind}", 1.0, 0.0)
+        return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
+
+    def _update(self, trees: list[TokenTree], sums: Sums) -> None:
+        """Advantages, filter, pack, and `updates_per_step` optimiser steps on disjoint shares of the trees."""
+        config = self.config
+        with self.watch.part("pack"):
+            kept: list[TokenTree] = []
+            for tree in trees:
+                judged = tree.without_leaves(np.isnan(tree.rewards["reward"]))
+                if judged is not None:
+                    judged.advantage[:] = self.advantage(judged)
+                    kept.append(judged)
+            flat = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
+            sums.add("filter/zero_variance_groups", float(sum(flat)))
+            updates = config.trainer.updates_per_step
+            shares = [range(i, len(kept), updates) for i in range(updates)]
+        updated = False
+        for share in shares:
+            with self.watch.part("pack"):
+                members = [kept[i] for i in share]
+                normalizer = self._normalizer(members)
+                live = [kept[i] for i in share if not (config.algorithm.drop_zero_variance and flat[i])]
+                batches = pack(live, max_tokens=config.trainer.max_tokens, device=self.model.device) if live else []
+            if not batches or normalizer == 0:
+                sums.add("actor/empty_updates", 1.0)
+                continue
+            with self.watch.part("update_actor"):
+                metrics = self.trainer.step(
+                    batches,
+                    self.objective,
+                    normalizer=normalizer,
+                    temperature=config.rollout.temperature,
+                    on_policy=not updated,
+                )
+            updated = True
+            for name, (total, count) in metrics.items():
+                sums.add(name, total, count)
+        self.engine.policy_version = self.trainer.updates
+
+    def _normalizer(self, trees: Sequence[TokenTree]) -> float:
+        """What the loss divides by. Groups left out for equal rewards count: their advantage is zero all the same."""
+        aggregation = self.objective.aggregation
+        leaves = sum(tree.num_leaves for tree in trees)
+        if aggregation == "token_mean":
+            return float(sum(int(tree.loss_length.sum()) for tree in trees))
+        if aggregation == "token_sum":
+            return 1.0
+        if aggregation == "seq_mean_token_sum_norm":
+            return float(leaves * self.config.rollout.max_new_tokens)
+        return float(leaves)
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> dict[str, float]:
+        if not self.problems:
+            return {}
+        self.console.phase("evaluating")
+        with self.watch.part("eval"):
+            trees = self.engine.generate([p.token_ids for p in self.problems], setup.greedy_params(self.config))
+            items = [
+                RewardItem(_decode(self.tokenizer, tree)[0], p.entry)
+                for tree, p in zip(trees, self.problems, strict=True)
+            ]
+            results = self.rewards.score(items)
+        solved = [r.value is not None and r.value >= SOLVED for r in results]
+        accuracy = float(np.mean(solved))
+        self.last_accuracy = accuracy
+        if self.first_accuracy is None:
+            self.first_accuracy = accuracy
+        self.console.evaluation(self.step, accuracy, len(solved))
+        return {
+            "eval/accuracy": accuracy,
+            "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
+            "eval/failed": float(sum(r.value is None for r in results)),
+        }
+
+    # -- directory, checkpoints -------------------------------------------------------------------------------------
+
+    def _claim_directory(self, resume: bool) -> checkpoint.Checkpoint | None:
+        """Refuse a directory that holds another run; write the configuration of a new one."""
+        directory = self.config.run_dir
+        if resume:
+            return checkpoint.load_latest(directory / "checkpoints", self.config)
+        if directory.exists() and any(directory.iterdir()):
+            raise UserError(
+                f"'{directory}' already holds a run; continue it with --resume, or choose another --name or --output_dir."
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.toml").write_text(resolved_toml(self.config), encoding="utf-8")
+        return None
+
+    def _save(self, row: dict[str, float]) -> None:
+        tensors, counters = self.trainer.state_dict()
+        state: dict[str, Any] = {
+            "trainer": counters,
+            "prompts": self.source.state_dict(),
+            "metrics": row,
+            "first_accuracy": self.first_accuracy,
+            "last_accuracy": self.last_accuracy,
+        }
+        checkpoint.save(
+            self.config.run_dir / "checkpoints",
+            self.step,
+            tensors=tensors,
+            state=state,
+            config=self.config,
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _restore(self, saved: checkpoint.Checkpoint) -> None:
+        state = saved.state
+        self.trainer.load_state_dict(saved.tensors, state["trainer"])
+        self.source.load_state_dict(state["prompts"])
+        self.step = saved.step
+        self.engine.policy_version = self.trainer.updates
+        self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):
+            self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
+        self.console.note(f"Resuming after step {saved.step}.")
+
+    def _export(self) -> Path:
+        """A Hugging Face directory that plain transformers loads."""
+        target = self.config.run_dir / "export"
+        temporary = target.with_name("export.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        self.model.save_pretrained(temporary)
+        self.tokenizer.save_pretrained(temporary)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        return target
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
+    """The text of each leaf's response."""
+    responses = [tree.token_id[tree.path_rows(leaf)[tree.prompt_length :]] for leaf in range(tree.num_leaves)]
+    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+
+
+def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
+    """Lengths, reward spread and what the tree saved."""
+    for tree in trees:
+        length = tree.response_length
+        sums.add_values("response_length/mean", length)
+        sums.maximum("response_length/max", float(length.max()))
+        sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
+        sums.add("prompt_length/mean", float(tree.prompt_length))
+        rewards = tree.rewards["reward"]
+        if not np.isnan(rewards).any():
+            sums.add("reward/group_std", float(rewards.std()))
+    logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
+    sums.add("tree/token_ratio", float(logical), float(unique))
+    sums.add("policy/lag", 0.0)

@@ -1,0 +1,157 @@
+"""Prompts of a run: a stream with a cursor that a checkpoint can hold, and the held-out problems it never gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from .config import DataConfig, TrainConfig
+from .errors import UserError
+from .tasks import GymProblems, Problem, read_problems
+
+TRAIN, HELD_OUT = 0, 1
+"""Streams of generated problems."""
+GIVE_UP = 10_000
+"""Held-out problems met in a row after which the source is taken to have no others."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    task: str
+    text: str
+    """The problem as the model is given it."""
+    token_ids: list[int]
+    entry: dict[str, Any]
+    """What the verifier is given beside the response."""
+    problem: str
+    """The problem without template; training and held-out problems never share one."""
+
+
+class PromptSource:
+    """Training prompts in an order that follows from ``seed``; a file is shuffled anew for each pass over it.
+
+    Args:
+        held_out: prompts whose problems are never given.
+    """
+
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, held_out: Sequence[Prompt] = ()
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._excluded = {prompt.problem for prompt in held_out}
+        self._cursor = 0
+        self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
+        self._rows: list[Problem] = []
+        if config.path is None:
+            self._stream = GymProblems(config.tasks, [TRAIN, seed])
+        else:
+            self._rows = [p for p in _read(config, config.path, "data.path") if p.text not in self._excluded]
+            if not self._rows:
+                raise UserError(
+                    f"All problems of '{config.path}' (data.path) are held out; lower evaluation.problems or add rows."
+                )
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts.
+
+        Raises:
+            UserError: a prompt is longer than `data.max_prompt_tokens`, or every generated problem is held out.
+        """
+        prompts: list[Prompt] = []
+        skipped = 0
+        while len(prompts) < count:
+            problem = self._problem(self._cursor)
+            self._cursor += 1
+            if problem.text in self._excluded:
+                skipped += 1
+                if skipped > GIVE_UP:
+                    raise UserError(
+                        "The tasks in data.tasks generate no problems that are not held out; make them harder or lower "
+                        "evaluation.problems."
+                    )
+                continue
+            skipped = 0
+            prompts.append(make_prompt(problem, self._config, self._tokenizer))
+        return prompts
+
+    def state_dict(self) -> dict[str, int]:
+        return {"cursor": self._cursor}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._cursor = state["cursor"]
+
+    def _problem(self, cursor: int) -> Problem:
+        if not self._rows:
+            return self._stream[cursor]
+        turn, index = divmod(cursor, len(self._rows))
+        if self._order[0] != turn:
+            self._order = (turn, np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist())
+        return self._rows[self._order[1][index]]
+
+
+def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The evaluation's problems, the same for every seed of the run; each problem once.
+
+    Raises:
+        UserError: the file has too few rows, or the tasks too few different problems.
+    """
+    wanted = config.evaluation.problems
+    if wanted == 0:
+        return []
+    data = config.data
+    found: dict[str, Problem] = {}
+    if data.path is None:
+        stream = GymProblems(data.tasks, [HELD_OUT])
+        for k in range(wanted + GIVE_UP):
+            problem = stream[k]
+            found.setdefault(problem.text, problem)
+            if len(found) == wanted:
+                break
+    else:
+        key = "data.path" if data.eval_path is None else "data.eval_path"
+        rows = _read(data, data.eval_path or data.path, key)
+        found = {problem.text: problem for problem in (rows[-wanted:] if data.eval_path is None else rows[:wanted])}
+    if data.eval_path is None and len(found) < wanted:
+        raise UserError(
+            f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add some."
+        )
+    return [make_prompt(problem, data, tokenizer) for problem in found.values()]
+
+
+def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The problem in its template, as token ids.
+
+    Raises:
+        UserError: it is longer than `data.max_prompt_tokens`, or has no tokens.
+    """
+    text = config.template.replace("{prompt}", problem.text)
+    if config.chat:
+        if tokenizer.chat_template is None:
+            raise UserError(
+                "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
+            )
+        text = str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            )
+        )
+    ids = list(tokenizer(text, add_special_tokens=not config.chat)["input_ids"])
+    if len(ids) > config.max_prompt_tokens:
+        raise UserError(
+            f"The prompt '{problem.id}' is {len(ids)} tokens long, over data.max_prompt_tokens = "
+            f"{config.max_prompt_tokens}; raise it or leave the prompt out."
+        )
+    if not ids:
+        raise UserError(f"The prompt '{problem.id}' has no tokens; leave it out or give it a data.template.")
+    return Prompt(problem.id, problem.task, text, ids, problem.entry, problem.text)
+
+
+def _read(config: DataConfig, path: str, key: str) -> list[Problem]:
+    return read_problems(path, key, config.prompt_key, config.answer_key)

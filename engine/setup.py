@@ -1,0 +1,111 @@
+"""From a configuration to the parts of a run: model, rollout engine, sampling parameters, objective."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rolltree.kernels import Objective
+
+from .config import RolloutConfig, TrainConfig
+from .errors import UserError
+from .model import load_model, load_tokenizer
+from .programs import RolloutProgram, make_program
+from .rollout import EngineConfig, NativeEngine, SamplingParams
+
+
+def import_function(reference: str) -> Callable[..., Any]:
+    """The function named by `file.py:function`.
+
+    Raises:
+        UserError: there is no such file or function, or the file cannot be run.
+    """
+    file, _, name = reference.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"There is no file '{file}', named in '{reference}'; give file.py:function.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"'{file}' cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"'{file}' defines no function '{name}', named in '{reference}'.")
+    return function
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `model.device`.
+
+    Raises:
+        UserError: cuda is asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or see `rolltree doctor`."
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
+    path = Path(config.model.path)
+    if config.model.create is not None and not path.exists():
+        import_function(config.model.create)(config, path)
+    model = load_model(
+        config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+    )
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, load_tokenizer(config.model.path)
+
+
+def make_engine(config: RolloutConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
+    return NativeEngine(
+        model, tokenizer, EngineConfig(kv_tokens=config.kv_tokens, max_batch_rows=config.max_batch_rows)
+    )
+
+
+def sampling_params(config: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        n=config.n,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_new_tokens=config.max_new_tokens,
+    )
+
+
+def greedy_params(config: TrainConfig) -> SamplingParams:
+    """Sampling of the evaluation: the most likely token, one answer a problem."""
+    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
+
+
+def rollout_program(config: RolloutConfig) -> RolloutProgram:
+    try:
+        return make_program(config.program, **config.program_options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"rollout.program = '{config.program}': {error}") from error
+
+
+def objective(config: TrainConfig) -> Objective:
+    """The loss of `algorithm.objective`.
+
+    Raises:
+        UserError: an unknown name or option.
+    """
+    try:
+        return Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"algorithm.objective = '{config.algorithm.objective}': {error}") from error

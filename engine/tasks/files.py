@@ -1,0 +1,74 @@
+"""Problems read from a parquet or jsonl file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import UserError
+from .problem import Problem
+
+
+def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list[Problem]:
+    """All rows of ``path`` as problems, other columns kept in their entries.
+
+    Args:
+        key: the configuration key that names the file, for error messages.
+
+    Raises:
+        UserError: the file is missing, unreadable, empty, of another kind, or lacks a column.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"There is no prompts file '{path}' ({key}); give a .parquet or .jsonl file.")
+    if file.suffix == ".parquet":
+        rows = _parquet(file, key)
+    elif file.suffix in (".jsonl", ".json"):
+        rows = _jsonl(file, key)
+    else:
+        raise UserError(f"The prompts file '{path}' ({key}) is neither .parquet nor .jsonl; convert it to one of them.")
+    if not rows:
+        raise UserError(f"The prompts file '{path}' ({key}) has no rows.")
+    problems = []
+    for number, row in enumerate(rows):
+        for option, column in (("data.prompt_key", prompt_key), ("data.answer_key", answer_key)):
+            if column not in row:
+                raise UserError(
+                    f"Row {number} of '{path}' has no column '{column}' ({option}); it has {', '.join(sorted(row))}."
+                )
+        text = row[prompt_key]
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"Row {number} of '{path}' has no text in column '{prompt_key}' (data.prompt_key).")
+        problems.append(Problem(f"{file.stem}/{number}", file.stem, text, row | {"answer": row[answer_key]}))
+    return problems
+
+
+def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
+    try:
+        return pq.read_table(file).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"The prompts file '{file}' ({key}) is not a readable parquet file: {why}.") from error
+
+
+def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
+    rows = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The prompts file '{file}' ({key}) cannot be read: {error}.") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"Line {number} of '{file}' ({key}) is not JSON: {error.msg}.") from error
+        if not isinstance(row, dict):
+            raise UserError(f"Line {number} of '{file}' ({key}) is not a JSON object; give one object a line.")
+        rows.append(row)
+    return rows

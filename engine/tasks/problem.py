@@ -1,0 +1,15 @@
+"""A problem, whatever its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    task: str
+    text: str
+    entry: dict[str, Any]
+    """What the verifier is given beside the response; has at least an ``answer``."""

@@ -1,0 +1,140 @@
+"""Public sampling op; :mod:`.reference` holds the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import choose
+from .cpu import sample_cpu
+from .reference import sample_reference
+
+
+class SampleOutput(NamedTuple):
+    """One draw a row."""
+
+    token: Tensor  # [N] int64, -1 for a failed row
+    logprob: Tensor  # [N] float32, of the token under the distribution it was drawn from
+    raw_logprob: Tensor  # [N] float32, of the token under softmax(logits)
+    entropy: Tensor  # [N] float32, of softmax(logits / temperature), nats
+
+
+def sample_tokens(
+    logits: Tensor,  # [N, V] bfloat16, float16 or float32
+    *,
+    temperature: float | Tensor,  # [N] float32
+    top_k: int | Tensor | None = None,  # [N] int32
+    top_p: float | Tensor | None = None,  # [N] float32
+    min_p: float | Tensor | None = None,  # [N] float32
+    seed: Tensor,  # [N] int64
+    step: Tensor,  # [N] int64
+) -> SampleOutput:
+    """Draw one token a row from its filtered, temperature-scaled distribution.
+
+    Filters apply in the order of Hugging Face and vLLM, each to what the one before left: temperature, top_k (the k
+    largest logits), top_p (the most likely tokens before which less than ``top_p`` of the mass lies), min_p (tokens at
+    least ``min_p`` times as likely as the best). Equal logits are ranked by index, lower first; the best always stays.
+
+    The draw is Gumbel-max over Philox4x32-10 noise of (seed, step, vocabulary index) and depends on nothing else: not
+    on the other rows, the batch size, the device or the backend. Backends use bit-equal noise; two tokens whose scores
+    differ by a rounding error (about 1e-6 relative) may still be told apart differently by two backends. Not
+    differentiable.
+
+    Args:
+        logits: last dimension contiguous, rows at any stride. ``-inf`` forbids a token.
+        temperature: 0 draws greedily: the first largest logit, ``logprob`` 0 and ``entropy`` 0.
+        top_k: no limit where it is below 1.
+        top_p: no limit where it is 1 or more.
+        min_p: no limit where it is 0.
+        seed, step: any int64; a request keeps its seed and counts its tokens in ``step``.
+
+    Returns:
+        SampleOutput. A row fails alone: where a logit is NaN or +inf, none is finite, the temperature is infinite, or
+        temperature, top_p or min_p is negative or NaN, its token is -1 and its other values are NaN.
+
+    Raises:
+        ValueError: a shape, dtype, device or scalar that does not fit.
+    """
+    rows = _check_logits(logits)
+    parameters = (
+        _per_row("temperature", temperature, rows, torch.float32, logits.device, 0.0),
+        None if top_k is None else _per_row("top_k", top_k, rows, torch.int32, logits.device, 0),
+        None if top_p is None else _per_row("top_p", top_p, rows, torch.float32, logits.device, 0.0),
+        None if min_p is None else _per_row("min_p", min_p, rows, torch.float32, logits.device, 0.0),
+        _per_row("seed", seed, rows, torch.int64, logits.device),
+        _per_row("step", step, rows, torch.int64, logits.device),
+    )
+    return SampleOutput(*_sample(logits, *parameters))
+
+
+@torch.library.custom_op("rolltree::sample_tokens", mutates_args=())
+def _sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seed: Tensor,
+    step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    run = choose("sample_tokens", _BACKENDS, logits.device)
+    return run(logits, temperature, top_k, top_p, min_p, seed, step)
+
+
+@_sample.register_fake
+def _(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seed: Tensor,
+    step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    per_row = [torch.empty_like(temperature) for _ in range(3)]
+    return torch.empty_like(seed), *per_row  # type: ignore[return-value]
+
+
+def _sample_triton(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from .triton import sample_triton  # imported late: triton is absent on some platforms
+
+    return sample_triton(*arguments)  # type: ignore[arg-type]
+
+
+_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+    "triton": _sample_triton,
+    "cpu": sample_cpu,
+    "reference": sample_reference,
+}
+
+
+def _check_logits(logits: Tensor) -> int:
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"sample_tokens needs logits of shape [N, V] with V > 0, got {list(logits.shape)}.")
+    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"sample_tokens takes bfloat16, float16 or float32 logits, got {logits.dtype}.")
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError("sample_tokens needs logits whose last dimension is contiguous; call .contiguous() first.")
+    return logits.shape[0]
+
+
+def _per_row(
+    name: str, value: float | Tensor, rows: int, dtype: torch.dtype, device: torch.device, least: float | None = None
+) -> Tensor:
+    """``value`` as a contiguous [rows] tensor. Tensors are not searched for bad values: that would stall a GPU."""
+    if not isinstance(value, Tensor):
+        if least is None:
+            raise ValueError(f"sample_tokens needs {name} as an int64 tensor of {rows} values, got {value!r}.")
+        if not least <= value < float("inf"):
+            raise ValueError(f"sample_tokens needs a finite {name} of at least {least}, got {value}.")
+        return torch.full((rows,), value, dtype=dtype, device=device)
+    if value.shape != (rows,) or value.device != device:
+        raise ValueError(
+            f"sample_tokens needs {name} of shape [{rows}] on {device}, got {list(value.shape)} on {value.device}."
+        )
+    if value.dtype.is_floating_point and not dtype.is_floating_point:
+        raise ValueError(f"sample_tokens needs an integer {name}, got {value.dtype}.")
+    return value.to(dtype).contiguous()

@@ -1,0 +1,122 @@
+"""Public entry of tree decode attention, and its custom op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from . import cpu, reference
+from .plan import DecodePlan
+
+_BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "cpu": cpu.tree_decode,
+    "reference": reference.tree_decode,
+}
+
+
+@torch.library.custom_op("rolltree::tree_decode_attention", mutates_args=())
+def tree_decode_op(
+    q: Tensor,  # [N, Hq, D]
+    k_pages: Tensor,  # [P, page, Hkv, D]
+    v_pages: Tensor,  # [P, page, Hkv, D]
+    page_indptr: Tensor,  # [K + 1] int32
+    page_ids: Tensor,  # [*] int32
+    node_offset: Tensor,  # [K] int32
+    node_length: Tensor,  # [K] int32
+    node_position: Tensor,  # [K] int32
+    row_begin: Tensor,  # [K] int32
+    row_end: Tensor,  # [K] int32
+    query_position: Tensor,  # [N] int32
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
+    plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
+    # Only the reference has float64; it exists for checks.
+    if q.dtype == torch.float64:
+        run = _BACKENDS["reference"]
+    else:
+        run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
+    return run(q, k_pages, v_pages, *plan, scale, window, softcap)
+
+
+@tree_decode_op.register_fake
+def _(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_indptr: Tensor,
+    page_ids: Tensor,
+    node_offset: Tensor,
+    node_length: Tensor,
+    node_position: Tensor,
+    row_begin: Tensor,
+    row_end: Tensor,
+    query_position: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
+
+
+def tree_decode_attention(
+    q: Tensor,  # [N, Hq, D]
+    k_pages: Tensor,  # [P, page, Hkv, D]
+    v_pages: Tensor,  # [P, page, Hkv, D]
+    plan: DecodePlan,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of query rows over the paged keys and values of their paths; shared nodes are read once.
+
+    Row i sees key x of node n iff ``row_begin[n] <= i < row_end[n]`` and ``position(x) <= query_position[i]``. So one
+    call serves decoding rows and prefill chunks (several consecutive rows of one sequence) alike; the keys and values
+    of the rows' own tokens are already in the pages. A row's result does not depend on the other rows.
+
+    Args:
+        q: queries [N, Hq, D], last dimension contiguous.
+        k_pages: keys [P, page, Hkv, D] in q's dtype; Hkv a divisor of Hq.
+        v_pages: values [P, page, Hkv, D].
+        plan: nodes and rows; its values are not checked.
+        scale: factor of the scores; ``D ** -0.5`` if None.
+        window: keys with ``query_position[i] - position(x) >= window`` are hidden too.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+
+    Returns:
+        out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores [N, Hq] in float32. A row that sees no
+        key gives 0 and -inf.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that do not fit together.
+    """
+    _check(q, k_pages, v_pages, plan)
+    if window is not None and window < 1:
+        raise ValueError(f"tree_decode_attention: window must be at least 1, not {window}; None means no window.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"tree_decode_attention: softcap must be positive, not {softcap}; None means no cap.")
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return tree_decode_op(q, k_pages, v_pages, **plan.tensors(), scale=scale, window=window, softcap=softcap)
+
+
+def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:
+    shapes = f"q {list(q.shape)}, k_pages {list(k_pages.shape)}, v_pages {list(v_pages.shape)}"
+    if q.dim() != 3 or k_pages.dim() != 4 or k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[2]:
+        raise ValueError(f"tree_decode_attention takes q [N, Hq, D] and pages [P, page, Hkv, D], not {shapes}.")
+    if k_pages.shape[2] == 0 or q.shape[1] % k_pages.shape[2]:
+        raise ValueError(f"tree_decode_attention: the query heads must be a multiple of the key heads, not {shapes}.")
+    if k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        raise ValueError(f"tree_decode_attention takes one dtype, not q {q.dtype} and pages {k_pages.dtype}.")
+    if plan.query_position.numel() != q.shape[0]:
+        raise ValueError(f"The plan has {plan.query_position.numel()} query positions, q has {q.shape[0]} rows.")
+    if not q.device == k_pages.device == v_pages.device == plan.page_ids.device:
+        raise ValueError("tree_decode_attention: q, the pages and the plan must be on one device.")
+    if any(x.stride(-1) != 1 for x in (q, k_pages, v_pages)):
+        raise ValueError("tree_decode_attention: the last dimension of q and of the pages must be contiguous.")

@@ -1,0 +1,41 @@
+"""What one step of decode attention reads: the pages of each node and the rows below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Nodes of the KV tree and the query rows that have them on their path; made once a step, used by every layer.
+
+    Rows are sorted depth-first, so the rows of a node are contiguous; nodes come parents first. A row is one query
+    token: a decoding sequence has one, a prefill chunk several consecutive ones. All tensors are contiguous int32 on
+    the device of the queries; K is the number of nodes, N of rows.
+    """
+
+    page_indptr: Tensor  # [K + 1] node n owns page_ids[page_indptr[n] : page_indptr[n + 1]]
+    page_ids: Tensor  # [*]
+    node_offset: Tensor  # [K] slots to skip in the node's first page
+    node_length: Tensor  # [K] keys of the node
+    node_position: Tensor  # [K] position of its first key
+    row_begin: Tensor  # [K] first row that has the node on its path
+    row_end: Tensor  # [K] one past the last
+    query_position: Tensor  # [N] a row sees keys at positions up to its own
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors().items():
+            if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise ValueError(f"DecodePlan.{name} must be a contiguous int32 vector, not {tensor.dtype}.")
+        nodes = self.node_length.numel()
+        for name in ("node_offset", "node_position", "row_begin", "row_end"):
+            if getattr(self, name).numel() != nodes:
+                raise ValueError(f"DecodePlan.{name} has {getattr(self, name).numel()} entries for {nodes} nodes.")
+        if self.page_indptr.numel() != nodes + 1:
+            raise ValueError(f"DecodePlan.page_indptr has {self.page_indptr.numel()} entries for {nodes} nodes.")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}

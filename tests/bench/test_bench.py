@@ -1,0 +1,165 @@
+"""The benchmark harness on made-up providers, and every real one's smallest case."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rolltree.bench import gpu
+from rolltree.bench.cli import OPS, load, main
+from rolltree.bench.runner import Bench, Calls, Case, UnsupportedError, run
+from rolltree.bench.schema import Context, Row, append, read
+from rolltree.bench.table import table
+from rolltree.bench.timing import interleaved, quantiles
+
+CPU = torch.device("cpu")
+
+
+def sleeper(milliseconds: float) -> Any:
+    def provider(inputs: object) -> Calls:
+        return {"forward": lambda: time.sleep(milliseconds / 1e3)}
+
+    return provider
+
+
+def absent(inputs: object) -> Calls:
+    import a_package_that_is_not_there  # type: ignore[import-not-found]
+
+    return a_package_that_is_not_there.calls()
+
+
+def refuses(inputs: object) -> Calls:
+    raise UnsupportedError("it needs a tide")
+
+
+def made_up() -> Bench:
+    def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+        yield from (Case("one", 1), Case("two", 2))
+
+    return Bench(
+        op="sleep",
+        cases=cases,
+        providers={"slow": sleeper(8), "fast": sleeper(2), "absent": absent, "refuses": refuses},
+        ceiling=sleeper(1),
+        speedup_over="slow",
+        speedup_ceiling=lambda inputs: 8.0,
+    )
+
+
+def test_rows_of_a_run() -> None:
+    said: list[str] = []
+    rows = list(run(made_up(), CPU, quick=True, say=said.append))
+    assert {(r.case, r.provider, r.metric) for r in rows} == {
+        (case, *rest)
+        for case in ("one", "two")
+        for rest in (("slow", "time_ms"), ("fast", "time_ms"), ("fast", "speedup"))
+    }
+    for row in rows:
+        assert row.p20 <= row.value <= row.p80
+        if row.metric == "speedup":
+            assert row.ceiling == 8.0
+            assert row.value > 1
+        else:
+            assert row.value >= (8 if row.provider == "slow" else 2)
+            assert row.ceiling is not None
+            assert 1 <= row.ceiling < row.value
+    assert [line for line in said if "absent" in line] == [
+        "sleep: absent is not installed (a_package_that_is_not_there)"
+    ]
+    assert sum("refuses does not run: it needs a tide" in line for line in said) == 2
+
+
+def test_rounds_are_interleaved_and_bounded() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    found = interleaved(calls, CPU, seconds=0.0)
+    assert {len(samples.ms) for samples in found.values()} == {3}
+    assert order[4:] == ["a", "b", "b", "a", "a", "b"], "two warm-up calls each, then rounds that rotate"
+    assert len(interleaved(calls, CPU, seconds=60.0, max_rounds=5)["a"].ms) == 5
+    assert quantiles([1.0, 2.0, 3.0, 4.0, 100.0])[1] == 3.0
+
+
+def row(**changes: Any) -> Row:
+    context = Context("a chip", {"torch": "2"}, "abc", "2026-01-01T00:00:00+00:00")
+    values: dict[str, Any] = dict(op="op", case="case", provider="us", direction="forward", metric="time_ms")
+    values |= dict(value=2.0, p20=1.0, p80=3.0, ceiling=1.5, **vars(context))
+    return Row(**(values | changes))
+
+
+def test_rows_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rows.jsonl"
+    append([row()], path)
+    append([row(ceiling=None)], path)
+    assert read(path) == [row(), row(ceiling=None)]
+    names = "op case provider direction metric value p20 p80 ceiling device versions commit time"
+    assert " ".join(json.loads(path.read_text().splitlines()[0])) == names
+    path.write_text(path.read_text() + '{"op": "half')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:3"):
+        read(path)
+
+
+def test_table() -> None:
+    text = table([row(), row(ceiling=None), row(metric="speedup", value=3.0, ceiling=4.0)])
+    assert [line.split()[-2:] for line in text.splitlines()[1:]] == [["75", "%"], ["-", "-"], ["75", "%"]]
+    assert "3 x" in text
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(OPS)
+    assert main(["no_such_op"]) == 2
+    assert "no_such_op" in capsys.readouterr().err
+    assert main(["--device", "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_provider_runs_its_first_case(op: str) -> None:
+    bench = load(op)
+    case = next(bench.cases(CPU, True))
+    ran = []
+    for name, provider in {**bench.providers, "ceiling": bench.ceiling}.items():
+        if provider is None:
+            continue
+        try:
+            for call in provider(case.inputs).values():
+                call()
+            ran.append(name)
+        except (ImportError, UnsupportedError):
+            assert not name.startswith(("rolltree", "torch,", "sdpa", "flat"))
+    assert any(name.startswith("rolltree") for name in ran)
+    assert len(ran) >= 2
+
+
+def test_tree_step_computes_the_same_loss_both_ways() -> None:
+    """Both sides do the same work: after one step from the same weights, the weights agree."""
+    bench = load("tree_step")
+    inputs = next(bench.cases(CPU, True)).inputs
+    small = type(inputs)(inputs.model, inputs.prompt[:40], inputs.responses[:3, :20].contiguous(), inputs.advantage[:3])
+    changed = []
+    for provider in bench.providers.values():
+        step = provider(small)["step"]
+        (model,) = {cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "parameters")}
+        before = [p.detach().clone() for p in model.parameters()]
+        step()
+        changed.append(torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]))
+    agreement = torch.nn.functional.cosine_similarity(changed[0], changed[1], dim=0)
+    assert agreement > 0.99, f"AdamW's first step is the gradient's sign; cosine {float(agreement):.4f}"
+
+
+def test_gpu_parts_exist() -> None:
+    parts = gpu.test_parts()
+    assert "test:kernels/test_sampling.py" in parts
+    assert parts["test:gpu/test_kernels_gpu.py"][-2:] == ["-m", "gpu"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err

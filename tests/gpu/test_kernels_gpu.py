@@ -1,0 +1,123 @@
+"""The ops at sizes of real models, on a GPU: each backend against float64 or the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rolltree.kernels import (
+    Objective,
+    PolicyFields,
+    linear_logprob,
+    policy_loss,
+    sample_tokens,
+    tree_attention,
+    use_backend,
+)
+
+from ..kernels.trees import ancestors_mask, random_trees
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("vocab", [50257, 151669])
+def test_linear_logprob(vocab: int) -> None:
+    """Errors of value and gradients at most twice those of plain bf16 PyTorch."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    rows, width = 1027, 512
+    hidden = torch.randn(rows, width, generator=generator, device=CUDA).bfloat16()
+    weight = (torch.randn(vocab, width, generator=generator, device=CUDA) / 16).bfloat16()
+    target = torch.randint(vocab, (rows,), generator=generator, device=CUDA)
+    upstream = torch.randn(rows, generator=generator, device=CUDA)
+
+    def gradients(value: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        return [value, *torch.autograd.grad(value, inputs, upstream.to(value.dtype))]
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        logprob = (inputs[0] @ inputs[1].T).log_softmax(-1).gather(1, target[:, None])[:, 0]
+        return gradients(logprob, inputs)
+
+    inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found = gradients(linear_logprob(*inputs, target).logprob, inputs)
+    for ours, theirs, exact in zip(found, plain(torch.bfloat16), plain(torch.float64), strict=True):
+        assert relative(ours, exact) <= 2 * relative(theirs, exact)
+
+
+def test_policy_loss() -> None:
+    generator = torch.Generator(CUDA).manual_seed(0)
+    tokens = 1 << 20
+    logprob = -torch.rand(tokens, generator=generator, device=CUDA) * 3
+    old = logprob + 0.3 * torch.randn(tokens, generator=generator, device=CUDA)
+    advantage = torch.randn(tokens, generator=generator, device=CUDA)
+
+    def gradient(backend: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = logprob.to(dtype).requires_grad_()
+        fields = PolicyFields.flat(advantage.to(dtype), old_logprob=old.to(dtype))
+        with use_backend(backend):  # type: ignore[arg-type]
+            loss = policy_loss(x, fields, Objective(), normalizer=tokens).loss
+        return loss, torch.autograd.grad(loss, x)[0]
+
+    loss, slope = gradient("triton", torch.float32)
+    exact_loss, exact_slope = gradient("reference", torch.float64)
+    torch.testing.assert_close(loss.double(), exact_loss.double(), rtol=1e-5, atol=1e-7)
+    assert relative(slope, exact_slope) < 1e-5
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(3001, (16, 8), 128), (1500, (8, 2), 64), (777, (4, 4), 256)])
+def test_tree_attention(tokens: int, heads: tuple[int, int], dim: int) -> None:
+    end, _, parents = random_trees(tokens, seed=1)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    shapes = [(tokens, heads[0], dim), (tokens, heads[1], dim), (tokens, heads[1], dim)]
+    inputs = [torch.randn(shape, generator=generator, device=CUDA).bfloat16() for shape in shapes]
+    upstream = torch.randn(shapes[0], generator=generator, device=CUDA).bfloat16()
+    mask = ancestors_mask(parents).to(CUDA)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        q, k, v = (x.transpose(0, 1) for x in leaves)
+        k, v = (x.repeat_interleave(heads[0] // heads[1], 0) for x in (k, v))
+        scores = (q @ k.transpose(1, 2) * dim**-0.5).masked_fill(~mask, -torch.inf)
+        out = (scores.softmax(-1) @ v).transpose(0, 1)
+        return [out, *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = tree_attention(*leaves, end.to(CUDA))
+    found = [out, *torch.autograd.grad(out, leaves, upstream)]
+    for ours, theirs, exact in zip(found, plain(torch.bfloat16), plain(torch.float64), strict=True):
+        assert relative(ours, exact) <= 2 * relative(theirs, exact)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05}])
+def test_sample_tokens(filters: dict[str, float]) -> None:
+    """The GPU draws the very tokens that the definition draws on the CPU."""
+    rows, vocab = 64, 151669
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    seed = torch.arange(rows)
+    with use_backend("reference"):
+        expected = sample_tokens(logits, temperature=0.9, seed=seed, step=seed * 7, **filters)  # type: ignore[arg-type]
+    on_gpu = seed.to(CUDA)
+    found = sample_tokens(logits.to(CUDA), temperature=0.9, seed=on_gpu, step=on_gpu * 7, **filters)  # type: ignore[arg-type]
+    assert torch.equal(found.token.cpu(), expected.token)
+    for name in ("logprob", "raw_logprob", "entropy"):
+        torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+
+def test_sampling_waits_for_nothing() -> None:
+    """No call of a decode step's draw makes the host wait for the device."""
+    logits = torch.randn(16, 4099, device=CUDA)
+    seed = torch.arange(16, device=CUDA)
+    sample_tokens(logits, temperature=1.0, top_p=0.9, seed=seed, step=seed)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sample_tokens(logits, temperature=1.0, top_p=0.9, seed=seed, step=seed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
