@@ -206,7 +206,10 @@ void softmax_gradient(const Tile<T>& tile, int64_t i, const T* z, T lse, T corre
     const Vec<T> p = none ? Vec<T>{} : exponential(logp);
     Vec<T> value = p * (c - b * logp + q * p) * inverse;
     if (untanh != 0) value *= 1 - (v * untanh) * (v * untanh);
-    std::memcpy(g + j, &value, n * sizeof(T));
+    if (n == kLanes<T>)
+      std::memcpy(g + j, &value, sizeof value);  // of constant size: one store
+    else
+      std::memcpy(g + j, &value, n * sizeof(T));
   }
 }
 

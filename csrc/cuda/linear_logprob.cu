@@ -20,6 +20,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace {
 
@@ -301,13 +302,17 @@ void logit_gradient(
     with_type(out, [&](auto zero) {
       using In = decltype(in);
       using Out = decltype(zero);
-      gradient_kernel<In, Out><<<static_cast<unsigned>(rows), kThreads, 0, current_stream(logits)>>>(
-          static_cast<const In*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
-          static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
-          static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target),
-          data_or_null<float>(logsumexp), data_or_null<float>(correction), data_or_null<float>(grad_logprob),
-          data_or_null<float>(constant), data_or_null<float>(per_log), data_or_null<float>(per_p),
-          static_cast<Out*>(out.data_ptr()));
+      if constexpr (std::is_same_v<In, Out> || std::is_same_v<In, float>) {
+        gradient_kernel<In, Out><<<static_cast<unsigned>(rows), kThreads, 0, current_stream(logits)>>>(
+            static_cast<const In*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
+            static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
+            static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target),
+            data_or_null<float>(logsumexp), data_or_null<float>(correction), data_or_null<float>(grad_logprob),
+            data_or_null<float>(constant), data_or_null<float>(per_log), data_or_null<float>(per_p),
+            static_cast<Out*>(out.data_ptr()));
+      } else {
+        STD_TORCH_CHECK(false, "half-precision logits have a gradient of their own dtype");
+      }
     });
   });
   check_launch();

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels import dispatch, linear_logprob, use_backend
+from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.linear_logprob import LogprobOutput, api, chunked
 
 HAS_GPU = torch.cuda.is_available()
@@ -93,7 +94,7 @@ def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]
     return {n: ((got[n].double() - e).abs().max() / e.abs().max().clamp(min=1e-30)).item() for n, e in exact.items()}
 
 
-def compare(backend: str, given: Inputs, floor: float = 1e-6) -> None:
+def compare(backend: Backend, given: Inputs, floor: float = 1e-6) -> None:
     """``err(backend) <= 2 x err(plain PyTorch of the same dtype)``, and never worse than a few fp32 roundings."""
     exact = run(plain, given, torch.float64)
     usual = errors(run(plain, given), exact)
@@ -122,18 +123,18 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_against_fp64(backend: str, case: str) -> None:
+def test_against_fp64(backend: Backend, case: str) -> None:
     compare(backend, CASES[case])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_precision(backend: str, dtype: torch.dtype) -> None:
+def test_half_precision(backend: Backend, dtype: torch.dtype) -> None:
     compare(backend, inputs(40, 32, 129, M=90, dtype=dtype, bias=True, temperature="rows"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_are_never_rounded_to_half_precision(backend: str) -> None:
+def test_logits_are_never_rounded_to_half_precision(backend: Backend) -> None:
     given = inputs(40, 32, 129, dtype=torch.bfloat16)
     exact, fp32 = run(plain, given, torch.float64), run(plain, given, torch.float32)
     with use_backend(backend):
@@ -143,13 +144,13 @@ def test_logits_are_never_rounded_to_half_precision(backend: str) -> None:
 
 @pytest.mark.parametrize("V", [50257, 151669])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_odd_vocabularies(backend: str, V: int) -> None:
+def test_odd_vocabularies(backend: Backend, V: int) -> None:
     compare(backend, inputs(2 if backend == "triton" and not HAS_GPU else 5, 8, V, M=9), floor=2e-6)
 
 
 @pytest.mark.parametrize("offset", [-200.0, -3000.0, 500.0])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_far_from_zero(backend: str, offset: float) -> None:
+def test_logits_far_from_zero(backend: Backend, offset: float) -> None:
     """A maximum that starts at 0, or a log-sum-exp kept in plain fp32, fails here."""
     given = inputs(9, 16, 4500)
     given["bias"] = torch.full((4500,), offset, device=DEVICE)
@@ -157,7 +158,7 @@ def test_logits_far_from_zero(backend: str, offset: float) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forbidden_tokens(backend: str) -> None:
+def test_forbidden_tokens(backend: Backend) -> None:
     """Logits of -inf and of the lowest fp32 number: probability zero, no NaN, whether they come first or last."""
     given = inputs(6, 16, 9000)
     given["target"].fill_(5000)
@@ -175,7 +176,7 @@ def test_forbidden_tokens(backend: str) -> None:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bad_row_stays_alone(backend: str, poison: float) -> None:
+def test_a_bad_row_stays_alone(backend: Backend, poison: float) -> None:
     given = inputs(7, 16, 65)
     bad = given | {"hidden": given["hidden"].clone()}
     bad["hidden"][3] = poison
@@ -190,7 +191,7 @@ def test_a_bad_row_stays_alone(backend: str, poison: float) -> None:
 
 
 @pytest.mark.parametrize("backend", ROW_KERNELS)
-def test_rows_without_gradient_are_zero_whatever_their_logits(backend: str) -> None:
+def test_rows_without_gradient_are_zero_whatever_their_logits(backend: Backend) -> None:
     rows = api._row_kernels(backend)
     logits, nothing = torch.full((1, 40), torch.nan, device=DEVICE), torch.zeros(0, device=DEVICE)
     zero, out = torch.zeros(1, device=DEVICE), torch.empty_like(logits)
@@ -200,7 +201,7 @@ def test_rows_without_gradient_are_zero_whatever_their_logits(backend: str) -> N
 
 
 @pytest.mark.parametrize("backend", ROW_KERNELS)
-def test_row_kernels_do_not_see_the_batch(backend: str) -> None:
+def test_row_kernels_do_not_see_the_batch(backend: Backend) -> None:
     """Bitwise: a row's statistics and gradient are the same alone, permuted, and among other rows."""
     rows, C, V = api._row_kernels(backend), 6, 4500
     g = torch.Generator().manual_seed(3)
@@ -226,7 +227,7 @@ def test_row_kernels_do_not_see_the_batch(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_order_of_pairs_does_not_matter(backend: str) -> None:
+def test_order_of_pairs_does_not_matter(backend: Backend) -> None:
     given = inputs(11, 16, 65, M=50)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     shuffled = given | {"row": given["row"][order], "target": given["target"][order]}
@@ -235,7 +236,7 @@ def test_order_of_pairs_does_not_matter(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ROW_KERNELS)
-def test_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(23, 16, 131, M=60, bias=True, temperature="rows")
     with use_backend(backend):
         whole = run(fused, given)
@@ -259,7 +260,7 @@ def test_the_tile_fits_its_budget(device: str, V: int, N: int) -> None:
 
 @pytest.mark.parametrize(("N", "M"), [(0, 0), (5, 0), (0, None)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_empty(backend: str, N: int, M: int | None) -> None:
+def test_empty(backend: Backend, N: int, M: int | None) -> None:
     with use_backend(backend):
         got = run(fused, inputs(N, 8, 33, M=M) if N else inputs(0, 8, 33))
     assert got["logprob"].shape == (0,)
@@ -269,7 +270,7 @@ def test_empty(backend: str, N: int, M: int | None) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_gradcheck(backend: str) -> None:
+def test_gradcheck(backend: Backend) -> None:
     if reason := dispatch._unusable(backend, torch.device("cpu")):
         pytest.skip(reason)
     g = torch.Generator().manual_seed(5)
@@ -285,12 +286,12 @@ def test_gradcheck(backend: str) -> None:
         assert out.sum_p2 is not None
         return out.logprob, out.logsumexp, out.entropy, out.sum_p2
 
-    with use_backend(backend):  # type: ignore[arg-type]
+    with use_backend(backend):
         assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in (hidden, weight, bias)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_frozen_head_and_frozen_body(backend: str) -> None:
+def test_frozen_head_and_frozen_body(backend: Backend) -> None:
     given = inputs(9, 16, 65)
     full = run(fused, given)
     with use_backend(backend):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields, dispatch, policy_loss, use_backend
+from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.policy_loss import PRESETS, aggregation_weight, api, reference
 
 HAS_GPU = torch.cuda.is_available()
@@ -141,7 +142,7 @@ NORMALIZER = {
 }
 
 
-def check(backend: str, objective: Objective, token_loss: Callable[[dict[str, Tensor], Tensor], Tensor]) -> None:
+def check(backend: Backend, objective: Objective, token_loss: Callable[[dict[str, Tensor], Tensor], Tensor]) -> None:
     """Loss and gradients equal those of ``token_loss`` aggregated by hand; in fp64 where the backend has it."""
     dtype = torch.float32 if backend == "triton" else torch.float64
     for seed, spread in ((0, 0.3), (1, 1.5)):
@@ -152,7 +153,7 @@ def check(backend: str, objective: Objective, token_loss: Callable[[dict[str, Te
 
         b = batch(dtype, seed, spread)
         lp, h = b["logprob"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
-        with use_backend(backend):  # type: ignore[arg-type]
+        with use_backend(backend):
             out = policy_loss(lp, flat(b), objective, normalizer=NORMALIZER[objective.aggregation], entropy=h)
             got = (out.loss, *torch.autograd.grad(out.loss, (lp, h), allow_unused=True, materialize_grads=True))
         tolerance = 1e-9 if dtype == torch.float64 else 2e-5
@@ -162,7 +163,7 @@ def check(backend: str, objective: Objective, token_loss: Callable[[dict[str, Te
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_presets(backend: str, name: str) -> None:
+def test_presets(backend: Backend, name: str) -> None:
     objective = Objective.preset(name)
     assert objective.aggregation == AGGREGATION[name]
     assert objective.kl_coef == objective.entropy_coef == 0
@@ -178,7 +179,7 @@ def test_aggregations(name: str, kind: Any) -> None:
 @pytest.mark.parametrize("estimator", PENALTY)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
-def test_kl_and_entropy(name: str, backend: str, estimator: Any) -> None:
+def test_kl_and_entropy(name: str, backend: Backend, estimator: Any) -> None:
     objective = Objective.preset(name, kl=estimator, kl_coef=0.3, entropy_coef=0.1)
 
     def token_loss(b: dict[str, Tensor], lp: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def test_kl_and_entropy(name: str, backend: str, estimator: Any) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "dual_clip", "cispo", "sapo", "reinforce", "on_policy_pg"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_truncated_importance_sampling(backend: str, name: str) -> None:
+def test_truncated_importance_sampling(backend: Backend, name: str) -> None:
     objective = Objective.preset(name, mismatch="truncate", mismatch_cap=1.3, kl_coef=0.1)
 
     def token_loss(b: dict[str, Tensor], lp: Tensor) -> Tensor:
@@ -341,16 +342,16 @@ def test_path_sums_and_their_adjoint() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_masked_pairs_may_hold_anything(backend: str, name: str) -> None:
+def test_masked_pairs_may_hold_anything(backend: Backend, name: str) -> None:
     b = batch(torch.float32)
     options = {} if name == "gspo" else {"mismatch": "truncate"}
     objective = Objective.preset(name, kl_coef=0.1, entropy_coef=0.1, **options)
-    results = []
+    results: list[Any] = []
     for junk in (0.0, torch.nan, -torch.inf):
         per_token = ("logprob", "old", "ref", "behaviour", "entropy")
         c = b | {n: b[n].masked_fill(~b["mask"], junk) for n in per_token}
         lp, h = c["logprob"].requires_grad_(), c["entropy"].requires_grad_()
-        with use_backend(backend):  # type: ignore[arg-type]
+        with use_backend(backend):
             out = policy_loss(lp, flat(c), objective, normalizer=11.0, entropy=h)
         results.append((out.loss.detach(), *torch.autograd.grad(out.loss, (lp, h)), out.metrics))
     assert all(torch.stack([g[~b["mask"]].abs().max() for r in results for g in r[1:3]]) == 0)
@@ -361,7 +362,7 @@ def test_masked_pairs_may_hold_anything(backend: str, name: str) -> None:
 @pytest.mark.parametrize("normalizer", [0.0, 5.0])
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_learn_from_is_a_differentiable_zero(backend: str, name: str, normalizer: float) -> None:
+def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend, name: str, normalizer: float) -> None:
     b = batch(torch.float32)
     objective = Objective.preset(name, kl_coef=0.1)
     masked = flat(b, mask=torch.zeros_like(b["mask"]))
@@ -371,7 +372,7 @@ def test_nothing_to_learn_from_is_a_differentiable_zero(backend: str, name: str,
     )
     for logprob, fields in ((b["logprob"], masked), (nothing, none)):
         lp = logprob.clone().requires_grad_()
-        with use_backend(backend):  # type: ignore[arg-type]
+        with use_backend(backend):
             out = policy_loss(lp, fields, objective, normalizer=normalizer)
         out.loss.backward()
         assert out.loss == 0
@@ -381,12 +382,12 @@ def test_nothing_to_learn_from_is_a_differentiable_zero(backend: str, name: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_micro_batches_add_up(backend: str) -> None:
+def test_micro_batches_add_up(backend: Backend) -> None:
     """Elementwise gradients are the same bits however the batch is cut; loss and metrics add up."""
     b = batch(torch.float32, spread=0.8)
     fields, objective = flat(b), Objective.preset("dapo", kl_coef=0.1)
     lp = b["logprob"].requires_grad_()
-    with use_backend(backend):  # type: ignore[arg-type]
+    with use_backend(backend):
         whole = policy_loss(lp, fields, objective, normalizer=26.0)
         grad = torch.autograd.grad(whole.loss, lp)[0]
         parts = []
@@ -425,10 +426,11 @@ def test_triton_equals_reference(name: str) -> None:
         mask=torch.rand(M, generator=g).to(DEVICE) < 0.9,
         cu_seqlens=torch.arange(51, device=DEVICE) * 50,
     )
-    results = []
-    for backend in ("reference", "triton"):
+    results: list[Any] = []
+    backends: tuple[Backend, ...] = ("reference", "triton")
+    for backend in backends:
         x, h = lp.clone().requires_grad_(), entropy.clone().requires_grad_()
-        with use_backend(backend):  # type: ignore[arg-type]
+        with use_backend(backend):
             out = policy_loss(x, fields, objective, normalizer=100.0, entropy=h)
         results.append((out.loss.detach(), out.metrics, torch.autograd.grad(out.loss, (x, h))))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
