@@ -1,13 +1,14 @@
 """RewardPool: verifiers in processes of their own, because a verifier may hang, crash or take the interpreter with it.
 
-Items go to the workers in batches, and each answer comes back by itself, so the pool always knows which item a worker is at. A
-worker that gives no answer for ``timeout_s`` is killed, the item's result is ``timeout``, and the rest of its batch goes
-back to the queue for others; likewise when a worker dies. Order is kept, and results do not depend on which worker
-computed them. Workers are started by ``exec``, not ``fork``: torch's threads and memory stay out of them.
+Items go to the workers in batches, and each answer comes back by itself, so the pool always knows which item a worker
+is at. A worker that gives no answer for ``timeout_s`` is killed, the item's result is ``timeout``, and the rest of its
+batch goes back to the queue for others; likewise when a worker dies. Order is kept, and results do not depend on which
+worker computed them. Workers are started by ``exec``, not ``fork``: torch's threads and memory stay out of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import subprocess
@@ -116,14 +117,15 @@ class RewardPool:
         answered = connection.wait([worker.connection for worker in self._workers], max(0.0, min(wait, START_S)))
         now = time.monotonic()
         for index, worker in enumerate(self._workers):
-            failure = None
+            failure, asked = None, len(worker.pending)
             if worker.connection in answered:
                 try:
-                    settled += self._answers(worker, results)
+                    self._take(worker, results)
                 except (EOFError, OSError):
                     failure = "died"
             elif now > worker.deadline:
                 failure = "timeout"
+            settled += asked - len(worker.pending)  # also what a worker answered before it died
             if failure is None:
                 continue
             if not worker.ready:
@@ -137,21 +139,22 @@ class RewardPool:
             self._workers[index] = _Worker(self._setup)
         return settled
 
-    def _answers(self, worker: _Worker, results: list[RewardResult | None]) -> int:
-        """Take what a worker has sent."""
+    def _take(self, worker: _Worker, results: list[RewardResult | None]) -> None:
+        """Take what a worker has sent.
+
+        Raises:
+            EOFError, OSError: the worker died, at the first of its pending items.
+        """
         if not worker.ready:
             self._started(worker)
-            return 0
-        settled = 0
+            return
+        if not worker.pending:
+            raise EOFError  # readable with nothing asked of it: it hung up
         while worker.pending and worker.connection.poll():
             value, reason = json.loads(worker.connection.recv_bytes())
             results[worker.pending[0]] = RewardResult(value, reason)
             worker.pending = worker.pending[1:]
-            settled += 1
         worker.set_deadline(self._config.timeout_s)
-        if not settled:
-            raise EOFError  # readable with nothing asked of it: the worker hung up
-        return settled
 
     def _started(self, worker: _Worker) -> None:
         try:
@@ -187,10 +190,8 @@ class _Worker:
     def give(self, batch: range, items: Sequence[RewardItem]) -> None:
         self.pending = batch
         self.set_deadline(self.setup["timeout_s"])
-        try:
+        with contextlib.suppress(OSError):  # it died; the next wait finds the connection closed
             self.connection.send([(items[i].response_text, items[i].entry) for i in batch])
-        except OSError:
-            pass  # it died; the next wait finds the connection closed
 
     def set_deadline(self, timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s if self.pending else math.inf

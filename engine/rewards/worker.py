@@ -1,11 +1,12 @@
 """One verifier process. Run as a script, so that it imports neither torch nor the rest of rolltree.
 
 It talks to :class:`RewardPool` over the socket whose number is its only argument. First comes a *setup* message
-``{verifier, tasks, timeout_s}``, answered by ``["ready"]`` or ``["broken", why]``; then lists of ``(response text, entry)``,
-each item answered in order by ``[value, reason]``. Answers are JSON: nothing that user code returns is unpickled.
+``{verifier, tasks, timeout_s}``, answered by ``["ready"]`` or ``["broken", why]``; then lists of
+``(response text, entry)``, each item answered in order by ``[value, reason]``. Answers are JSON: nothing that user code
+returns is unpickled.
 
-The process never outlives its parent for long: a thread that reads the socket ends it at once when the parent is gone, and
-while a verifier runs, faulthandler's timer, which needs no interpreter lock, ends it a little after the time limit.
+The process never outlives its parent for long: a thread that reads the socket ends it at once when the parent is gone,
+and while a verifier runs, faulthandler's timer, which needs no interpreter lock, ends it a little after the time limit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -78,7 +80,7 @@ def _send(connection: Connection, message: list[Any]) -> None:
         os._exit(0)
 
 
-# -- verifiers -----------------------------------------------------------------------------------------------------------
+# -- verifiers ---------------------------------------------------------------------------------------------------------
 
 
 def load_verifier(name: str, tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
@@ -132,7 +134,8 @@ def _user_verifier(name: str) -> Verifier:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
@@ -143,40 +146,31 @@ def _user_verifier(name: str) -> Verifier:
     return verify  # type: ignore[no-any-return]
 
 
-# -- the answer in a response -----------------------------------------------------------------------------------------------
+# -- the answer in a response ------------------------------------------------------------------------------------------
+
+
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LINE = re.compile(r"(?:Answer:|####)\s*(.*?)(?=</answer>|\n|$)")
 
 
 def extract_answer(text: str) -> str | None:
     r"""The answer a response marks as final; None if it marks none.
 
-    The last of these marks counts: ``<answer>...</answer>``, ``\boxed{...}`` (braces balanced), and the line that follows
-    ``Answer:`` or ``####``. An ``<answer>`` or ``\boxed{`` that is never closed marks nothing.
+    The last of these marks counts: ``<answer>...</answer>``, ``\boxed{...}`` (braces balanced), and the line that
+    follows ``Answer:`` or ``####``. An ``<answer>`` or ``\boxed{`` that is never closed marks nothing.
     """
-    starts = {mark: text.rfind(mark) for mark in ("<answer>", "\\boxed{", "Answer:", "####")}
-    for mark, start in sorted(starts.items(), key=lambda item: -item[1]):
-        if start < 0:
-            return None
-        rest = text[start + len(mark) :]
-        if mark == "<answer>":
-            answer, closed, _ = rest.partition("</answer>")
-            if not closed:
-                continue
-        elif mark == "\\boxed{":
-            end = _closing_brace(rest)
-            if end < 0:
-                continue
-            answer = rest[:end]
-        else:
-            answer = rest.strip().partition("\n")[0]
-        return answer.strip()
-    return None
+    found = [(match.start(), match[1]) for pattern in (TAGGED, LINE) for match in pattern.finditer(text)]
+    for match in re.finditer(r"\\boxed\{", text):
+        if (end := _closing_brace(text, match.end())) >= 0:
+            found.append((match.start(), text[match.end() : end]))
+    return max(found)[1].strip() if found else None
 
 
-def _closing_brace(text: str) -> int:
-    """Index of the brace that closes one opened before ``text``; -1 if none does."""
+def _closing_brace(text: str, start: int) -> int:
+    """Index of the brace that closes one opened before ``start``; -1 if none does."""
     depth = 1
-    for index, char in enumerate(text):
-        depth += (char == "{") - (char == "}")
+    for index in range(start, len(text)):
+        depth += (text[index] == "{") - (text[index] == "}")
         if depth == 0:
             return index
     return -1
