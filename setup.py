@@ -139,7 +139,18 @@ class NativeParts(build_ext):
         sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
         objects = [temp / f"{s.stem}.o" for s in sources]
         compile_all([[nvcc, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
-        run([nvcc, "-shared", "-cudart=shared", *map(str, objects), "-o", str(target.with_name("_cuda.so")), *libs])
+        run(
+            [
+                nvcc,
+                "-shared",
+                "-cudart=shared",
+                "-Xlinker=--no-as-needed",
+                *map(str, objects),
+                "-o",
+                str(target.with_name("_cuda.so")),
+                *libs,
+            ]
+        )
 
     @staticmethod
     def compile_and_link(sources: list[Path], flags: list[str], libs: list[str], target: Path, temp: Path) -> None:

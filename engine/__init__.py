@@ -1,24 +1,35 @@
 """rolltree.engine: trees of rollouts, from the sampler to the optimiser."""
 
 from .batch import TreeBatch, pack
+from .config import TrainConfig, load_config
 from .errors import RunError, UserError
 from .integrations.transformers import register as _register
 from .model import batch_logprob, batch_loss, load_model, load_tokenizer
+from .orchestrator import Orchestrator
+from .rollout import EngineConfig, NativeEngine, SamplingParams
+from .trainer import Trainer
 from .tree import LeafStatus, Origin, Segment, Sequence, TokenTree
 
 _register()
 
 __all__ = [
+    "EngineConfig",
     "LeafStatus",
+    "NativeEngine",
+    "Orchestrator",
     "Origin",
     "RunError",
+    "SamplingParams",
     "Segment",
     "Sequence",
     "TokenTree",
+    "TrainConfig",
+    "Trainer",
     "TreeBatch",
     "UserError",
     "batch_logprob",
     "batch_loss",
+    "load_config",
     "load_model",
     "load_tokenizer",
     "pack",

@@ -8,13 +8,12 @@ not know about tokens.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from .errors import UserError
+from .functions import import_function
 from .tree import Array, TokenTree
 
 EPS = 1e-6
@@ -118,26 +117,11 @@ def find_advantage(name: str) -> Advantage:
     """
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    file, colon, function = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         raise UserError(
             f"algorithm.advantage = '{name}' is not known; use one of {', '.join(ADVANTAGES)}, or file.py:function."
         )
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"algorithm.advantage = '{name}': there is no file '{path}'; give the path of a Python file.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"algorithm.advantage = '{name}': '{path}' is not a Python file; give one ending in .py.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
-        raise UserError(f"algorithm.advantage = '{name}': '{path}' cannot be imported ({error!r}).") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise UserError(f"algorithm.advantage = '{name}': '{path}' defines no function '{function}'.")
-    return _checked(found, name)
+    return _checked(import_function(name), name)
 
 
 def _checked(function: Advantage, name: str) -> Advantage:

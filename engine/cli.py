@@ -117,7 +117,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
             f"Report: {summary.report}",
             f"Model:  {summary.export} (a Hugging Face directory)",
             f"Next:   rolltree rollout {args.config} --model.path {summary.export}   to see what it answers,",
-            f"        rolltree train {args.config} --name {_next_name(config)} --seed {config.seed + 1}   for another seed.",
+            f"        rolltree train {args.config} --name {_next_name(config)} --seed {config.seed + 1}   for another seed",
         ]
         console.finish(lines)
     return 0

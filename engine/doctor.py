@@ -55,7 +55,6 @@ REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
     ("triton", (3, 6), (3, 10)),
     ("transformers", (5, 16), (5, 20)),
     ("numpy", (1, 26), None),
-    ("numba", (0, 61), None),
     ("pyarrow", (17,), None),
 )
 """Package, first supported version, first one that is not; the ranges of pyproject.toml."""

@@ -39,7 +39,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     taken = "exists: the run would need --resume or another name" if config.run_dir.exists() else "would be made"
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
-    yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
+    found = ", ".join(compiled) or "none, see `rolltree doctor`"
+    yield f"device             {device}; compiled backends: {found}"
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
@@ -63,9 +64,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
 
 
 def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
-    if path.exists():
-        check_model_dir(path)
-    elif str(path).count("/") != 1:
+    if path.exists() or str(path).count("/") != 1:
         check_model_dir(path)
     else:
         yield f"model              {path} from the hub, fetched when the run starts"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,33 +11,10 @@ from rolltree.kernels import Objective
 
 from .config import RolloutConfig, TrainConfig
 from .errors import UserError
+from .functions import import_function
 from .model import load_model, load_tokenizer
 from .programs import RolloutProgram, make_program
 from .rollout import EngineConfig, NativeEngine, SamplingParams
-
-
-def import_function(reference: str) -> Callable[..., Any]:
-    """The function named by `file.py:function`.
-
-    Raises:
-        UserError: there is no such file or function, or the file cannot be run.
-    """
-    file, _, name = reference.rpartition(":")
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"There is no file '{file}', named in '{reference}'; give file.py:function.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"'{file}' cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"'{file}' defines no function '{name}', named in '{reference}'.")
-    return function
 
 
 def choose_device(name: str) -> torch.device:

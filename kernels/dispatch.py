@@ -22,7 +22,7 @@ import torch
 Backend = Literal["cuda", "triton", "cpu", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("cuda", "triton", "reference"),
+    "cuda": ("triton", "cuda", "reference"),
     "cpu": ("cpu", "reference"),
 }
 
@@ -111,7 +111,11 @@ def load_library(name: str) -> bool:
         best = next((i for i, level in enumerate(levels) if isa.startswith(level)), len(levels) - 1)
         candidates = [here / f"_cpu_{level}.so" for level in levels[best:]]
     for library in filter(Path.exists, candidates):
-        torch.ops.load_library(str(library))
+        try:
+            torch.ops.load_library(str(library))
+        except OSError as error:
+            log_once(f"{library.name} was built but cannot be loaded ({error}); rebuild it beside this torch.")
+            return False
         return True
     return False
 

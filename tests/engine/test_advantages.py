@@ -125,7 +125,7 @@ def test_function_of_a_file(tmp_path):
         find_advantage(f"{file}:wrong")(tree)
     with pytest.raises(UserError, match="defines no function 'triple'"):
         find_advantage(f"{file}:triple")
-    with pytest.raises(UserError, match="there is no file"):
+    with pytest.raises(UserError, match="There is no file"):
         find_advantage(f"{tmp_path}/other.py:double")
     file.write_text("import nothing_of_that_name\n")
     with pytest.raises(UserError, match="cannot be imported"):
