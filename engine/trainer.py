@@ -29,6 +29,7 @@ class Trainer:
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         self.model = model
         self.config = config
+        self.lr_scale = 1.0  # multiplies the learning rate: for schedules
         self.updates = 0  # optimiser steps taken
         self.bad_steps = 0  # non-finite ones since the last good one
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -118,7 +119,7 @@ class Trainer:
 
     def _lr(self) -> float:
         warmup = self.config.lr_warmup_steps
-        return self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
+        return self.lr_scale * self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
 
     def _gather_gradients(self) -> None:
         for (_, parameter), master in zip(self._named, self._masters, strict=True):

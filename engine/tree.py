@@ -285,7 +285,10 @@ class TokenTree:
         version = _per_token("policy_version", per_response, lengths, policy_version if one else 0, np.int32)
         flat = np.concatenate([*ids, np.zeros(0, np.int32)])
 
-        parents, spans, leaf_nodes = _prefix_tree(_token_keys(flat, logprob, version, mask), lengths)
+        if count == 1:
+            parents, spans, leaf_nodes = [-1, 0], [(0, len(flat))], [1]
+        else:
+            parents, spans, leaf_nodes = _prefix_tree(_token_keys(flat, logprob, version, mask), lengths)
         segments = [Segment.prompt(np.asarray(prompt, np.int32))]
         for begin, end in spans:
             segments.append(

@@ -192,9 +192,9 @@ void statistics(const Tile<T>& tile, T* logprob, T* logsumexp, T* correction, T*
   });
 }
 
-// g = p (coefficient - b (log p + H)) / T by dz/du: the softmax part of the gradient. `z` may be `g`.
+// g = p (c - b log p + q p) dz/du: the softmax part of the gradient. `z` may be `g`.
 template <class T>
-void softmax_gradient(const Tile<T>& tile, int64_t i, const T* z, T lse, T correction, T coefficient, T b, T H, T* g) {
+void softmax_gradient(const Tile<T>& tile, int64_t i, const T* z, T lse, T correction, T c, T b, T q, T* g) {
   const T inverse = tile.inverse_temperature(i);
   const T untanh = tile.softcap != 0 ? 1 / (inverse * tile.softcap) : 0;
   for (int64_t j = 0; j < tile.width; j += kLanes<T>) {
@@ -204,16 +204,19 @@ void softmax_gradient(const Tile<T>& tile, int64_t i, const T* z, T lse, T corre
     const auto none = logp < Vector<T>::lowest;
     logp = none ? Vec<T>{} : logp;
     const Vec<T> p = none ? Vec<T>{} : exponential(logp);
-    const Vec<T> t = v * untanh;
-    const Vec<T> value = p * (coefficient - b * (logp + H)) * inverse * (1 - t * t);
-    std::memcpy(g + j, &value, n * sizeof(T));
+    Vec<T> value = p * (c - b * logp + q * p) * inverse;
+    if (untanh != 0) value *= 1 - (v * untanh) * (v * untanh);
+    if (n == kLanes<T>)
+      std::memcpy(g + j, &value, sizeof value);  // of constant size: one store
+    else
+      std::memcpy(g + j, &value, n * sizeof(T));
   }
 }
 
 template <class T>
 void gradient(
-    const Tile<T>& tile, const T* logsumexp, const T* correction, const T* entropy, const T* grad_logprob,
-    const T* grad_logsumexp, const T* grad_entropy, T* out) {
+    const Tile<T>& tile, const T* logsumexp, const T* correction, const T* grad_logprob, const T* constant,
+    const T* per_log, const T* per_p, T* out) {
   torch::stable::parallel_for(0, tile.rows, tile.grain(), [&](int64_t from, int64_t to) {
     std::vector<T> onehot;
     for (int64_t i = from; i < to; ++i) {
@@ -224,9 +227,9 @@ void gradient(
         a += grad_logprob[m];
         live |= grad_logprob[m] != 0;
       }
-      const T b = grad_entropy ? grad_entropy[i] : 0;
+      const T b = per_log ? per_log[i] : 0, q = per_p ? per_p[i] : 0;
       T* g = out + i * tile.width;
-      if (!live && b == 0 && grad_logsumexp[i] == 0) {  // a masked row: its logits may be anything
+      if (!live && b == 0 && q == 0 && constant[i] == 0) {  // a masked row: its logits may be anything
         std::fill(g, g + tile.width, T(0));
         continue;
       }
@@ -237,8 +240,7 @@ void gradient(
         const T slope = tile.softcap != 0 ? tile.slope(z[tile.target[m]], inverse) : T(1);
         onehot.push_back(grad_logprob[m] * inverse * slope);
       }
-      const T H = grad_entropy ? entropy[i] : 0;
-      softmax_gradient(tile, i, z, logsumexp[i], correction[i], grad_logsumexp[i] - a, b, H, g);
+      softmax_gradient(tile, i, z, logsumexp[i], correction[i], constant[i] - a, b, q, g);
       for (int64_t m = first; m < last; ++m) g[tile.target[m]] += onehot[m - first];
     }
   });
@@ -291,13 +293,13 @@ void logit_statistics(
 
 void logit_gradient(
     Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logsumexp,
-    Tensor correction, Tensor entropy, Tensor grad_logprob, Tensor grad_logsumexp, Tensor grad_entropy, Tensor out) {
+    Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, Tensor out) {
   with_type(logits, [&](auto zero) {
     using T = decltype(zero);
     gradient<T>(
         tile_of<T>(logits, bias, temperature, softcap, start, target), data_or_null<T>(logsumexp),
-        data_or_null<T>(correction), data_or_null<T>(entropy), data_or_null<T>(grad_logprob),
-        data_or_null<T>(grad_logsumexp), data_or_null<T>(grad_entropy), data_or_null<T>(out));
+        data_or_null<T>(correction), data_or_null<T>(grad_logprob), data_or_null<T>(constant),
+        data_or_null<T>(per_log), data_or_null<T>(per_p), data_or_null<T>(out));
   });
 }
 
@@ -309,8 +311,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
       "Tensor(a!) logprob, Tensor(b!) logsumexp, Tensor(c!) correction, Tensor(d!) entropy, Tensor(e!) sum_p2) -> ()");
   m.def(
       "logit_gradient(Tensor logits, Tensor bias, Tensor temperature, float softcap, Tensor start, Tensor target, "
-      "Tensor logsumexp, Tensor correction, Tensor entropy, Tensor grad_logprob, Tensor grad_logsumexp, "
-      "Tensor grad_entropy, Tensor(a!) out) -> ()");
+      "Tensor logsumexp, Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, "
+      "Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {

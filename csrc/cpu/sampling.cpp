@@ -26,7 +26,13 @@ namespace {
 
 using torch::stable::Tensor;
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;  // wider vectors than the machine's would be taken apart into scalars
+#endif
 constexpr int64_t kBlock = 64;  // tokens whose noise is drawn together; rows are padded to a multiple of it
 constexpr int64_t kFlush = 2048;
 constexpr float kInf = std::numeric_limits<float>::infinity();

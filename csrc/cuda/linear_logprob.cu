@@ -20,6 +20,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace {
 
@@ -190,22 +191,22 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads) gradient_kernel(
     const In* logits, int64_t V, const float* bias, const float* temperature, int64_t temperature_stride, float softcap,
-    const int64_t* start, const int64_t* target, const float* logsumexp, const float* correction, const float* entropy,
-    const float* grad_logprob, const float* grad_logsumexp, const float* grad_entropy, Out* out) {
+    const int64_t* start, const int64_t* target, const float* logsumexp, const float* correction,
+    const float* grad_logprob, const float* constant, const float* per_log, const float* per_p, Out* out) {
   const int64_t row = blockIdx.x;
   const In* u = logits + row * V;
   Out* g = out + row * V;
   const Scale scale{bias, __frcp_rn(temperature[row * temperature_stride]), softcap};
   const int64_t first = start[row], last = start[row + 1];
 
-  float c = grad_logsumexp[row], size = fabsf(c);
+  float c = constant[row], size = fabsf(c);
   for (int64_t m = first; m < last; ++m) {
     c -= grad_logprob[m];
     size += fabsf(grad_logprob[m]);
   }
-  const float b = grad_entropy ? grad_entropy[row] : 0.0f;
-  const float H = grad_entropy ? entropy[row] : 0.0f;
-  size += fabsf(b);
+  const float b = per_log ? per_log[row] : 0.0f;
+  const float q = per_p ? per_p[row] : 0.0f;
+  size += fabsf(b) + fabsf(q);
   const float lse = logsumexp[row], low = correction[row];
 
   // The gradient of one logit. Targets are few, so each element looks for itself among them: no second write.
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
     float slope;
     float logp = (scale(widen(value), column, slope) - lse) - low;
     const float p = exponential(logp);
-    float sum = p * (c - b * (logp + H));
+    float sum = p * (c - b * logp + q * p);
     for (int64_t m = first; m < last; ++m)
       if (target[m] == column) sum += grad_logprob[m];
     return static_cast<Out>(sum * slope * scale.inverse_temperature);
@@ -291,7 +292,7 @@ void logit_statistics(
 
 void logit_gradient(
     Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logsumexp,
-    Tensor correction, Tensor entropy, Tensor grad_logprob, Tensor grad_logsumexp, Tensor grad_entropy, Tensor out) {
+    Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, Tensor out) {
   check_tile(logits, start, target);
   STD_TORCH_CHECK(out.is_contiguous(), "out must be contiguous");
   const int64_t rows = logits.sizes()[0];
@@ -301,13 +302,17 @@ void logit_gradient(
     with_type(out, [&](auto zero) {
       using In = decltype(in);
       using Out = decltype(zero);
-      gradient_kernel<In, Out><<<static_cast<unsigned>(rows), kThreads, 0, current_stream(logits)>>>(
-          static_cast<const In*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
-          static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
-          static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target),
-          data_or_null<float>(logsumexp), data_or_null<float>(correction), data_or_null<float>(entropy),
-          data_or_null<float>(grad_logprob), data_or_null<float>(grad_logsumexp), data_or_null<float>(grad_entropy),
-          static_cast<Out*>(out.data_ptr()));
+      if constexpr (std::is_same_v<In, Out> || std::is_same_v<In, float>) {
+        gradient_kernel<In, Out><<<static_cast<unsigned>(rows), kThreads, 0, current_stream(logits)>>>(
+            static_cast<const In*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
+            static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
+            static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target),
+            data_or_null<float>(logsumexp), data_or_null<float>(correction), data_or_null<float>(grad_logprob),
+            data_or_null<float>(constant), data_or_null<float>(per_log), data_or_null<float>(per_p),
+            static_cast<Out*>(out.data_ptr()));
+      } else {
+        STD_TORCH_CHECK(false, "half-precision logits have a gradient of their own dtype");
+      }
     });
   });
   check_launch();
@@ -321,8 +326,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cuda, m) {
       "Tensor(a!) logprob, Tensor(b!) logsumexp, Tensor(c!) correction, Tensor(d!) entropy, Tensor(e!) sum_p2) -> ()");
   m.def(
       "logit_gradient(Tensor logits, Tensor bias, Tensor temperature, float softcap, Tensor start, Tensor target, "
-      "Tensor logsumexp, Tensor correction, Tensor entropy, Tensor grad_logprob, Tensor grad_logsumexp, "
-      "Tensor grad_entropy, Tensor(a!) out) -> ()");
+      "Tensor logsumexp, Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, "
+      "Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cuda, CUDA, m) {

@@ -20,7 +20,7 @@ class LogprobOutput(NamedTuple):
     logprob: Tensor  # [M]
     logsumexp: Tensor  # [N]
     entropy: Tensor | None  # [N], nats
-    sum_p2: Tensor | None  # [N], in (0, 1]; no gradient flows through it
+    sum_p2: Tensor | None  # [N], in (0, 1]
     extra_logprob: Tensor | None
 
 
@@ -42,7 +42,7 @@ def linear_logprob(
 
     A pair m scores token ``target[m]`` in row ``row[m]`` of ``hidden``; a row may have any number of pairs, in any
     order. Logits exist only for a chunk of rows at a time, in fp32, never rounded to half precision. Gradients flow
-    from ``logprob``, ``logsumexp`` and ``entropy`` to hidden, weight and bias; the weight gradient is summed in fp32.
+    from every output to hidden, weight and bias; the weight gradient is summed in fp32.
 
     Args:
         hidden: bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its own).
@@ -205,10 +205,12 @@ def _linear_logprob_backward(
     logsumexp: Tensor,  # [N]
     correction: Tensor,  # [N]
     entropy: Tensor,  # [N], or [0]
+    sum_p2: Tensor,  # [N], or [0]
     logits: Tensor,  # [N, V] or [0, 0]
     grad_logprob: Tensor,  # [M]
     grad_logsumexp: Tensor,  # [N]
     grad_entropy: Tensor,  # [N], or [0]
+    grad_sum_p2: Tensor,  # [N], or [0]
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -225,10 +227,12 @@ def _linear_logprob_backward(
         logsumexp,
         correction,
         entropy,
+        sum_p2,
         logits,
         grad_logprob,
         grad_logsumexp,
         grad_entropy,
+        grad_sum_p2,
         need_hidden,
         need_weight,
         need_bias,
@@ -247,10 +251,12 @@ def _(
     logsumexp: Tensor,
     correction: Tensor,
     entropy: Tensor,
+    sum_p2: Tensor,
     logits: Tensor,
     grad_logprob: Tensor,
     grad_logsumexp: Tensor,
     grad_entropy: Tensor,
+    grad_sum_p2: Tensor,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -263,20 +269,21 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, target, row, bias, temperature, ctx.softcap, ctx.want_entropy, _ = inputs
-    _, logsumexp, correction, entropy, _, logits = output
-    ctx.save_for_backward(hidden, weight, target, row, bias, temperature, logsumexp, correction, entropy, logits)
+    *tensors, ctx.softcap, _, _ = inputs
+    _, logsumexp, correction, entropy, sum_p2, logits = output
+    ctx.save_for_backward(*tensors, logsumexp, correction, entropy, sum_p2, logits)
+    ctx.mark_non_differentiable(correction, logits)
     ctx.set_materialize_grads(False)
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    hidden, weight, target, row, bias, temperature, logsumexp, correction, entropy, logits = ctx.saved_tensors
+    hidden, weight, target, row, bias, temperature, logsumexp, correction, entropy, sum_p2, logits = ctx.saved_tensors
     grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = grads
-    if grad_sum_p2 is not None:
-        raise NotImplementedError("linear_logprob: sum_p2 has no gradient yet; detach it.")
-    if not ctx.want_entropy:
-        grad_entropy = None
     need_hidden, need_weight, _, _, need_bias = ctx.needs_input_grad[:5]
+
+    def given(grad: Tensor | None, absent: Tensor) -> Tensor:
+        return absent if grad is None else grad.contiguous()
+
     d_hidden, d_weight, d_bias = _linear_logprob_backward(
         hidden,
         weight,
@@ -287,11 +294,13 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
         ctx.softcap,
         logsumexp,
         correction,
-        entropy.new_empty(0) if grad_entropy is None else entropy,
+        entropy,
+        sum_p2,
         logits,
-        logsumexp.new_zeros(target.shape) if grad_logprob is None else grad_logprob.contiguous(),
-        torch.zeros_like(logsumexp) if grad_logsumexp is None else grad_logsumexp.contiguous(),
-        entropy.new_empty(0) if grad_entropy is None else grad_entropy.contiguous(),
+        given(grad_logprob, logsumexp.new_zeros(target.shape)),
+        given(grad_logsumexp, torch.zeros_like(logsumexp)),
+        given(grad_entropy, logsumexp.new_empty(0))[: len(entropy)],
+        given(grad_sum_p2, logsumexp.new_empty(0))[: len(sum_p2)],
         need_hidden,
         need_weight,
         need_bias,

@@ -62,13 +62,13 @@ class RowKernels(Protocol):
         target: Tensor,
         logsumexp: Tensor,  # [C]
         correction: Tensor,  # [C]
-        entropy: Tensor,  # [C], or [0]: no gradient through it
-        grad_logprob: Tensor,  # [M], in row order
-        grad_logsumexp: Tensor,  # [C]
-        grad_entropy: Tensor,  # [C] or [0]
+        grad_logprob: Tensor,  # [M], in row order: a
+        constant: Tensor,  # [C]: c
+        per_log: Tensor,  # [C] or [0]: b
+        per_p: Tensor,  # [C] or [0]: q
         out: Tensor,  # [C, V], out: may be `logits`, may have the operands' dtype
     ) -> None:
-        """dL/du: ``(sum_m a_m (1[j=y_m] - p_j) + c p_j - b p_j (log p_j + H)) / T``, by dz/du under a softcap."""
+        """``dL/du_j = (sum_m a_m (1[j = y_m] - p_j) + p_j (c - b log p_j + q p_j)) dz/du``; see `coefficients`."""
         ...
 
 
@@ -128,10 +128,12 @@ def backward(
     logsumexp: Tensor,  # [N]
     correction: Tensor,  # [N]
     entropy: Tensor,  # [N] or [0]
+    sum_p2: Tensor,  # [N] or [0]
     kept: Tensor,  # [N, V] logits from the forward, or [0, 0]
     grad_logprob: Tensor,  # [M]
     grad_logsumexp: Tensor,  # [N]
     grad_entropy: Tensor,  # [N] or [0]
+    grad_sum_p2: Tensor,  # [N] or [0]
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -140,6 +142,7 @@ def backward(
     N, V, accumulator = len(hidden), len(weight), temperature.dtype
     pairs = group_by_row(target, row, N)
     grad_logprob = grad_logprob if pairs.order is None else grad_logprob[pairs.order]
+    constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape if need_weight else 0, dtype=accumulator)
     d_bias = weight.new_zeros(V if need_bias else 0, dtype=accumulator)
@@ -160,10 +163,10 @@ def backward(
             pairs.target,
             logsumexp[c],
             correction[c],
-            entropy[c],
             grad_logprob,
-            grad_logsumexp[c],
-            grad_entropy[c],
+            constant[c],
+            per_log[c],
+            per_p[c],
             d_logits,
         )
         if need_hidden:
@@ -173,6 +176,25 @@ def backward(
         if need_bias:
             d_bias += d_logits.sum(0, dtype=accumulator)
     return d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+
+
+def coefficients(
+    entropy: Tensor,  # [N] or [0], like all but grad_logsumexp
+    sum_p2: Tensor,
+    grad_logsumexp: Tensor,  # [N]
+    grad_entropy: Tensor,
+    grad_sum_p2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``c, b, q`` of the softmax part ``p (c - b log p + q p)`` of the gradient.
+
+    From dlse = p, dH = -p (log p + H) and dsum_p2 = 2 p (p - sum_p2). A gradient of zero leaves NaN rows out of it.
+    """
+    constant = grad_logsumexp
+    if len(grad_entropy):
+        constant = constant - torch.where(grad_entropy == 0, 0, grad_entropy * entropy)
+    if len(grad_sum_p2):
+        constant = constant - torch.where(grad_sum_p2 == 0, 0, 2 * grad_sum_p2 * sum_p2)
+    return constant, grad_entropy, 2 * grad_sum_p2
 
 
 class Gemm:

@@ -33,10 +33,10 @@ def gradient(
     target: Tensor,  # [M]
     logsumexp: Tensor,  # [C]
     correction: Tensor,  # [C]
-    entropy: Tensor,  # [C] or [0]
     grad_logprob: Tensor,  # [M]
-    grad_logsumexp: Tensor,  # [C]
-    grad_entropy: Tensor,  # [C] or [0]
+    constant: Tensor,  # [C]
+    per_log: Tensor,  # [C] or [0]
+    per_p: Tensor,  # [C] or [0]
     out: Tensor,  # [C, V]
 ) -> None:
     torch.ops.rolltree_cuda.logit_gradient(
@@ -48,9 +48,9 @@ def gradient(
         target,
         logsumexp,
         correction,
-        entropy,
         grad_logprob,
-        grad_logsumexp,
-        grad_entropy,
+        constant,
+        per_log,
+        per_p,
         out,
     )

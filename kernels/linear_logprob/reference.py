@@ -4,8 +4,8 @@
     logprob_m = z[row_m, target_m] - lse[row_m]     lse_i = log sum_j exp(z_ij)
     entropy_i = lse_i - sum_j p_ij z_ij             sum_p2_i = sum_j p_ij^2,     p = exp(z - lse)
 
-computed in fp32 (fp64 for fp64 inputs). The gradient is written out instead of left to autograd because custom ops run
-below autograd; fp64 gradcheck ties it to the forward.
+with the products in fp32 (fp64 for fp64 inputs) and the row formulas in fp64. The gradient is written out instead of
+left to autograd because custom ops run below autograd; fp64 gradcheck ties it to the forward.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ def forward(
     The chunked backends use ``correction`` and ``logits`` (what rounding took from the log-sum-exp; logits kept for the
     backward); the definition has no use for them.
     """
+    dtype = temperature.dtype
     z = scaled_logits(hidden, weight, bias, temperature, softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
     row = torch.arange(len(target), device=target.device) if row is None else row
     return (
-        logp[row, target],
-        torch.logsumexp(z, dim=-1),
-        z.new_zeros(len(z)),
-        -torch.where(p > 0, p * logp, p).sum(-1) if want_entropy else z.new_empty(0),
-        (p * p).sum(-1) if want_sum_p2 else z.new_empty(0),
-        z.new_zeros(kept_shape(hidden, weight)),
+        logp[row, target].to(dtype),
+        torch.logsumexp(z, dim=-1).to(dtype),
+        temperature.new_zeros(len(z)),
+        -torch.where(p > 0, p * logp, p).sum(-1).to(dtype) if want_entropy else temperature.new_empty(0),
+        (p * p).sum(-1).to(dtype) if want_sum_p2 else temperature.new_empty(0),
+        temperature.new_zeros(kept_shape(hidden, weight)),
     )
 
 
@@ -57,10 +58,12 @@ def backward(
     logsumexp: Tensor,  # [N]
     correction: Tensor,  # [N]
     entropy: Tensor,  # [N], or [0] where it has no gradient
+    sum_p2: Tensor,  # [N], or [0]
     logits: Tensor,
     grad_logprob: Tensor,  # [M]
     grad_logsumexp: Tensor,  # [N]
     grad_entropy: Tensor,  # [N], or [0]
+    grad_sum_p2: Tensor,  # [N], or [0]
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -70,13 +73,16 @@ def backward(
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
     row = torch.arange(len(target), device=target.device) if row is None else row
-    onehot = torch.zeros_like(z).index_put((row, target), grad_logprob, accumulate=True)
+    onehot = torch.zeros_like(z).index_put((row, target), grad_logprob.to(z.dtype), accumulate=True)
     dz = onehot + p * (grad_logsumexp - onehot.sum(-1))[:, None]
-    if len(entropy):
+    if len(grad_sum_p2):
+        dz += 2 * p * (p - sum_p2[:, None]) * grad_sum_p2[:, None]
+    if len(grad_entropy):
         dz -= torch.where(p > 0, p * (logp + entropy[:, None]), p) * grad_entropy[:, None]
     du = dz / temperature[:, None]
     if softcap:
         du = du * (1 - (z * temperature[:, None] / softcap).square())
+    du = du.to(temperature.dtype)
     return (
         (du @ weight.to(du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0),
         (du.T @ hidden.to(du.dtype)).to(weight.dtype) if need_weight else hidden.new_empty(0),
@@ -85,10 +91,10 @@ def backward(
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, softcap: float) -> Tensor:
-    """``z`` of the module docstring: ``[N, V]`` in the accumulation dtype (that of ``temperature``)."""
-    u = hidden.to(temperature.dtype) @ weight.to(temperature.dtype).T
+    """``z`` of the module docstring: ``[N, V]`` fp64, from a product in the dtype of ``temperature``."""
+    u = (hidden.to(temperature.dtype) @ weight.to(temperature.dtype).T).double()
     if bias is not None:
-        u = u + bias.to(u.dtype)
+        u = u + bias
     if softcap:
         u = softcap * torch.tanh(u / softcap)
     return u / temperature[:, None]

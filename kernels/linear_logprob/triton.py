@@ -133,16 +133,17 @@ def _gradient(
     target,  # [M]
     logsumexp,  # [C]
     correction,  # [C]
-    entropy,  # [C]
     grad_logprob,  # [M]
-    grad_logsumexp,  # [C]
-    grad_entropy,  # [C]
+    constant,  # [C]
+    per_log,  # [C]
+    per_p,  # [C]
     out,  # [C, V]; may be logits
     V,
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    PER_LOG: tl.constexpr,
+    PER_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -150,7 +151,7 @@ def _gradient(
     inside = columns < V
     first = tl.load(start + row)
     last = tl.load(start + row + 1)
-    c = tl.load(grad_logsumexp + row)
+    c = tl.load(constant + row)
     onehot = tl.full((BLOCK,), 0.0, tl.float32)
     size = tl.abs(c)
     for pair in range(first, last):
@@ -158,9 +159,14 @@ def _gradient(
         onehot += tl.where(columns == tl.load(target + pair), a, 0.0)
         c -= a
         size += tl.abs(a)
-    if ENTROPY:
-        b = tl.load(grad_entropy + row)
+    b = 0.0
+    q = 0.0
+    if PER_LOG:
+        b = tl.load(per_log + row)
         size += tl.abs(b)
+    if PER_P:
+        q = tl.load(per_p + row)
+        size += tl.abs(q)
 
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)
     u = tl.load(logits + row * V + columns, mask=inside, other=0.0)
@@ -169,10 +175,7 @@ def _gradient(
     none = logp <= -100.0
     logp = tl.where(none, 0.0, logp)
     p = tl.where(none, 0.0, tl.exp(logp))
-    weight = c
-    if ENTROPY:
-        weight = c - b * (logp + tl.load(entropy + row))
-    g = (onehot + p * weight) * (slope * inverse)
+    g = (onehot + p * (c - b * logp + q * p)) * (slope * inverse)
     g = tl.where(size == 0.0, 0.0, g)
     tl.store(out + row * V + columns, g.to(out.dtype.element_ty), mask=inside)
 
@@ -223,10 +226,10 @@ def gradient(
     target: Tensor,  # [M]
     logsumexp: Tensor,  # [C]
     correction: Tensor,  # [C]
-    entropy: Tensor,  # [C] or [0]
     grad_logprob: Tensor,  # [M]
-    grad_logsumexp: Tensor,  # [C]
-    grad_entropy: Tensor,  # [C] or [0]
+    constant: Tensor,  # [C]
+    per_log: Tensor,  # [C] or [0]
+    per_p: Tensor,  # [C] or [0]
     out: Tensor,  # [C, V]
 ) -> None:
     rows, V = logits.shape
@@ -240,16 +243,17 @@ def gradient(
         target,
         logsumexp,
         correction,
-        entropy,
         grad_logprob,
-        grad_logsumexp,
-        grad_entropy,
+        constant,
+        per_log,
+        per_p,
         out,
         V,
         softcap,
         HAS_BIAS=len(bias) > 0,
         HAS_SOFTCAP=softcap != 0,
-        ENTROPY=len(grad_entropy) > 0,
+        PER_LOG=len(per_log) > 0,
+        PER_P=len(per_p) > 0,
         **launch,
     )
 

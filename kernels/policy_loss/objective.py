@@ -268,11 +268,11 @@ def kl_terms(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> tuple[Tens
 
 
 def aggregation_weight(aggregation: str, leaf_length: Tensor) -> Tensor:
-    """Weight of a leaf's tokens ``[L]``, fp32: 1 / leaf_length for ``seq_mean_token_mean``, otherwise 1.
+    """Weight of a leaf's tokens ``[L]``: 1 / leaf_length for ``seq_mean_token_mean``, otherwise 1.
 
-    A leaf without tokens to learn from has weight 0.
+    A leaf without tokens to learn from has weight 0 in the former. Dtype of ``leaf_length``, fp32 for integers.
     """
-    length = leaf_length.to(torch.float32)
+    length = leaf_length if leaf_length.is_floating_point() else leaf_length.float()
     if aggregation == "seq_mean_token_mean":
         return torch.where(length > 0, 1 / length.clamp(min=1), 0)
     return torch.ones_like(length)

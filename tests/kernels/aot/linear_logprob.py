@@ -19,8 +19,7 @@ GRADIENT = {
     **dict.fromkeys(("logits", "bias", "temperature"), "*fp32"),
     "temperature_stride": "i32",
     **dict.fromkeys(("start", "target"), "*i64"),
-    **dict.fromkeys(("logsumexp", "correction", "entropy", "grad_logprob"), "*fp32"),
-    **dict.fromkeys(("grad_logsumexp", "grad_entropy"), "*fp32"),
+    **dict.fromkeys(("logsumexp", "correction", "grad_logprob", "constant", "per_log", "per_p"), "*fp32"),
     "softcap": "fp32",
 }
 
@@ -38,7 +37,7 @@ def _statistics(V: int, options: bool) -> AotCase:
 
 
 def _gradient(V: int, options: bool, out: str) -> AotCase:
-    flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY"), options)
+    flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "PER_LOG", "PER_P"), options)
     return _case(f"gradient {out}", triton._gradient, {**GRADIENT, "out": f"*{out}"}, V, **flags)
 
 

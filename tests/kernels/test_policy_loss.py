@@ -1,0 +1,561 @@
+"""policy_loss: objectives against formulas of their own, the S-form against expanded leaves, backends alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rolltree.kernels import Objective, PathIndex, PolicyFields, dispatch, policy_loss, use_backend
+from rolltree.kernels.dispatch import Backend
+from rolltree.kernels.policy_loss import PRESETS, aggregation_weight, api, reference
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+BACKENDS = [
+    pytest.param(b, marks=pytest.mark.skipif(bool(reason := dispatch._unusable(b, DEVICE)), reason=str(reason)))
+    for b in (("triton", "reference") if HAS_GPU else ("cpu", "triton", "reference"))
+]
+LENGTHS = (5, 0, 1, 9, 3, 8)  # a sequence without tokens among them
+
+
+def batch(dtype: torch.dtype = torch.float64, seed: int = 0, spread: float = 0.3) -> dict[str, Tensor]:
+    """Flat sequences whose ratios reach both sides of every bound."""
+    g = torch.Generator().manual_seed(seed)
+    M, S = sum(LENGTHS), len(LENGTHS)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    old = -normal(M).abs() - 0.1
+    made = {
+        "logprob": old + spread * normal(M),
+        "old": old,
+        "ref": old + 0.5 * normal(M),
+        "behaviour": old + 0.6 * normal(M),
+        "entropy": normal(M).abs(),
+        "advantage": normal(S),
+        "cu": torch.tensor([0, *LENGTHS]).cumsum(0),
+        "mask": torch.rand(M, generator=g) < 0.8,
+    }
+    made["mask"][5] = False  # the sequence of one token: nothing left of it
+    made["sequence"] = torch.repeat_interleave(torch.arange(S), torch.tensor(LENGTHS))
+    return {n: t.to(DEVICE, dtype if t.is_floating_point() else t.dtype) for n, t in made.items()}
+
+
+def flat(b: dict[str, Tensor], **changes: Any) -> PolicyFields:
+    given = {
+        "old_logprob": b["old"],
+        "ref_logprob": b["ref"],
+        "behaviour_logprob": b["behaviour"],
+        "mask": b["mask"],
+        "cu_seqlens": b["cu"],
+    }
+    return PolicyFields.flat(b["advantage"], **(given | changes))
+
+
+# The independent formulas: per-token losses as published, differentiated by autograd. A is the token's advantage.
+def ppo(b: dict[str, Tensor], lp: Tensor, low: float, high: float, c: float | None = None) -> Tensor:
+    A, r = b["advantage"][b["sequence"]], (lp - b["old"]).exp()
+    loss = torch.maximum(-A * r, -A * r.clamp(1 - low, 1 + high))
+    return loss if c is None else torch.where(A < 0, torch.minimum(-c * A, loss), loss)
+
+
+def cispo(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+    r = (lp - b["old"]).exp().detach()
+    return -r.clamp(0.8, 1.2) * b["advantage"][b["sequence"]] * lp
+
+
+def sapo(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+    A, r = b["advantage"][b["sequence"]], (lp - b["old"]).exp()
+    tau = torch.where(A > 0, torch.ones_like(A), torch.full_like(A, 1.05))
+    return -A * torch.sigmoid(tau * (r - 1)) * 4 / tau
+
+
+def gspo(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+    A = b["advantage"][b["sequence"]]
+    kept = b["mask"].to(lp.dtype)
+    length = torch.zeros_like(b["advantage"]).index_add(0, b["sequence"], kept).clamp(min=1)
+    mean = torch.zeros_like(b["advantage"]).index_add(0, b["sequence"], kept * (lp - b["old"])) / length
+    s = (mean[b["sequence"]].detach() + lp - lp.detach()).exp()
+    return torch.maximum(-A * s, -A * s.clamp(1 - 3e-4, 1 + 4e-4))
+
+
+def reinforce(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+    return -b["advantage"][b["sequence"]] * lp
+
+
+TOKEN_LOSS: dict[str, Callable[[dict[str, Tensor], Tensor], Tensor]] = {
+    "ppo": lambda b, lp: ppo(b, lp, 0.2, 0.2),
+    "grpo": lambda b, lp: ppo(b, lp, 0.2, 0.2),
+    "bnpo": lambda b, lp: ppo(b, lp, 0.2, 0.2),
+    "dr_grpo": lambda b, lp: ppo(b, lp, 0.2, 0.2),
+    "dapo": lambda b, lp: ppo(b, lp, 0.2, 0.28),
+    "dual_clip": lambda b, lp: ppo(b, lp, 0.2, 0.2, c=3.0),
+    "cispo": cispo,
+    "sapo": sapo,
+    "gspo": gspo,
+    "reinforce": reinforce,
+    "gpg": reinforce,
+    "on_policy_pg": lambda b, lp: -b["advantage"][b["sequence"]] * (lp - lp.detach()).exp(),
+    "sft": lambda b, lp: -lp,
+}
+AGGREGATION = {
+    **dict.fromkeys(TOKEN_LOSS, "token_mean"),
+    **dict.fromkeys(("grpo", "gspo", "sapo"), "seq_mean_token_mean"),
+    "dr_grpo": "seq_mean_token_sum_norm",
+}
+PENALTY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": lambda lp, ref: lp - ref,
+    "k2": lambda lp, ref: 0.5 * (lp - ref).square(),
+    "k3": lambda lp, ref: (ref - lp).exp() - (ref - lp) - 1,
+    "low_var": lambda lp, ref: ((ref - lp).clamp(-20, 20).exp() - (ref - lp).clamp(-20, 20) - 1).clamp(-10, 10),
+    "abs": lambda lp, ref: (lp - ref).abs(),
+}
+
+
+def aggregate(b: dict[str, Tensor], token_loss: Tensor, kind: str) -> Tensor:
+    """As trainers write it: masked, per sequence or over tokens; the normaliser is 10 sequences, 50 tokens, L_max 7."""
+    loss = torch.where(b["mask"], token_loss, 0)
+    kept = b["mask"].to(loss.dtype)
+    zero = loss.new_zeros(len(LENGTHS))
+    sums, counts = zero.index_add(0, b["sequence"], loss), zero.index_add(0, b["sequence"], kept)
+    return {
+        "token_mean": lambda: loss.sum() / 50,
+        "token_sum": lambda: loss.sum(),
+        "seq_mean_token_mean": lambda: (sums / counts.clamp(min=1)).sum() / 10,
+        "seq_mean_token_sum": lambda: sums.sum() / 10,
+        "seq_mean_token_sum_norm": lambda: sums.sum() / (10 * 7),
+    }[kind]()
+
+
+NORMALIZER = {
+    "token_mean": 50,
+    "token_sum": 1,
+    "seq_mean_token_mean": 10,
+    "seq_mean_token_sum": 10,
+    "seq_mean_token_sum_norm": 70,
+}
+
+
+def check(backend: Backend, objective: Objective, token_loss: Callable[[dict[str, Tensor], Tensor], Tensor]) -> None:
+    """Loss and gradients equal those of ``token_loss`` aggregated by hand; in fp64 where the backend has it."""
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    for seed, spread in ((0, 0.3), (1, 1.5)):
+        b = batch(seed=seed, spread=spread)
+        lp, h = b["logprob"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
+        want = aggregate(b | {"entropy": h}, token_loss(b | {"entropy": h}, lp), objective.aggregation)
+        exact = (want, *torch.autograd.grad(want, (lp, h), allow_unused=True, materialize_grads=True))
+
+        b = batch(dtype, seed, spread)
+        lp, h = b["logprob"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
+        with use_backend(backend):
+            out = policy_loss(lp, flat(b), objective, normalizer=NORMALIZER[objective.aggregation], entropy=h)
+            got = (out.loss, *torch.autograd.grad(out.loss, (lp, h), allow_unused=True, materialize_grads=True))
+        tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+        for x, y in zip(got, exact, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_presets(backend: Backend, name: str) -> None:
+    objective = Objective.preset(name)
+    assert objective.aggregation == AGGREGATION[name]
+    assert objective.kl_coef == objective.entropy_coef == 0
+    check(backend, objective, TOKEN_LOSS[name])
+
+
+@pytest.mark.parametrize("kind", NORMALIZER)
+@pytest.mark.parametrize("name", ["ppo", "gspo", "sft"])
+def test_aggregations(name: str, kind: Any) -> None:
+    check("reference", Objective.preset(name, aggregation=kind), TOKEN_LOSS[name])
+
+
+@pytest.mark.parametrize("estimator", PENALTY)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_kl_and_entropy(name: str, backend: Backend, estimator: Any) -> None:
+    objective = Objective.preset(name, kl=estimator, kl_coef=0.3, entropy_coef=0.1)
+
+    def token_loss(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+        return TOKEN_LOSS[name](b, lp) + 0.3 * PENALTY[estimator](lp, b["ref"]) - 0.1 * b["entropy"]
+
+    check(backend, objective, token_loss)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dual_clip", "cispo", "sapo", "reinforce", "on_policy_pg"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_truncated_importance_sampling(backend: Backend, name: str) -> None:
+    objective = Objective.preset(name, mismatch="truncate", mismatch_cap=1.3, kl_coef=0.1)
+
+    def token_loss(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+        w = (b["old"] - b["behaviour"]).exp().clamp(max=1.3)
+        return w * TOKEN_LOSS[name](b, lp) + 0.1 * PENALTY["k3"](lp, b["ref"])
+
+    check(backend, objective, token_loss)
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "sapo", "gspo"])
+def test_without_old_logprob_the_ratio_is_one(name: str) -> None:
+    b = batch()
+    pair = []
+    for old in (None, b["logprob"].clone()):
+        lp = b["logprob"].clone().requires_grad_()
+        loss = policy_loss(lp, flat(b, old_logprob=old), Objective.preset(name), normalizer=7).loss
+        pair.append((loss.detach(), torch.autograd.grad(loss, lp)[0]))
+    torch.testing.assert_close(pair[0], pair[1])
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("cispo", "on_policy_pg")])
+def test_gradcheck(name: str) -> None:
+    """Except where a stop-gradient parts value and derivative; `test_presets` compares those with autograd."""
+    b = batch(seed=3)
+    objective = Objective.preset(name, kl_coef=0.2, entropy_coef=0.1)
+
+    def f(lp: Tensor, h: Tensor) -> Tensor:
+        return policy_loss(lp, flat(b), objective, normalizer=13.0, entropy=h).loss
+
+    assert torch.autograd.gradcheck(f, (b["logprob"].requires_grad_(), b["entropy"].requires_grad_()))
+
+
+# Trees --------------------------------------------------------------------------------------------------------------
+
+
+class Tree:
+    """A random tree of pairs in depth-first order: ``pair_end``, the path of each leaf, its advantage."""
+
+    def __init__(self, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+
+        def draw(low: int, high: int) -> int:
+            return int(torch.randint(low, high, (), generator=g))
+
+        self.ends: list[int] = []
+        self.paths: list[list[int]] = []
+
+        def grow(path: list[int], depth: int) -> None:
+            first = len(self.ends)
+            own = list(range(first, first + draw(0 if depth else 1, 4)))
+            self.ends += [0] * len(own)
+            children = draw(2, 4) if depth < 3 and len(self.ends) < 60 else 0
+            for _ in range(children):
+                grow(path + own, depth + 1)
+            if not children:
+                self.paths.append(path + own)
+            for i in own:
+                self.ends[i] = len(self.ends)
+
+        grow([], 0)
+        M, L = len(self.ends), len(self.paths)
+
+        def normal(n: int) -> Tensor:
+            return torch.randn(n, generator=g, dtype=torch.float64).to(DEVICE)
+
+        self.old = -normal(M).abs() - 0.1
+        self.logprob, self.ref = self.old + 0.6 * normal(M), self.old + normal(M)
+        self.behaviour, self.entropy = self.old + 0.4 * normal(M), normal(M).abs()
+        self.mask = normal(M) > -0.8
+        self.advantage = normal(L)
+        self.length = torch.tensor([int(self.mask[p].sum()) for p in self.paths], device=DEVICE)
+
+    def fields(self, aggregation: str, merge: Callable[[Tensor], Tensor] | None = None) -> PolicyFields:
+        """S-form fields; ``merge`` puts another advantage in the place of the split by sign (to show it wrong)."""
+        w = aggregation_weight(aggregation, self.length.double())
+        last = torch.tensor([p[-1] if p else -1 for p in self.paths], device=DEVICE)
+        paths = PathIndex(torch.tensor(self.ends, device=DEVICE), last, self.length, w, self.advantage)
+        pos, neg = (paths.spread(w * self.advantage.clamp(**c)) for c in ({"min": 0}, {"max": 0}))
+        if merge is not None:
+            pos, neg = merge(pos + neg).clamp(min=0), merge(pos + neg).clamp(max=0)
+        one = paths.spread(w)
+        return PolicyFields(
+            pos, neg, one, self.mask, self.old, self.ref, self.behaviour, paths=paths, aggregation=aggregation
+        )
+
+    def expanded(self) -> tuple[Tensor, PolicyFields]:
+        """Every leaf as a sequence of its own: the index of each flat pair, and flat fields."""
+        index = torch.tensor([i for p in self.paths for i in p], device=DEVICE)
+        cu = torch.tensor([0, *(len(p) for p in self.paths)], device=DEVICE).cumsum(0)
+        fields = PolicyFields.flat(
+            self.advantage,
+            old_logprob=self.old[index],
+            ref_logprob=self.ref[index],
+            behaviour_logprob=self.behaviour[index],
+            mask=self.mask[index],
+            cu_seqlens=cu,
+        )
+        return index, fields
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("seed", range(4))
+def test_tree_equals_expanded_leaves(seed: int, name: str) -> None:
+    """Loss, gradients and metrics, with advantages of both signs through shared tokens and clipping active."""
+    tree = Tree(seed)
+    mismatch = "none" if name == "gspo" else "truncate"
+    objective = Objective.preset(name, kl_coef=0.2, entropy_coef=0.1, mismatch=mismatch)
+    index, fields = tree.expanded()
+    results = []
+    for select, f in ((slice(None), tree.fields(objective.aggregation)), (index, fields)):
+        lp, h = tree.logprob.clone().requires_grad_(), tree.entropy.clone().requires_grad_()
+        out = policy_loss(lp[select], f, objective, normalizer=17.0, entropy=h[select])
+        results.append((out, torch.autograd.grad(out.loss, (lp, h))))
+    (shared, shared_grads), (plain, plain_grads) = results
+    torch.testing.assert_close(shared.loss, plain.loss, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(shared_grads, plain_grads, rtol=1e-6, atol=1e-9)
+    assert shared.metrics.keys() == plain.metrics.keys()
+    for metric, (total, count) in shared.metrics.items():
+        if "clipfrac" not in metric:  # shared tokens count by their share of the advantages, see policy_loss
+            torch.testing.assert_close((total, count), plain.metrics[metric], rtol=1e-6, atol=1e-9)
+
+
+def test_summed_advantages_are_wrong_where_clipping_acts() -> None:
+    tree, objective = Tree(0), Objective.preset("ppo")
+    index, fields = tree.expanded()
+    exact = policy_loss(tree.logprob[index], fields, objective, normalizer=1.0).loss
+    split, summed = (
+        policy_loss(tree.logprob, tree.fields("token_mean", merge), objective, normalizer=1.0).loss
+        for merge in (None, lambda s: s)
+    )
+    torch.testing.assert_close(split, exact)
+    assert (summed - exact).abs() > 0.01 * exact.abs()
+
+
+def test_path_sums_and_their_adjoint() -> None:
+    for seed in range(10):
+        tree = Tree(seed)
+        paths = tree.fields("token_mean").paths
+        assert paths is not None
+        x, c = tree.logprob.clone().requires_grad_(), tree.advantage
+        want = torch.stack([x[p].sum() for p in tree.paths])
+        torch.testing.assert_close(paths.sum(x), want)
+        torch.testing.assert_close(*(torch.autograd.grad((c * s).sum(), x)[0] for s in (paths.sum(x), want)))
+        torch.testing.assert_close(paths.spread(c), torch.autograd.grad((c * paths.sum(x)).sum(), x)[0])
+
+
+# What it promises beside the numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_pairs_may_hold_anything(backend: Backend, name: str) -> None:
+    b = batch(torch.float32)
+    options = {} if name == "gspo" else {"mismatch": "truncate"}
+    objective = Objective.preset(name, kl_coef=0.1, entropy_coef=0.1, **options)
+    results: list[Any] = []
+    for junk in (0.0, torch.nan, -torch.inf):
+        per_token = ("logprob", "old", "ref", "behaviour", "entropy")
+        c = b | {n: b[n].masked_fill(~b["mask"], junk) for n in per_token}
+        lp, h = c["logprob"].requires_grad_(), c["entropy"].requires_grad_()
+        with use_backend(backend):
+            out = policy_loss(lp, flat(c), objective, normalizer=11.0, entropy=h)
+        results.append((out.loss.detach(), *torch.autograd.grad(out.loss, (lp, h)), out.metrics))
+    assert all(torch.stack([g[~b["mask"]].abs().max() for r in results for g in r[1:3]]) == 0)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("normalizer", [0.0, 5.0])
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend, name: str, normalizer: float) -> None:
+    b = batch(torch.float32)
+    objective = Objective.preset(name, kl_coef=0.1)
+    masked = flat(b, mask=torch.zeros_like(b["mask"]))
+    nothing = torch.zeros(0, device=DEVICE)
+    none = PolicyFields.flat(
+        nothing, old_logprob=nothing, ref_logprob=nothing, cu_seqlens=torch.zeros(1, dtype=torch.long, device=DEVICE)
+    )
+    for logprob, fields in ((b["logprob"], masked), (nothing, none)):
+        lp = logprob.clone().requires_grad_()
+        with use_backend(backend):
+            out = policy_loss(lp, fields, objective, normalizer=normalizer)
+        out.loss.backward()
+        assert out.loss == 0
+        assert lp.grad is not None
+        assert lp.grad.equal(torch.zeros_like(lp))
+        assert all(total == 0 and count == 0 for total, count in out.metrics.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_micro_batches_add_up(backend: Backend) -> None:
+    """Elementwise gradients are the same bits however the batch is cut; loss and metrics add up."""
+    b = batch(torch.float32, spread=0.8)
+    fields, objective = flat(b), Objective.preset("dapo", kl_coef=0.1)
+    lp = b["logprob"].requires_grad_()
+    with use_backend(backend):
+        whole = policy_loss(lp, fields, objective, normalizer=26.0)
+        grad = torch.autograd.grad(whole.loss, lp)[0]
+        parts = []
+        for part in (slice(0, 7), slice(7, 26)):
+            cut = {
+                n: getattr(fields, n)[part]
+                for n in ("adv_pos", "adv_neg", "weight", "mask", "old_logprob", "ref_logprob", "behaviour_logprob")
+            }
+            parts.append(policy_loss(lp[part], PolicyFields(**cut), objective, normalizer=26.0))
+    assert torch.autograd.grad(parts[0].loss + parts[1].loss, lp)[0].equal(grad)
+    torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss)
+    for name, (total, count) in whole.metrics.items():
+        torch.testing.assert_close(parts[0].metrics[name][0] + parts[1].metrics[name][0], total, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parts[0].metrics[name][1] + parts[1].metrics[name][1], count)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_triton_equals_reference(name: str) -> None:
+    """Loss, gradients and every metric, over several blocks."""
+    if reason := dispatch._unusable("triton", DEVICE):
+        pytest.skip(reason)
+    g = torch.Generator().manual_seed(2)
+    M = 2500
+    columns = [(torch.randn(M, generator=g) * s - 1).to(DEVICE) for s in (0.4, 0.4, 0.4, 0.4, 1.0, 1.0)]
+    lp, old, ref, behaviour, entropy, advantage = columns
+    behaviour[::7] = torch.nan if name == "gspo" else 0.0
+    options: dict[str, Any] = {} if name == "gspo" else {"mismatch": "truncate"}
+    if name == "gspo":
+        advantage = advantage[:50]
+    objective = Objective.preset(name, kl_coef=0.1, entropy_coef=0.1, kl="low_var", **options)
+    fields = PolicyFields.flat(
+        advantage,
+        old_logprob=old,
+        ref_logprob=ref,
+        behaviour_logprob=behaviour,
+        mask=torch.rand(M, generator=g).to(DEVICE) < 0.9,
+        cu_seqlens=torch.arange(51, device=DEVICE) * 50,
+    )
+    results: list[Any] = []
+    backends: tuple[Backend, ...] = ("reference", "triton")
+    for backend in backends:
+        x, h = lp.clone().requires_grad_(), entropy.clone().requires_grad_()
+        with use_backend(backend):
+            out = policy_loss(x, fields, objective, normalizer=100.0, entropy=h)
+        results.append((out.loss.detach(), out.metrics, torch.autograd.grad(out.loss, (x, h))))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    assert results[0][1]["actor/entropy"][1] > 0
+
+
+def test_metrics() -> None:
+    """verl's names and definitions on tokens that are not shared."""
+    b = batch(spread=2.0)
+    b["behaviour"][3] = torch.nan  # not recorded: left out of the mismatch
+    lp, A, m = b["logprob"], b["advantage"][b["sequence"]], b["mask"]
+    objective = Objective.preset("dual_clip", kl="k1")
+    metrics = policy_loss(lp, flat(b), objective, normalizer=1.0, entropy=b["entropy"]).metrics
+    r = (lp - b["old"]).exp()
+    known = m & ~b["behaviour"].isnan()
+    x = (b["old"] - b["behaviour"]).clamp(-20, 20)
+    want = {
+        "actor/pg_loss": TOKEN_LOSS["dual_clip"](b, lp)[m].mean(),
+        "actor/pg_clipfrac": torch.where(A > 0, r > 1.2, r < 0.8)[m].double().mean(),
+        "actor/pg_clipfrac_lower": ((A < 0) & (r > 3))[m].double().mean(),
+        "actor/ppo_kl": (b["old"] - lp)[m].mean(),
+        "actor/entropy": b["entropy"][m].mean(),
+        "actor/kl_loss": (lp - b["ref"])[m].mean(),
+        "training/mismatch_k3_kl": (x.exp() - x - 1)[known].mean(),
+        "training/rollout_probs_diff_mean": (b["old"].exp() - b["behaviour"].exp())[known].abs().mean(),
+    }
+    torch.testing.assert_close({n: total / count for n, (total, count) in metrics.items()}, want)
+    assert want["actor/pg_clipfrac"] > 0
+    assert want["actor/pg_clipfrac_lower"] > 0
+
+
+def test_flat_weights() -> None:
+    b = batch()
+    per_sequence = torch.arange(6, device=DEVICE).double()
+    per_token = per_sequence[b["sequence"]]
+    fields = [flat(b, weight=w) for w in (per_sequence, per_token)]
+    for objective in (Objective.preset("ppo"), Objective.preset("grpo")):
+        losses = [policy_loss(b["logprob"], f, objective, normalizer=1.0).loss for f in fields]
+        torch.testing.assert_close(losses[0], losses[1])
+        by_hand = TOKEN_LOSS["ppo"](b, b["logprob"]) * per_token
+        want = aggregate(b, by_hand, objective.aggregation)
+        torch.testing.assert_close(losses[0] / NORMALIZER[objective.aggregation], want)
+
+
+def test_opcheck() -> None:
+    b = batch(torch.float32)
+    f = flat(b)
+    lp, h = b["logprob"].requires_grad_(), b["entropy"].requires_grad_()
+    tensors = (lp, h, f.adv_pos, f.adv_neg, f.weight, f.mask, f.old_logprob, f.ref_logprob, f.behaviour_logprob)
+    numbers = [0.2, 0.2, 3.0, 1.0, 1.05, 0.1, 0.1, 2.0]
+    torch.library.opcheck(api._policy_loss_terms, (*tensors, "ppo", False, "k3", numbers))
+    absent = (lp, None, f.adv_pos, f.adv_neg, f.weight, None, None, None, None)
+    torch.library.opcheck(api._policy_loss_terms, (*absent, "reinforce", True, "k3", numbers))
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+def test_compile(name: str) -> None:
+    b = batch(torch.float32)
+    fields, objective = flat(b), Objective.preset(name, entropy_coef=0.1)
+
+    def step(lp: Tensor, h: Tensor) -> Tensor:
+        return policy_loss(lp * 1.1, fields, objective, normalizer=9.0, entropy=h).loss
+
+    pair = []
+    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        lp, h = b["logprob"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
+        loss = f(lp, h)
+        pair.append((loss.detach(), *torch.autograd.grad(loss, (lp, h))))
+    torch.testing.assert_close(pair[0], pair[1])
+
+
+def test_half_precision_logprobs_are_refused() -> None:
+    b = batch(torch.float32)
+    with pytest.raises(ValueError, match="ratios of rounded log-probs are noise"):
+        policy_loss(b["logprob"].bfloat16(), flat(b), Objective.preset("ppo"), normalizer=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"surrogate": "trpo"}, "surrogate 'trpo' is not known; choose one of ppo"),
+        ({"ratio_level": "segment"}, "ratio_level 'segment' is not known; choose one of token, sequence"),
+        ({"kl": "k4"}, "kl 'k4' is not known"),
+        ({"mismatch": "mask"}, "mismatch 'mask' is not known"),
+        ({"aggregation": "mean"}, "aggregation 'mean' is not known"),
+        ({"eps_low": 1.5}, r"eps_low must be in \[0, 1\]"),
+        ({"eps_high": -0.1}, "eps_high must not be negative"),
+        ({"clip_ratio_c": 0.5}, "clip_ratio_c must be above 1"),
+        ({"clip_ratio_c": 3.0, "surrogate": "sapo"}, "clip_ratio_c belongs to surrogate 'ppo'"),
+        ({"ratio_level": "sequence", "surrogate": "cispo"}, "ratio_level 'sequence' .* not combine with 'cispo'"),
+        ({"ratio_level": "sequence", "mismatch": "truncate"}, "'sequence' does not combine with mismatch 'truncate'"),
+    ],
+)
+def test_impossible_objectives(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Objective(**options)
+
+
+def test_preset_mistakes() -> None:
+    with pytest.raises(ValueError, match="preset 'gpro' is not known; choose one of reinforce, ppo, grpo"):
+        Objective.preset("gpro")
+    with pytest.raises(ValueError, match="no field is called beta; there are surrogate, "):
+        Objective.preset("grpo", beta=0.1)
+
+
+def test_what_is_missing_is_named() -> None:
+    b = batch(torch.float32)
+    lp, fields = b["logprob"], flat(b)
+    cases: list[tuple[Objective, PolicyFields, str]] = [
+        (Objective(entropy_coef=0.1), fields, "entropy_coef is not 0, so entropy must be given"),
+        (Objective(kl_coef=0.1), replace(fields, ref_logprob=None), "kl_coef is not 0, so the fields must have ref"),
+        (Objective(mismatch="truncate"), replace(fields, behaviour_logprob=None), "needs behaviour_logprob"),
+        (Objective.preset("grpo"), replace(fields, paths=None), "needs sequences; give cu_seqlens"),
+        (Objective.preset("gspo"), replace(fields, paths=None, aggregation="seq_mean_token_mean"), "one advantage and"),
+        (Objective(), replace(fields, aggregation="token_sum"), "contain aggregation 'token_sum', the objective wants"),
+        (Objective(), PolicyFields.flat(b["advantage"]), r"logprob must be \[6\] like the fields, got \[26\]"),
+    ]
+    for objective, given, message in cases:
+        with pytest.raises(ValueError, match=message):
+            policy_loss(lp, given, objective, normalizer=1.0)
+    with pytest.raises(ValueError, match="old_logprob is a constant of the loss but requires grad; detach it"):
+        flat(b, old_logprob=b["old"].clone().requires_grad_())
+    with pytest.raises(ValueError, match="mask must be bool"):
+        flat(b, mask=b["mask"].float())
+
+
+def test_sums_are_named_once() -> None:
+    assert len(set(reference.SUMS)) == len(reference.SUMS)
