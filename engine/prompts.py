@@ -37,6 +37,9 @@ class PromptSource:
 
     Args:
         held_out: prompts whose problems are never given.
+
+    Raises:
+        UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out.
     """
 
     def __init__(
@@ -48,11 +51,14 @@ class PromptSource:
         self._excluded = {prompt.problem for prompt in held_out}
         self._cursor = 0
         self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
-        self._rows: list[Problem] = []
+        self._rows: list[Prompt] = []
         if config.path is None:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
         else:
-            self._rows = [p for p in _read(config, config.path, "data.path") if p.text not in self._excluded]
+            problems = _read(config, config.path, "data.path")
+            # all of them now: a row that is too long must not end a run in its third hour
+            prompts = [make_prompt(problem, config, tokenizer) for problem in problems]
+            self._rows = [prompt for prompt in prompts if prompt.problem not in self._excluded]
             if not self._rows:
                 raise UserError(
                     f"All problems of '{config.path}' (data.path) are held out; lower evaluation.problems or add rows."
@@ -67,9 +73,9 @@ class PromptSource:
         prompts: list[Prompt] = []
         skipped = 0
         while len(prompts) < count:
-            problem = self._problem(self._cursor)
+            prompt = self._prompt(self._cursor)
             self._cursor += 1
-            if problem.text in self._excluded:
+            if prompt.problem in self._excluded:
                 skipped += 1
                 if skipped > GIVE_UP:
                     raise UserError(
@@ -78,18 +84,29 @@ class PromptSource:
                     )
                 continue
             skipped = 0
-            prompts.append(make_prompt(problem, self._config, self._tokenizer))
+            prompts.append(prompt)
         return prompts
 
     def state_dict(self) -> dict[str, int]:
-        return {"cursor": self._cursor}
+        """Where the stream is; fit for JSON."""
+        return {"cursor": self._cursor, "rows": len(self._rows)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue a saved stream.
+
+        Raises:
+            UserError: the file has another number of rows now, so its order would be another.
+        """
+        if state["rows"] != len(self._rows):
+            raise UserError(
+                f"The checkpoint was made with {state['rows']} training rows in '{self._config.path}' (data.path) and "
+                f"there are {len(self._rows)} now; restore the file or start a run under another --name."
+            )
         self._cursor = state["cursor"]
 
-    def _problem(self, cursor: int) -> Problem:
+    def _prompt(self, cursor: int) -> Prompt:
         if not self._rows:
-            return self._stream[cursor]
+            return make_prompt(self._stream[cursor], self._config, self._tokenizer)
         turn, index = divmod(cursor, len(self._rows))
         if self._order[0] != turn:
             self._order = (turn, np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist())
@@ -120,7 +137,8 @@ def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pr
         found = {problem.text: problem for problem in (rows[-wanted:] if data.eval_path is None else rows[:wanted])}
     if data.eval_path is None and len(found) < wanted:
         raise UserError(
-            f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add some."
+            f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add "
+            "some."
         )
     return [make_prompt(problem, data, tokenizer) for problem in found.values()]
 

@@ -11,8 +11,8 @@ from ..config import TaskConfig
 from ..errors import UserError
 from .problem import Problem
 
-ENDLESS = 2**31 - 1
-"""Size given to a generator; its items are made when asked for."""
+CHUNK = 1024
+"""Problems of one generator; the next have another seed. A few generators make a list as long as their size."""
 
 
 class GymProblems:
@@ -33,16 +33,24 @@ class GymProblems:
         self._names = [task.name for task in tasks]
         weights = np.array([task.weight for task in tasks])
         self._share = weights / weights.sum()
-        self._datasets: list[Any] = []
-        for index, task in enumerate(tasks):
-            stream = int(np.random.SeedSequence([*self._seed, index]).generate_state(1)[0] >> 1)
-            try:
-                dataset = reasoning_gym.create_dataset(task.name, seed=stream, size=ENDLESS, **task.options)
-            except (ValueError, TypeError, AssertionError) as error:
-                raise UserError(f"The task '{task.name}' in data.tasks cannot be made: {error}.") from error
-            self._datasets.append(dataset)
+        self._create = reasoning_gym.create_dataset
+        self._options = [task.options for task in tasks]
+        self._chunks: list[tuple[int, Any]] = [(-1, None)] * len(tasks)  # a task's last chunk, and its generator
+        for index in range(len(tasks)):
+            self._generator(index, 0)
 
     def __getitem__(self, k: int) -> Problem:
         index = int(np.random.default_rng([*self._seed, k]).choice(len(self._names), p=self._share))
-        item = dict(self._datasets[index][k])
+        item = dict(self._generator(index, k // CHUNK)[k % CHUNK])
         return Problem(f"{self._names[index]}/{k}", self._names[index], item["question"], item | {"task_index": index})
+
+    def _generator(self, index: int, chunk: int) -> Any:
+        if self._chunks[index][0] != chunk:
+            name, stream = self._names[index], [*self._seed, index, chunk]
+            seed = int(np.random.SeedSequence(stream).generate_state(1)[0] >> 1)
+            try:
+                generator = self._create(name, seed=seed, size=CHUNK, **self._options[index])
+            except (ValueError, TypeError, AssertionError) as error:
+                raise UserError(f"The task '{name}' in data.tasks cannot be made: {error}.") from error
+            self._chunks[index] = (chunk, generator)
+        return self._chunks[index][1]
