@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and args.command not in ("train", "rollout"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     run: Callable[[argparse.Namespace, list[str]], int] = args.run
     try:
         return run(args, rest)
@@ -104,6 +103,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     from .console import Console
     from .orchestrator import Orchestrator
 
+    _quiet_transformers()
     with Console() as console:
         summary = Orchestrator(config, console=console, resume=args.resume).run()
         lines = [f"{summary.steps} steps in {summary.seconds / 60:.1f} minutes."]
@@ -117,10 +117,18 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
             f"Report: {summary.report}",
             f"Model:  {summary.export} (a Hugging Face directory)",
             f"Next:   rolltree rollout {args.config} --model.path {summary.export}   to see what it answers,",
-            f"        rolltree train {args.config} --name {_next_name(config)} --seed {config.seed + 1}   for another seed",
+            f"        rolltree train {args.config} --seed {config.seed + 1} --name {_next_name(config)}   to repeat it",
         ]
         console.finish(lines)
     return 0
+
+
+def _quiet_transformers() -> None:
+    """Its progress bars of loading and saving would tear the run's own."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
 
 
 def _next_name(config: TrainConfig) -> str:
@@ -135,6 +143,7 @@ def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(f"'{args.out}' exists already; choose another --out.")
     from .show import sample_and_show
 
+    _quiet_transformers()
     sample_and_show(load_config(args.config, overrides), args.prompts, args.out)
     return 0
 

@@ -49,8 +49,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (
-        f"a step             {trainer.prompts_per_step} prompts x {rollout.n} responses by '{rollout.program}', at most "
-        f"{most} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
+        f"a step             {trainer.prompts_per_step} prompts x {rollout.n} responses by '{rollout.program}', at "
+        f"most {most} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
     )
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
     yield (
@@ -79,7 +79,8 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv = 2 * text.num_hidden_layers * heads * size * weight * config.rollout.kv_tokens
-    yield f"model              {path}: {type(model).__name__}, {parameters / 1e6:.2f} M parameters, {config.model.dtype}"
+    kind = f"{type(model).__name__}, {parameters / 1e6:.2f} M parameters, {config.model.dtype}"
+    yield f"model              {path}: {kind}"
     yield (
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"

@@ -38,8 +38,8 @@ def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: 
             texts.append(leaves)
             console.print(draw(tree, tokenizer))
             console.print(
-                f"reward {np.nanmean(tree.rewards['reward']):.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique tokens "
-                f"for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)\n"
+                f"reward {np.nanmean(tree.rewards['reward']):.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
+                f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)\n"
             )
     if out is not None:
         write_rollouts(out, 0, trees, texts)

@@ -79,8 +79,8 @@ class Trainer:
         self.bad_steps = 0 if applied else self.bad_steps + 1
         if self.bad_steps >= self.config.max_bad_steps:
             raise RunError(
-                f"The loss or its gradient was not finite in {self.bad_steps} updates in a row (trainer.max_bad_steps); "
-                "lower trainer.lr or look into the last rollouts."
+                f"The loss or its gradient was not finite in {self.bad_steps} updates in a row "
+                "(trainer.max_bad_steps); lower trainer.lr or look into the last rollouts."
             )
         metrics["actor/loss"] = (total, 1)
         metrics["actor/skipped_updates"] = (0.0 if applied else 1.0, 1)

@@ -1,5 +1,5 @@
-"""Makes the small model that `arithmetic_cpu.toml` starts from: a Qwen3 decoder and its tokenizer, trained for about a
-minute on worked reasoning_gym problems.
+"""Makes the small model that `arithmetic_cpu.toml` starts from: a Qwen3 decoder and its tokenizer, trained for about
+a minute on worked reasoning_gym problems.
 
 Three in ten solutions are worked out step by step; the others state the answer at once, as most solutions found in the
 wild do. The model learns both habits and mostly answers at once, which it is not good at. Reinforcement learning then has
