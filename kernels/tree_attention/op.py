@@ -14,11 +14,26 @@ from torch import Tensor
 from .. import dispatch
 from . import cpu, reference
 
+
+def _triton_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    from . import triton  # optional dependency
+
+    return triton.tree_attention_forward(*args)
+
+
+def _triton_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from . import triton  # optional dependency
+
+    return triton.tree_attention_backward(*args)
+
+
 _FORWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton_forward,
     "cpu": cpu.tree_attention_forward,
     "reference": reference.tree_attention_forward,
 }
 _BACKWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "triton": _triton_backward,
     "cpu": cpu.tree_attention_backward,
     "reference": reference.tree_attention_backward,
 }

@@ -18,7 +18,12 @@ from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_
 from .trees import ancestors_mask, random_trees
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
-BACKENDS = [pytest.param("reference"), pytest.param("cpu", marks=needs_cpp)]
+needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Triton runs on the CPU in its interpreter")
+BACKENDS = [
+    pytest.param("reference"),
+    pytest.param("cpu", marks=needs_cpp),
+    pytest.param("triton", marks=needs_interpreter),
+]
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,12 @@ CASES = [
     Case(2, 2, 1, 16),
     Case(63, 4, 2, 32),
     Case(130, 2, 2, 64, close=0.3),
-    Case(257, 4, 1, 32, close=0.0, restart=0.0),
-    Case(200, 8, 2, 16, close=0.9, restart=0.1),
+    Case(257, 2, 1, 32, close=0.0, restart=0.0),
+    Case(200, 4, 2, 16, close=0.9, restart=0.1),
     Case(150, 2, 1, 96, window=20),
     Case(97, 2, 2, 128, softcap=5.0),
     Case(70, 2, 1, 256, window=1, softcap=30.0),
-    Case(180, 6, 2, 40, scale=0.3, window=64),
+    Case(130, 3, 1, 40, scale=0.3, window=64),
 ]
 
 
@@ -114,6 +119,8 @@ def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_error_is_at_most_twice_plain_pytorchs(backend: str, dtype: torch.dtype, case: Case) -> None:
+    if backend == "triton" and dtype == torch.bfloat16 and case != CASES[2]:
+        pytest.skip("the interpreter computes bf16 in fp32: one case shows that")
     x = make(case, dtype)
     truth = plain(x.to(torch.float64), case)
     ours, theirs = error(run(x, case, backend), truth), error(plain(x, case), truth)
