@@ -35,6 +35,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._totals: dict[str, tuple[Number, Number]] = {}
+        self._counts: dict[str, float] = {}
         self._maxima: dict[str, Number] = {}
 
     def add(self, name: str, total: Number, count: Number = 1) -> None:
@@ -45,6 +46,10 @@ class Sums:
     def add_values(self, name: str, values: Array) -> None:
         """Add each of ``values``."""
         self.add(name, float(np.sum(values, dtype=np.float64)), values.size)
+
+    def count(self, name: str, number: float = 1) -> None:
+        """Count ``number`` occurrences; means() gives how many there were, 0 included."""
+        self._counts[name] = self._counts.get(name, 0.0) + number
 
     def maximum(self, name: str, value: Number) -> None:
         """Record ``value`` if it is the largest under ``name``; means() gives it as it is."""
@@ -57,7 +62,7 @@ class Sums:
             self._maxima[name] = max(old, value)
 
     def means(self) -> dict[str, float]:
-        """Sum / count of each name and the maxima. A name whose count is 0 was not measured and is left out."""
+        """Sum / count of each name, the occurrences and the maxima; without a name whose count is 0: not measured."""
         values: list[Number] = [v for pair in self._totals.values() for v in pair]
         numbers = _fetch([*values, *self._maxima.values()])
         out = {}
@@ -65,7 +70,7 @@ class Sums:
             total, count = numbers[2 * i : 2 * i + 2]
             if count != 0:
                 out[name] = total / count
-        return out | dict(zip(self._maxima, numbers[len(values) :], strict=True))
+        return out | self._counts | dict(zip(self._maxima, numbers[len(values) :], strict=True))
 
 
 def _fetch(values: Sequence[Number]) -> list[float]:

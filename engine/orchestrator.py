@@ -1,7 +1,7 @@
 """The loop of a run: prompts, rollouts, rewards, advantages, one update, and again.
 
-Synchronous: every batch is sampled by the weights it updates. Whatever is random follows from (seed, step, prompt), never
-from time or order, so a resumed run repeats the uninterrupted one.
+Synchronous: every batch is sampled by the weights it updates. Whatever is random follows from (seed, step, prompt),
+never from time or order, so a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from . import checkpoint, setup
 from .advantages import find_advantage
@@ -61,7 +61,9 @@ class Orchestrator:
         self.program = setup.rollout_program(config.rollout)
         self.advantage = find_advantage(config.algorithm.advantage)
         self.params = setup.sampling_params(config.rollout)
-        saved = self._claim_directory(resume)
+        _check_old_logprobs(config)
+        saved = self._check_directory(resume)
+        set_seed(config.seed)
 
         console.phase("loading the model")
         self.model, self.tokenizer = setup.prepare_model(config)
@@ -74,6 +76,7 @@ class Orchestrator:
         self.step = 0
         self.first_accuracy: float | None = None
         self.last_accuracy: float | None = None
+        self.resumed = saved is not None
         if saved is not None:
             self._restore(saved)
 
@@ -83,9 +86,8 @@ class Orchestrator:
         steps = self.config.trainer.steps
         self.console.start(steps)
         with RewardPool(self.config.reward, self.config.data.tasks) as self.rewards:
-            if self.step == 0 and not self.log.path.exists():
-                self.watch.restart()
-                self.log.append(0, self._evaluate() | self.watch.read())
+            if not self.resumed:
+                self._begin()
             self.watch.restart()
             while self.step < steps:
                 self._step()
@@ -103,6 +105,15 @@ class Orchestrator:
             export=export,
         )
 
+    def _begin(self) -> None:
+        """Make the run's directory, not before everything has loaded: an early mistake leaves nothing behind."""
+        self.config.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.config.run_dir / "config.toml").write_text(resolved_toml(self.config), encoding="utf-8")
+        self.watch.restart()
+        row = self._evaluate() | self.watch.read()
+        self._save(row)  # from here on there is something to resume
+        self.log.append(0, row)
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -117,10 +128,10 @@ class Orchestrator:
         self.console.phase("waiting for rewards")
         with self.watch.part("reward"):
             texts = self._score(trees, prompts, sums)
-        write_rollouts(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, texts)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
         self._update(trees, sums)
+        write_rollouts(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, texts)
         self.step = step
         metrics = sums.means()
         if self._due(self.config.evaluation.every):
@@ -169,7 +180,7 @@ class Orchestrator:
                 "reward.on_failure to 'drop' or 'zero'."
             )
         kind = verdict.reason if verdict.reason in ("timeout", "died") else "raised"
-        sums.add(f"reward/failed_{kind}", 1.0, 0.0)
+        sums.count(f"reward/failed_{kind}")
         return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
 
     def _update(self, trees: list[TokenTree], sums: Sums) -> None:
@@ -178,12 +189,15 @@ class Orchestrator:
         with self.watch.part("pack"):
             kept: list[TokenTree] = []
             for tree in trees:
-                judged = tree.without_leaves(np.isnan(tree.rewards["reward"]))
+                failed = np.isnan(tree.rewards["reward"])
+                judged = tree.without_leaves(failed)
                 if judged is not None:
                     judged.advantage[:] = self.advantage(judged)
+                    tree.advantage[~failed] = judged.advantage
                     kept.append(judged)
             flat = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
-            sums.add("filter/zero_variance_groups", float(sum(flat)))
+            sums.count("filter/zero_variance_groups", sum(flat))
+            sums.count("filter/failed_groups", len(trees) - len(kept))
             updates = config.trainer.updates_per_step
             shares = [range(i, len(kept), updates) for i in range(updates)]
         updated = False
@@ -194,8 +208,10 @@ class Orchestrator:
                 live = [kept[i] for i in share if not (config.algorithm.drop_zero_variance and flat[i])]
                 batches = pack(live, max_tokens=config.trainer.max_tokens, device=self.model.device) if live else []
             if not batches or normalizer == 0:
-                sums.add("actor/empty_updates", 1.0)
+                sums.count("actor/empty_updates")
                 continue
+            for tree in live:
+                sums.add_values("policy/lag", self.trainer.updates - tree.policy_version[tree.loss_mask])
             with self.watch.part("update_actor"):
                 metrics = self.trainer.step(
                     batches,
@@ -248,17 +264,16 @@ class Orchestrator:
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
 
-    def _claim_directory(self, resume: bool) -> checkpoint.Checkpoint | None:
-        """Refuse a directory that holds another run; write the configuration of a new one."""
+    def _check_directory(self, resume: bool) -> checkpoint.Checkpoint | None:
+        """What is to be resumed; without ``resume``, refuse a directory that holds another run."""
         directory = self.config.run_dir
         if resume:
             return checkpoint.load_latest(directory / "checkpoints", self.config)
         if directory.exists() and any(directory.iterdir()):
             raise UserError(
-                f"'{directory}' already holds a run; continue it with --resume, or choose another --name or --output_dir."
+                f"'{directory}' already holds a run; continue it with --resume, or choose another --name or "
+                "--output_dir."
             )
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.toml").write_text(resolved_toml(self.config), encoding="utf-8")
         return None
 
     def _save(self, row: dict[str, float]) -> None:
@@ -289,6 +304,7 @@ class Orchestrator:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):
             self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
+        checkpoint.restore_generators(*saved.generators)
         self.console.note(f"Resuming after step {saved.step}.")
 
     def _export(self) -> Path:
@@ -301,6 +317,20 @@ class Orchestrator:
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         return target
+
+
+def _check_old_logprobs(config: TrainConfig) -> None:
+    """With several updates the sampler's log-probs are the old ones, so they must be those of the whole softmax.
+
+    Raises:
+        UserError: sampling leaves tokens out.
+    """
+    rollout = config.rollout
+    if config.trainer.updates_per_step > 1 and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        raise UserError(
+            f"`trainer.updates_per_step` = {config.trainer.updates_per_step} compares with the sampler's log-probs, "
+            "which top_p, top_k and min_p change; leave these out of [rollout] or set updates_per_step to 1."
+        )
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
@@ -322,4 +352,3 @@ def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> No
             sums.add("reward/group_std", float(rewards.std()))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))
-    sums.add("policy/lag", 0.0)

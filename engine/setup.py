@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -34,7 +35,10 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
-        import_function(config.model.create)(config, path)
+        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
+        shutil.rmtree(unfinished, ignore_errors=True)
+        import_function(config.model.create)(config, unfinished)
+        unfinished.rename(path)
     model = load_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
     )

@@ -12,7 +12,7 @@ from rolltree.kernels import Objective
 
 from .batch import TreeBatch
 from .config import TrainerConfig
-from .errors import RunError
+from .errors import RunError, UserError
 from .model import batch_loss
 
 Metrics = dict[str, tuple[float | Tensor, float | Tensor]]
@@ -55,6 +55,7 @@ class Trainer:
                 they are the sampler's.
 
         Raises:
+            ValueError: off policy, a token in the loss has no log-prob from the sampler.
             RunError: `max_bad_steps` updates in a row were not finite.
         """
         self.model.train()
@@ -62,6 +63,8 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
         for batch in batches:
             old = None if on_policy else batch.behaviour_logprob
+            if old is None and not on_policy:
+                raise ValueError("An update off policy needs the sampler's log-prob of every token in the loss.")
             out = batch_loss(
                 self.model, batch, objective, normalizer=normalizer, temperature=temperature, old_logprob=old
             )
@@ -72,6 +75,7 @@ class Trainer:
                 before = metrics.get(name, (0.0, 0.0))
                 metrics[name] = (before[0] + value, before[1] + count)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
+        lr = self._lr()
         applied = bool(torch.isfinite(norm) & torch.isfinite(total))  # the step's one host synchronisation
         if applied:
             self._update()
@@ -84,7 +88,7 @@ class Trainer:
             )
         metrics["actor/loss"] = (total, 1)
         metrics["actor/skipped_updates"] = (0.0 if applied else 1.0, 1)
-        metrics["actor/lr"] = (self._lr(), 1)
+        metrics["actor/lr"] = (lr, 1)
         if applied:
             metrics["actor/grad_norm"] = (norm.detach(), 1)
         return metrics
@@ -102,17 +106,24 @@ class Trainer:
         """Take over what :meth:`state_dict` gave.
 
         Raises:
-            KeyError: a tensor of this model is missing.
+            UserError: the tensors are another model's.
         """
+        theirs = {name: tuple(t.shape) for key, t in tensors.items() if (name := key.removeprefix("weight.")) != key}
+        ours = {name: tuple(p.shape) for name, p in self._named}
+        if theirs != ours:
+            name = min(dict(theirs.items() ^ ours.items()))
+            raise UserError(
+                f"The checkpoint is of another model: '{name}' is {theirs.get(name, 'missing')} in it and "
+                f"{ours.get(name, 'missing')} in the model; set model.path back to the model the run began with."
+            )
         with torch.no_grad():
             for (name, parameter), master in zip(self._named, self._masters, strict=True):
                 master.copy_(tensors[f"weight.{name}"])
                 parameter.copy_(master)
-                if counters["updates"]:
+                if f"step.{name}" in tensors:  # absent where no gradient has reached the parameter yet
                     self._optimizer.state[master] = {
-                        "step": tensors[f"step.{name}"].clone(),
-                        "exp_avg": tensors[f"exp_avg.{name}"].to(master.device, copy=True),
-                        "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device, copy=True),
+                        key: tensors[f"{key}.{name}"].to(master.device, copy=True)
+                        for key in ("step", "exp_avg", "exp_avg_sq")
                     }
         self.updates = counters["updates"]
         self.bad_steps = counters["bad_steps"]

@@ -20,10 +20,13 @@ def test_means_are_of_sums_not_of_means():
     sums.add("reward", 4.0, 8)
     sums.add_values("length", np.array([1, 2, 6], np.int32))
     sums.add("clip/low", torch.tensor(0.0), torch.tensor(0))  # nothing was measured
+    sums.count("dropped")
+    sums.count("dropped", 2)
+    sums.count("failed", 0)
     sums.maximum("diff", 0.25)
     sums.maximum("diff", torch.tensor(0.5))
     sums.maximum("diff", 0.125)
-    assert sums.means() == {"loss": 1.0, "reward": 0.5, "length": 3.0, "diff": 0.5}
+    assert sums.means() == {"loss": 1.0, "reward": 0.5, "length": 3.0, "dropped": 3, "failed": 0, "diff": 0.5}
 
 
 def test_no_measure_no_means():
