@@ -26,7 +26,7 @@ from rolltree.engine.trainer import Trainer
 from rolltree.kernels import Objective
 
 SEED = 1234
-WORKED_SHARE = 0.3
+WORKED_SHARE = 1.0
 STEPS = 400
 PROBLEMS_PER_STEP = 160
 LEARNING_RATE = 3e-3

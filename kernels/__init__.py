@@ -1,25 +1,29 @@
 """rolltree.kernels: exact fused ops for reinforcement learning of language models. No trainer, no model, no IO."""
 
-from .dispatch import BackendError, use_backend
-from .linear_logprob import LogprobOutput, linear_logprob
-from .policy_loss import Objective, PathIndex, PolicyFields, PolicyLossOutput, policy_loss
-from .sampling import SampleOutput, sample_tokens
-from .tree_attention import tree_attention
-from .tree_decode import DecodePlan, tree_decode_attention
+# Transformers looks for a package of its own called `kernels` and imports whatever is found under that name, which in a
+# process started in a checkout of this repository is this folder. Registering the ops a second time would pull them
+# from under the first registration, so under any other name than its own the package stays empty.
+if __name__ == "rolltree.kernels":
+    from .dispatch import BackendError, use_backend
+    from .linear_logprob import LogprobOutput, linear_logprob
+    from .policy_loss import Objective, PathIndex, PolicyFields, PolicyLossOutput, policy_loss
+    from .sampling import SampleOutput, sample_tokens
+    from .tree_attention import tree_attention
+    from .tree_decode import DecodePlan, tree_decode_attention
 
-__all__ = [
-    "BackendError",
-    "DecodePlan",
-    "LogprobOutput",
-    "Objective",
-    "PathIndex",
-    "PolicyFields",
-    "PolicyLossOutput",
-    "SampleOutput",
-    "linear_logprob",
-    "policy_loss",
-    "sample_tokens",
-    "tree_attention",
-    "tree_decode_attention",
-    "use_backend",
-]
+    __all__ = [
+        "BackendError",
+        "DecodePlan",
+        "LogprobOutput",
+        "Objective",
+        "PathIndex",
+        "PolicyFields",
+        "PolicyLossOutput",
+        "SampleOutput",
+        "linear_logprob",
+        "policy_loss",
+        "sample_tokens",
+        "tree_attention",
+        "tree_decode_attention",
+        "use_backend",
+    ]

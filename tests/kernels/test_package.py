@@ -1,0 +1,21 @@
+"""The package's name: transformers imports whatever `kernels` it finds, also this folder when started in a checkout."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import torch
+from rolltree.kernels import linear_logprob
+import kernels
+import transformers.modeling_utils
+h, w = torch.randn(4, 8), torch.randn(5, 8)
+linear_logprob(h, w, torch.arange(4))
+assert not hasattr(kernels, "linear_logprob")
+"""
+
+
+def test_a_second_import_under_another_name_changes_nothing():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
