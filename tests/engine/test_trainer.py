@@ -196,7 +196,7 @@ def test_gradient_checkpointing_gives_the_same_update():
     saving.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     calls = []
     layer = saving.model.layers[0].mlp
-    layer.register_forward_hook(lambda *_: calls.append(1))
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
     step(Trainer(plain, CONFIG))
     step(Trainer(saving, CONFIG))
     assert len(calls) == 2  # forward, and again in the backward pass
