@@ -27,8 +27,8 @@ from rolltree.kernels import Objective
 
 SEED = 1234
 WORKED_SHARE = 1.0
-STEPS = 400
-PROBLEMS_PER_STEP = 160
+STEPS = 100
+PROBLEMS_PER_STEP = 128
 LEARNING_RATE = 3e-3
 
 
