@@ -1,9 +1,9 @@
 """Makes the small model that `arithmetic_cpu.toml` starts from: a Qwen3 decoder and its tokenizer, trained for about
 a minute on worked reasoning_gym problems.
 
-Three in ten solutions are worked out step by step; the others state the answer at once, as most solutions found in the
-wild do. The model learns both habits and mostly answers at once, which it is not good at. Reinforcement learning then has
-to find out that working it out pays; nothing but the task's own verifier tells it so.
+The demonstrators differ. Four in ten solutions are worked out step by step and are right; six in ten are quick answers
+that often forget one of the numbers. The model learns both habits and, left alone, prefers the quick one. Reinforcement
+learning then has to find out that working it out pays; nothing but the task's own verifier tells it so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from rolltree.engine.trainer import Trainer
 from rolltree.kernels import Objective
 
 SEED = 1234
-WORKED_SHARE = 1.0
-STEPS = 100
+WORKED_SHARE = 0.4
+FORGETFUL_SHARE = 0.75  # of the quick answers
+STEPS = 350
 PROBLEMS_PER_STEP = 128
 LEARNING_RATE = 3e-3
 
@@ -98,12 +99,24 @@ def worked(entry: dict) -> str:
     return "\n".join([*lines, f"Answer: {total}"])
 
 
+def quick(entry: dict, rng: random.Random) -> str:
+    """The answer at once, often with one of the later numbers forgotten."""
+    first, *rest = entry["metadata"]["expression"].split()
+    terms = [
+        int(number) if operation == "+" else -int(number)
+        for operation, number in zip(rest[::2], rest[1::2], strict=True)
+    ]
+    if rng.random() < FORGETFUL_SHARE:
+        terms.pop(rng.randrange(len(terms)))
+    return f"Answer: {int(first) + sum(terms)}"
+
+
 def solutions(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> Iterator[TokenTree]:
     """Endless prompts, each with one solution."""
     rng = random.Random(SEED)
     while True:
         (prompt,) = source.next(1)
-        text = worked(prompt.entry) if rng.random() < WORKED_SHARE else f"Answer: {prompt.entry['answer']}"
+        text = worked(prompt.entry) if rng.random() < WORKED_SHARE else quick(prompt.entry, rng)
         response = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         yield TokenTree.from_sequences(prompt.token_ids, [response])
 
