@@ -280,7 +280,7 @@ class TokenTree:
         lengths = np.array([len(r) for r in ids])
         logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.nan, np.float32)
         mask = _per_token("loss_masks", loss_masks, lengths, True, np.bool_)
-        one = np.ndim(policy_version) == 0
+        one = np.ndim(cast("npt.ArrayLike", policy_version)) == 0
         per_response = None if one else cast("Seq[npt.ArrayLike]", policy_version)
         version = _per_token("policy_version", per_response, lengths, policy_version if one else 0, np.int32)
         flat = np.concatenate([*ids, np.zeros(0, np.int32)])
@@ -416,7 +416,7 @@ def _depth_first(parent: Array, length: Array, tokens: dict[str, Array], leaf_no
         status=status.copy(),
         advantage=np.zeros(leaves, np.float32),
         answer_id=np.full(leaves, -1, np.int32),
-        **{name: values[source] for name, values in tokens.items()},
+        **cast("dict[str, Any]", {name: values[source] for name, values in tokens.items()}),
     )
 
 
@@ -442,7 +442,8 @@ def _prefix_tree(keys: Array, lengths: Array) -> tuple[list[int], list[tuple[int
     begins = ends - lengths
     sequences = [keys[b:e] for b, e in zip(begins, ends, strict=True)]
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
-    parents, spans, leaf_nodes = [-1], [], [0] * len(sequences)
+    parents, leaf_nodes = [-1], [0] * len(sequences)
+    spans: list[tuple[int, int]] = []
     path = [(0, 0)]
     previous: Array = keys[:0]
     for index in order:

@@ -128,7 +128,7 @@ def _ordinary(
             module, query, key, value, made, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
     # SDPA knows no softcap; every model that has one brings an eager function, which wants an additive mask
-    eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     if made is None:
         queries, keys = query.shape[2], key.shape[2]
         made = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]

@@ -143,7 +143,7 @@ def _user_verifier(name: str) -> Verifier:
     verify = getattr(module, function, None)
     if not callable(verify):
         raise AttributeError(f"{path} has no function {function}")
-    return verify  # type: ignore[no-any-return]
+    return verify
 
 
 # -- the answer in a response ------------------------------------------------------------------------------------------

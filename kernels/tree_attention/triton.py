@@ -247,7 +247,7 @@ def _dkdv_rows(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``count`` row blocks of every query head, from ``begin`` on, ``gap`` rows missing after ``before`` of them."""
+    """Adds ``count`` row blocks of every query head, from ``begin`` on, ``gap`` missing after ``before``."""
     columns = tl.arange(0, WIDTH)
     for i in range(GROUP * count):
         head, step = i // count, i % count

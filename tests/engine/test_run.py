@@ -1,4 +1,4 @@
-"""Whole runs through the command line: what they leave behind, kill -9 and resume, and every mistake in one sentence."""
+"""Whole runs through the command line: what they leave, kill -9 and resume, and every mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_more_steps_after_the_end(finished, tmp_path):
     assert rows(tmp_path / "tiny")[-1]["step"] == 7
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------------
+# -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
 def corrupt_checkpoint(toml: Path) -> list[str]:
@@ -182,7 +182,11 @@ def test_hanging_rewards_are_dropped_and_counted(finished, tmp_path):
     text = toml.read_text().replace(str(toml.parent), str(tmp_path))
     (tmp_path / "tiny.toml").write_text(text)
     (tmp_path / "reward.py").write_text(
-        "import time\ndef judge(text, entry):\n    if len(text) % 5 == 1: time.sleep(60)\n    return float(len(text) % 2)\n"
+        "import time\n"
+        "def judge(text, entry):\n"
+        "    if len(text) % 5 == 1:\n"
+        "        time.sleep(60)\n"
+        "    return float(len(text) % 2)\n"
     )
     arguments = ["--trainer.steps", "1", "--reward.timeout_s", "0.3", "--evaluation.problems", "0"]
     assert main(["train", str(tmp_path / "tiny.toml"), *arguments, "--evaluation.every", "0"]) == 0
