@@ -106,6 +106,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     _quiet_transformers()
     with Console() as console:
         summary = Orchestrator(config, console=console, resume=args.resume).run()
+        program = sys.argv[0] if Path(sys.argv[0]).name == "rolltree" else "rolltree"
         lines = [f"{summary.steps} steps in {summary.seconds / 60:.1f} minutes."]
         if summary.accuracy_before is not None and summary.accuracy_after is not None:
             gain = 100 * (summary.accuracy_after - summary.accuracy_before)
@@ -116,8 +117,8 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         lines += [
             f"Report: {summary.report}",
             f"Model:  {summary.export} (a Hugging Face directory)",
-            f"Next:   rolltree rollout {args.config} --model.path {summary.export}   to see what it answers,",
-            f"        rolltree train {args.config} --seed {config.seed + 1} --name {_next_name(config)}   to repeat it",
+            f"Next:   {program} rollout {args.config} --model.path {summary.export}   to see what it answers,",
+            f"        {program} train {args.config} --seed {config.seed + 1} --name {_next_name(config)}   to repeat it",
         ]
         console.finish(lines)
     return 0
