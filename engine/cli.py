@@ -118,7 +118,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
             f"Report: {summary.report}",
             f"Model:  {summary.export} (a Hugging Face directory)",
             f"Next:   {program} rollout {args.config} --model.path {summary.export}   to see what it answers,",
-            f"        {program} train {args.config} --seed {config.seed + 1} --name {_next_name(config)}   to repeat it",
+            f"        {program} train {args.config} --seed {config.seed + 1} --name {_next_name(config)}   again",
         ]
         console.finish(lines)
     return 0
