@@ -35,15 +35,21 @@ aot: $(VENV)/.ready-dev
 	$(BIN)/python tests/kernels/aot/harness.py
 
 # Without build isolation the build sees the torch installed here, instead of fetching a second one.
-$(VENV)/.ready: $(SOURCES)
+define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" "pybind11>=2.13" "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[tasks]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[$(EXTRAS)]"
+endef
+
+$(VENV)/.ready: EXTRAS := tasks
+$(VENV)/.ready: $(SOURCES)
+	$(install)
 	touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[tasks,dev]"
-	touch $@
+$(VENV)/.ready-dev: EXTRAS := tasks,dev
+$(VENV)/.ready-dev: $(SOURCES)
+	$(install)
+	touch $(VENV)/.ready $@
 
 clean:
 	rm -rf build $(VENV) kernels/*.so engine/rollout/*.so
