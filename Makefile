@@ -9,13 +9,17 @@ BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
-.PHONY: train test lint bench gpu aot clean
+.PHONY: train test slow lint bench gpu aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The campaigns that are too slow for every run: kills at random moments, long random traces.
+slow: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

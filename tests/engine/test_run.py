@@ -161,6 +161,9 @@ def test_mistakes_are_one_sentence_and_change_nothing(name, finished, tmp_path, 
     toml.write_text(toml.read_text().replace(str(finished[0].parent), str(tmp_path / "copy")))
     arguments, code, says = MISTAKES[name]
     given = arguments(toml)
+    if name == "changed setting":  # the copy's paths have changed too, and they are named first
+        original = finished[0].parent
+        given += ["--model.path", str(original / "model"), "--reward.verifier", f"{original / 'reward.py'}:judge"]
     if name == "raising reward":
         (toml.parent / "reward.py").write_text("def judge(text, entry):\n    raise RuntimeError('no')\n")
     before = {p: p.read_bytes() for p in (toml.parent / "runs").rglob("*") if p.is_file()}
