@@ -74,7 +74,8 @@ class NativeParts(build_ext):
         try:
             part(target, temp)
         except (ImportError, RuntimeError, OSError) as error:
-            say(f"{ext.name} was NOT built; the slower backends stay in use. Reason: {error}")
+            lost = "rollouts need it" if ext.name.endswith("_host") else "slower backends stand in"
+            say(f"{ext.name} was NOT built ({lost}): {error}")
 
     def build_host(self, target: Path, temp: Path) -> None:
         from sysconfig import get_paths

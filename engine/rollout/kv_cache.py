@@ -10,13 +10,18 @@ from torch import Tensor
 
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
+from ..errors import UserError
+
 try:
     from ._host import KvExhaustedError, KvTree
-except ImportError as error:  # built without a compiler
-    raise ImportError(
-        "The native rollout engine needs the compiled module rolltree.engine.rollout._host; install a C++ compiler, "
-        "reinstall rolltree, and see `rolltree doctor`."
-    ) from error
+
+    BUILT = True
+except ImportError:  # installed without a compiler: all but the rollouts works
+    BUILT = False
+
+    class KvExhaustedError(RuntimeError):  # type: ignore[no-redef]
+        """Stands in for the compiled module's."""
+
 
 __all__ = ["KvCache", "KvExhaustedError", "KvTree"]
 
@@ -26,9 +31,17 @@ class KvCache:
 
     The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go
     and which nodes its rows read. A layer's pages are made when it first attends, as its heads are known only then.
+
+    Raises:
+        UserError: the compiled module is missing.
     """
 
     def __init__(self, kv_tokens: int, page_size: int, device: torch.device) -> None:
+        if not BUILT:
+            raise UserError(
+                "Rollouts need the compiled module rolltree.engine.rollout._host; install a C++ compiler, reinstall "
+                "rolltree, and see `rolltree doctor`."
+            )
         self.tree = KvTree(kv_tokens // page_size, page_size)
         self.spare_slot = self.tree.num_pages * page_size
         """A slot no node reads: keys of tokens that are only queried again are written here."""
