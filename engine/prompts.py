@@ -135,7 +135,7 @@ def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pr
         key = "data.path" if data.eval_path is None else "data.eval_path"
         rows = _read(data, data.eval_path or data.path, key)
         found = {problem.text: problem for problem in (rows[-wanted:] if data.eval_path is None else rows[:wanted])}
-    if data.eval_path is None and len(found) < wanted:
+    if len(found) < wanted:
         raise UserError(
             f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add "
             "some."

@@ -81,9 +81,15 @@ def objective(config: TrainConfig) -> Objective:
     """The loss of `algorithm.objective`.
 
     Raises:
-        UserError: an unknown name or option.
+        UserError: an unknown name or option, or one that needs what a run does not have.
     """
     try:
-        return Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
+        chosen = Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"algorithm.objective = '{config.algorithm.objective}': {error}") from error
+    if chosen.needs_reference:
+        raise UserError(
+            "algorithm.objective_options.kl_coef is not 0, but a run keeps no reference policy to be close to; leave it "
+            "out."
+        )
+    return chosen

@@ -182,11 +182,6 @@ std::vector<int64_t> KvTree::append(const int64_t* nodes, const int64_t* counts,
   return slots;
 }
 
-void KvTree::reset_peaks() {
-  peak_tokens_ = tokens_;
-  peak_pages_ = num_pages() - free_pages();
-}
-
 std::vector<int64_t> KvTree::depth_first(const int64_t* nodes, int64_t n) const {
   // Paths from the root, compared id by id: rows that share a node share the whole path above it, so they sort together.
   std::vector<std::vector<int>> paths(n);

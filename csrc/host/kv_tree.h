@@ -60,7 +60,6 @@ class KvTree {
   int64_t tokens() const { return tokens_; }
   int64_t peak_pages() const { return peak_pages_; }
   int64_t peak_tokens() const { return peak_tokens_; }
-  void reset_peaks();
   void check() const;  // throws std::logic_error naming the broken invariant
 
  private:

@@ -68,7 +68,6 @@ PYBIND11_MODULE(_host, m) {
       .def("position", &KvTree::position, py::arg("node"))
       .def("parent", &KvTree::parent, py::arg("node"))
       .def("refs", &KvTree::refs, py::arg("node"))
-      .def("reset_peaks", &KvTree::reset_peaks)
       .def("check", &KvTree::check)
       .def_property_readonly("num_pages", &KvTree::num_pages)
       .def_property_readonly("page_size", &KvTree::page_size)

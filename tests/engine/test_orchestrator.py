@@ -178,13 +178,29 @@ def test_nothing_is_overwritten(home, tmp_path):
         ("--rollout.program=flatt", "flat"),
         ("--reward.verifier=/nowhere/verifier.py:score", "/nowhere/verifier.py"),
         ("--trainer.updates_per_step=2 --rollout.top_k=5", "top_k"),
+        ("--algorithm.objective_options={kl_coef=0.1}", "no reference policy"),
+        ("--evaluation.problems=2 --data.eval_path={home}/one.jsonl", "only 1 different problems"),
     ],
 )
 def test_an_early_mistake_leaves_nothing_behind(home, tmp_path, override, message):
-    config = configure(home, tmp_path, *override.split())
+    (home / "one.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config = configure(home, tmp_path, *override.replace("{home}", str(home)).split())
     with pytest.raises(UserError, match=message):
         orchestrate(config).run()
     assert not config.run_dir.exists()
+
+
+def test_two_processes_never_write_one_run(home, tmp_path):
+    config = configure(home, tmp_path, "--trainer.steps=1", "--evaluation.problems=0", "--evaluation.every=0")
+    orchestrate(config).run()
+    before = {p: p.read_bytes() for p in config.run_dir.rglob("*") if p.is_file()}
+    holder = f"import fcntl, time; f = open({str(config.run_dir / '.lock')!r}); fcntl.flock(f, fcntl.LOCK_EX); "
+    with subprocess.Popen([sys.executable, "-c", holder + "print(flush=True); time.sleep(60)"], stdout=-1) as process:
+        process.stdout.readline()
+        with pytest.raises(UserError, match="Another process is writing"):
+            orchestrate(config, resume=True).run()
+        process.kill()
+    assert {p: p.read_bytes() for p in config.run_dir.rglob("*") if p.is_file()} == before
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "zero", "raise"])
