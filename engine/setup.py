@@ -89,7 +89,6 @@ def objective(config: TrainConfig) -> Objective:
         raise UserError(f"algorithm.objective = '{config.algorithm.objective}': {error}") from error
     if chosen.needs_reference:
         raise UserError(
-            "algorithm.objective_options.kl_coef is not 0, but a run keeps no reference policy; leave it "
-            "out."
+            "algorithm.objective_options.kl_coef is not 0, but a run keeps no reference policy; leave it out."
         )
     return chosen

@@ -1,3 +1,4 @@
 from .api import LogprobOutput, linear_logprob
+from .head import HeadLora
 
-__all__ = ["LogprobOutput", "linear_logprob"]
+__all__ = ["HeadLora", "LogprobOutput", "linear_logprob"]

@@ -3,7 +3,8 @@
 A chunk is one GEMM into a tile of fp32 logits, then a *row kernel* that reads the tile once:
 
 * forward: log-sum-exp, entropy, sum of squared probabilities and the logits at the targets;
-* backward: the GEMM again, then the gradient of the logits over them, then two GEMMs (2 + 6 NHV FLOP in all).
+* backward: the GEMM again, then the gradient of the logits over them, then two GEMMs (2 + 6 f NHV FLOP in all, where f
+  is the share of rows that have a gradient: a CPU leaves the others out, while a GPU would have to be waited for).
 
 Row kernels come as twins with one signature (`triton`, `cpu`, `cuda`; see `RowKernels`), so the loop is tested where
 there is no GPU. Per chunk the tile costs 4 C V bytes written by the GEMM and read once (twice and written once in the
@@ -20,18 +21,14 @@ to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps what round
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Pairs(NamedTuple):
-    """Pairs to score, grouped by row: those of row i are ``start[i] .. start[i + 1]``."""
-
-    start: Tensor  # [N + 1] int64
-    target: Tensor  # [M] int64, in row order
-    order: Tensor | None  # [M] int64: place of each pair in the caller's order; None: the same order
+from . import frozen
+from .head import Head, HeadGradient
+from .pairs import Pairs, group_by_row
 
 
 class RowKernels(Protocol):
@@ -75,54 +72,51 @@ class RowKernels(Protocol):
 def forward(
     rows: RowKernels,
     hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
+    head: Head,
     target: Tensor,  # [M] int64
     row: Tensor | None,  # [M] int64
-    bias: Tensor | None,  # [V]
     temperature: Tensor,  # [N], in the accumulation dtype
     softcap: float,
     want_entropy: bool,
     want_sum_p2: bool,
+    frozen_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `reference.forward`."""
-    N, V, accumulator = len(hidden), len(weight), temperature.dtype
+    N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
     pairs = group_by_row(target, row, N)
     logprob = hidden.new_empty(len(target), dtype=accumulator)
     logsumexp = hidden.new_empty(N, dtype=accumulator)
     correction = torch.empty_like(logsumexp)
     entropy = hidden.new_empty(N if want_entropy else 0, dtype=accumulator)
     sum_p2 = hidden.new_empty(N if want_sum_p2 else 0, dtype=accumulator)
-    bias = hidden.new_empty(0, dtype=accumulator) if bias is None else bias.to(accumulator)
-    gemm = Gemm(weight, accumulator)
-    kept = hidden.new_empty(kept_shape(hidden, weight), dtype=accumulator)
+    kept = hidden.new_empty((0, V) if frozen_head else kept_shape(hidden, head.weight), dtype=accumulator)
     C = chunk_rows(N, V, hidden.device)
     tile = hidden.new_empty((0 if len(kept) else C, V), dtype=accumulator)
+    if frozen_head:
+        direction = torch.empty_like(hidden)
+        d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
+        towards, constant = frozen.direction_coefficients(pairs, logprob)
+        none = logprob[:0]
     for c in chunks(N, C):
-        rows.statistics(
-            gemm.logits(hidden[c], kept[c] if len(kept) else tile[: c.stop - c.start]),
-            bias,
-            temperature[c],
-            softcap,
-            pairs.start[c.start : c.stop + 1],
-            pairs.target,
-            logprob,
-            logsumexp[c],
-            correction[c],
-            entropy[c],
-            sum_p2[c],
-        )
+        logits = head.logits(hidden[c], kept[c] if len(kept) else tile[: c.stop - c.start])
+        start = pairs.start[c.start : c.stop + 1]
+        scaling = (head.bias, temperature[c], softcap, start, pairs.target)
+        rows.statistics(logits, *scaling, logprob, logsumexp[c], correction[c], entropy[c], sum_p2[c])
+        if frozen_head:
+            d_logits = d_tile[: c.stop - c.start]
+            rows.gradient(logits, *scaling, logsumexp[c], correction[c], towards, constant[c], none, none, d_logits)
+            head.to_hidden(d_logits, direction[c])
     if pairs.order is not None:
         logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
-    return logprob, logsumexp, correction, entropy, sum_p2, kept
+    return logprob, logsumexp, correction, entropy, sum_p2, direction if frozen_head else kept
 
 
 def backward(
     rows: RowKernels,
     hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
+    head: Head,
     target: Tensor,  # [M] int64
     row: Tensor | None,  # [M] int64
-    bias: Tensor | None,  # [V]
     temperature: Tensor,  # [N], in the accumulation dtype
     softcap: float,
     logsumexp: Tensor,  # [N]
@@ -135,28 +129,35 @@ def backward(
     grad_entropy: Tensor,  # [N] or [0]
     grad_sum_p2: Tensor,  # [N] or [0]
     need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.backward`."""
-    N, V, accumulator = len(hidden), len(weight), temperature.dtype
+    need: HeadGradient,
+) -> Tensor:
+    """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
+    N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
     pairs = group_by_row(target, row, N)
     grad_logprob = grad_logprob if pairs.order is None else grad_logprob[pairs.order]
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
-    d_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    d_weight = weight.new_zeros(weight.shape if need_weight else 0, dtype=accumulator)
-    d_bias = weight.new_zeros(V if need_bias else 0, dtype=accumulator)
-    bias = hidden.new_empty(0, dtype=accumulator) if bias is None else bias.to(accumulator)
-    gemm = Gemm(weight, accumulator)
+    d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
+
+    alive = slice(None) if hidden.is_cuda else _rows_with_gradient(pairs, grad_logprob, constant, per_log, per_p)
+    if isinstance(alive, Tensor):
+        pairs, pair = pairs.of_rows(alive)
+        grad_logprob = grad_logprob[pair]
+        N = len(alive)
+    of_alive = d_hidden if isinstance(alive, slice) else d_hidden[:0].new_empty(N, hidden.shape[1])
+    hidden, temperature, logsumexp, correction, constant = (
+        t[alive] for t in (hidden, temperature, logsumexp, correction, constant)
+    )
+    per_log, per_p, kept = (t[alive] if len(t) else t for t in (per_log, per_p, kept))
+
     C = chunk_rows(N, V, hidden.device)
     tile = hidden.new_empty((C, V), dtype=accumulator)
-    d_tile = tile if gemm.dtype == accumulator else torch.empty_like(tile, dtype=gemm.dtype)
+    d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
     for c in chunks(N, C):
         n = c.stop - c.start
         d_logits = d_tile[:n]
         rows.gradient(
-            kept[c] if len(kept) else gemm.logits(hidden[c], tile[:n]),
-            bias,
+            kept[c] if len(kept) else head.logits(hidden[c], tile[:n]),
+            head.bias,
             temperature[c],
             softcap,
             pairs.start[c.start : c.stop + 1],
@@ -170,12 +171,32 @@ def backward(
             d_logits,
         )
         if need_hidden:
-            gemm.to_hidden(d_logits, d_hidden[c])
-        if need_weight:
-            gemm.accumulate(d_weight, d_logits, hidden[c])
-        if need_bias:
-            d_bias += d_logits.sum(0, dtype=accumulator)
-    return d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+            head.to_hidden(d_logits, of_alive[c])
+        need.add(d_logits, hidden[c])
+    if need_hidden and isinstance(alive, Tensor):
+        d_hidden.index_copy_(0, alive, of_alive)
+    return d_hidden
+
+
+def _rows_with_gradient(
+    pairs: Pairs,
+    grad_logprob: Tensor,  # [M], in row order
+    constant: Tensor,  # [N]
+    per_log: Tensor,  # [N] or [0]
+    per_p: Tensor,  # [N] or [0]
+) -> Tensor | slice:
+    """Rows ``[K] int64`` of which some gradient is not zero; all of them where too few could be left out to gain."""
+    alive = constant != 0
+    for t in (per_log, per_p):
+        alive = alive | (t != 0) if len(t) else alive
+    some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
+    alive = alive | (some[pairs.start[1:]] > some[pairs.start[:-1]])
+    rows = alive.nonzero().flatten()
+    return rows if len(rows) < WORTH_SELECTING * len(alive) else slice(None)
+
+
+WORTH_SELECTING = 0.95
+"""Below this share of rows, leaving the others out saves more than gathering costs."""
 
 
 def coefficients(
@@ -195,41 +216,6 @@ def coefficients(
     if len(grad_sum_p2):
         constant = constant - torch.where(grad_sum_p2 == 0, 0, 2 * grad_sum_p2 * sum_p2)
     return constant, grad_entropy, 2 * grad_sum_p2
-
-
-class Gemm:
-    """The matrix products around the row kernels, with fp32 results also for half-precision operands.
-
-    CUDA multiplies bf16 and fp16 straight into fp32. The CPU has no such product, so there operands are widened first
-    (exact; one fp32 copy of the weight for the duration of the call).
-    """
-
-    def __init__(self, weight: Tensor, accumulator: torch.dtype) -> None:
-        self.mixed = weight.is_cuda and weight.dtype != accumulator
-        self.accumulator = accumulator
-        self.weight = weight if self.mixed else weight.to(accumulator)  # [V, H]
-        self.dtype = self.weight.dtype
-        """Dtype of the operands, hence of the logits' gradient."""
-
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """``out [C, V] = hidden [C, H] weight^T``, in the accumulation dtype; returns ``out``."""
-        if self.mixed:
-            return torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
-        return torch.mm(hidden.to(self.dtype), self.weight.T, out=out)
-
-    def to_hidden(self, d_logits: Tensor, out: Tensor) -> None:
-        """``out [C, H] = d_logits [C, V] weight``, in the dtype of ``out``."""
-        if out.dtype == self.dtype:
-            torch.mm(d_logits, self.weight, out=out)
-        else:
-            out.copy_(torch.mm(d_logits, self.weight))
-
-    def accumulate(self, d_weight: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-        """``d_weight [V, H] += d_logits^T hidden``, in the accumulation dtype."""
-        if self.mixed:
-            torch.addmm(d_weight, d_logits.T, hidden, out_dtype=self.accumulator, out=d_weight)
-        else:
-            d_weight.addmm_(d_logits.T, hidden.to(self.dtype))
 
 
 def kept_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
@@ -254,11 +240,3 @@ def chunk_rows(N: int, V: int, device: torch.device) -> int:
 
 def chunks(N: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, N)) for i in range(0, N, max(size, 1))]
-
-
-def group_by_row(target: Tensor, row: Tensor | None, N: int) -> Pairs:
-    if row is None:
-        return Pairs(torch.arange(N + 1, device=target.device), target, None)
-    row, order = torch.sort(row, stable=True)
-    edges = torch.arange(N + 1, device=row.device)
-    return Pairs(torch.searchsorted(row, edges), target[order], order)

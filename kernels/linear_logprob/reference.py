@@ -1,6 +1,6 @@
 """The definition of `linear_logprob`, in plain PyTorch over the whole ``[N, V]`` logits.
 
-    u = hidden weight^T + bias                      z = softcap tanh(u / softcap) / temperature
+    u = hidden (weight + scale b a)^T + bias        z = softcap tanh(u / softcap) / temperature
     logprob_m = z[row_m, target_m] - lse[row_m]     lse_i = log sum_j exp(z_ij)
     entropy_i = lse_i - sum_j p_ij z_ij             sum_p2_i = sum_j p_ij^2,     p = exp(z - lse)
 
@@ -13,29 +13,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import frozen
 from .chunked import kept_shape
+from .head import Head, HeadGradient
+from .pairs import group_by_row
 
 
 def forward(
     hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
+    head: Head,
     target: Tensor,  # [M] int64
     row: Tensor | None,  # [M] int64
-    bias: Tensor | None,  # [V]
     temperature: Tensor,  # [N]
     softcap: float,  # 0: none
     want_entropy: bool,
     want_sum_p2: bool,
+    frozen_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N], logits)``; empty where not wanted.
+    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N], kept)``; empty where not wanted.
 
-    The chunked backends use ``correction`` and ``logits`` (what rounding took from the log-sum-exp; logits kept for the
-    backward); the definition has no use for them.
+    The chunked backends use ``correction`` (what rounding took from the log-sum-exp) and, without a frozen head, logits
+    kept for the backward; the definition has no use for them.
     """
     dtype = temperature.dtype
-    z = scaled_logits(hidden, weight, bias, temperature, softcap)
+    z = scaled_logits(hidden, head, temperature, softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
+    kept = temperature.new_zeros(kept_shape(hidden, head.weight))
+    if frozen_head:
+        towards, constant = frozen.direction_coefficients(group_by_row(target, row, len(hidden)), temperature)
+        order = torch.arange(len(target), device=target.device) if row is None else torch.sort(row, stable=True)[1]
+        absent = temperature.new_empty(0)
+        kept = backward(
+            hidden, head, target, row, temperature, softcap, absent, absent, absent, absent, absent,
+            torch.empty_like(towards).index_copy_(0, order, towards), constant, absent, absent, True,
+            HeadGradient(head, False, False, False),
+        )  # fmt: skip
     row = torch.arange(len(target), device=target.device) if row is None else row
     return (
         logp[row, target].to(dtype),
@@ -43,16 +56,15 @@ def forward(
         temperature.new_zeros(len(z)),
         -torch.where(p > 0, p * logp, p).sum(-1).to(dtype) if want_entropy else temperature.new_empty(0),
         (p * p).sum(-1).to(dtype) if want_sum_p2 else temperature.new_empty(0),
-        temperature.new_zeros(kept_shape(hidden, weight)),
+        kept,
     )
 
 
 def backward(
     hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
+    head: Head,
     target: Tensor,  # [M] int64
     row: Tensor | None,  # [M] int64
-    bias: Tensor | None,  # [V]
     temperature: Tensor,  # [N]
     softcap: float,
     logsumexp: Tensor,  # [N]
@@ -65,11 +77,10 @@ def backward(
     grad_entropy: Tensor,  # [N], or [0]
     grad_sum_p2: Tensor,  # [N], or [0]
     need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias; empty where not needed."""
-    z = scaled_logits(hidden, weight, bias, temperature, softcap)
+    need: HeadGradient,
+) -> Tensor:
+    """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
+    z = scaled_logits(hidden, head, temperature, softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
     row = torch.arange(len(target), device=target.device) if row is None else row
@@ -83,18 +94,31 @@ def backward(
     if softcap:
         du = du * (1 - (z * temperature[:, None] / softcap).square())
     du = du.to(temperature.dtype)
-    return (
-        (du @ weight.to(du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0),
-        (du.T @ hidden.to(du.dtype)).to(weight.dtype) if need_weight else hidden.new_empty(0),
-        du.sum(0).to(weight.dtype) if need_bias else hidden.new_empty(0),
-    )
+    d_weight = du.T @ hidden.to(du.dtype)  # of the effective weight
+    if len(need.weight):
+        need.weight += d_weight
+    if len(need.bias):
+        need.bias += du.sum(0)
+    if len(need.a) and head.lora is not None:
+        a, b, scale = head.lora
+        need.a += scale * b.to(du.dtype).T @ d_weight
+        need.b += scale * d_weight @ a.to(du.dtype).T
+    return (du @ effective_weight(head, du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0)
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, softcap: float) -> Tensor:
+def scaled_logits(hidden: Tensor, head: Head, temperature: Tensor, softcap: float) -> Tensor:
     """``z`` of the module docstring: ``[N, V]`` fp64, from a product in the dtype of ``temperature``."""
-    u = (hidden.to(temperature.dtype) @ weight.to(temperature.dtype).T).double()
-    if bias is not None:
-        u = u + bias
+    u = (hidden.to(temperature.dtype) @ effective_weight(head, temperature.dtype).T).double()
+    if len(head.bias):
+        u = u + head.bias
     if softcap:
         u = softcap * torch.tanh(u / softcap)
     return u / temperature[:, None]
+
+
+def effective_weight(head: Head, dtype: torch.dtype) -> Tensor:  # [V, H]
+    weight = head.weight.to(dtype)
+    if head.lora is None:
+        return weight
+    a, b, scale = head.lora
+    return weight + scale * b.to(dtype) @ a.to(dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rolltree.kernels import dispatch, linear_logprob, use_backend
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.linear_logprob import LogprobOutput, api, chunked
+from rolltree.kernels.linear_logprob import LogprobOutput, chunked, op
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -192,7 +192,7 @@ def test_a_bad_row_stays_alone(backend: Backend, poison: float) -> None:
 
 @pytest.mark.parametrize("backend", ROW_KERNELS)
 def test_rows_without_gradient_are_zero_whatever_their_logits(backend: Backend) -> None:
-    rows = api._row_kernels(backend)
+    rows = op.row_kernels(backend)
     logits, nothing = torch.full((1, 40), torch.nan, device=DEVICE), torch.zeros(0, device=DEVICE)
     zero, out = torch.zeros(1, device=DEVICE), torch.empty_like(logits)
     index = torch.tensor([0, 1], device=DEVICE)
@@ -203,7 +203,7 @@ def test_rows_without_gradient_are_zero_whatever_their_logits(backend: Backend) 
 @pytest.mark.parametrize("backend", ROW_KERNELS)
 def test_row_kernels_do_not_see_the_batch(backend: Backend) -> None:
     """Bitwise: a row's statistics and gradient are the same alone, permuted, and among other rows."""
-    rows, C, V = api._row_kernels(backend), 6, 4500
+    rows, C, V = op.row_kernels(backend), 6, 4500
     g = torch.Generator().manual_seed(3)
     logits = (torch.randn(C, V, generator=g) * 5).to(DEVICE)
     values = torch.rand(6, C, generator=g).to(DEVICE)
@@ -328,12 +328,16 @@ def test_opcheck() -> None:
     for name in ("hidden", "weight", "bias"):
         given[name].requires_grad_()
     T = torch.ones(6, device=DEVICE)
-    args = (given["hidden"], given["weight"], given["target"], given["row"], given["bias"], T, 0.0, True, True)
-    torch.library.opcheck(api._linear_logprob, args)
+    hidden, weight, bias, target, row = (given[n] for n in ("hidden", "weight", "bias", "target", "row"))
+    a, b = torch.randn(2, 8, device=DEVICE, requires_grad=True), torch.randn(33, 2, device=DEVICE, requires_grad=True)
+    check = torch.library.opcheck
+    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, True, True, False))
+    check(op.linear_logprob_op, (hidden, weight, bias, a, b, 0.5, target, row, T, 0.0, True, False, False))
+    weight, bias = weight.detach(), bias.detach()
+    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, False, False, True))
     narrow = inputs(6, 64, 33)
-    torch.library.opcheck(
-        api._linear_logprob, (narrow["hidden"], narrow["weight"], narrow["target"], None, None, T, 2.0, False, False)
-    )
+    hidden, weight, target = narrow["hidden"], narrow["weight"], narrow["target"]
+    check(op.linear_logprob_op, (hidden, weight, None, None, None, 0.0, target, None, T, 2.0, False, False, False))
 
 
 def test_compile() -> None:

@@ -1,0 +1,68 @@
+"""The backward of a head that is not trained: no logits, no recomputation, for any objective.
+
+With one target y a row, dlogprob/dhidden = U = (s_y W_y - P), P = sum_v p_v s_v W_v, where s is dz/du (1 / temperature
+without softcap). The forward, which has the probabilities at hand, keeps U (of the row's first target; -P where a row
+has none), so the backward of ``logprob`` scales its rows. Further targets of a row differ from the first by rows of W
+alone, and the gradient of ``logsumexp`` is P = s_y W_y - U.
+
+U is kept instead of P because it is small where the policy is sure of y, and rounding it to half precision is then
+relative to that small value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .head import Head
+from .pairs import Pairs, group_by_row, sum_by_row
+
+PAIRS_AT_ONCE = 4096
+
+
+def direction_coefficients(pairs: Pairs, like: Tensor) -> tuple[Tensor, Tensor]:
+    """``grad_logprob [M]`` and ``constant [N]`` with which the gradient of the logits becomes that of U."""
+    if pairs.one_a_row:
+        return like.new_ones(len(pairs.target)), like.new_zeros(len(pairs.start) - 1)
+    first, has = pairs.start[:-1], pairs.start[:-1] < pairs.start[1:]
+    of_first = like.new_zeros(len(pairs.target) + 1)
+    of_first[torch.where(has, first, len(pairs.target))] = 1  # rows without a pair write into the last slot
+    return of_first[:-1], -(~has).to(like.dtype)
+
+
+def backward(
+    head: Head,
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N]
+    softcap: float,
+    logprob: Tensor,  # [M]
+    logsumexp: Tensor,  # [N]
+    direction: Tensor,  # [N, H]
+    grad_logprob: Tensor,  # [M]
+    grad_logsumexp: Tensor | None,  # [N]
+) -> Tensor:
+    """Gradient of hidden ``[N, H]``, in the dtype of ``direction``."""
+    accumulator = logsumexp.dtype
+    if row is None and grad_logsumexp is None:
+        return (grad_logprob[:, None] * direction).to(direction.dtype)
+    N = len(direction)
+    pairs = group_by_row(target, row, N)
+    a = grad_logprob if pairs.order is None else grad_logprob[pairs.order]
+    lp = logprob if pairs.order is None else logprob[pairs.order]
+    of_pair = torch.arange(N, device=target.device) if row is None else row if pairs.order is None else row[pairs.order]
+    slope = 1 / temperature[of_pair]
+    if softcap:
+        z = lp + logsumexp[of_pair]
+        slope = slope * (1 - (z * temperature[of_pair] / softcap).square())
+    towards = sum_by_row(pairs, a)
+    if grad_logsumexp is not None:
+        towards = towards - grad_logsumexp
+    first, _ = direction_coefficients(pairs, a)
+    of_weight = (a - first * towards[of_pair]) * slope  # [M]: 0 for the only pair of a row
+    total = towards[:, None] * direction.to(accumulator)
+    for begin in range(0, len(target), PAIRS_AT_ONCE):
+        some = slice(begin, begin + PAIRS_AT_ONCE)
+        rows = of_weight[some, None] * head.rows(pairs.target[some])
+        total.index_put_((of_pair[some],), rows, accumulate=True)  # sorted, not atomic: the order of the sum is fixed
+    return total.to(direction.dtype)

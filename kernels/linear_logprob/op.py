@@ -1,0 +1,252 @@
+"""`linear_logprob` as a differentiable op of torch: schema, fake implementation, autograd, choice of backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from . import chunked, cpu, cuda, frozen, reference
+from .head import Head, HeadGradient, HeadLora
+
+
+@torch.library.custom_op("rolltree::linear_logprob", mutates_args=())
+def linear_logprob_op(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    lora_a: Tensor | None,  # [r, H]
+    lora_b: Tensor | None,  # [V, r]
+    lora_scale: float,
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N]
+    softcap: float,  # 0: none
+    want_entropy: bool,
+    want_sum_p2: bool,
+    frozen_head: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(logprob [M], logsumexp [N], correction [N], entropy, sum_p2, kept)``; kept is what the backward reuses:
+    the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow vocabulary, or nothing.
+    """
+    if hidden.device.type == "cpu":
+        _check_range("target", target, len(weight))
+        if row is not None:
+            _check_range("row", row, len(hidden))
+    head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
+    run = dispatch.choose("linear_logprob", _backends(_FORWARD, hidden), hidden.device)
+    return run(hidden, head, target, row, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
+
+
+def _check_range(name: str, index: Tensor, end: int) -> None:
+    if len(index) and (index.min() < 0 or index.max() >= end):
+        raise IndexError(
+            f"linear_logprob: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
+            "leave out pairs that are not to be scored."
+        )
+
+
+def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> HeadLora | None:
+    return None if a is None or b is None else HeadLora(a, b, scale)
+
+
+@linear_logprob_op.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    lora_scale: float,
+    target: Tensor,
+    row: Tensor | None,
+    temperature: Tensor,
+    softcap: float,
+    want_entropy: bool,
+    want_sum_p2: bool,
+    frozen_head: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    N, new = hidden.shape[0], temperature.new_empty
+    return (
+        new(target.shape[0]),
+        new(N),
+        new(N),
+        new(N if want_entropy else 0),
+        new(N if want_sum_p2 else 0),
+        torch.empty_like(hidden) if frozen_head else new(chunked.kept_shape(hidden, weight)),
+    )
+
+
+@torch.library.custom_op("rolltree::linear_logprob_backward", mutates_args=())
+def _linear_logprob_backward(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    lora_a: Tensor | None,  # [r, H]
+    lora_b: Tensor | None,  # [V, r]
+    lora_scale: float,
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N]
+    softcap: float,
+    logprob: Tensor,  # [M]
+    logsumexp: Tensor,  # [N]
+    correction: Tensor,  # [N]
+    entropy: Tensor,  # [N], or [0]
+    sum_p2: Tensor,  # [N], or [0]
+    kept: Tensor,  # see `linear_logprob_op`
+    frozen_head: bool,
+    grad_logprob: Tensor | None,  # [M]
+    grad_logsumexp: Tensor | None,  # [N]
+    grad_entropy: Tensor | None,  # [N]
+    grad_sum_p2: Tensor | None,  # [N]
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_lora: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight, bias and the adapter's a and b; empty where not needed."""
+    head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
+    need = HeadGradient(head, need_weight, need_bias, need_lora)
+    absent = temperature.new_empty(0)
+    a = torch.zeros_like(logprob) if grad_logprob is None else grad_logprob.contiguous()
+    if frozen_head and grad_entropy is None and grad_sum_p2 is None:
+        d_hidden = frozen.backward(head, target, row, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
+    else:
+        run = dispatch.choose("linear_logprob", _backends(_BACKWARD, hidden), hidden.device)
+        d_hidden = run(
+            hidden,
+            head,
+            target,
+            row,
+            temperature,
+            softcap,
+            logsumexp,
+            correction,
+            entropy,
+            sum_p2,
+            absent if frozen_head else kept,
+            a,
+            torch.zeros_like(logsumexp) if grad_logsumexp is None else grad_logsumexp.contiguous(),
+            absent if grad_entropy is None else grad_entropy.contiguous(),
+            absent if grad_sum_p2 is None else grad_sum_p2.contiguous(),
+            need_hidden,
+            need,
+        )
+    dtype = weight.dtype
+    return d_hidden, need.weight.to(dtype), need.bias.to(dtype), need.a.to(dtype), need.b.to(dtype)
+
+
+@_linear_logprob_backward.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    lora_scale: float,
+    target: Tensor,
+    row: Tensor | None,
+    temperature: Tensor,
+    softcap: float,
+    logprob: Tensor,
+    logsumexp: Tensor,
+    correction: Tensor,
+    entropy: Tensor,
+    sum_p2: Tensor,
+    kept: Tensor,
+    frozen_head: bool,
+    grad_logprob: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_sum_p2: Tensor | None,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    need_lora: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def like(t: Tensor | None, needed: bool) -> Tensor:
+        return torch.empty_like(t) if needed and t is not None else weight.new_empty(0)
+
+    return (
+        like(hidden, need_hidden),
+        like(weight, need_weight),
+        like(bias, need_bias),
+        like(lora_a, need_lora),
+        like(lora_b, need_lora),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, _, _, ctx.frozen_head = inputs
+    ctx.save_for_backward(hidden, weight, bias, a, b, target, row, temperature, *output)
+    ctx.mark_non_differentiable(output[2], output[5])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, lora_a, lora_b, target, row, temperature, *output = ctx.saved_tensors
+    logprob, logsumexp, correction, entropy, sum_p2, kept = output
+    grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = grads
+    need = list(ctx.needs_input_grad[:5])
+    need[3] = need[4] = need[3] or need[4]  # the adapter's two come together
+    gradients = _linear_logprob_backward(
+        hidden,
+        weight,
+        bias,
+        lora_a,
+        lora_b,
+        ctx.lora_scale,
+        target,
+        row,
+        temperature,
+        ctx.softcap,
+        logprob,
+        logsumexp,
+        correction,
+        entropy,
+        sum_p2,
+        kept,
+        ctx.frozen_head,
+        grad_logprob,
+        grad_logsumexp,
+        grad_entropy if len(entropy) else None,
+        grad_sum_p2 if len(sum_p2) else None,
+        need[0],
+        need[1],
+        need[2],
+        need[3],
+    )
+    return *(g if needed else None for g, needed in zip(gradients, need, strict=True)), *(None,) * 8
+
+
+linear_logprob_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def row_kernels(backend: str) -> chunked.RowKernels:
+    """The row kernels of ``cuda``, ``triton`` or ``cpu``."""
+    if backend == "triton":
+        from . import triton  # not at the top: triton need not be installed
+
+        return triton
+    return {"cpu": cpu, "cuda": cuda}[backend]
+
+
+def _with_rows(driver: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return lambda *args: driver(row_kernels(backend), *args)
+
+
+_FORWARD: dict[str, Callable[..., Any]] = {b: _with_rows(chunked.forward, b) for b in ("cuda", "triton", "cpu")}
+_FORWARD["reference"] = reference.forward
+_BACKWARD: dict[str, Callable[..., Any]] = {b: _with_rows(chunked.backward, b) for b in ("cuda", "triton", "cpu")}
+_BACKWARD["reference"] = reference.backward
+
+
+def _backends(table: dict[str, Callable[..., Any]], hidden: Tensor) -> dict[str, Callable[..., Any]]:
+    """The backends that know hidden's dtype: fp64 is for checking gradients, which GPU row kernels do not serve."""
+    if hidden.dtype == torch.float64:
+        return {b: f for b, f in table.items() if b not in ("cuda", "triton")}
+    return table

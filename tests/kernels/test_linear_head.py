@@ -1,0 +1,184 @@
+"""The head of linear_logprob: frozen, with an adapter, and with rows that have no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rolltree.kernels import HeadLora, linear_logprob, use_backend
+from rolltree.kernels.dispatch import Backend
+from rolltree.kernels.linear_logprob import chunked, frozen, op
+
+from .test_linear_logprob import BACKENDS, DEVICE, Inputs, errors, inputs, plain
+
+
+def gradients(given: Inputs, trained: tuple[str, ...], upstream: dict[str, Tensor], f: Any = None) -> dict[str, Tensor]:
+    """Outputs and gradients of sum(upstream * output), where `trained` of the inputs take one."""
+    given = {
+        k: v.detach().clone().requires_grad_(k in trained) if isinstance(v, Tensor) else v for k, v in given.items()
+    }
+    for name in ("a", "b"):
+        if name in given:
+            given[name].requires_grad_(name in trained)
+    call = dict(given)
+    if "a" in given:
+        call["lora"] = HeadLora(call.pop("a"), call.pop("b"), call.pop("scale"))
+    want = tuple(n for n in ("entropy", "sum_p2") if n in upstream)
+    out = plain_head(**call) if f is plain_head else linear_logprob(**call, want=want)
+    loss = sum((getattr(out, n).double() * u).sum() for n, u in upstream.items())
+    loss.backward()  # type: ignore[union-attr]
+    result = {n: getattr(out, n).detach() for n in upstream}
+    return result | {f"d_{n}": given[n].grad for n in trained}
+
+
+def plain_head(lora: HeadLora | None = None, **given: Any) -> Any:
+    weight = given.pop("weight")
+    return plain(weight=weight if lora is None else weight + lora.scale * lora.b @ lora.a, **given)
+
+
+def upstream_of(given: Inputs, names: tuple[str, ...], zero_rows: float = 0.0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(11)
+    result = {}
+    for name in names:
+        n = len(given["target"]) if name == "logprob" else len(given["hidden"])
+        u = torch.randn(n, generator=g, dtype=torch.float64)
+        u[torch.rand(n, generator=g) < zero_rows] = 0
+        result[name] = u.to(DEVICE)
+    return result
+
+
+def exact(given: Inputs, trained: tuple[str, ...], upstream: dict[str, Tensor]) -> dict[str, Tensor]:
+    wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    return gradients(wide, trained, upstream, plain_head)
+
+
+def compare(backend: Backend, given: Inputs, trained: tuple[str, ...], upstream: dict[str, Tensor]) -> None:
+    truth = exact(given, trained, upstream)
+    usual = errors(gradients(given, trained, upstream, plain_head), truth)
+    with use_backend(backend):
+        got = errors(gradients(given, trained, upstream), truth)
+    half = given["hidden"].dtype == torch.bfloat16
+    for name, error in got.items():
+        rounding = 4e-3 if half and name.startswith("d_") else 1e-6
+        assert error <= max(2 * usual[name], rounding), f"{name}: {error:.2e}, plain PyTorch {usual[name]:.2e}"
+
+
+HEADS = {
+    "plain": inputs(19, 16, 97),
+    "pairs": inputs(11, 16, 65, M=40),  # rows with none, one and many pairs
+    "softcap": inputs(13, 16, 65, M=40, softcap=3.0, temperature="rows", bias=True),
+    "narrow": inputs(9, 64, 33, M=20),
+    "bf16": inputs(19, 16, 97, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    "outputs", [("logprob",), ("logprob", "logsumexp"), ("logprob", "logsumexp", "entropy", "sum_p2")]
+)
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_head(backend: Backend, case: str, outputs: tuple[str, ...]) -> None:
+    compare(backend, HEADS[case], ("hidden",), upstream_of(HEADS[case], outputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backward_of_a_frozen_head_never_forms_logits(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("the backward recomputed the logits")
+
+    monkeypatch.setitem(op._BACKWARD, backend, forbidden)
+    given = inputs(13, 16, 65, M=40, softcap=3.0)
+    compare(backend, given, ("hidden",), upstream_of(given, ("logprob", "logsumexp")))
+
+
+def test_a_sure_policy_keeps_its_small_gradient() -> None:
+    """p of the target is close to 1: weight[target] - E_p weight all but cancels, also rounded to bf16."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 32, generator=g)
+    hidden = (weight[:8] * 0.6).bfloat16().to(DEVICE)
+    weight = weight.bfloat16().to(DEVICE)
+    given = {"hidden": hidden, "weight": weight, "target": torch.arange(8, device=DEVICE)}
+    upstream = {"logprob": torch.ones(8, dtype=torch.float64, device=DEVICE)}
+    truth = exact(given, ("hidden",), upstream)
+    assert truth["logprob"].mean() > -0.05
+    got = gradients(given, ("hidden",), upstream)["d_hidden"].double()
+    error = (got - truth["d_hidden"]).norm(dim=1)
+    assert (error <= 6e-3 * truth["d_hidden"].norm(dim=1) + 2e-6).all()  # 1 - p in fp32; 1e-2 if E_p weight were kept
+
+
+def with_adapter(dtype: torch.dtype = torch.float32, **options: Any) -> Inputs:
+    given = inputs(13, 16, 65, M=40, dtype=dtype, **options)
+    g = torch.Generator().manual_seed(2)
+    a, b = torch.randn(3, 16, generator=g) / 4, torch.randn(65, 3, generator=g)
+    return given | {"a": a.to(DEVICE, dtype), "b": b.to(DEVICE, dtype), "scale": 0.7}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "trained", [("hidden", "a", "b"), ("a", "b"), ("hidden",), ("hidden", "weight", "bias", "a", "b")]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adapter(backend: Backend, trained: tuple[str, ...], dtype: torch.dtype) -> None:
+    given = with_adapter(dtype, bias=True, softcap=4.0)
+    compare(backend, given, trained, upstream_of(given, ("logprob", "logsumexp", "entropy")))
+
+
+def test_adapter_and_frozen_head_by_finite_differences() -> None:
+    given = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in with_adapter().items()}
+    leaves = [given[n].requires_grad_() for n in ("hidden", "a", "b")]
+
+    def f(hidden: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        lora = HeadLora(a, b, 0.7)
+        return linear_logprob(hidden, given["weight"], given["target"], row=given["row"], lora=lora).logprob
+
+    assert torch.autograd.gradcheck(f, leaves)
+    frozen_adapter = [t.detach() for t in leaves[1:]]
+    assert torch.autograd.gradcheck(lambda hidden: f(hidden, *frozen_adapter), leaves[:1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_gradient_are_left_out(backend: Backend) -> None:
+    given = inputs(40, 16, 65, M=70, bias=True)
+    for outputs in (("logprob",), ("logprob", "entropy", "sum_p2", "logsumexp")):
+        compare(backend, given, ("hidden", "weight", "bias"), upstream_of(given, outputs, zero_rows=0.8))
+
+
+def test_only_rows_with_a_gradient_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("a GPU would have to be waited for")
+    given = inputs(40, 16, 65)
+    upstream = {"logprob": torch.zeros(40, dtype=torch.float64)}
+    upstream["logprob"][[3, 17, 18]] = 1.0
+    multiplied = []
+    original = chunked.Head.logits
+    monkeypatch.setattr(
+        chunked.Head, "logits", lambda self, h, out: multiplied.append(len(h)) or original(self, h, out)
+    )
+    gradients(given, ("hidden", "weight"), upstream)
+    assert multiplied == [40, 3]
+
+
+def test_pairs_of_a_frozen_head_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = HEADS["pairs"]
+    upstream = upstream_of(given, ("logprob", "logsumexp"))
+    whole = gradients(given, ("hidden",), upstream)["d_hidden"]
+    monkeypatch.setattr(frozen, "PAIRS_AT_ONCE", 7)
+    torch.testing.assert_close(gradients(given, ("hidden",), upstream)["d_hidden"], whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (torch.zeros(2, 9), torch.zeros(17, 2), r"lora must be a \[r, 8\] and b \[17, r\]"),
+        (torch.zeros(2, 8), torch.zeros(17, 3), r"lora must be a \[r, 8\] and b \[17, r\]"),
+        (torch.zeros(2, 8).double(), torch.zeros(17, 2).double(), "cast them alike"),
+    ],
+)
+def test_mistakes_are_named(a: Tensor, b: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(
+            torch.zeros(4, 8), torch.zeros(17, 8), torch.zeros(4, dtype=torch.long), lora=HeadLora(a, b, 1.0)
+        )
