@@ -13,7 +13,7 @@ backward), and the fp32 weight gradient is read and written once: chunks are as 
 A vocabulary no wider than the hidden state (toy models) makes the GEMM cheap to keep instead: then the forward returns
 the logits, which take no more memory than ``hidden`` in fp32, and the backward does not recompute them.
 
-Several targets of one row: pairs are grouped by row (CSR), the softmax part of the gradient is done once per row.
+Several targets of one row: pairs come grouped by row (CSR), the softmax part of the gradient is done once per row.
 
 Precision: logits stay in fp32, the weight gradient is summed in fp32. fp32 cannot hold the log-sum-exp of large logits
 to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps what rounding took from it (``correction``).
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import frozen
 from .head import Head, HeadGradient
-from .pairs import Pairs, group_by_row
+from .pairs import Pairs
 
 
 class RowKernels(Protocol):
@@ -73,8 +73,7 @@ def forward(
     rows: RowKernels,
     hidden: Tensor,  # [N, H]
     head: Head,
-    target: Tensor,  # [M] int64
-    row: Tensor | None,  # [M] int64
+    pairs: Pairs,
     temperature: Tensor,  # [N], in the accumulation dtype
     softcap: float,
     want_entropy: bool,
@@ -83,8 +82,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `reference.forward`."""
     N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
-    pairs = group_by_row(target, row, N)
-    logprob = hidden.new_empty(len(target), dtype=accumulator)
+    logprob = hidden.new_empty(len(pairs.target), dtype=accumulator)
     logsumexp = hidden.new_empty(N, dtype=accumulator)
     correction = torch.empty_like(logsumexp)
     entropy = hidden.new_empty(N if want_entropy else 0, dtype=accumulator)
@@ -106,8 +104,6 @@ def forward(
             d_logits = d_tile[: c.stop - c.start]
             rows.gradient(logits, *scaling, logsumexp[c], correction[c], towards, constant[c], none, none, d_logits)
             head.to_hidden(d_logits, direction[c])
-    if pairs.order is not None:
-        logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
     return logprob, logsumexp, correction, entropy, sum_p2, direction if frozen_head else kept
 
 
@@ -115,8 +111,7 @@ def backward(
     rows: RowKernels,
     hidden: Tensor,  # [N, H]
     head: Head,
-    target: Tensor,  # [M] int64
-    row: Tensor | None,  # [M] int64
+    pairs: Pairs,
     temperature: Tensor,  # [N], in the accumulation dtype
     softcap: float,
     logsumexp: Tensor,  # [N]
@@ -124,7 +119,7 @@ def backward(
     entropy: Tensor,  # [N] or [0]
     sum_p2: Tensor,  # [N] or [0]
     kept: Tensor,  # [N, V] logits from the forward, or [0, 0]
-    grad_logprob: Tensor,  # [M]
+    grad_logprob: Tensor,  # [M], in row order
     grad_logsumexp: Tensor,  # [N]
     grad_entropy: Tensor,  # [N] or [0]
     grad_sum_p2: Tensor,  # [N] or [0]
@@ -133,8 +128,6 @@ def backward(
 ) -> Tensor:
     """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
     N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
-    pairs = group_by_row(target, row, N)
-    grad_logprob = grad_logprob if pairs.order is None else grad_logprob[pairs.order]
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .head import Head
-from .pairs import Pairs, group_by_row, sum_by_row
+from .pairs import Pairs, sum_by_row
 
 PAIRS_AT_ONCE = 4096
 
@@ -32,36 +32,30 @@ def direction_coefficients(pairs: Pairs, like: Tensor) -> tuple[Tensor, Tensor]:
 
 def backward(
     head: Head,
-    target: Tensor,  # [M] int64
-    row: Tensor | None,  # [M] int64
+    pairs: Pairs,
     temperature: Tensor,  # [N]
     softcap: float,
-    logprob: Tensor,  # [M]
+    logprob: Tensor,  # [M], in row order
     logsumexp: Tensor,  # [N]
     direction: Tensor,  # [N, H]
-    grad_logprob: Tensor,  # [M]
+    grad_logprob: Tensor,  # [M], in row order
     grad_logsumexp: Tensor | None,  # [N]
 ) -> Tensor:
     """Gradient of hidden ``[N, H]``, in the dtype of ``direction``."""
-    accumulator = logsumexp.dtype
-    if row is None and grad_logsumexp is None:
+    if pairs.one_a_row and grad_logsumexp is None:
         return (grad_logprob[:, None] * direction).to(direction.dtype)
-    N = len(direction)
-    pairs = group_by_row(target, row, N)
-    a = grad_logprob if pairs.order is None else grad_logprob[pairs.order]
-    lp = logprob if pairs.order is None else logprob[pairs.order]
-    of_pair = torch.arange(N, device=target.device) if row is None else row if pairs.order is None else row[pairs.order]
+    of_pair = pairs.row
     slope = 1 / temperature[of_pair]
     if softcap:
-        z = lp + logsumexp[of_pair]
+        z = logprob + logsumexp[of_pair]
         slope = slope * (1 - (z * temperature[of_pair] / softcap).square())
-    towards = sum_by_row(pairs, a)
+    towards = sum_by_row(pairs, grad_logprob)
     if grad_logsumexp is not None:
         towards = towards - grad_logsumexp
-    first, _ = direction_coefficients(pairs, a)
-    of_weight = (a - first * towards[of_pair]) * slope  # [M]: 0 for the only pair of a row
-    total = towards[:, None] * direction.to(accumulator)
-    for begin in range(0, len(target), PAIRS_AT_ONCE):
+    first, _ = direction_coefficients(pairs, grad_logprob)
+    of_weight = (grad_logprob - first * towards[of_pair]) * slope  # [M]: 0 for the only pair of a row
+    total = towards[:, None] * direction.to(logsumexp.dtype)
+    for begin in range(0, len(pairs.target), PAIRS_AT_ONCE):
         some = slice(begin, begin + PAIRS_AT_ONCE)
         rows = of_weight[some, None] * head.rows(pairs.target[some])
         total.index_put_((of_pair[some],), rows, accumulate=True)  # sorted, not atomic: the order of the sum is fixed

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import dispatch
 from . import chunked, cpu, cuda, frozen, reference
 from .head import Head, HeadGradient, HeadLora
+from .pairs import group_by_row
 
 
 @torch.library.custom_op("rolltree::linear_logprob", mutates_args=())
@@ -38,7 +39,11 @@ def linear_logprob_op(
             _check_range("row", row, len(hidden))
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     run = dispatch.choose("linear_logprob", _backends(_FORWARD, hidden), hidden.device)
-    return run(hidden, head, target, row, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
+    pairs = group_by_row(target, row, len(hidden))
+    logprob, *rest = run(hidden, head, pairs, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
+    if pairs.order is not None:
+        logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
+    return logprob, *rest
 
 
 def _check_range(name: str, index: Tensor, end: int) -> None:
@@ -112,16 +117,18 @@ def _linear_logprob_backward(
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     need = HeadGradient(head, need_weight, need_bias, need_lora)
     absent = temperature.new_empty(0)
+    pairs = group_by_row(target, row, len(hidden))
     a = torch.zeros_like(logprob) if grad_logprob is None else grad_logprob.contiguous()
+    if pairs.order is not None:
+        a, logprob = a[pairs.order], logprob[pairs.order]
     if frozen_head and grad_entropy is None and grad_sum_p2 is None:
-        d_hidden = frozen.backward(head, target, row, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
+        d_hidden = frozen.backward(head, pairs, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
     else:
         run = dispatch.choose("linear_logprob", _backends(_BACKWARD, hidden), hidden.device)
         d_hidden = run(
             hidden,
             head,
-            target,
-            row,
+            pairs,
             temperature,
             softcap,
             logsumexp,

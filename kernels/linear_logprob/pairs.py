@@ -16,6 +16,14 @@ class Pairs(NamedTuple):
     order: Tensor | None  # [M] int64: place of each pair in the caller's order; None: the same order
     one_a_row: bool
 
+    @property
+    def row(self) -> Tensor:  # [M] int64
+        """The row of each pair."""
+        rows = torch.arange(len(self.start) - 1, device=self.start.device)
+        if self.one_a_row:
+            return rows
+        return torch.repeat_interleave(rows, self.start.diff(), output_size=len(self.target))
+
     def of_rows(self, rows: Tensor) -> tuple[Pairs, Tensor]:
         """The pairs of ``rows`` [K], ascending, and which of these pairs they are ``[P] int64``."""
         first, count = self.start[:-1][rows], self.start.diff()[rows]

@@ -16,14 +16,13 @@ from torch import Tensor
 from . import frozen
 from .chunked import kept_shape
 from .head import Head, HeadGradient
-from .pairs import group_by_row
+from .pairs import Pairs
 
 
 def forward(
     hidden: Tensor,  # [N, H]
     head: Head,
-    target: Tensor,  # [M] int64
-    row: Tensor | None,  # [M] int64
+    pairs: Pairs,
     temperature: Tensor,  # [N]
     softcap: float,  # 0: none
     want_entropy: bool,
@@ -41,17 +40,12 @@ def forward(
     p = logp.exp()
     kept = temperature.new_zeros(kept_shape(hidden, head.weight))
     if frozen_head:
-        towards, constant = frozen.direction_coefficients(group_by_row(target, row, len(hidden)), temperature)
-        order = torch.arange(len(target), device=target.device) if row is None else torch.sort(row, stable=True)[1]
-        absent = temperature.new_empty(0)
-        kept = backward(
-            hidden, head, target, row, temperature, softcap, absent, absent, absent, absent, absent,
-            torch.empty_like(towards).index_copy_(0, order, towards), constant, absent, absent, True,
-            HeadGradient(head, False, False, False),
-        )  # fmt: skip
-    row = torch.arange(len(target), device=target.device) if row is None else row
+        towards, constant = frozen.direction_coefficients(pairs, temperature)
+        absent, nothing = temperature.new_empty(0), HeadGradient(head, False, False, False)
+        given = (hidden, head, pairs, temperature, softcap, absent, absent, absent, absent, absent)
+        kept = backward(*given, towards, constant, absent, absent, True, nothing)
     return (
-        logp[row, target].to(dtype),
+        logp[pairs.row, pairs.target].to(dtype),
         torch.logsumexp(z, dim=-1).to(dtype),
         temperature.new_zeros(len(z)),
         -torch.where(p > 0, p * logp, p).sum(-1).to(dtype) if want_entropy else temperature.new_empty(0),
@@ -63,8 +57,7 @@ def forward(
 def backward(
     hidden: Tensor,  # [N, H]
     head: Head,
-    target: Tensor,  # [M] int64
-    row: Tensor | None,  # [M] int64
+    pairs: Pairs,
     temperature: Tensor,  # [N]
     softcap: float,
     logsumexp: Tensor,  # [N]
@@ -72,7 +65,7 @@ def backward(
     entropy: Tensor,  # [N], or [0] where it has no gradient
     sum_p2: Tensor,  # [N], or [0]
     logits: Tensor,
-    grad_logprob: Tensor,  # [M]
+    grad_logprob: Tensor,  # [M], in row order
     grad_logsumexp: Tensor,  # [N]
     grad_entropy: Tensor,  # [N], or [0]
     grad_sum_p2: Tensor,  # [N], or [0]
@@ -83,8 +76,7 @@ def backward(
     z = scaled_logits(hidden, head, temperature, softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
-    row = torch.arange(len(target), device=target.device) if row is None else row
-    onehot = torch.zeros_like(z).index_put((row, target), grad_logprob.to(z.dtype), accumulate=True)
+    onehot = torch.zeros_like(z).index_put((pairs.row, pairs.target), grad_logprob.to(z.dtype), accumulate=True)
     dz = onehot + p * (grad_logsumexp - onehot.sum(-1))[:, None]
     if len(grad_sum_p2):
         dz += 2 * p * (p - sum_p2[:, None]) * grad_sum_p2[:, None]
