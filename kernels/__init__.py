@@ -6,6 +6,7 @@
 if __name__ == "rolltree.kernels":
     from .dispatch import BackendError, use_backend
     from .linear_logprob import HeadLora, LogprobOutput, linear_logprob
+    from .linear_policy_loss import HeadPlan, linear_policy_loss, plan_policy_loss
     from .policy_loss import Objective, PathIndex, PolicyFields, PolicyLossOutput, policy_loss
     from .sampling import SampleOutput, sample_tokens
     from .tree_attention import tree_attention
@@ -15,6 +16,7 @@ if __name__ == "rolltree.kernels":
         "BackendError",
         "DecodePlan",
         "HeadLora",
+        "HeadPlan",
         "LogprobOutput",
         "Objective",
         "PathIndex",
@@ -22,6 +24,8 @@ if __name__ == "rolltree.kernels":
         "PolicyLossOutput",
         "SampleOutput",
         "linear_logprob",
+        "linear_policy_loss",
+        "plan_policy_loss",
         "policy_loss",
         "sample_tokens",
         "tree_attention",

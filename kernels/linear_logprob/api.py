@@ -70,20 +70,12 @@ def linear_logprob(
             raise NotImplementedError(f"linear_logprob: the option {name} is not built yet; leave it out.")
     if unknown := set(want) - set(OUTPUTS):
         raise ValueError(f"linear_logprob: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}.")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        lora = None if lora is None else HeadLora(lora.a.to(dtype), lora.b.to(dtype), lora.scale)
-    _check_shapes(hidden, weight, target, row, bias, temperature, softcap, lora)
-    accumulator = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full((), temperature, dtype=accumulator, device=hidden.device)
-    temperature = temperature.to(accumulator).expand(len(hidden))
+    hidden, weight, bias, lora, temperature = prepare(
+        "linear_logprob", hidden, weight, target, row, bias, temperature, softcap, lora
+    )
     a, b, scale = (None, None, 0.0) if lora is None else lora
     trainable = any(t is not None and t.requires_grad for t in (weight, bias, a, b))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         logprob, logsumexp, _, entropy, sum_p2, _ = linear_logprob_op(
             hidden,
             weight,
@@ -104,7 +96,37 @@ def linear_logprob(
     )
 
 
+def prepare(
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    row: Tensor | None,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    lora: HeadLora | None,
+) -> tuple[Tensor, Tensor, Tensor | None, HeadLora | None, Tensor]:
+    """Checked inputs: of autocast's dtype where that is on, temperature ``[N]`` in the accumulation dtype.
+
+    Raises:
+        ValueError: see `linear_logprob`; the message begins with ``op``.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        lora = None if lora is None else HeadLora(lora.a.to(dtype), lora.b.to(dtype), lora.scale)
+    _check_shapes(op, hidden, weight, target, row, bias, temperature, softcap, lora)
+    accumulator = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((), temperature, dtype=accumulator, device=hidden.device)
+    return hidden, weight, bias, lora, temperature.to(accumulator).expand(len(hidden))
+
+
 def _check_shapes(
+    op: str,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -116,7 +138,7 @@ def _check_shapes(
 ) -> None:
     def require(condition: bool, message: str) -> None:
         if not condition:
-            raise ValueError(f"linear_logprob: {message}.")
+            raise ValueError(f"{op}: {message}.")
 
     def shape(t: Tensor) -> list[int]:
         return list(t.shape)

@@ -131,16 +131,16 @@ def backward(
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
 
-    alive = slice(None) if hidden.is_cuda else _rows_with_gradient(pairs, grad_logprob, constant, per_log, per_p)
-    if isinstance(alive, Tensor):
+    alive = None if hidden.is_cuda else rows_with_gradient(pairs, grad_logprob, constant, per_log, per_p)
+    of_alive = d_hidden
+    if alive is not None:
         pairs, pair = pairs.of_rows(alive)
         grad_logprob = grad_logprob[pair]
-        N = len(alive)
-    of_alive = d_hidden if isinstance(alive, slice) else d_hidden[:0].new_empty(N, hidden.shape[1])
-    hidden, temperature, logsumexp, correction, constant = (
-        t[alive] for t in (hidden, temperature, logsumexp, correction, constant)
-    )
-    per_log, per_p, kept = (t[alive] if len(t) else t for t in (per_log, per_p, kept))
+        temperature, logsumexp, correction, constant, hidden = (
+            t[alive] for t in (temperature, logsumexp, correction, constant, hidden)
+        )
+        per_log, per_p, kept = (t[alive] if len(t) else t for t in (per_log, per_p, kept))
+        of_alive, N = torch.empty_like(hidden), len(alive)
 
     C = chunk_rows(N, V, hidden.device)
     tile = hidden.new_empty((C, V), dtype=accumulator)
@@ -166,26 +166,32 @@ def backward(
         if need_hidden:
             head.to_hidden(d_logits, of_alive[c])
         need.add(d_logits, hidden[c])
-    if need_hidden and isinstance(alive, Tensor):
+    if need_hidden and alive is not None:
         d_hidden.index_copy_(0, alive, of_alive)
     return d_hidden
 
 
-def _rows_with_gradient(
+def rows_with_gradient(
     pairs: Pairs,
     grad_logprob: Tensor,  # [M], in row order
     constant: Tensor,  # [N]
     per_log: Tensor,  # [N] or [0]
     per_p: Tensor,  # [N] or [0]
-) -> Tensor | slice:
-    """Rows ``[K] int64`` of which some gradient is not zero; all of them where too few could be left out to gain."""
+) -> Tensor | None:
+    """Rows ``[K] int64`` of which some gradient is not zero; None where too few could be left out to gain.
+
+    Waits for the device.
+    """
     alive = constant != 0
     for t in (per_log, per_p):
         alive = alive | (t != 0) if len(t) else alive
-    some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
-    alive = alive | (some[pairs.start[1:]] > some[pairs.start[:-1]])
+    if pairs.one_a_row:
+        alive = alive | (grad_logprob != 0)
+    else:
+        some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
+        alive = alive | (some[pairs.start[1:]] > some[pairs.start[:-1]])
     rows = alive.nonzero().flatten()
-    return rows if len(rows) < WORTH_SELECTING * len(alive) else slice(None)
+    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
 
 
 WORTH_SELECTING = 0.95

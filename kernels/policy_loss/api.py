@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import dispatch
 from . import reference
+from .evaluate import evaluate
 from .fields import PolicyFields
-from .objective import Objective, Spec
+from .objective import Objective
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -45,31 +45,32 @@ def policy_loss(
     Raises:
         ValueError: the objective needs something that the fields, or ``entropy``, do not give, or shapes differ.
     """
-    fields = _checked(logprob, fields, objective, entropy).folded(objective.aggregation)
-    if objective.ratio_level == "sequence":
-        total, sums = _sequence_level(logprob, fields, objective, entropy)
-    else:
-        total, sums = _elements(logprob, entropy, fields, objective)
-    if not isinstance(normalizer, Tensor):
-        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
-    loss = total / torch.where((normalizer == 0) & (total == 0), 1, normalizer)
-    return PolicyLossOutput(loss, _metrics(sums, fields, objective, entropy))
+    if entropy is not None and entropy.shape != logprob.shape:
+        raise ValueError(f"policy_loss: entropy must be {list(logprob.shape)} like logprob, got {list(entropy.shape)}.")
+    if objective.needs_entropy and entropy is None:
+        raise ValueError("policy_loss: entropy_coef is not 0, so entropy must be given.")
+    fields = check("policy_loss", logprob, logprob.dtype, fields, objective).folded(objective.aggregation)
+    total, _, _, sums = policy_loss_op(logprob, entropy, *fields.tensors(), objective.encoded)
+    return finish(total, sums, normalizer, fields, objective, has_entropy=entropy is not None)
 
 
-def _checked(logprob: Tensor, fields: PolicyFields, objective: Objective, entropy: Tensor | None) -> PolicyFields:
+def check(op: str, of_pairs: Tensor, dtype: torch.dtype, fields: PolicyFields, objective: Objective) -> PolicyFields:
+    """``fields``, which must fit the pairs and hold what the objective needs.
+
+    Raises:
+        ValueError: they do not; the message begins with ``op``.
+    """
+
     def require(condition: bool, message: str) -> None:
         if not condition:
-            raise ValueError(f"policy_loss: {message}.")
+            raise ValueError(f"{op}: {message}.")
 
     shape = list(fields.adv_pos.shape)
-    require(list(logprob.shape) == shape, f"logprob must be {shape} like the fields, got {list(logprob.shape)}")
+    require(list(of_pairs.shape) == shape, f"logprob must be {shape} like the fields, got {list(of_pairs.shape)}")
     require(
-        logprob.dtype in (torch.float32, torch.float64),
-        f"logprob must be fp32 or fp64, got {logprob.dtype}: ratios of rounded log-probs are noise",
+        dtype in (torch.float32, torch.float64),
+        f"logprob must be fp32 or fp64, got {dtype}: ratios of rounded log-probs are noise",
     )
-    if entropy is not None:
-        require(list(entropy.shape) == shape, f"entropy must be {shape} like logprob, got {list(entropy.shape)}")
-    require(not objective.needs_entropy or entropy is not None, "entropy_coef is not 0, so entropy must be given")
     require(
         not objective.needs_reference or fields.ref_logprob is not None,
         "kl_coef is not 0, so the fields must have ref_logprob",
@@ -81,80 +82,31 @@ def _checked(logprob: Tensor, fields: PolicyFields, objective: Objective, entrop
     return fields
 
 
-def _elements(
-    logprob: Tensor, entropy: Tensor | None, fields: PolicyFields, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of single elements [] and the sums of `reference.SUMS`."""
-
-    def same(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.to(logprob.dtype)
-
-    total, _, _, sums = _policy_loss_terms(
-        logprob,
-        same(entropy),
-        fields.adv_pos.to(logprob.dtype),
-        fields.adv_neg.to(logprob.dtype),
-        fields.weight.to(logprob.dtype),
-        fields.mask,
-        same(fields.old_logprob),
-        same(fields.ref_logprob),
-        same(fields.behaviour_logprob),
-        objective.surrogate,
-        objective.ratio_base == "self" or fields.old_logprob is None,
-        objective.kl,
-        list(Spec.of(objective)),
-    )
-    return total, sums
-
-
-def _sequence_level(
-    logprob: Tensor, fields: PolicyFields, objective: Objective, entropy: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The ratio of a leaf acts on every token of its path, so leaves cannot be merged: two linear passes.
-
-    The surrogate runs on leaves, with s = mean log-ratio of the path in the place of the log-prob and w_l len_l in the
-    place of the weight; the gradient of a token is the sum over the leaves below it. KL and entropy stay with tokens.
+def finish(
+    total: Tensor,  # []
+    sums: Tensor,  # [len(SUMS)]
+    normalizer: float | Tensor,
+    fields: PolicyFields,
+    objective: Objective,
+    *,
+    has_entropy: bool,
+) -> PolicyLossOutput:
+    """Loss and metrics from sums. Pairs that were left out because they cannot have a gradient count where they are
+    zeros: in the denominators of the surrogate and its clip fractions.
     """
-    paths = fields.paths
-    if paths is None or paths.leaf_advantage is None or paths.leaf_weight is None:
-        raise ValueError(
-            "policy_loss: ratio_level 'sequence' needs one advantage and weight a sequence; "
-            "give flat() an advantage [sequences] together with cu_seqlens."
-        )
-    base = fields.old_logprob if fields.old_logprob is not None and objective.ratio_base == "old" else logprob.detach()
-    d = logprob - base.to(logprob.dtype)
-    if fields.mask is not None:
-        d = torch.where(fields.mask, d, 0)
-    length = paths.leaf_length.to(logprob.dtype)
-    s = paths.sum(d) / length.clamp(min=1)
-    tokens = paths.leaf_weight.to(logprob.dtype) * length
-    advantage = paths.leaf_advantage.to(logprob.dtype)
-    leaves = PolicyFields(
-        tokens * advantage.clamp(min=0), tokens * advantage.clamp(max=0), tokens, old_logprob=torch.zeros_like(tokens)
-    )
-    nothing = torch.zeros_like(fields.adv_pos)
-    of_leaves, sums = _elements(s, None, leaves, objective)
-    of_tokens, token_sums = _elements(logprob, entropy, _with_advantages(fields, nothing), objective)
-    surrogate = reference.SUMS.index("entropy")  # sums before it are the surrogate's
-    return of_leaves + of_tokens, torch.cat([sums[:surrogate], token_sums[surrogate:]])
-
-
-def _with_advantages(fields: PolicyFields, zero: Tensor) -> PolicyFields:
-    return PolicyFields(
-        zero, zero, fields.weight, fields.mask, fields.old_logprob, fields.ref_logprob, fields.behaviour_logprob
-    )
-
-
-def _metrics(sums: Tensor, fields: PolicyFields, objective: Objective, entropy: Tensor | None) -> Metrics:
+    if not isinstance(normalizer, Tensor):
+        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
+    loss = total / torch.where((normalizer == 0) & (total == 0), 1, normalizer)
     of = dict(zip(reference.SUMS, sums.unbind(), strict=True))
-    count, known = of["count"], of["behaviour_count"]
+    weight = fields.weight if fields.mask is None else torch.where(fields.mask, fields.weight, 0)
+    everything, count, known = weight.sum(dtype=torch.float64), of["count"], of["behaviour_count"]
     metrics = {
-        "actor/pg_loss": (of["pg_loss"], count),
-        "actor/pg_clipfrac": (of["clipped"], count),
-        "actor/pg_clipfrac_lower": (of["clipped_lower"], count),
+        "actor/pg_loss": (of["pg_loss"], everything),
+        "actor/pg_clipfrac": (of["clipped"], everything),
+        "actor/pg_clipfrac_lower": (of["clipped_lower"], everything),
         "actor/ppo_kl": (of["ppo_kl"], count),
     }
-    if entropy is not None:
+    if has_entropy:
         metrics["actor/entropy"] = (of["entropy"], count)
     if fields.ref_logprob is not None:
         metrics["actor/kl_loss"] = (of["kl"], count)
@@ -163,46 +115,26 @@ def _metrics(sums: Tensor, fields: PolicyFields, objective: Objective, entropy: 
         metrics["training/rollout_probs_diff_mean"] = (of["mismatch_probability"], known)
     if objective.mismatch != "none":
         metrics["training/rollout_is_mean"] = (of["mismatch_weight"], count)
-    return metrics
+    return PolicyLossOutput(loss, metrics)
 
 
-@torch.library.custom_op("rolltree::policy_loss_terms", mutates_args=())
-def _policy_loss_terms(
+@torch.library.custom_op("rolltree::policy_loss", mutates_args=())
+def policy_loss_op(
     logprob: Tensor,  # [M]
     entropy: Tensor | None,  # [M]
-    adv_pos: Tensor,  # [M]
-    adv_neg: Tensor,  # [M]
-    weight: Tensor,  # [M]
-    mask: Tensor | None,  # [M] bool
-    old_logprob: Tensor | None,  # [M]
-    ref_logprob: Tensor | None,  # [M]
-    behaviour_logprob: Tensor | None,  # [M]
-    surrogate: str,
-    ratio_self: bool,
-    kl: str,
-    numbers: Sequence[float],
+    fields: Sequence[Tensor],  # `PolicyFields.tensors`
+    names: str,
+    objective: str,  # `Objective.encoded`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    table = {b: f for b, f in _TERMS.items() if b != "triton" or logprob.dtype == torch.float32}
-    run = dispatch.choose("policy_loss", table, logprob.device)
-    tensors = (logprob, entropy, adv_pos, adv_neg, weight, mask, old_logprob, ref_logprob, behaviour_logprob)
-    return run(*tensors, surrogate, ratio_self, kl, numbers)
+    """``(total [], d_logprob [M], d_entropy [M] or [0], sums)``; see `Evaluation`."""
+    chosen = Objective.decode(objective)
+    of = evaluate(logprob, entropy, PolicyFields.from_tensors(fields, names, chosen.aggregation), chosen)
+    return of.total, of.d_logprob, logprob.new_empty(0) if of.d_entropy is None else of.d_entropy, of.sums
 
 
-@_policy_loss_terms.register_fake
+@policy_loss_op.register_fake
 def _(
-    logprob: Tensor,
-    entropy: Tensor | None,
-    adv_pos: Tensor,
-    adv_neg: Tensor,
-    weight: Tensor,
-    mask: Tensor | None,
-    old_logprob: Tensor | None,
-    ref_logprob: Tensor | None,
-    behaviour_logprob: Tensor | None,
-    surrogate: str,
-    ratio_self: bool,
-    kl: str,
-    numbers: Sequence[float],
+    logprob: Tensor, entropy: Tensor | None, fields: Sequence[Tensor], names: str, objective: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         logprob.new_empty(()),
@@ -213,30 +145,18 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.has_entropy = inputs[1] is not None
+    ctx.has_entropy, ctx.num_fields = inputs[1] is not None, len(inputs[2])
     ctx.save_for_backward(output[1], output[2])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     d_logprob, d_entropy = ctx.saved_tensors
-    rest = (None,) * 11
+    constants = [None] * ctx.num_fields, None, None
     if grad is None:
-        return None, None, *rest
-    return grad * d_logprob, grad * d_entropy if ctx.has_entropy else None, *rest
+        return None, None, *constants
+    return grad * d_logprob, grad * d_entropy if ctx.has_entropy else None, *constants
 
 
-_policy_loss_terms.register_autograd(_autograd_backward, setup_context=_setup_context)
-
-
-def _triton_terms(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from . import triton  # not at the top: triton need not be installed
-
-    return triton.terms(*args)
-
-
-_TERMS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]] = {
-    "triton": _triton_terms,
-    "cpu": reference.terms,
-    "reference": reference.terms,
-}
+policy_loss_op.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +60,9 @@ def _spread(values: Tensor, pair_end: Tensor, leaf_pair: Tensor) -> Tensor:
     return (before[pair_end] - before[:M]).to(values.dtype)
 
 
+PER_PAIR = ("adv_pos", "adv_neg", "weight", "mask", "old_logprob", "ref_logprob", "behaviour_logprob")
+
+
 @dataclass(frozen=True)
 class PolicyFields:
     """Constants of the loss, one value a pair (token to learn from); none of them takes a gradient.
@@ -77,7 +82,7 @@ class PolicyFields:
     aggregation: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("adv_pos", "adv_neg", "weight", "mask", "old_logprob", "ref_logprob", "behaviour_logprob"):
+        for name in PER_PAIR:
             value = getattr(self, name)
             if value is None:
                 continue
@@ -89,6 +94,44 @@ class PolicyFields:
                 raise ValueError(f"PolicyFields: {name} is a constant of the loss but requires grad; detach it.")
         if self.mask is not None and self.mask.dtype != torch.bool:
             raise ValueError(f"PolicyFields: mask must be bool, got {self.mask.dtype}.")
+
+    def tensors(self) -> tuple[list[Tensor], str]:
+        """The tensors there are and their names, for `from_tensors`: ops of torch take no objects."""
+        values = {name: getattr(self, name) for name in PER_PAIR}
+        if self.paths is not None:
+            values |= {f.name: getattr(self.paths, f.name) for f in dataclasses.fields(self.paths)}
+        given = {name: t for name, t in values.items() if t is not None}
+        return list(given.values()), " ".join(given)
+
+    @staticmethod
+    def from_tensors(tensors: Sequence[Tensor], names: str, aggregation: str | None) -> PolicyFields:
+        given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
+        values: dict[str, Any] = {name: given.get(name) for name in PER_PAIR}
+        index: dict[str, Any] = {f.name: given.get(f.name) for f in dataclasses.fields(PathIndex)}
+        paths = None if index["pair_end"] is None else PathIndex(**index)
+        return PolicyFields(**values, paths=paths, aggregation=aggregation)
+
+    def take(self, index: Tensor) -> PolicyFields:
+        """These pairs ``[P] int64`` alone, without the paths they lie on."""
+        return self._each(lambda t: t.index_select(0, index), None)
+
+    def slice(self, first: int, last: int) -> PolicyFields:
+        """Pairs ``first .. last - 1``, which must be whole paths where paths matter; other leaves become empty."""
+        paths = self.paths
+        if paths is not None:
+            inside = (paths.leaf_pair >= first) & (paths.leaf_pair < last)
+            paths = replace(
+                paths,
+                pair_end=paths.pair_end[first:last] - first,
+                leaf_pair=torch.where(inside, paths.leaf_pair - first, -1),
+                leaf_length=torch.where(inside, paths.leaf_length, 0),
+            )
+        return self._each(lambda t: t[first:last], paths)
+
+    def _each(self, change: Callable[[Tensor], Tensor], paths: PathIndex | None) -> PolicyFields:
+        values = {name: getattr(self, name) for name in PER_PAIR}
+        changed: dict[str, Any] = {name: None if t is None else change(t) for name, t in values.items()}
+        return PolicyFields(**changed, paths=paths, aggregation=self.aggregation)
 
     @staticmethod
     def flat(

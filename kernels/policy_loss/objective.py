@@ -12,12 +12,17 @@ name it in ``SURROGATES``, add its branch to `triton._surrogate` and its row to 
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .fields import PolicyFields
 
 RatioLevel = Literal["token", "sequence"]
 Surrogate = Literal["ppo", "cispo", "sapo", "reinforce", "nll"]
@@ -69,8 +74,11 @@ class Objective:
     mismatch: Mismatch = "none"
     mismatch_cap: float = 2.0
     aggregation: Aggregation = "token_mean"
+    encoded: str = field(init=False, repr=False, compare=False)  # for ops of torch, which take no objects
 
     def __post_init__(self) -> None:
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "encoded", json.dumps(named))
         _one_of("surrogate", self.surrogate, get_args(Surrogate))
         _one_of("ratio_level", self.ratio_level, get_args(RatioLevel))
         _one_of("ratio_base", self.ratio_base, ("old", "self"))
@@ -108,10 +116,28 @@ class Objective:
             ValueError: no such preset, or an override is wrong.
         """
         _one_of("preset", name, tuple(PRESETS))
-        fields = Objective.__dataclass_fields__
-        unknown = ", ".join(sorted(overrides.keys() - fields.keys()))
-        _require(not unknown, f"no field is called {unknown}; there are {', '.join(fields)}")
+        known = [f.name for f in fields(Objective) if f.init]
+        unknown = ", ".join(sorted(overrides.keys() - set(known)))
+        _require(not unknown, f"no field is called {unknown}; there are {', '.join(known)}")
         return replace(PRESETS[name], **overrides)
+
+    @staticmethod
+    @functools.cache
+    def decode(text: str) -> Objective:
+        """The objective whose ``encoded`` this is."""
+        return Objective(**json.loads(text))
+
+    @property
+    def scope(self) -> Literal["token", "path", "batch"]:
+        """What the loss of a pair depends on: that pair alone, its whole path, or every pair."""
+        return "path" if self.ratio_level == "sequence" else "token"
+
+    def live(self, fields: PolicyFields) -> Tensor:
+        """``[M] bool``: pairs whose gradient can be other than zero, as known before any forward."""
+        live = (fields.adv_pos != 0) | (fields.adv_neg != 0)
+        if self.kl_coef or self.entropy_coef or self.surrogate == "nll":
+            live = live | (fields.weight != 0)
+        return live if fields.mask is None else live & fields.mask
 
     @property
     def needs_old(self) -> bool:

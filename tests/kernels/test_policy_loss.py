@@ -479,11 +479,12 @@ def test_opcheck() -> None:
     b = batch(torch.float32)
     f = flat(b)
     lp, h = b["logprob"].requires_grad_(), b["entropy"].requires_grad_()
-    tensors = (lp, h, f.adv_pos, f.adv_neg, f.weight, f.mask, f.old_logprob, f.ref_logprob, f.behaviour_logprob)
-    numbers = [0.2, 0.2, 3.0, 1.0, 1.05, 0.1, 0.1, 2.0]
-    torch.library.opcheck(api._policy_loss_terms, (*tensors, "ppo", False, "k3", numbers))
-    absent = (lp, None, f.adv_pos, f.adv_neg, f.weight, None, None, None, None)
-    torch.library.opcheck(api._policy_loss_terms, (*absent, "reinforce", True, "k3", numbers))
+    objective = Objective.preset("dual_clip", kl_coef=0.1, entropy_coef=0.1, mismatch="truncate")
+    torch.library.opcheck(api.policy_loss_op, (lp, h, *f.tensors(), objective.encoded))
+    absent = PolicyFields(f.adv_pos, f.adv_neg, f.weight)
+    torch.library.opcheck(api.policy_loss_op, (lp, None, *absent.tensors(), Objective.preset("reinforce").encoded))
+    gspo = Objective.preset("gspo")
+    torch.library.opcheck(api.policy_loss_op, (lp, h, *f.folded(gspo.aggregation).tensors(), gspo.encoded))
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo"])

@@ -1,0 +1,343 @@
+"""linear_policy_loss equals policy_loss of linear_logprob: value, gradients and metrics, whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rolltree.kernels import (
+    HeadLora,
+    Objective,
+    PathIndex,
+    PolicyFields,
+    PolicyLossOutput,
+    linear_logprob,
+    linear_policy_loss,
+    plan_policy_loss,
+    policy_loss,
+    use_backend,
+)
+from rolltree.kernels.dispatch import Backend
+from rolltree.kernels.linear_logprob import chunked
+from rolltree.kernels.linear_policy_loss import api, op, plan
+from rolltree.kernels.policy_loss import PRESETS
+
+from .test_linear_logprob import BACKENDS, DEVICE, Inputs, inputs
+
+TRAINED = ("hidden", "weight", "bias", "a", "b")
+LENGTHS = [5, 1, 9, 0, 7, 6, 4, 3]  # sequences; the fourth has no token
+
+
+def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Inputs, PolicyFields]:
+    """Head inputs and fields of the same pairs. "flat": sequences, one pair a row; "tree": two trees with branches."""
+    g = torch.Generator().manual_seed(4)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(*size, generator=g, dtype=torch.float64).to(DEVICE)
+
+    if shape == "flat":
+        M = sum(LENGTHS)
+        given = inputs(M, 16, 65, dtype=dtype, **options)
+        cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=DEVICE)
+        advantage = torch.tensor([1.5, 0.0, -1.0, 2.0, 0.0, -0.5, 0.7, 0.0], device=DEVICE, dtype=torch.float64)
+        mask = uniform(M) < 0.8
+        constants = dict(mask=mask, cu_seqlens=cu, weight=0.5 + uniform(len(LENGTHS)))
+    else:
+        # rows 0..11: a prompt row 0, then a trunk 1-3 that forks into 4-6 and 7-8; a second tree: 9, fork 10 and 11
+        M = 11
+        given = inputs(12, 16, 65, dtype=dtype, **options)
+        row = torch.tensor([0, 1, 2, 3, 4, 5, 3, 7, 9, 9, 11], device=DEVICE)
+        g2 = torch.Generator().manual_seed(9)
+        given |= {"row": row, "target": torch.randint(0, 65, (M,), generator=g2).to(DEVICE)}
+    with torch.no_grad():
+        wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+        current = linear_logprob(**wide).logprob
+    old, ref, behaviour = (current + scale * (uniform(M) - 0.5) for scale in (1.2, 0.8, 0.6))
+    constants_of_pairs = {"old_logprob": old, "ref_logprob": ref, "behaviour_logprob": behaviour}
+    if shape == "flat":
+        return given, PolicyFields.flat(advantage, **constants, **constants_of_pairs)
+    paths = PathIndex(
+        pair_end=torch.tensor([8, 8, 8, 6, 6, 6, 8, 8, 9, 11, 11], device=DEVICE),
+        leaf_pair=torch.tensor([5, 7, 8, 10], device=DEVICE),
+        leaf_length=torch.tensor([6.0, 5.0, 1.0, 2.0], dtype=torch.float64, device=DEVICE),
+        leaf_weight=torch.tensor([1.0, 0.5, 2.0, 1.0], dtype=torch.float64, device=DEVICE),
+        leaf_advantage=torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64, device=DEVICE),
+    )
+    A, w = paths.leaf_advantage, paths.leaf_weight
+    assert A is not None
+    assert w is not None
+    return given, PolicyFields(
+        paths.spread(w * A.clamp(min=0)), paths.spread(w * A.clamp(max=0)), paths.spread(w), paths=paths,
+        **constants_of_pairs,
+    )  # fmt: skip
+
+
+def cast(fields: PolicyFields, dtype: torch.dtype, aggregation: str) -> PolicyFields:
+    tensors, names = fields.tensors()
+    narrow = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+    return PolicyFields.from_tensors(narrow, names, fields.aggregation or (aggregation if "tree" in names else None))
+
+
+def composed(fields: PolicyFields, objective: Objective, normalizer: float, **given: Any) -> PolicyLossOutput:
+    out = linear_logprob(**given, want=("entropy",))
+    assert out.entropy is not None
+    entropy = out.entropy if given.get("row") is None else out.entropy[given["row"]]
+    return policy_loss(out.logprob, fields, objective, normalizer=normalizer, entropy=entropy)
+
+
+def fused(fields: PolicyFields, objective: Objective, normalizer: float, **given: Any) -> PolicyLossOutput:
+    hidden, weight, target = given.pop("hidden"), given.pop("weight"), given.pop("target")
+    return linear_policy_loss(hidden, weight, target, fields, objective, normalizer=normalizer, **given)
+
+
+def run(f: Any, given: Inputs, fields: PolicyFields, objective: Objective, trained: tuple[str, ...]) -> dict[str, Any]:
+    given = dict(given)
+    leaves = {}
+    for name in TRAINED:
+        if name in given:
+            leaves[name] = given[name] = given[name].detach().clone().requires_grad_(name in trained)
+    if "a" in given:
+        given["lora"] = HeadLora(given.pop("a"), given.pop("b"), 0.7)
+    loss, metrics = f(fields, objective, 7.0, **given)
+    (3 * loss).backward()
+    assert all(leaf.grad is None for name, leaf in leaves.items() if name not in trained)
+    return {"loss": loss.detach(), "metrics": metrics} | {f"d_{n}": leaves[n].grad for n in trained if n in leaves}
+
+
+def same(got: dict[str, Any], expected: dict[str, Any], tolerance: float, dropped: bool = True) -> None:
+    for name, value in expected.items():
+        if name == "metrics":
+            continue
+        scale = value.double().abs().max().clamp(min=1e-3)
+        assert (got[name].double() - value.double()).abs().max() <= tolerance * scale, name
+    assert got["metrics"].keys() == expected["metrics"].keys()
+    for name in ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
+        torch.testing.assert_close(got["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-6)
+
+
+def flat_or_tree(shape: str, objective: Objective, **options: Any) -> tuple[Inputs, PolicyFields]:
+    given, fields = batch(shape, **options)
+    if shape == "tree" and objective.aggregation == "seq_mean_token_mean":
+        pytest.skip("trees fold this aggregation when they merge tokens: in tests/engine/test_tree_equals_flat.py")
+    return given, cast(fields, torch.float32, objective.aggregation)
+
+
+EVERY_PRESET_ON_THE_CPU = [
+    pytest.param(b.values[0], name, marks=b.marks, id=f"{b.values[0]}-{name}")
+    for b in BACKENDS
+    for name in (PRESETS if b.values[0] in ("cpu", "cuda") else ("dapo", "cispo", "gspo"))
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), EVERY_PRESET_ON_THE_CPU)
+@pytest.mark.parametrize("chunk", [5, 10, 1000])
+def test_equals_the_two_ops(backend: Backend, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, fields = batch(bias=True, temperature="rows")
+    for module in (plan, chunked):
+        monkeypatch.setattr(module, "chunk_rows", lambda N, V, device: chunk)
+    with use_backend(backend):
+        for extra in ({}, {"kl_coef": 0.3, "entropy_coef": 0.2}):
+            objective = Objective.preset(name, **extra)
+            expected = run(composed, given, fields, objective, TRAINED)
+            same(run(fused, given, fields, objective, TRAINED), expected, 2e-6)
+
+
+@pytest.mark.parametrize("trained", [("hidden",), ("weight", "bias"), ("hidden", "a", "b"), ("a", "b"), TRAINED])
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whatever_is_trained(backend: Backend, name: str, trained: tuple[str, ...]) -> None:
+    g = torch.Generator().manual_seed(2)
+    given, fields = batch(bias=True, softcap=4.0)
+    given |= {"a": torch.randn(3, 16, generator=g).to(DEVICE), "b": torch.randn(65, 3, generator=g).to(DEVICE)}
+    objective = Objective.preset(name, entropy_coef=0.1)
+    with use_backend(backend):
+        same(run(fused, given, fields, objective, trained), run(composed, given, fields, objective, trained), 3e-6)
+
+
+TREE_OBJECTIVES = [
+    Objective(),
+    Objective(ratio_level="sequence", eps_low=0.1, eps_high=0.1),
+    Objective(kl_coef=0.3, entropy_coef=0.2, clip_ratio_c=1.5),
+    Objective(ratio_level="sequence", kl_coef=0.3, entropy_coef=0.2),
+]
+
+
+@pytest.mark.parametrize("objective", TREE_OBJECTIVES, ids=["token", "sequence", "token kl", "sequence kl"])
+@pytest.mark.parametrize("chunk", [3, 8, 1000])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trees(
+    backend: Backend, frozen: bool, chunk: int, objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, fields = flat_or_tree("tree", objective)
+    for module in (plan, chunked):
+        monkeypatch.setattr(module, "chunk_rows", lambda N, V, device: chunk)
+    trained = ("hidden",) if frozen else ("hidden", "weight")
+    with use_backend(backend):
+        same(run(fused, given, fields, objective, trained), run(composed, given, fields, objective, trained), 2e-6)
+
+
+def test_pairs_in_any_order() -> None:
+    objective = Objective(kl_coef=0.1)
+    given, fields = batch("tree")
+    tensors, names = PolicyFields(*(getattr(fields, n) for n in ("adv_pos", "adv_neg", "weight")),
+                                  old_logprob=fields.old_logprob, ref_logprob=fields.ref_logprob).tensors()  # fmt: skip
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    shuffled = given | {"row": given["row"][order], "target": given["target"][order]}
+    plain, mixed = (
+        PolicyFields.from_tensors([t.float()[o] for t in tensors], names, None) for o in (torch.arange(11), order)
+    )
+    trained = ("hidden", "weight")
+    same(run(fused, shuffled, mixed, objective, trained), run(fused, given, plain, objective, trained), 1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_is_no_worse_than_the_two_ops(backend: Backend) -> None:
+    given, fields = batch(dtype=torch.bfloat16)
+    objective = Objective.preset("dapo")
+    trained = ("hidden", "weight")
+    exact_given = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    exact = run(composed, exact_given, fields, objective, trained)
+    with use_backend(backend):
+        got, two = run(fused, given, fields, objective, trained), run(composed, given, fields, objective, trained)
+    for name in ("d_hidden", "d_weight"):
+        error, usual = ((r[name].double() - exact[name]).abs().max() for r in (got, two))
+        assert error <= max(2 * usual, 4e-3 * exact[name].abs().max()), name
+
+
+def schedule_of(objective: Objective, shape: str = "flat", **options: Any) -> plan.HeadPlan:
+    given, fields = batch(shape)
+    fields = cast(fields, torch.float32, objective.aggregation)
+    if shape == "flat":
+        fields = fields.folded(objective.aggregation)
+    return plan_policy_loss(
+        fields, objective, num_rows=len(given["hidden"]), vocabulary=65, hidden_size=16, device="cpu",
+        row=given.get("row"), **options,
+    )  # fmt: skip
+
+
+def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    token, sequence = Objective.preset("dapo"), Objective.preset("gspo")
+    assert schedule_of(token).schedule == "fused_forward"
+    assert schedule_of(sequence).schedule == "sequence_aligned"
+    assert schedule_of(token, gradient=False).schedule == "logprob_only"
+    monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 4)  # shorter than the longest sequence
+    assert schedule_of(sequence).schedule == "two_phase"
+    assert schedule_of(sequence, frozen=True).schedule == "frozen_head"
+    assert schedule_of(Objective.preset("gspo", entropy_coef=0.1), frozen=True).schedule == "two_phase"
+    assert schedule_of(token, frozen=True).schedule == "fused_forward"
+
+
+def test_rows_that_cannot_learn_are_never_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, fields = batch()
+    live = int(((fields.adv_pos - fields.adv_neg != 0) & fields.mask).sum())
+    assert 0 < live < 0.6 * len(given["target"])
+    made = schedule_of(Objective.preset("dapo"))
+    assert made.row_cuts == (0, live)
+    assert f"{live} of 35 rows" in made.explain()
+    assert made.flop() == 6.0 * live * 65 * 16
+    assert schedule_of(Objective.preset("dapo", kl_coef=0.1)).row_cuts[-1] == int(fields.mask.sum())
+    multiplied: list[int] = []
+    original = chunked.Head.logits
+    monkeypatch.setattr(
+        chunked.Head, "logits", lambda self, h, out: multiplied.append(len(h)) or original(self, h, out)
+    )
+    run(fused, given, fields, Objective.preset("dapo"), ("hidden", "weight"))
+    assert multiplied == [live]
+
+
+def test_clipped_rows_leave_after_the_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("a GPU would have to be waited for")
+    given, fields = batch()
+    objective = Objective.preset("dapo", eps_low=0.05, eps_high=0.05)
+    expected = run(composed, given, fields, objective, ("hidden", "weight"))
+    kept = int((expected["d_hidden"].abs().sum(1) > 0).sum())
+    live = int(objective.live(fields).sum())
+    assert kept < 0.9 * live
+    reached: list[int] = []
+    original = chunked.Head.to_hidden
+    monkeypatch.setattr(
+        chunked.Head, "to_hidden", lambda self, d, out: reached.append(len(d)) or original(self, d, out)
+    )
+    same(run(fused, given, fields, objective, ("hidden", "weight")), expected, 2e-6)
+    assert reached == [kept]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend) -> None:
+    given, fields = batch()
+    M = sum(LENGTHS)
+    nobody = torch.zeros(M, dtype=torch.bool, device=DEVICE)
+    cu = torch.tensor([0, 5, M], device=DEVICE)
+    masked = PolicyFields.flat(torch.ones(2, device=DEVICE), old_logprob=fields.old_logprob, mask=nobody, cu_seqlens=cu)
+    for name in ("dapo", "gspo", "sft"):
+        with use_backend(backend):
+            got = run(fused, given, masked, Objective.preset(name), ("hidden", "weight"))
+        assert got["loss"] == 0
+        assert not got["d_hidden"].any()
+        assert not got["d_weight"].any()
+
+
+def test_without_gradient() -> None:
+    given, fields = batch()
+    with torch.no_grad():
+        quiet = fused(fields, Objective.preset("gspo"), 7.0, **given)
+    assert not quiet.loss.requires_grad
+    torch.testing.assert_close(quiet.loss, composed(fields, Objective.preset("gspo"), 7.0, **given).loss)
+
+
+def test_a_second_backward_is_refused() -> None:
+    given, fields = batch()
+    given["hidden"].requires_grad_()
+    loss = fused(fields, Objective.preset("dapo"), 7.0, **given).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed on by an earlier backward"):
+        loss.backward()
+
+
+def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    original = api.linear_policy_loss_op
+    monkeypatch.setattr(api, "linear_policy_loss_op", lambda *args: calls.append(args) or original(*args))
+    for name, shape in (("dapo", "flat"), ("gspo", "flat"), ("ppo", "tree")):
+        given, fields = batch(shape, bias=True)
+        run(
+            fused,
+            given,
+            cast(fields, torch.float32, "token_mean"),
+            Objective.preset(name),
+            ("hidden", "weight", "bias"),
+        )
+        for utils in ("test_schema", "test_faketensor", "test_autograd_registration"):
+            torch.library.opcheck(op.linear_policy_loss_op, calls[-1], test_utils=utils)
+
+
+def test_compile() -> None:
+    given, fields = batch()
+    objective = Objective.preset("dapo")
+    plan_ = schedule_of(objective)
+
+    def step(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_policy_loss(
+            hidden * 2, weight, given["target"], fields, objective, normalizer=7.0, plan=plan_
+        ).loss
+
+    results = []
+    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [given[n].detach().clone().requires_grad_() for n in ("hidden", "weight")]
+        results.append(torch.autograd.grad(f(*leaves), leaves))
+    torch.testing.assert_close(*results)
+
+
+def test_a_plan_of_another_batch_is_refused() -> None:
+    given, fields = batch()
+    made = plan_policy_loss(fields, Objective.preset("dapo"), num_rows=35, vocabulary=64, hidden_size=16, device="cpu")
+    with pytest.raises(ValueError, match=r"the plan is for 35 rows, 35 pairs and a head of \[64, 16\]"):
+        linear_policy_loss(**{k: given[k] for k in ("hidden", "weight", "target")}, fields=fields,
+                           objective=Objective.preset("dapo"), normalizer=1.0, plan=made)  # fmt: skip
+    with pytest.raises(ValueError, match="35 pairs for 34 rows; give row="):
+        plan_policy_loss(fields, Objective.preset("dapo"), num_rows=34, vocabulary=65, hidden_size=16, device="cpu")
