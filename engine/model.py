@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rolltree.kernels import LogprobOutput, Objective, PolicyLossOutput, linear_logprob, policy_loss
+from rolltree.kernels import LogprobOutput, Objective, PolicyLossOutput, linear_logprob, linear_policy_loss
 
 from .batch import TreeBatch
 from .errors import UserError
@@ -43,8 +43,8 @@ def head(model: PreTrainedModel) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
 
 
-def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [R, H]
-    """The final hidden states of the rows that predict something (``batch.head_row``).
+def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [T, H]
+    """The final hidden states of the packed tokens.
 
     Raises:
         ValueError: the model was not loaded with ``attn_implementation="rolltree"``.
@@ -63,7 +63,7 @@ def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [R, H]
         use_cache=False,
         subtree_end=batch.subtree_end,
     )
-    return output.last_hidden_state[0].index_select(0, batch.head_row)
+    return output.last_hidden_state[0]
 
 
 def batch_logprob(
@@ -74,7 +74,17 @@ def batch_logprob(
     Returns:
         ``logprob [M]`` fp32, one value a pair. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *pair* too.
     """
-    out = _score(model, batch, temperature, want)
+    weight, bias, softcap = head(model)
+    out = linear_logprob(
+        hidden_states(model, batch).index_select(0, batch.head_row),
+        weight,
+        batch.target,
+        row=batch.head_index,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        want=want,
+    )
     pair = batch.head_index
     return LogprobOutput(
         logprob=out.logprob,
@@ -105,24 +115,18 @@ def batch_loss(
         ref_logprob: of the reference policy, for objectives with a KL term.
     """
     fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
-    out = _score(model, batch, temperature, ("entropy",))
-    assert out.entropy is not None
-    return policy_loss(
-        out.logprob, fields, objective, normalizer=normalizer, entropy=out.entropy.index_select(0, batch.head_index)
-    )
-
-
-def _score(model: PreTrainedModel, batch: TreeBatch, temperature: float, want: Sequence[str]) -> LogprobOutput:
     weight, bias, softcap = head(model)
-    return linear_logprob(
+    return linear_policy_loss(
         hidden_states(model, batch),
         weight,
         batch.target,
-        row=batch.head_index,
+        fields,
+        objective,
+        normalizer=normalizer,
+        row=batch.row,
         bias=bias,
         temperature=temperature,
         softcap=softcap,
-        want=want,
     )
 
 
