@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,15 +59,31 @@ def interleaved(
 
 
 def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """MiB that ``call`` allocates at its peak beyond what was there before; None where it cannot be measured (CPU)."""
-    if device.type != "cuda":
+    """MiB in use at the peak of ``call`` beyond what was before, its results included; None where the system hides it.
+
+    On CUDA of torch's allocator, on a CPU resident memory of the process.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+        resident = _status_mib("VmRSS")
+        call()
+        return _status_mib("VmHWM") - resident
+    except OSError:
         return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def _status_mib(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise OSError(f"/proc/self/status has no {field}")
 
 
 class _CpuClock:

@@ -1,0 +1,173 @@
+"""``linear_policy_loss``: a clipped objective from hidden states to gradients, against full logits and fused peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rolltree.kernels import Objective, PolicyFields, linear_policy_loss, plan_policy_loss
+
+from .linear_logprob import full_logits, needs_cuda
+from .runner import Bench, Calls, Case, UnsupportedError
+
+DAPO = Objective.preset("dapo")
+LIVE = {"all live": 1.0, "36 % live": 0.36}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    hidden: Tensor  # [N, H], requires grad
+    weight: Tensor  # [V, H], requires grad unless frozen
+    target: Tensor  # [N]
+    advantage: Tensor  # [N], one number a sequence
+    length: int  # of the sequences
+    old_logprob: Tensor  # [N]
+    mask: Tensor  # [N] bool
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [t for t in (self.hidden, self.weight) if t.requires_grad]
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Heads of known models; some tokens masked, 5 % of the others clipped."""
+    if device.type == "cpu":
+        shapes, dtype = [(1024, 256, 8192)] if quick else [(4096, 512, 151936)], torch.float32
+    elif quick:
+        shapes, dtype = [(2048, 1024, 32000)], torch.bfloat16
+    else:  # Qwen3 0.6B, 1.7B, 8B; Gemma 2B; Llama 3 8B; the shape of the goals
+        heads = [(1024, 151936), (2048, 151936), (4096, 151936), (2304, 256000), (4096, 128256), (4096, 131072)]
+        shapes = [(8192, h, v) for h, v in heads] + [(n, 4096, 131072) for n in (1024, 32768, 131072)]
+        dtype = torch.bfloat16
+    for n, h, v in shapes:
+        for frozen in (False, True):
+            for name, share in LIVE.items():
+                if not frozen or share == 1:
+                    kind = f"{name}, head frozen" if frozen else name
+                    yield Case(f"N={n} H={h} V={v} {kind}", _inputs(n, h, v, dtype, device, share, frozen))
+
+
+def _inputs(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device, share: float, frozen: bool) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    hidden, weight = normal(n, h).to(dtype), (normal(v, h) * h**-0.5).to(dtype)
+    target = torch.randint(v, (n,), generator=generator, device=device)
+    length = min(1024, n // 8)
+    advantage = normal(n // length).repeat_interleave(length)
+    with torch.no_grad():
+        now = torch.cat([full_logits(x, weight, t) for x, t in zip(hidden.split(256), target.split(256), strict=True)])
+    moved = torch.rand(n, generator=generator, device=device) < 0.05  # beyond the clip, on the side that acts
+    old = now.float() - torch.where(moved, advantage.sign() * 0.5, 0.02 * normal(n))
+    mask = torch.rand(n, generator=generator, device=device) < share
+    return Inputs(hidden.requires_grad_(), weight.requires_grad_(not frozen), target, advantage, length, old, mask)
+
+
+def with_gradients(x: Inputs, loss: Callable[[], Tensor]) -> Calls:
+    return {"forward+backward": lambda: torch.autograd.grad(loss(), x.trained)}
+
+
+def rolltree(x: Inputs) -> Calls:
+    """The plan is made once, as where a batch is made."""
+    fields = PolicyFields.flat(x.advantage, old_logprob=x.old_logprob, mask=x.mask)
+    normalizer = x.mask.sum()
+    (n, h), v = x.hidden.shape, len(x.weight)
+    plan = plan_policy_loss(
+        fields, DAPO, num_rows=n, vocabulary=v, hidden_size=h, device=x.hidden.device, frozen=not x.weight.requires_grad
+    )
+    return with_gradients(
+        x,
+        lambda: linear_policy_loss(x.hidden, x.weight, x.target, fields, DAPO, normalizer=normalizer, plan=plan).loss,
+    )
+
+
+def clipped_mean(x: Inputs, logprob: Tensor) -> Tensor:
+    ratio = (logprob - x.old_logprob).exp()
+    surrogate = torch.minimum(ratio * x.advantage, ratio.clamp(1 - DAPO.eps_low, 1 + DAPO.eps_high) * x.advantage)
+    return -(surrogate * x.mask).sum() / x.mask.sum()
+
+
+def torch_eager(x: Inputs) -> Calls:
+    return with_gradients(x, lambda: clipped_mean(x, full_logits(x.hidden, x.weight, x.target)))
+
+
+def torch_compile(x: Inputs) -> Calls:
+    if x.hidden.device.type == "cpu":
+        raise UnsupportedError("timed on CUDA only, compiling takes longer than the benchmark")
+    compiled = torch.compile(lambda hidden, weight: clipped_mean(x, full_logits(hidden, weight, x.target)))
+    return with_gradients(x, lambda: compiled(x.hidden, x.weight))
+
+
+def liger(x: Inputs) -> Calls:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # type: ignore[import-not-found]
+
+    needs_cuda(x)  # type: ignore[arg-type]
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type="dapo", epsilon_low=DAPO.eps_low, epsilon_high=DAPO.eps_high, use_ref_model=False
+    )
+    target, mask, old = (t.view(-1, x.length) for t in (x.target, x.mask.float(), x.old_logprob))
+    hidden, advantage = x.hidden.view(len(target), x.length, -1), x.advantage[:: x.length].contiguous()
+    return with_gradients(x, lambda: loss(hidden, x.weight, target, mask, advantage, old_per_token_logps=old)[0])
+
+
+def trl(x: Inputs) -> Calls:
+    from trl.kernels import ChunkedLogProbFunction  # type: ignore[import-not-found]
+
+    needs_cuda(x)  # type: ignore[arg-type]
+    live = x.mask.nonzero().flatten()  # its trainer leaves masked tokens out too
+    part = replace(
+        x, target=x.target[live], advantage=x.advantage[live], old_logprob=x.old_logprob[live], mask=x.mask[live]
+    )
+
+    def loss() -> Tensor:
+        out = ChunkedLogProbFunction.apply(x.hidden[live], x.weight, None, part.target, 1.0, 32768, None, 1.0, ())
+        return clipped_mean(part, out[0] if isinstance(out, tuple) else out)
+
+    return with_gradients(x, loss)
+
+
+def verl(x: Inputs) -> Calls:
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+
+    needs_cuda(x)  # type: ignore[arg-type]
+    return with_gradients(
+        x, lambda: clipped_mean(x, linear_cross_entropy(x.hidden, x.weight, x.target, 1.0, "none", None)[0])
+    )
+
+
+def bare_gemms(x: Inputs) -> Calls:
+    """The products that any exact implementation needs, over the rows that have a gradient."""
+    hidden, weight = x.hidden.detach()[x.mask], x.weight.detach()
+    rows = min(len(hidden), max(1, 2**28 // len(weight)))
+    logits = torch.randn(rows, len(weight), device=hidden.device).to(hidden.dtype)
+
+    def products() -> None:
+        for part in hidden.split(rows):
+            torch.mm(part, weight.T, out=logits[: len(part)])
+            torch.mm(logits[: len(part)], weight)
+            if x.weight.requires_grad:
+                torch.mm(logits[: len(part)].T, part)
+
+    return {"forward+backward": products}
+
+
+BENCH = Bench(
+    op="linear_policy_loss",
+    cases=cases,
+    providers={
+        "rolltree": rolltree,
+        "torch": torch_eager,
+        "torch.compile": torch_compile,
+        "liger": liger,
+        "trl": trl,
+        "verl": verl,
+    },
+    ceiling=bare_gemms,
+    ceiling_is="the matrix products alone over unmasked rows, three (two with a frozen head), by torch.mm",
+    speedup_over="torch",
+)
