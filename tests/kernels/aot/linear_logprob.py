@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolltree.kernels.linear_logprob import triton
+from rolltree.kernels.linear_logprob import triton, triton_gemm
 
 from .harness import AotCase
 
@@ -41,7 +41,29 @@ def _gradient(V: int, options: bool, out: str) -> AotCase:
     return _case(f"gradient {out}", triton._gradient, {**GRADIENT, "out": f"*{out}"}, V, **flags)
 
 
+EPILOGUE = {
+    "temperature_stride": "i32",
+    **dict.fromkeys(("bias", "temperature", "partial"), "*fp32"),
+    **dict.fromkeys(("N", "tiles"), "i32"),
+    "V": "i32:16",
+    "H": "i32:16",
+    "softcap": "fp32",
+}
+
+
+def _epilogue(dtype: str, options: bool) -> AotCase:
+    flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY", "SUM_P2"), options)
+    tiles = {"ROWS": triton_gemm.rows_of(float(options)), "COLUMNS": triton_gemm.COLUMNS, "INNER": triton_gemm.INNER}
+    signature = {"hidden": f"*{dtype}", "weight": f"*{dtype}", **EPILOGUE}
+    return AotCase(
+        f"gemm statistics {dtype}{' options' if options else ''}", triton_gemm._statistics, signature,
+        {**flags, **tiles}, num_warps=8, num_stages=3, needs_wgmma=dtype == "bf16",
+    )  # fmt: skip
+
+
 CASES = [
+    _epilogue("bf16", False),
+    _epilogue("bf16", True),
     _statistics(151936, False),
     _statistics(151936, True),
     _statistics(50257, True),
