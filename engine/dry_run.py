@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.kernels import Objective
 from rolltree.kernels.dispatch import load_library
-from rolltree.kernels.policy_loss.objective import PRESETS
+from rolltree.kernels.policy_loss import PRESETS
 
 from . import setup
 from .advantages import ADVANTAGES, find_advantage

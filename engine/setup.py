@@ -87,8 +87,10 @@ def objective(config: TrainConfig) -> Objective:
         chosen = Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"algorithm.objective = '{config.algorithm.objective}': {error}") from error
-    if chosen.needs_reference:
-        raise UserError(
-            "algorithm.objective_options.kl_coef is not 0, but a run keeps no reference policy; leave it out."
-        )
+    for field, why in chosen.needs_fields.items():
+        if field != "behaviour_logprob":
+            raise UserError(
+                f"algorithm.objective = '{config.algorithm.objective}' needs {field} ({why}), which a run does not "
+                "have; choose another objective or leave the option out."
+            )
     return chosen

@@ -1,7 +1,8 @@
 from .api import PolicyLossOutput, policy_loss
 from .evaluate import Evaluation, evaluate
 from .fields import PathIndex, PolicyFields
-from .objective import PRESETS, Objective, aggregation_weight
+from .objective import Objective, aggregation_weight
+from .presets import PRESETS
 from .reference import SUMS
 
 __all__ = [

@@ -39,7 +39,8 @@ def policy_loss(
     ``actor/pg_loss`` (surrogate alone), ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower``, ``actor/ppo_kl`` (mean of
     old - current); with entropy ``actor/entropy``; with a reference ``actor/kl_loss`` (without its coefficient); with
     behaviour log-probs ``training/mismatch_k3_kl`` and ``training/rollout_probs_diff_mean``, over tokens that have one;
-    with mismatch correction ``training/rollout_is_mean``. Clip fractions: a token shared by leaves of both signs is
+    with mismatch correction of tokens ``training/rollout_is_mean`` and ``training/rollout_is_rejected``. Clip
+    fractions: a token shared by leaves of both signs is
     clipped in the share that the clipped side has of the advantages through it.
 
     Raises:
@@ -48,7 +49,8 @@ def policy_loss(
     if entropy is not None and entropy.shape != logprob.shape:
         raise ValueError(f"policy_loss: entropy must be {list(logprob.shape)} like logprob, got {list(entropy.shape)}.")
     if objective.needs_entropy and entropy is None:
-        raise ValueError("policy_loss: entropy_coef is not 0, so entropy must be given.")
+        why = "entropy_coef is not 0" if objective.entropy_coef else "entropy_share is below 1"
+        raise ValueError(f"policy_loss: {why}, so entropy must be given.")
     fields = check("policy_loss", logprob, logprob.dtype, fields, objective).folded(objective.aggregation)
     total, _, _, sums = policy_loss_op(logprob, entropy, *fields.tensors(), objective.encoded)
     return finish(total, sums, normalizer, fields, objective, has_entropy=entropy is not None)
@@ -71,13 +73,12 @@ def check(op: str, of_pairs: Tensor, dtype: torch.dtype, fields: PolicyFields, o
         dtype in (torch.float32, torch.float64),
         f"logprob must be fp32 or fp64, got {dtype}: ratios of rounded log-probs are noise",
     )
+    for name, why in objective.needs_fields.items():
+        require(getattr(fields, name) is not None, f"{why}, so the fields must have {name}")
+    no_sampler = fields.old_logprob is None and fields.behaviour_logprob is None
     require(
-        not objective.needs_reference or fields.ref_logprob is not None,
-        "kl_coef is not 0, so the fields must have ref_logprob",
-    )
-    require(
-        objective.mismatch == "none" or fields.behaviour_logprob is not None,
-        f"mismatch '{objective.mismatch}' needs behaviour_logprob in the fields",
+        objective.off_policy_delta is None or not no_sampler,
+        "off_policy_delta is set, so the fields must have behaviour_logprob or old_logprob",
     )
     return fields
 
@@ -113,8 +114,9 @@ def finish(
     if fields.behaviour_logprob is not None:
         metrics["training/mismatch_k3_kl"] = (of["mismatch_k3"], known)
         metrics["training/rollout_probs_diff_mean"] = (of["mismatch_probability"], known)
-    if objective.mismatch != "none":
+    if objective.mismatch != "none" and objective.mismatch_level == "token":
         metrics["training/rollout_is_mean"] = (of["mismatch_weight"], count)
+        metrics["training/rollout_is_rejected"] = (of["mismatch_rejected"], count)
     return PolicyLossOutput(loss, metrics)
 
 

@@ -1,25 +1,36 @@
-"""Value and derivatives of an objective on given log-probs: no autograd, no host synchronisation."""
+"""Value and derivatives of an objective on given log-probs: no autograd, no host synchronisation.
+
+What looks beyond a single token is first turned into constants of single tokens (`selection`: of the whole batch,
+`paths`: of each path) and averaged ratios; then one elementwise kernel does the rest, and what a ratio was averaged
+over gets its share of the derivative back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import reference
+from . import paths, reference, selection
 from .fields import PolicyFields
-from .objective import Objective, Spec
+from .objective import ELEMENTWISE, Objective
+from .reference import SUMS, Elements, Kind
+from .surrogates import Spec, dynamic_bounds
+
+OF_THE_SURROGATE = [
+    name in ("pg_loss", "clipped", "clipped_lower", "mismatch_weight", "mismatch_rejected") for name in SUMS
+]
 
 
 class Evaluation(NamedTuple):
     total: Tensor  # [], sum of the losses
     d_logprob: Tensor  # [M]
     d_entropy: Tensor | None  # [M]
-    sums: Tensor  # [len(reference.SUMS)] fp64, what the metrics are made of
+    sums: Tensor  # [len(SUMS)] fp64, what the metrics are made of
 
 
 def evaluate(
@@ -29,76 +40,112 @@ def evaluate(
     objective: Objective,
 ) -> Evaluation:
     """The objective on pairs that are whole paths, or any pairs where its scope is "token"."""
-    if objective.ratio_level == "sequence":
-        return _sequence_level(logprob, entropy, fields, objective)
-    return _elements(logprob, entropy, fields, objective)
-
-
-def _elements(logprob: Tensor, entropy: Tensor | None, fields: PolicyFields, objective: Objective) -> Evaluation:
-    def same(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.to(logprob.dtype)
-
-    table = {b: f for b, f in _TERMS.items() if b != "triton" or logprob.dtype == torch.float32}
-    total, d_logprob, d_entropy, sums = dispatch.choose("policy_loss", table, logprob.device)(
-        logprob,
-        same(entropy),
-        same(fields.adv_pos),
-        same(fields.adv_neg),
-        same(fields.weight),
-        fields.mask,
-        same(fields.old_logprob),
-        same(fields.ref_logprob),
-        same(fields.behaviour_logprob),
-        objective.surrogate,
-        objective.ratio_base == "self" or fields.old_logprob is None,
-        objective.kl,
-        Spec.of(objective),
-    )
-    return Evaluation(total, d_logprob, None if entropy is None else d_entropy, sums)
-
-
-def _sequence_level(logprob: Tensor, entropy: Tensor | None, fields: PolicyFields, objective: Objective) -> Evaluation:
-    """The ratio of a leaf acts on every token of its path, so leaves cannot be merged: two linear passes.
-
-    The surrogate runs on leaves, with s = mean log-ratio of the path in the place of the log-prob and w_l len_l in the
-    place of the weight; the gradient of a token is the sum over the leaves below it. KL and entropy stay with tokens.
-    """
-    paths = fields.paths
-    if paths is None or paths.leaf_advantage is None or paths.leaf_weight is None:
-        raise ValueError(
-            "policy_loss: ratio_level 'sequence' needs one advantage and weight a sequence; "
-            "give flat() an advantage [sequences] together with cu_seqlens."
-        )
+    fields = fields.to(logprob.dtype)
+    entropy = None if entropy is None else entropy.to(logprob.dtype)
     d = torch.zeros_like(logprob)
     if fields.old_logprob is not None and objective.ratio_base == "old":
-        d = logprob - fields.old_logprob.to(logprob.dtype)
-    live = torch.ones_like(d, dtype=torch.bool) if fields.mask is None else fields.mask
-    length = paths.leaf_length.to(logprob.dtype)
-    mean = paths.sum(torch.where(live, d, 0)) / length.clamp(min=1)
-    tokens = paths.leaf_weight.to(logprob.dtype) * length
-    advantage = paths.leaf_advantage.to(logprob.dtype)
-    zero = torch.zeros_like(tokens)
-    leaves = PolicyFields(tokens * advantage.clamp(min=0), tokens * advantage.clamp(max=0), tokens, old_logprob=zero)
-    of_leaves = _elements(mean, None, leaves, replace(objective, ratio_level="token", entropy_coef=0.0, kl_coef=0.0))
+        d = logprob - fields.old_logprob
+    everywhere = fields  # KL and entropy terms are for every token, whatever was chosen for the surrogate
+    fields = selection.apply(logprob, entropy, d, fields, objective)
+    fields = paths.apply_leaf_weights(logprob, d, fields, objective)
+    if objective.pos_weight != 1 or objective.neg_weight != 1:
+        fields = _weighted_by_sign(fields, objective.pos_weight, objective.neg_weight)
+    if objective.ratio_level == "token":
+        return _elements(logprob, entropy, d, fields, objective)
+    over = paths.averaging(fields, objective)
+    of_tokens = replace(
+        objective, surrogate=ELEMENTWISE.get(objective.surrogate, objective.surrogate), ratio_level="token"
+    )
+    surrogate = replace(of_tokens, kl_coef=0.0, entropy_coef=0.0)
     nothing = torch.zeros_like(fields.adv_pos)
-    of_tokens = _elements(logprob, entropy, replace(fields, adv_pos=nothing, adv_neg=nothing), objective)
-    below = paths.spread(of_leaves.d_logprob / length.clamp(min=1))
-    surrogate = reference.SUMS.index("entropy")  # sums before it are the surrogate's
-    return Evaluation(
-        of_leaves.total + of_tokens.total,
-        torch.where(live, below, 0) + of_tokens.d_logprob,
-        of_tokens.d_entropy,
-        torch.cat([of_leaves.sums[:surrogate], of_tokens.sums[surrogate:]]),
+    tokens = replace(everywhere, adv_pos=nothing, adv_neg=nothing, all_weight=nothing)
+    result = _elements(logprob, entropy, d, tokens, replace(of_tokens, mismatch="none"))
+    total, d_logprob, sums = result.total, result.d_logprob, result.sums
+    chosen = torch.tensor([name in OF_THE_SURROGATE for name in SUMS], device=sums.device)
+    sums = torch.where(chosen, 0, sums)
+    for of_side, side, inside in _sides(over.fields, d, objective):
+        at = over.mean(side)
+        scored = logprob if len(at) == len(logprob) else at
+        of = _elements(scored, None, at, of_side, surrogate)
+        total = total + of.total
+        d_logprob = d_logprob + torch.where(inside, over.back(of.d_logprob), 0)
+        sums = sums + torch.where(chosen, of.sums, 0)
+    return Evaluation(total, d_logprob, result.d_entropy, sums)
+
+
+def _weighted_by_sign(fields: PolicyFields, pos: float, neg: float) -> PolicyFields:
+    index = fields.paths
+    if index is not None and index.leaf_advantage is not None:
+        advantage = index.leaf_advantage
+        index = replace(index, leaf_advantage=torch.where(advantage > 0, advantage * pos, advantage * neg))
+    return replace(fields, adv_pos=fields.adv_pos * pos, adv_neg=fields.adv_neg * neg, paths=index)
+
+
+def _sides(fields: PolicyFields, d: Tensor, objective: Objective) -> Iterator[tuple[PolicyFields, Tensor, Tensor]]:
+    """Fields, log-ratios to average, and where these have a derivative: once, or once a sign for "geo_mean"."""
+    if objective.surrogate != "geo_mean":
+        yield fields, d, torch.ones_like(d, dtype=torch.bool)
+        return
+    none = torch.zeros_like(fields.adv_pos)
+    high, low = objective.eps_high, -objective.eps_low
+    yield replace(fields, adv_neg=none), d.clamp(max=high), d <= high
+    yield replace(fields, adv_pos=none), d.clamp(min=low), d >= low
+
+
+def _elements(
+    logprob: Tensor, entropy: Tensor | None, d: Tensor, fields: PolicyFields, objective: Objective
+) -> Evaluation:
+    low, high = fields.clip_low, fields.clip_high
+    if objective.dynamic_clip and fields.old_logprob is not None:
+        low, high = dynamic_bounds(fields.old_logprob, objective.eps_low, objective.eps_high)
+        high = high.clamp(max=objective.dynamic_cap)
+    surrogate = ELEMENTWISE.get(objective.surrogate, objective.surrogate)
+    of_tokens = objective.mismatch if objective.mismatch_level == "token" else "none"
+    x = Elements(
+        logprob,
+        entropy,
+        fields.adv_pos,
+        fields.adv_neg,
+        fields.weight,
+        fields.all_weight,
+        fields.mask,
+        d,
+        fields.old_logprob,
+        fields.ref_logprob,
+        fields.behaviour_logprob,
+        low,
+        high,
+        fields.teacher_logprob if surrogate.startswith("distill") else fields.pass_rate,
+    )
+    kind = Kind(surrogate, objective.kl, objective.kl_importance, of_tokens)
+    table = {b: f for b, f in _TERMS.items() if b not in ("triton", "cuda") or logprob.dtype == torch.float32}
+    of = dispatch.choose("policy_loss", table, logprob.device)(x, kind, _spec(objective))
+    return Evaluation(of[0], of[1], None if entropy is None else of[2], of[3])
+
+
+def _spec(objective: Objective) -> Spec:
+    bound = {"dppo_tv": 20.0, "dppo_kl": 20.0}.get(objective.surrogate, float("inf"))
+    return Spec(
+        objective.eps_low,
+        objective.eps_high,
+        bound if objective.clip_ratio_c is None else objective.clip_ratio_c,
+        objective.tau_pos,
+        objective.tau_neg,
+        objective.beta,
+        objective.kl_coef,
+        objective.entropy_coef,
+        objective.mismatch_low,
+        objective.mismatch_cap,
     )
 
 
-def _triton_terms(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _triton_terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from . import triton  # not at the top: triton need not be installed
 
-    return triton.terms(*args)
+    return triton.terms(x, kind, spec)
 
 
-_TERMS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+_TERMS: dict[str, Callable[[Elements, Kind, Spec], tuple[Tensor, Tensor, Tensor, Tensor]]] = {
     "triton": _triton_terms,
     "cpu": reference.terms,
     "reference": reference.terms,

@@ -26,6 +26,7 @@ class PathIndex:
     leaf_length: Tensor  # [L]: masked logical tokens of the path
     leaf_weight: Tensor | None  # [L]: w_l, contains the aggregation iff the fields do; None: differs within a leaf
     leaf_advantage: Tensor | None  # [L]; None: differs within a leaf
+    sequence: Tensor | None = None  # [M] int: the leaf of each pair, for flat sequences; None: a tree
 
     def sum(self, values: Tensor) -> Tensor:
         """``[M] -> [L]``: sum of ``values`` along each leaf's path, in fp64 inside. Differentiable."""
@@ -60,7 +61,10 @@ def _spread(values: Tensor, pair_end: Tensor, leaf_pair: Tensor) -> Tensor:
     return (before[pair_end] - before[:M]).to(values.dtype)
 
 
-PER_PAIR = ("adv_pos", "adv_neg", "weight", "mask", "old_logprob", "ref_logprob", "behaviour_logprob")
+PER_PAIR = (
+    "adv_pos", "adv_neg", "weight", "mask", "old_logprob", "ref_logprob", "behaviour_logprob", "teacher_logprob",
+    "clip_low", "clip_high", "pass_rate", "segment", "all_weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,12 @@ class PolicyFields:
     old_logprob: Tensor | None = None  # [M] proximal policy; None: ratio 1
     ref_logprob: Tensor | None = None  # [M] reference policy
     behaviour_logprob: Tensor | None = None  # [M] as sampled; NaN where not recorded
+    teacher_logprob: Tensor | None = None  # [M] for distillation
+    clip_low: Tensor | None = None  # [M] bounds of the ratio itself, instead of 1 - eps_low
+    clip_high: Tensor | None = None  # [M]
+    pass_rate: Tensor | None = None  # [M] of the pair's prompt, for "nft"
+    segment: Tensor | None = None  # [M] int: label of each segment, constant along it, for ratio_level "segment"
+    all_weight: Tensor | None = None  # [M] weight of what does not depend on advantages; None: `weight`
     paths: PathIndex | None = None
     aggregation: str | None = None
 
@@ -111,6 +121,12 @@ class PolicyFields:
         paths = None if index["pair_end"] is None else PathIndex(**index)
         return PolicyFields(**values, paths=paths, aggregation=aggregation)
 
+    def to(self, dtype: torch.dtype) -> PolicyFields:
+        """With all floating-point values in ``dtype``."""
+        tensors, names = self.tensors()
+        cast = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+        return PolicyFields.from_tensors(cast, names, self.aggregation)
+
     def take(self, index: Tensor) -> PolicyFields:
         """These pairs ``[P] int64`` alone, without the paths they lie on."""
         return self._each(lambda t: t.index_select(0, index), None)
@@ -123,6 +139,7 @@ class PolicyFields:
             paths = replace(
                 paths,
                 pair_end=paths.pair_end[first:last] - first,
+                sequence=None if paths.sequence is None else paths.sequence[first:last],
                 leaf_pair=torch.where(inside, paths.leaf_pair - first, -1),
                 leaf_length=torch.where(inside, paths.leaf_length, 0),
             )
@@ -140,6 +157,11 @@ class PolicyFields:
         old_logprob: Tensor | None = None,  # [M]
         ref_logprob: Tensor | None = None,  # [M]
         behaviour_logprob: Tensor | None = None,  # [M]
+        teacher_logprob: Tensor | None = None,  # [M]
+        clip_low: Tensor | None = None,  # [M]
+        clip_high: Tensor | None = None,  # [M]
+        pass_rate: Tensor | None = None,  # [M]
+        segment: Tensor | None = None,  # [M] int
         mask: Tensor | None = None,  # [M] bool
         weight: Tensor | None = None,  # [M] or [S]
         cu_seqlens: Tensor | None = None,  # [S + 1] int: boundaries of the sequences, from 0 to M
@@ -148,10 +170,21 @@ class PolicyFields:
 
         Without any ``[M]`` tensor to tell M, it is read from ``cu_seqlens``, which waits for the device.
         """
+        of_pairs: dict[str, Any] = {
+            "mask": mask,
+            "old_logprob": old_logprob,
+            "ref_logprob": ref_logprob,
+            "behaviour_logprob": behaviour_logprob,
+            "teacher_logprob": teacher_logprob,
+            "clip_low": clip_low,
+            "clip_high": clip_high,
+            "pass_rate": pass_rate,
+            "segment": segment,
+        }
         if cu_seqlens is None:
-            return PolicyFields(*_signed(advantage, weight), mask, old_logprob, ref_logprob, behaviour_logprob)
+            return PolicyFields(*_signed(advantage, weight), **of_pairs)
         S, cu = len(cu_seqlens) - 1, cu_seqlens.long()
-        given = next((t for t in (old_logprob, mask, behaviour_logprob, ref_logprob) if t is not None), None)
+        given = next((t for t in of_pairs.values() if t is not None), None)
         per_sequence = len(advantage) == S
         M = len(given) if given is not None else int(cu[-1]) if per_sequence else len(advantage)
         sequence = torch.searchsorted(cu[1:], torch.arange(M, device=cu.device), right=True)
@@ -168,8 +201,9 @@ class PolicyFields:
             leaf_length=(before[cu[1:]] - before[cu[:-1]]).to(one.dtype),
             leaf_weight=leaf_weight,
             leaf_advantage=leaf_advantage,
+            sequence=sequence,
         )
-        return PolicyFields(pos, neg, one, mask, old_logprob, ref_logprob, behaviour_logprob, paths)
+        return PolicyFields(pos, neg, one, **of_pairs, paths=paths)
 
     def folded(self, aggregation: str) -> PolicyFields:
         """These fields with ``aggregation`` folded into the weights.

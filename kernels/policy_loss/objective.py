@@ -1,37 +1,49 @@
-"""What a policy objective is: numbers, names and pure elementwise formulas.
+"""What a policy objective is: names and numbers.
 
 The loss of a token shared by leaves l with weights w_l and advantages A_l, minimised and exact where clipping acts, is
 
     S_pos g_pos + |S_neg| g_neg + S_1 (g_all + kl_coef KL - entropy_coef H),
     S_pos = sum w_l max(A_l, 0),  S_neg = sum w_l min(A_l, 0),  S_1 = sum w_l.
 
-A surrogate is one function here: from the log-prob and the log-ratio ``d`` (r = exp d) to the values of g and their
-derivatives by the log-prob, which differ where a stop-gradient stands in the formula. To add one, write the function,
-name it in ``SURROGATES``, add its branch to `triton._surrogate` and its row to the test table.
+`surrogates` has the formulas of g, `paths` and `selection` what looks beyond a token, `presets` the published methods.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from .runs import RunSum
+
 if TYPE_CHECKING:
     from .fields import PolicyFields
 
-RatioLevel = Literal["token", "sequence"]
-Surrogate = Literal["ppo", "cispo", "sapo", "reinforce", "nll"]
-KL = Literal["k1", "k2", "k3", "low_var", "abs"]
-Mismatch = Literal["none", "truncate"]
+Surrogate = Literal[
+    "ppo", "unclipped", "cispo", "sapo", "reinforce", "topr", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "dro",
+    "clip_cov", "kl_cov", "nft", "nll", "distill_reverse", "distill_forward",
+]  # fmt: skip
+RatioLevel = Literal["token", "segment", "sequence", "sequence_token"]
+KL = Literal["k1", "k2", "k3", "low_var", "abs", "k1+", "k3+", "low_var+", "abs+"]
+Mismatch = Literal["none", "truncate", "mask"]
+MismatchLevel = Literal["token", "sequence", "geometric"]
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
-MAX_LOG_RATIO = 20.0
-"""|log-ratios| are clamped here: exp stays finite and a runaway token gets no gradient."""
+ELEMENTWISE: dict[Surrogate, Surrogate] = {
+    "topr": "reinforce",
+    "vespo": "reinforce",
+    "geo_mean": "unclipped",
+    "clip_cov": "ppo",
+}
+"""Surrogates that are another one after `paths` and `selection` have changed the weights."""
+RATIOS = ("ppo", "unclipped", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov", "nft")
+AVERAGED = ("ppo", "unclipped", "sapo", "geo_mean")
+OF_ALL = ("nll", "dro", "kl_cov", "distill_reverse", "distill_forward")
+EXTRA_FIELD = {"nft": "pass_rate", "distill_reverse": "teacher_logprob", "distill_forward": "teacher_logprob"}
 
 
 @dataclass(frozen=True)
@@ -39,18 +51,39 @@ class Objective:
     """A policy objective; see ``Objective.preset`` for the named ones.
 
     Args:
-        surrogate: ``ppo``: g_pos = -min(r, 1 + eps_high), g_neg = max(r, 1 - eps_low), the latter at most
-            ``clip_ratio_c`` where given (dual clip). ``cispo``: -+ sg(clip(r, 1 - eps_low, 1 + eps_high)) logprob.
-            ``sapo``: -+ (4 / tau) sigmoid(tau (r - 1)). ``reinforce``: -+ logprob. ``nll``: -logprob, whatever the
-            advantage.
-        ratio_level: r of the ``token``, or of the ``sequence``: the exponential of the mean token log-ratio.
+        surrogate: with r the ratio and sg a stop-gradient,
+            ``ppo``: g_pos = -min(r, high), g_neg = max(r, low), the latter at most ``clip_ratio_c`` where given (dual
+            clip; TRL calls it delta). ``unclipped``: -+ r. ``cispo``: -+ sg(clip(r, low, high)) logprob (TRL's bound
+            is ``1 + eps_high`` with ``eps_low`` 1). ``sapo``: -+ (4 / tau) sigmoid(tau (r - 1)). ``reinforce``:
+            -+ logprob. ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
+            reinforce times sg(e^lam W^k e^(-lam W)), W the ratio of the sequence, (k, lam) by sign. ``geo_mean``: -+ r
+            of the sequence, from log-ratios clamped to [-eps_low, eps_high] on the side that acts. ``dppo_tv``,
+            ``dppo_kl``: -+ sg(min(r, clip_ratio_c or 20)) logprob, 0 where the probability (the binary KL) has moved
+            by more than eps in the direction of the advantage. ``dro``: reinforce + (beta / 2) (log r)^2.
+            ``clip_cov``: ppo without a random ``covariance_share`` of the tokens whose covariance of advantage and
+            log-prob is in (covariance_low, covariance_high). ``kl_cov``: unclipped + beta |log r| on the
+            ``covariance_share`` of largest covariance. ``nft``: -log r, and -log max((1 - q r) / (1 - q), beta), q the
+            prompt's ``pass_rate``. ``nll``: -logprob, whatever the advantage. ``distill_reverse``:
+            sg(logprob - teacher) logprob. ``distill_forward``: -sg(min(e^(teacher - logprob), clip_ratio_c)) logprob.
+        ratio_level: r of the ``token``; of the ``segment`` or ``sequence``: the exponential of the mean token
+            log-ratio; ``sequence_token``: the sequence's value with the token's derivative (and advantage).
         ratio_base: ``old``: r against ``old_logprob`` (against the current policy, r = 1, where that is None);
             ``self``: r = 1 with its gradient, also where ``old_logprob`` is given (for metrics and mismatch).
+        eps_low, eps_high: the bounds are low = 1 - eps_low and high = 1 + eps_high, unless the fields bring
+            ``clip_low`` and ``clip_high`` of their own.
+        dynamic_clip, dynamic_cap: bounds from the old probability q instead: |r - 1| q <= eps, high at most the cap.
+        pos_weight, neg_weight: multiply S_pos and S_neg.
         kl, kl_coef: estimator of KL(policy, reference) from sampled tokens, with x = ref - logprob: ``k1`` -x,
-            ``abs`` |x|, ``k2`` x^2 / 2, ``k3`` e^x - x - 1, ``low_var`` k3 clamped to +-10.
+            ``abs`` |x|, ``k2`` x^2 / 2, ``k3`` e^x - x - 1, ``low_var`` k3 clamped to +-10. With ``+`` the value with
+            the derivative of k2, whose expectation is the gradient of the KL.
+        kl_importance: the KL estimate is multiplied by the token's r (with its gradient), unbiased off policy.
         entropy_coef: the entropy times this is subtracted from the loss; needs ``entropy``.
-        mismatch, mismatch_cap: ``truncate``: the surrogate of a token is multiplied by
-            min(exp(old - behaviour), cap), without gradient (truncated importance sampling).
+        mismatch, mismatch_level, mismatch_low, mismatch_cap: the surrogate is multiplied by w = exp(old - behaviour)
+            without gradient: of the ``token``, of the ``sequence`` (product), or its ``geometric`` mean; ``truncate``:
+            clamped to [low, cap]; ``mask``: 0 outside.
+        off_policy_delta: sequences of negative advantage count 0 where mean(behaviour - logprob) exceeds this (old
+            log-probs where there are no behaviour ones).
+        entropy_share: only this share of the tokens, of highest entropy, enters the surrogate.
         aggregation: over what the loss is a mean; ``aggregation_weight`` has the formula. The denominator itself is the
             caller's ``normalizer``: logical tokens for ``token_mean``, 1 for ``token_sum``, sequences for
             ``seq_mean_token_mean`` and ``seq_mean_token_sum``, sequences times the length limit for
@@ -66,55 +99,90 @@ class Objective:
     eps_low: float = 0.2
     eps_high: float = 0.2
     clip_ratio_c: float | None = None
+    dynamic_clip: bool = False
+    dynamic_cap: float = 10.0
     tau_pos: float = 1.0
     tau_neg: float = 1.05
+    beta: float = 0.1
+    vespo_pos: tuple[float, float] = (2.0, 3.0)
+    vespo_neg: tuple[float, float] = (3.0, 2.0)
+    covariance_share: float = 2e-4
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    pos_weight: float = 1.0
+    neg_weight: float = 1.0
     kl: KL = "k3"
     kl_coef: float = 0.0
+    kl_importance: bool = False
     entropy_coef: float = 0.0
     mismatch: Mismatch = "none"
+    mismatch_level: MismatchLevel = "token"
+    mismatch_low: float = 0.0
     mismatch_cap: float = 2.0
+    off_policy_delta: float | None = None
+    entropy_share: float = 1.0
     aggregation: Aggregation = "token_mean"
     encoded: str = field(init=False, repr=False, compare=False)  # for ops of torch, which take no objects
 
     def __post_init__(self) -> None:
+        for name in ("vespo_pos", "vespo_neg"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "encoded", json.dumps(named))
-        _one_of("surrogate", self.surrogate, get_args(Surrogate))
-        _one_of("ratio_level", self.ratio_level, get_args(RatioLevel))
-        _one_of("ratio_base", self.ratio_base, ("old", "self"))
-        _one_of("kl", self.kl, get_args(KL))
-        _one_of("mismatch", self.mismatch, get_args(Mismatch))
-        _one_of("aggregation", self.aggregation, get_args(Aggregation))
+        for name, names in (
+            ("surrogate", get_args(Surrogate)), ("ratio_level", get_args(RatioLevel)), ("ratio_base", ("old", "self")),
+            ("kl", get_args(KL)), ("mismatch", get_args(Mismatch)), ("mismatch_level", get_args(MismatchLevel)),
+            ("aggregation", get_args(Aggregation)),
+        ):  # fmt: skip
+            _one_of(name, getattr(self, name), names)
+        self._check_numbers()
+        self._check_combinations()
+
+    def _check_numbers(self) -> None:
         _require(0 <= self.eps_low <= 1, f"eps_low must be in [0, 1], got {self.eps_low}")
         _require(self.eps_high >= 0, f"eps_high must not be negative, got {self.eps_high}")
         _require(
             self.clip_ratio_c is None or self.clip_ratio_c > 1, f"clip_ratio_c must be above 1, got {self.clip_ratio_c}"
         )
-        _require(self.tau_pos > 0 and self.tau_neg > 0, "tau_pos and tau_neg must be positive")
-        _require(self.mismatch_cap > 0, f"mismatch_cap must be positive, got {self.mismatch_cap}")
+        for name in ("tau_pos", "tau_neg", "beta", "mismatch_cap", "covariance_share"):
+            _require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        _require(self.dynamic_cap > 1, f"dynamic_cap must be above 1, got {self.dynamic_cap}")
+        for name in ("pos_weight", "neg_weight"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         _require(
-            self.clip_ratio_c is None or self.surrogate == "ppo",
-            f"clip_ratio_c belongs to surrogate 'ppo' and does not combine with '{self.surrogate}'",
+            0 <= self.mismatch_low < self.mismatch_cap,
+            f"mismatch_low must be in [0, mismatch_cap), got {self.mismatch_low} with mismatch_cap {self.mismatch_cap}",
         )
-        if self.ratio_level == "sequence":
-            _require(
-                self.surrogate == "ppo",
-                f"ratio_level 'sequence' is built for surrogate 'ppo' and does not combine with '{self.surrogate}' yet",
-            )
-            _require(
-                self.mismatch == "none", f"ratio_level 'sequence' does not combine with mismatch '{self.mismatch}' yet"
+        _require(0 < self.entropy_share <= 1, f"entropy_share must be in (0, 1], got {self.entropy_share}")
+
+    def _check_combinations(self) -> None:
+        def exclude(condition: bool, one: str, other: str) -> None:
+            _require(not condition, f"{one} does not combine with {other}")
+
+        surrogate, level = f"surrogate '{self.surrogate}'", f"ratio_level '{self.ratio_level}'"
+        bounded = ("ppo", "clip_cov", "dppo_tv", "dppo_kl", "distill_forward")
+        exclude(self.clip_ratio_c is not None and self.surrogate not in bounded, "clip_ratio_c", surrogate)
+        exclude(self.ratio_level != "token" and self.surrogate not in AVERAGED, level, surrogate)
+        exclude(self.surrogate == "geo_mean" and self.ratio_level != "sequence", surrogate, level)
+        exclude(self.ratio_level != "token" and self.dynamic_clip, level, "dynamic_clip")
+        exclude(self.dynamic_clip and self.surrogate not in ("ppo", "cispo"), "dynamic_clip", surrogate)
+        exclude(self.dynamic_clip and self.ratio_base == "self", "dynamic_clip", "ratio_base 'self'")
+        for of_sequences in ("topr", "vespo"):
+            exclude(
+                self.surrogate == of_sequences and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'"
             )
 
     @staticmethod
     def preset(name: str, **overrides: Any) -> Objective:
-        """The objective of a published method, with fields replaced by ``overrides``.
+        """The objective of a published method (`presets`), with fields replaced by ``overrides``.
 
-        ``kl_coef`` and ``entropy_coef`` are 0 in every preset. gspo's clip range (3e-4, 4e-4) is the paper's, as public
-        trainers quote it; their own defaults leave it at 0.2.
+        ``kl_coef`` and ``entropy_coef`` are 0 in every preset.
 
         Raises:
             ValueError: no such preset, or an override is wrong.
         """
+        from .presets import PRESETS  # which needs this class
+
         _one_of("preset", name, tuple(PRESETS))
         known = [f.name for f in fields(Objective) if f.init]
         unknown = ", ".join(sorted(overrides.keys() - set(known)))
@@ -130,28 +198,56 @@ class Objective:
     @property
     def scope(self) -> Literal["token", "path", "batch"]:
         """What the loss of a pair depends on: that pair alone, its whole path, or every pair."""
-        return "path" if self.ratio_level == "sequence" else "token"
+        if self.surrogate in ("clip_cov", "kl_cov") or self.entropy_share < 1:
+            return "batch"
+        return "path" if self.ratio_level != "token" or self.weighs_leaves else "token"
+
+    @property
+    def weighs_leaves(self) -> bool:
+        """Whether sequences get weights of their own."""
+        of_sequences = self.mismatch != "none" and self.mismatch_level != "token"
+        return of_sequences or self.off_policy_delta is not None or self.surrogate in ("topr", "vespo")
 
     def live(self, fields: PolicyFields) -> Tensor:
         """``[M] bool``: pairs whose gradient can be other than zero, as known before any forward."""
-        live = (fields.adv_pos != 0) | (fields.adv_neg != 0)
-        if self.kl_coef or self.entropy_coef or self.surrogate == "nll":
+        everyone = torch.ones_like(fields.weight, dtype=torch.bool) if fields.mask is None else fields.mask
+        if self.scope == "batch":
+            return everyone
+        live = torch.zeros_like(everyone)
+        if self.pos_weight:
+            live = live | (fields.adv_pos != 0)
+        if self.neg_weight:
+            live = live | (fields.adv_neg != 0)
+        if self.kl_coef or self.entropy_coef or self.surrogate in OF_ALL:
             live = live | (fields.weight != 0)
-        return live if fields.mask is None else live & fields.mask
+        live = live & everyone
+        together = fields.segment if fields.paths is None else fields.paths.sequence
+        if self.scope == "path" and together is not None:  # a ratio is averaged over tokens without advantage too
+            live = (RunSum(together)(live.double()) > 0) & everyone
+        return live
 
     @property
     def needs_old(self) -> bool:
         """Whether ``old_logprob``, when given, changes the loss."""
-        ratio = self.surrogate in ("ppo", "cispo", "sapo") and self.ratio_base == "old"
+        ratio = (self.surrogate in (*RATIOS, "geo_mean", "topr", "vespo")) and self.ratio_base == "old"
         return ratio or self.mismatch != "none"
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef != 0
+    def needs_entropy(self) -> bool:
+        """Whether the loss depends on the entropy."""
+        return self.entropy_coef != 0 or self.entropy_share < 1
 
     @property
-    def needs_entropy(self) -> bool:
-        return self.entropy_coef != 0
+    def needs_fields(self) -> dict[str, str]:
+        """Optional fields that must be given, and why."""
+        need = {}
+        if self.kl_coef:
+            need["ref_logprob"] = "kl_coef is not 0"
+        if self.mismatch != "none":
+            need["behaviour_logprob"] = f"mismatch is '{self.mismatch}'"
+        if self.surrogate in EXTRA_FIELD:
+            need[EXTRA_FIELD[self.surrogate]] = f"surrogate is '{self.surrogate}'"
+        return need
 
 
 def _require(condition: bool, message: str) -> None:
@@ -161,136 +257,6 @@ def _require(condition: bool, message: str) -> None:
 
 def _one_of(field: str, value: str, known: tuple[str, ...]) -> None:
     _require(value in known, f"{field} '{value}' is not known; choose one of {', '.join(known)}")
-
-
-_SEQUENCE_MEAN: Aggregation = "seq_mean_token_mean"
-PRESETS: dict[str, Objective] = {
-    "reinforce": Objective(surrogate="reinforce"),
-    "ppo": Objective(),
-    "grpo": Objective(aggregation=_SEQUENCE_MEAN),
-    "dual_clip": Objective(clip_ratio_c=3.0),
-    "dapo": Objective(eps_high=0.28),
-    "dr_grpo": Objective(aggregation="seq_mean_token_sum_norm"),
-    "bnpo": Objective(),
-    "gpg": Objective(surrogate="reinforce"),
-    "cispo": Objective(surrogate="cispo"),
-    "sapo": Objective(surrogate="sapo", aggregation=_SEQUENCE_MEAN),
-    "gspo": Objective(ratio_level="sequence", eps_low=3e-4, eps_high=4e-4, aggregation=_SEQUENCE_MEAN),
-    "on_policy_pg": Objective(ratio_base="self"),
-    "sft": Objective(surrogate="nll"),
-}
-
-
-class Spec(NamedTuple):
-    """The numbers of an objective that the elementwise kernels read."""
-
-    eps_low: float
-    eps_high: float
-    clip_ratio_c: float  # inf: none
-    tau_pos: float
-    tau_neg: float
-    kl_coef: float
-    entropy_coef: float
-    mismatch_cap: float  # 0: no mismatch correction
-
-    @staticmethod
-    def of(objective: Objective) -> Spec:
-        return Spec(
-            objective.eps_low,
-            objective.eps_high,
-            float("inf") if objective.clip_ratio_c is None else objective.clip_ratio_c,
-            objective.tau_pos,
-            objective.tau_neg,
-            objective.kl_coef,
-            objective.entropy_coef,
-            objective.mismatch_cap if objective.mismatch == "truncate" else 0.0,
-        )
-
-
-class Terms(NamedTuple):
-    """Values of g and derivatives by the log-prob, each [M]; and where a bound acts, as booleans [M]."""
-
-    pos: Tensor
-    neg: Tensor
-    all: Tensor
-    d_pos: Tensor
-    d_neg: Tensor
-    d_all: Tensor
-    clipped_pos: Tensor  # r > 1 + eps_high
-    clipped_neg: Tensor  # r < 1 - eps_low
-    clipped_lower: Tensor  # dual clip: above clip_ratio_c
-
-
-def ratio(d: Tensor) -> tuple[Tensor, Tensor]:
-    """``r`` and ``dr/dlogprob`` of a log-ratio [M]: both e^d, the latter 0 where d was clamped."""
-    r = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return r, torch.where(d.abs() <= MAX_LOG_RATIO, r, 0)
-
-
-def _ppo(logprob: Tensor, d: Tensor, spec: Spec) -> Terms:
-    r, dr = ratio(d)
-    low, high, zero = 1 - spec.eps_low, 1 + spec.eps_high, torch.zeros_like(r)
-    neg = r.clamp(min=low)
-    beyond = neg > spec.clip_ratio_c
-    d_neg = torch.where((r >= low) & ~beyond, dr, 0)
-    d_pos = torch.where(r <= high, -dr, 0)
-    return Terms(
-        -r.clamp(max=high), neg.clamp(max=spec.clip_ratio_c), zero, d_pos, d_neg, zero, r > high, r < low, beyond
-    )
-
-
-def _cispo(logprob: Tensor, d: Tensor, spec: Spec) -> Terms:
-    r, _ = ratio(d)
-    low, high, zero = 1 - spec.eps_low, 1 + spec.eps_high, torch.zeros_like(r)
-    w = r.clamp(low, high)
-    return Terms(-w * logprob, w * logprob, zero, -w, w, zero, r > high, r < low, torch.zeros_like(r, dtype=torch.bool))
-
-
-def _sapo(logprob: Tensor, d: Tensor, spec: Spec) -> Terms:
-    r, dr = ratio(d)
-    pos, neg = torch.sigmoid(spec.tau_pos * (r - 1)), torch.sigmoid(spec.tau_neg * (r - 1))
-    zero, never = torch.zeros_like(r), torch.zeros_like(r, dtype=torch.bool)
-    d_pos, d_neg = -4 * pos * (1 - pos) * dr, 4 * neg * (1 - neg) * dr
-    return Terms(-4 / spec.tau_pos * pos, 4 / spec.tau_neg * neg, zero, d_pos, d_neg, zero, never, never, never)
-
-
-def _reinforce(logprob: Tensor, d: Tensor, spec: Spec) -> Terms:
-    one, zero = torch.ones_like(logprob), torch.zeros_like(logprob)
-    never = torch.zeros_like(logprob, dtype=torch.bool)
-    return Terms(-logprob, logprob, zero, -one, one, zero, never, never, never)
-
-
-def _nll(logprob: Tensor, d: Tensor, spec: Spec) -> Terms:
-    one, zero = torch.ones_like(logprob), torch.zeros_like(logprob)
-    never = torch.zeros_like(logprob, dtype=torch.bool)
-    return Terms(zero, zero, -logprob, zero, zero, -one, never, never, never)
-
-
-SURROGATES: dict[str, Callable[[Tensor, Tensor, Spec], Terms]] = {
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "reinforce": _reinforce,
-    "nll": _nll,
-}
-
-
-def kl_terms(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """KL estimate and its derivative by the log-prob, each [M]."""
-    x = ref_logprob - logprob
-    match estimator:
-        case "k1":
-            return -x, torch.ones_like(x)
-        case "abs":
-            return x.abs(), -x.sign()
-        case "k2":
-            return 0.5 * x * x, -x
-    inside = x.abs() <= MAX_LOG_RATIO
-    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3, derivative = torch.expm1(x) - x, torch.where(inside, -torch.expm1(x), 0)
-    if estimator == "low_var":
-        return k3.clamp(max=10), torch.where(k3 <= 10, derivative, 0)
-    return k3, derivative
 
 
 def aggregation_weight(aggregation: str, leaf_length: Tensor) -> Tensor:

@@ -58,10 +58,16 @@ def test_rows_of_a_run() -> None:
     assert {(r.case, r.provider, r.metric) for r in rows} == {
         (case, *rest)
         for case in ("one", "two")
-        for rest in (("slow", "time_ms"), ("fast", "time_ms"), ("fast", "speedup"))
-    }
+        for rest in (
+            ("slow", "time_ms"), ("slow", "peak_memory_mib"),
+            ("fast", "time_ms"), ("fast", "peak_memory_mib"), ("fast", "speedup"),
+        )
+    }  # fmt: skip
     for row in rows:
         assert row.p20 <= row.value <= row.p80
+        if row.metric == "peak_memory_mib":
+            assert row.ceiling is None
+            continue
         if row.metric == "speedup":
             assert row.ceiling == 8.0
             assert row.value > 1

@@ -178,7 +178,7 @@ def test_nothing_is_overwritten(home, tmp_path):
         ("--rollout.program=flatt", "flat"),
         ("--reward.verifier=/nowhere/verifier.py:score", "/nowhere/verifier.py"),
         ("--trainer.updates_per_step=2 --rollout.top_k=5", "top_k"),
-        ("--algorithm.objective_options={kl_coef=0.1}", "no reference policy"),
+        ("--algorithm.objective_options={kl_coef=0.1}", "needs ref_logprob"),
         ("--evaluation.problems=2 --data.eval_path={home}/one.jsonl", "only 1 different problems"),
     ],
 )
