@@ -5,7 +5,7 @@
 # from under the first registration, so under any other name than its own the package stays empty.
 if __name__ == "rolltree.kernels":
     from .dispatch import BackendError, use_backend
-    from .linear_logprob import LogprobOutput, linear_logprob
+    from .linear_logprob import LogprobOutput, linear_logprob, logprob_from_logits
     from .policy_loss import Objective, PathIndex, PolicyFields, PolicyLossOutput, policy_loss
     from .sampling import SampleOutput, sample_tokens
     from .tree_attention import tree_attention
@@ -21,6 +21,7 @@ if __name__ == "rolltree.kernels":
         "PolicyLossOutput",
         "SampleOutput",
         "linear_logprob",
+        "logprob_from_logits",
         "policy_loss",
         "sample_tokens",
         "tree_attention",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import dispatch
 from . import chunked, cpu, cuda, reference
+from .extra import MorePairs
 
 OUTPUTS = ("entropy", "sum_p2")
 
@@ -21,7 +22,7 @@ class LogprobOutput(NamedTuple):
     logsumexp: Tensor  # [N]
     entropy: Tensor | None  # [N], nats
     sum_p2: Tensor | None  # [N], in (0, 1]
-    extra_logprob: Tensor | None
+    extra_logprob: Tensor | None  # [N, K]
 
 
 def linear_logprob(
@@ -34,7 +35,7 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,  # or [N]
     softcap: float | None = None,
     want: Sequence[str] = (),
-    extra_ids: Tensor | None = None,
+    extra_ids: Tensor | None = None,  # [N, K] int
     kept: Any = None,
     tp_group: Any = None,
 ) -> LogprobOutput:
@@ -52,14 +53,16 @@ def linear_logprob(
         temperature: a number, or one per row; positive. Applied after softcap. Constant: takes no gradient.
         softcap: ``softcap * tanh(logits / softcap)`` before the temperature.
         want: what to return besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
-        extra_ids, kept, tp_group: not built yet.
+        extra_ids: K more ids to score in every row; -1 stands for none there: its log-prob is NaN and takes no
+            gradient.
+        kept, tp_group: not built yet.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit; the message names which.
         IndexError: a target or row is out of range (CPU only).
         NotImplementedError: an option that is not built yet was given.
     """
-    for name, option in (("extra_ids", extra_ids), ("kept", kept), ("tp_group", tp_group)):
+    for name, option in (("kept", kept), ("tp_group", tp_group)):
         if option is not None:
             raise NotImplementedError(f"linear_logprob: the option {name} is not built yet; leave it out.")
     if unknown := set(want) - set(OUTPUTS):
@@ -70,6 +73,7 @@ def linear_logprob(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     _check_shapes(hidden, weight, target, row, bias, temperature, softcap)
+    more = None if extra_ids is None else MorePairs(extra_ids, target, row, len(hidden))
     accumulator = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if not isinstance(temperature, Tensor):
         temperature = torch.full((), temperature, dtype=accumulator, device=hidden.device)
@@ -78,16 +82,16 @@ def linear_logprob(
         logprob, logsumexp, _, entropy, sum_p2, _ = _linear_logprob(
             hidden,
             weight,
-            target.long(),
-            None if row is None else row.long(),
+            *((target.long(), None if row is None else row.long()) if more is None else (more.target, more.row)),
             bias,
             temperature,
             softcap or 0.0,
             "entropy" in want,
             "sum_p2" in want,
         )
+    logprob, extra_logprob = (logprob, None) if more is None else more.split(logprob)
     return LogprobOutput(
-        logprob, logsumexp, entropy if "entropy" in want else None, sum_p2 if "sum_p2" in want else None, None
+        logprob, logsumexp, entropy if "entropy" in want else None, sum_p2 if "sum_p2" in want else None, extra_logprob
     )
 
 
@@ -162,10 +166,10 @@ def _linear_logprob(
     return run(hidden, weight, target, row, bias, temperature, softcap, want_entropy, want_sum_p2)
 
 
-def _check_range(name: str, index: Tensor, end: int) -> None:
+def _check_range(name: str, index: Tensor, end: int, op: str = "linear_logprob") -> None:
     if len(index) and (index.min() < 0 or index.max() >= end):
         raise IndexError(
-            f"linear_logprob: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
+            f"{op}: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
             "leave out pairs that are not to be scored."
         )
 

@@ -32,18 +32,30 @@ def forward(
     The chunked backends use ``correction`` and ``logits`` (what rounding took from the log-sum-exp; logits kept for the
     backward); the definition has no use for them.
     """
+    z = scaled(product(hidden, weight, temperature), bias, temperature, softcap)
+    outputs = statistics(z, target, row, temperature, want_entropy, want_sum_p2)
+    return (*outputs, temperature.new_zeros(kept_shape(hidden, weight)))
+
+
+def statistics(
+    z: Tensor,  # [N, V] fp64
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N], only for its dtype, which the results have
+    want_entropy: bool,
+    want_sum_p2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N])``; empty where not wanted."""
     dtype = temperature.dtype
-    z = scaled_logits(hidden, weight, bias, temperature, softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
     row = torch.arange(len(target), device=target.device) if row is None else row
     return (
         logp[row, target].to(dtype),
-        torch.logsumexp(z, dim=-1).to(dtype),
+        torch.where(z.amax(-1) == torch.inf, torch.nan, torch.logsumexp(z, dim=-1)).to(dtype),
         temperature.new_zeros(len(z)),
         -torch.where(p > 0, p * logp, p).sum(-1).to(dtype) if want_entropy else temperature.new_empty(0),
         (p * p).sum(-1).to(dtype) if want_sum_p2 else temperature.new_empty(0),
-        temperature.new_zeros(kept_shape(hidden, weight)),
     )
 
 
@@ -69,7 +81,41 @@ def backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias; empty where not needed."""
-    z = scaled_logits(hidden, weight, bias, temperature, softcap)
+    z = scaled(product(hidden, weight, temperature), bias, temperature, softcap)
+    du = gradient(
+        z,
+        target,
+        row,
+        temperature,
+        softcap,
+        entropy,
+        sum_p2,
+        grad_logprob,
+        grad_logsumexp,
+        grad_entropy,
+        grad_sum_p2,
+    )
+    return (
+        (du @ weight.to(du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0),
+        (du.T @ hidden.to(du.dtype)).to(weight.dtype) if need_weight else hidden.new_empty(0),
+        du.sum(0).to(weight.dtype) if need_bias else hidden.new_empty(0),
+    )
+
+
+def gradient(
+    z: Tensor,  # [N, V] fp64
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N]
+    softcap: float,
+    entropy: Tensor,  # [N], or [0] where it has no gradient
+    sum_p2: Tensor,  # [N], or [0]
+    grad_logprob: Tensor,  # [M]
+    grad_logsumexp: Tensor,  # [N]
+    grad_entropy: Tensor,  # [N], or [0]
+    grad_sum_p2: Tensor,  # [N], or [0]
+) -> Tensor:
+    """Gradient of the logits u ``[N, V]``, in the dtype of ``temperature``."""
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
     row = torch.arange(len(target), device=target.device) if row is None else row
@@ -82,17 +128,17 @@ def backward(
     du = dz / temperature[:, None]
     if softcap:
         du = du * (1 - (z * temperature[:, None] / softcap).square())
-    du = du.to(temperature.dtype)
-    return (
-        (du @ weight.to(du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0),
-        (du.T @ hidden.to(du.dtype)).to(weight.dtype) if need_weight else hidden.new_empty(0),
-        du.sum(0).to(weight.dtype) if need_bias else hidden.new_empty(0),
-    )
+    return du.to(temperature.dtype)
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, softcap: float) -> Tensor:
-    """``z`` of the module docstring: ``[N, V]`` fp64, from a product in the dtype of ``temperature``."""
-    u = (hidden.to(temperature.dtype) @ weight.to(temperature.dtype).T).double()
+def product(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
+    """``hidden weight^T``: ``[N, V]``, in the dtype of ``temperature``."""
+    return hidden.to(temperature.dtype) @ weight.to(temperature.dtype).T
+
+
+def scaled(u: Tensor, bias: Tensor | None, temperature: Tensor, softcap: float) -> Tensor:
+    """``z`` of the module docstring: ``[N, V]`` fp64, from logits u without bias."""
+    u = u.double()
     if bias is not None:
         u = u + bias
     if softcap:
