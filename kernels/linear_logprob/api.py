@@ -55,16 +55,19 @@ def linear_logprob(
         want: what to return besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
         extra_ids: K more ids to score in every row; -1 stands for none there: its log-prob is NaN and takes no
             gradient.
-        kept, tp_group: not built yet.
+        kept: not built yet.
+        tp_group: a process group over which the vocabulary is split: weight and bias are this rank's shard (shards in
+            rank order, of any sizes), hidden, target and the loss the same on all ranks. Every call then asks all ranks
+            for their sizes; `VocabShards.gather` does that once, give its result instead. Gradients of hidden are
+            summed over the ranks.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit; the message names which.
         IndexError: a target or row is out of range (CPU only).
         NotImplementedError: an option that is not built yet was given.
     """
-    for name, option in (("kept", kept), ("tp_group", tp_group)):
-        if option is not None:
-            raise NotImplementedError(f"linear_logprob: the option {name} is not built yet; leave it out.")
+    if kept is not None:
+        raise NotImplementedError("linear_logprob: the option kept is not built yet; leave it out.")
     if unknown := set(want) - set(OUTPUTS):
         raise ValueError(f"linear_logprob: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}.")
     device = hidden.device.type
@@ -78,17 +81,23 @@ def linear_logprob(
     if not isinstance(temperature, Tensor):
         temperature = torch.full((), temperature, dtype=accumulator, device=hidden.device)
     temperature = temperature.to(accumulator).expand(len(hidden))
+    arguments = (
+        hidden,
+        weight,
+        *((target.long(), None if row is None else row.long()) if more is None else (more.target, more.row)),
+        bias,
+        temperature,
+        softcap or 0.0,
+        "entropy" in want,
+        "sum_p2" in want,
+    )
     with torch.autocast(device, enabled=False):
-        logprob, logsumexp, _, entropy, sum_p2, _ = _linear_logprob(
-            hidden,
-            weight,
-            *((target.long(), None if row is None else row.long()) if more is None else (more.target, more.row)),
-            bias,
-            temperature,
-            softcap or 0.0,
-            "entropy" in want,
-            "sum_p2" in want,
-        )
+        if tp_group is None:
+            logprob, logsumexp, _, entropy, sum_p2, _ = _linear_logprob(*arguments)
+        else:
+            from .parallel import sharded  # not at the top: it is made of the ops below
+
+            logprob, logsumexp, entropy, sum_p2 = sharded(*arguments, tp_group)
     logprob, extra_logprob = (logprob, None) if more is None else more.split(logprob)
     return LogprobOutput(
         logprob, logsumexp, entropy if "entropy" in want else None, sum_p2 if "sum_p2" in want else None, extra_logprob
