@@ -14,7 +14,7 @@ from .runner import Bench, run
 from .schema import Row, append
 from .table import table
 
-OPS = ("linear_logprob", "policy_loss", "tree_attention", "sample_tokens", "tree_step")
+OPS = ("linear_logprob", "logprob_from_logits", "policy_loss", "tree_attention", "sample_tokens", "tree_step")
 
 
 def load(op: str) -> Bench:

@@ -48,7 +48,7 @@ def sharded(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight = rest[1]
     if not isinstance(shards, VocabShards):
         shards = VocabShards.gather(shards, len(weight), weight.device)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ShardedLogprob.apply(*rest, shards)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ShardedLogprob.apply(*rest, shards)
     return result
 
 
@@ -93,7 +93,7 @@ class _ShardedLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, logsumexp, correction, entropy, sum_p2, logits, mine = ctx.saved_tensors
-        hidden, weight, _, row, bias, _ = inputs
+        hidden, _, _, row, _, _ = inputs
         grad_logprob, grad_logsumexp, grad_entropy, grad_sum_p2 = grads
         need_hidden, need_weight, _, _, need_bias = ctx.needs_input_grad[:5]
         if grad_logprob is None:
