@@ -57,6 +57,9 @@ def rank(r: int, store: str, sizes: list[int], inputs: dict[str, Any], plan: boo
     shards = VocabShards.gather(group, sizes[r], torch.device("cpu")) if plan else group
     got = [run(mine, tp_group=shards) for _ in range(2)]
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*(x.values() for x in got), strict=True))
+    wrong = VocabShards(group, [0, *(begin + 1 for begin in range(len(sizes)))])
+    with pytest.raises(ValueError, match=rf"weight has {sizes[r]} rows and tp_group says 1 for rank {r}"):
+        run(mine, tp_group=wrong)
     torch.save(got[0], f"{results}/{r}.pt")
     dist.destroy_process_group()
 
