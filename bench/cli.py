@@ -14,7 +14,15 @@ from .runner import Bench, run
 from .schema import Row, append
 from .table import table
 
-OPS = ("linear_logprob", "linear_policy_loss", "policy_loss", "tree_attention", "sample_tokens", "tree_step")
+OPS = (
+    "linear_logprob",
+    "linear_policy_loss",
+    "logprob_from_logits",
+    "policy_loss",
+    "tree_attention",
+    "sample_tokens",
+    "tree_step",
+)
 
 
 def load(op: str) -> Bench:

@@ -5,7 +5,7 @@
 # from under the first registration, so under any other name than its own the package stays empty.
 if __name__ == "rolltree.kernels":
     from .dispatch import BackendError, use_backend
-    from .linear_logprob import HeadLora, LogprobOutput, linear_logprob
+    from .linear_logprob import HeadLora, LogprobOutput, VocabShards, linear_logprob, logprob_from_logits
     from .linear_policy_loss import HeadPlan, linear_policy_loss, plan_policy_loss
     from .policy_loss import Objective, PathIndex, PolicyFields, PolicyLossOutput, policy_loss
     from .sampling import SampleOutput, sample_tokens
@@ -23,8 +23,10 @@ if __name__ == "rolltree.kernels":
         "PolicyFields",
         "PolicyLossOutput",
         "SampleOutput",
+        "VocabShards",
         "linear_logprob",
         "linear_policy_loss",
+        "logprob_from_logits",
         "plan_policy_loss",
         "policy_loss",
         "sample_tokens",

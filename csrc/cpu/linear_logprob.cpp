@@ -1,19 +1,24 @@
 // Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/chunked.py has the formulas).
 //
-// A row is scaled, scanned for its maximum and summed, all while it is in the cache, so a tile is read from memory once. Loops are written with 64-byte GCC vectors: each instruction set compiles to its own width, but the order
-// of every sum is the same on all of them. One thread per run of rows; a row's result depends on that row alone.
+// A row is scaled, scanned for its maximum and summed, all while it is in the cache, so a tile is read from memory once.
+// Half-precision logits are widened into a row of scratch; their gradient is rounded once, on its way out. Loops are
+// written with 64-byte GCC vectors: each instruction set compiles to its own width, but the order of every sum is the
+// same on all of them. One thread per run of rows; a row's result depends on that row alone.
 //
 // NaN and +inf make their own row NaN; -inf is a logit of probability zero.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -90,9 +95,10 @@ inline T total(Vec<T> v) {
   return sum;
 }
 
-template <class T>
+// Logits of type In, computed with in T.
+template <class T, class In>
 struct Tile {
-  const T* logits;
+  const In* logits;
   int64_t rows, width;
   const T* bias;  // or null
   const T* temperature;
@@ -101,17 +107,16 @@ struct Tile {
   const int64_t* start;
   const int64_t* target;
 
-  const T* row(int64_t i) const {
-    return logits + i * width;
-  }
   T inverse_temperature(int64_t i) const {
     return T(1) / temperature[i * temperature_stride];
   }
   // z = softcap(u + bias) / T of row i: the row itself where that changes nothing, else written to `scratch`.
   const T* scaled(int64_t i, T* scratch) const {
     const T inverse = inverse_temperature(i);
-    if (!bias && softcap == 0 && inverse == 1) return row(i);
-    std::copy_n(row(i), width, scratch);
+    const In* row = logits + i * width;
+    if constexpr (std::is_same_v<In, T>)
+      if (!bias && softcap == 0 && inverse == 1) return row;
+    for (int64_t j = 0; j < width; ++j) scratch[j] = static_cast<T>(row[j]);
     if (bias)
       for (int64_t j = 0; j < width; ++j) scratch[j] += bias[j];
     if (softcap != 0)
@@ -172,8 +177,8 @@ Sums<T> sum_exponentials(const T* z, int64_t width, T shift) {
   return sums;
 }
 
-template <class T, bool Entropy, bool SumP2>
-void statistics(const Tile<T>& tile, T* logprob, T* logsumexp, T* correction, T* entropy, T* sum_p2) {
+template <class T, bool Entropy, bool SumP2, class In>
+void statistics(const Tile<T, In>& tile, T* logprob, T* logsumexp, T* correction, T* entropy, T* sum_p2) {
   torch::stable::parallel_for(0, tile.rows, tile.grain(), [&](int64_t from, int64_t to) {
     std::vector<T> scratch(tile.width);
     for (int64_t i = from; i < to; ++i) {
@@ -193,8 +198,8 @@ void statistics(const Tile<T>& tile, T* logprob, T* logsumexp, T* correction, T*
 }
 
 // g = p (c - b log p + q p) dz/du: the softmax part of the gradient. `z` may be `g`.
-template <class T>
-void softmax_gradient(const Tile<T>& tile, int64_t i, const T* z, T lse, T correction, T c, T b, T q, T* g) {
+template <class T, class In>
+void softmax_gradient(const Tile<T, In>& tile, int64_t i, const T* z, T lse, T correction, T c, T b, T q, T* g) {
   const T inverse = tile.inverse_temperature(i);
   const T untanh = tile.softcap != 0 ? 1 / (inverse * tile.softcap) : 0;
   for (int64_t j = 0; j < tile.width; j += kLanes<T>) {
@@ -213,12 +218,12 @@ void softmax_gradient(const Tile<T>& tile, int64_t i, const T* z, T lse, T corre
   }
 }
 
-template <class T>
+template <class T, class In>
 void gradient(
-    const Tile<T>& tile, const T* logsumexp, const T* correction, const T* grad_logprob, const T* constant,
-    const T* per_log, const T* per_p, T* out) {
+    const Tile<T, In>& tile, const T* logsumexp, const T* correction, const T* grad_logprob, const T* constant,
+    const T* per_log, const T* per_p, In* out) {
   torch::stable::parallel_for(0, tile.rows, tile.grain(), [&](int64_t from, int64_t to) {
-    std::vector<T> onehot;
+    std::vector<T> onehot, scratch(std::is_same_v<In, T> ? 0 : tile.width);
     for (int64_t i = from; i < to; ++i) {
       const int64_t first = tile.start[i], last = tile.start[i + 1];
       T a = 0;
@@ -228,11 +233,16 @@ void gradient(
         live |= grad_logprob[m] != 0;
       }
       const T b = per_log ? per_log[i] : 0, q = per_p ? per_p[i] : 0;
-      T* g = out + i * tile.width;
+      In* d_row = out + i * tile.width;
       if (!live && b == 0 && q == 0 && constant[i] == 0) {  // a masked row: its logits may be anything
-        std::fill(g, g + tile.width, T(0));
+        std::fill(d_row, d_row + tile.width, In(0));
         continue;
       }
+      T* g;
+      if constexpr (std::is_same_v<In, T>)
+        g = d_row;
+      else
+        g = scratch.data();
       const T* z = tile.scaled(i, g);
       const T inverse = tile.inverse_temperature(i);
       onehot.clear();
@@ -242,17 +252,19 @@ void gradient(
       }
       softmax_gradient(tile, i, z, logsumexp[i], correction[i], constant[i] - a, b, q, g);
       for (int64_t m = first; m < last; ++m) g[tile.target[m]] += onehot[m - first];
+      if constexpr (!std::is_same_v<In, T>)
+        for (int64_t j = 0; j < tile.width; ++j) d_row[j] = static_cast<In>(g[j]);
     }
   });
 }
 
-template <class T>
-Tile<T> tile_of(
+template <class T, class In>
+Tile<T, In> tile_of(
     const Tensor& logits, const Tensor& bias, const Tensor& temperature, double softcap, const Tensor& start,
     const Tensor& target) {
   STD_TORCH_CHECK(logits.is_contiguous() && start.is_contiguous() && target.is_contiguous(), "not contiguous");
   return {
-      static_cast<const T*>(logits.data_ptr()),
+      static_cast<const In*>(logits.data_ptr()),
       logits.sizes()[0],
       logits.sizes()[1],
       bias.numel() ? static_cast<const T*>(bias.data_ptr()) : nullptr,
@@ -268,25 +280,35 @@ T* data_or_null(const Tensor& t) {
   return t.numel() ? static_cast<T*>(t.data_ptr()) : nullptr;
 }
 
-// Calls f(T{}) with the element type of `logits`.
+// Calls f(T{}, In{}) with the element type In of `logits` and the type T to compute in.
 template <class F>
-void with_type(const Tensor& logits, F f) {
+void with_types(const Tensor& logits, F f) {
   using torch::headeronly::ScalarType;
-  if (logits.scalar_type() == ScalarType::Float) return f(float{});
-  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Double, "logits must be fp32 or fp64");
-  f(double{});
+  switch (logits.scalar_type()) {
+    case ScalarType::Float:
+      return f(float{}, float{});
+    case ScalarType::Double:
+      return f(double{}, double{});
+    case ScalarType::BFloat16:
+      return f(float{}, torch::headeronly::BFloat16{});
+    case ScalarType::Half:
+      return f(float{}, torch::headeronly::Half{});
+    default:
+      STD_TORCH_CHECK(false, "logits must be bf16, fp16, fp32 or fp64");
+  }
 }
 
 void logit_statistics(
     Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logprob,
     Tensor logsumexp, Tensor correction, Tensor entropy, Tensor sum_p2) {
-  with_type(logits, [&](auto zero) {
+  with_types(logits, [&](auto zero, auto in) {
     using T = decltype(zero);
-    const Tile<T> tile = tile_of<T>(logits, bias, temperature, softcap, start, target);
+    using In = decltype(in);
+    const Tile<T, In> tile = tile_of<T, In>(logits, bias, temperature, softcap, start, target);
     T* h = data_or_null<T>(entropy);
     T* p2 = data_or_null<T>(sum_p2);
-    const auto run = h ? (p2 ? statistics<T, true, true> : statistics<T, true, false>)
-                       : (p2 ? statistics<T, false, true> : statistics<T, false, false>);
+    const auto run = h ? (p2 ? statistics<T, true, true, In> : statistics<T, true, false, In>)
+                       : (p2 ? statistics<T, false, true, In> : statistics<T, false, false, In>);
     run(tile, data_or_null<T>(logprob), data_or_null<T>(logsumexp), data_or_null<T>(correction), h, p2);
   });
 }
@@ -294,12 +316,15 @@ void logit_statistics(
 void logit_gradient(
     Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logsumexp,
     Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, Tensor out) {
-  with_type(logits, [&](auto zero) {
+  STD_TORCH_CHECK(
+      out.scalar_type() == logits.scalar_type() && out.is_contiguous(), "out must be contiguous, of the logits' dtype");
+  with_types(logits, [&](auto zero, auto in) {
     using T = decltype(zero);
-    gradient<T>(
-        tile_of<T>(logits, bias, temperature, softcap, start, target), data_or_null<T>(logsumexp),
+    using In = decltype(in);
+    gradient<T, In>(
+        tile_of<T, In>(logits, bias, temperature, softcap, start, target), data_or_null<T>(logsumexp),
         data_or_null<T>(correction), data_or_null<T>(grad_logprob), data_or_null<T>(constant),
-        data_or_null<T>(per_log), data_or_null<T>(per_p), data_or_null<T>(out));
+        data_or_null<T>(per_log), data_or_null<T>(per_p), data_or_null<In>(out));
   });
 }
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .extra import MorePairs
 from .head import HeadLora
 from .op import linear_logprob_op
+from .parallel import sharded
 
 OUTPUTS = ("entropy", "sum_p2")
 
@@ -34,7 +36,7 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,  # or [N]
     softcap: float | None = None,
     want: Sequence[str] = (),
-    extra_ids: Tensor | None = None,
+    extra_ids: Tensor | None = None,  # [N, K] int
     kept: Any = None,
     tp_group: Any = None,
     lora: HeadLora | None = None,
@@ -57,7 +59,13 @@ def linear_logprob(
         temperature: a number, or one per row; positive. Applied after softcap. Constant: takes no gradient.
         softcap: ``softcap * tanh(logits / softcap)`` before the temperature.
         want: what to return besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
-        extra_ids, kept, tp_group: not built yet.
+        extra_ids: K more ids to score in every row; -1 stands for none there: its log-prob is NaN and takes no
+            gradient.
+        kept: not built yet.
+        tp_group: a process group over which the vocabulary is split: weight and bias are this rank's shard (shards in
+            rank order, of any sizes), hidden, target and the loss the same on all ranks. Every call then asks all ranks
+            for their sizes; `VocabShards.gather` does that once, give its result instead. Gradients of hidden are
+            summed over the ranks. Does not combine with lora.
         lora: a low-rank adapter of the head; weight + scale b a is never formed.
 
     Raises:
@@ -65,34 +73,33 @@ def linear_logprob(
         IndexError: a target or row is out of range (CPU only).
         NotImplementedError: an option that is not built yet was given.
     """
-    for name, option in (("extra_ids", extra_ids), ("kept", kept), ("tp_group", tp_group)):
-        if option is not None:
-            raise NotImplementedError(f"linear_logprob: the option {name} is not built yet; leave it out.")
+    if kept is not None:
+        raise NotImplementedError("linear_logprob: the option kept is not built yet; leave it out.")
+    if tp_group is not None and lora is not None:
+        raise ValueError("linear_logprob: tp_group does not combine with lora.")
     if unknown := set(want) - set(OUTPUTS):
         raise ValueError(f"linear_logprob: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}.")
     hidden, weight, bias, lora, temperature = prepare(
         "linear_logprob", hidden, weight, target, row, bias, temperature, softcap, lora
     )
+    more = None if extra_ids is None else MorePairs(extra_ids, target, row, len(hidden))
     a, b, scale = (None, None, 0.0) if lora is None else lora
     trainable = any(t is not None and t.requires_grad for t in (weight, bias, a, b))
+    frozen_head = torch.is_grad_enabled() and hidden.requires_grad and not trainable
+    pairs = (target.long(), None if row is None else row.long()) if more is None else (more.target, more.row)
+    outputs = ("entropy" in want, "sum_p2" in want)
     with torch.autocast(hidden.device.type, enabled=False):
-        logprob, logsumexp, _, entropy, sum_p2, _ = linear_logprob_op(
-            hidden,
-            weight,
-            bias,
-            a,
-            b,
-            scale,
-            target.long(),
-            None if row is None else row.long(),
-            temperature,
-            softcap or 0.0,
-            "entropy" in want,
-            "sum_p2" in want,
-            torch.is_grad_enabled() and hidden.requires_grad and not trainable,
-        )
+        if tp_group is None:
+            logprob, logsumexp, _, entropy, sum_p2, _ = linear_logprob_op(
+                hidden, weight, bias, a, b, scale, *pairs, temperature, softcap or 0.0, *outputs, frozen_head
+            )
+        else:
+            logprob, logsumexp, entropy, sum_p2 = sharded(
+                hidden, weight, bias, *pairs, temperature, softcap or 0.0, *outputs, tp_group
+            )
+    logprob, extra_logprob = (logprob, None) if more is None else more.split(logprob)
     return LogprobOutput(
-        logprob, logsumexp, entropy if "entropy" in want else None, sum_p2 if "sum_p2" in want else None, None
+        logprob, logsumexp, entropy if outputs[0] else None, sum_p2 if outputs[1] else None, extra_logprob
     )
 
 

@@ -34,9 +34,9 @@ def linear_logprob_op(
     the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow vocabulary, or nothing.
     """
     if hidden.device.type == "cpu":
-        _check_range("target", target, len(weight))
+        check_range("target", target, len(weight))
         if row is not None:
-            _check_range("row", row, len(hidden))
+            check_range("row", row, len(hidden))
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     run = dispatch.choose("linear_logprob", _backends(_FORWARD, hidden), hidden.device)
     pairs = group_by_row(target, row, len(hidden))
@@ -46,10 +46,10 @@ def linear_logprob_op(
     return logprob, *rest
 
 
-def _check_range(name: str, index: Tensor, end: int) -> None:
+def check_range(name: str, index: Tensor, end: int, op: str = "linear_logprob") -> None:
     if len(index) and (index.min() < 0 or index.max() >= end):
         raise IndexError(
-            f"linear_logprob: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
+            f"{op}: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
             "leave out pairs that are not to be scored."
         )
 
@@ -86,7 +86,7 @@ def _(
 
 
 @torch.library.custom_op("rolltree::linear_logprob_backward", mutates_args=())
-def _linear_logprob_backward(
+def linear_logprob_backward_op(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
@@ -147,7 +147,7 @@ def _linear_logprob_backward(
     return d_hidden, need.weight.to(dtype), need.bias.to(dtype), need.a.to(dtype), need.b.to(dtype)
 
 
-@_linear_logprob_backward.register_fake
+@linear_logprob_backward_op.register_fake
 def _(
     hidden: Tensor,
     weight: Tensor,
@@ -200,7 +200,7 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
     grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = grads
     need = list(ctx.needs_input_grad[:5])
     need[3] = need[4] = need[3] or need[4]  # the adapter's two come together
-    gradients = _linear_logprob_backward(
+    gradients = linear_logprob_backward_op(
         hidden,
         weight,
         bias,

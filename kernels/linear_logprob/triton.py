@@ -28,6 +28,7 @@ MAX_BLOCK = 4096
 @triton.jit
 def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """z = softcap(u + bias) / temperature, and dz/du without the 1 / temperature."""
+    u = u.to(tl.float32)
     slope = tl.full(u.shape, 1.0, tl.float32)
     if HAS_BIAS:
         u += tl.load(bias + columns, mask=inside, other=0.0)
@@ -43,7 +44,7 @@ def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl
 
 @triton.jit
 def _statistics(
-    logits,  # [C, V] fp32
+    logits,  # [C, V] fp32, bf16 or fp16
     bias,  # [V]
     temperature,  # [C]
     temperature_stride,
@@ -125,7 +126,7 @@ def _statistics(
 
 @triton.jit
 def _gradient(
-    logits,  # [C, V] fp32
+    logits,  # [C, V] fp32, bf16 or fp16
     bias,  # [V]
     temperature,  # [C]
     temperature_stride,

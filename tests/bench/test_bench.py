@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def refuses(inputs: object) -> Calls:
     raise UnsupportedError("it needs a tide")
 
 
+def changed(inputs: object) -> Calls:
+    raise TypeError("unexpected argument 'tide'")
+
+
 def made_up() -> Bench:
     def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield from (Case("one", 1), Case("two", 2))
@@ -45,7 +50,7 @@ def made_up() -> Bench:
     return Bench(
         op="sleep",
         cases=cases,
-        providers={"slow": sleeper(8), "fast": sleeper(2), "absent": absent, "refuses": refuses},
+        providers={"slow": sleeper(8), "fast": sleeper(2), "absent": absent, "refuses": refuses, "changed": changed},
         ceiling=sleeper(1),
         speedup_over="slow",
         speedup_ceiling=lambda inputs: 8.0,
@@ -79,6 +84,13 @@ def test_rows_of_a_run() -> None:
         "sleep: absent is not installed (a_package_that_is_not_there)"
     ]
     assert sum("refuses does not run: it needs a tide" in line for line in said) == 2
+    assert sum("changed failed: TypeError: unexpected argument 'tide'" in line for line in said) == 2
+
+
+def test_a_failure_of_our_own_stops_the_run() -> None:
+    bench = replace(made_up(), providers={"triton (rolltree)": changed})
+    with pytest.raises(TypeError, match="tide"):
+        list(run(bench, CPU, quick=True, say=lambda line: None))
 
 
 def test_rounds_are_interleaved_and_bounded() -> None:

@@ -369,9 +369,7 @@ def test_autocast_casts_like_a_linear_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"extra_ids": torch.zeros(1)}, NotImplementedError, "the option extra_ids is not built yet"),
         ({"kept": ()}, NotImplementedError, "the option kept is not built yet"),
-        ({"tp_group": object()}, NotImplementedError, "the option tp_group is not built yet"),
         ({"want": ("variance",)}, ValueError, "want names variance; it knows entropy, sum_p2"),
         ({"hidden": torch.zeros(4)}, ValueError, r"hidden must be \[N, H\], got \[4\]"),
         ({"weight": torch.zeros(17, 9)}, ValueError, r"weight must be \[V, 8\] to fit hidden"),

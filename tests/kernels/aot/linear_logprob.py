@@ -31,14 +31,16 @@ def _case(name: str, fn: Any, signature: dict[str, str], V: int, **constexprs: A
     return AotCase(f"{name} V={V}", fn, {**signature, "V": width}, {**constexprs, **launch}, num_warps=warps)
 
 
-def _statistics(V: int, options: bool) -> AotCase:
+def _statistics(V: int, options: bool, logits: str = "fp32") -> AotCase:
     flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY", "SUM_P2"), options)
-    return _case("statistics", triton._statistics, STATISTICS, V, TARGETS=16, **flags)
+    signature = {**STATISTICS, "logits": f"*{logits}"}
+    return _case(f"statistics {logits}", triton._statistics, signature, V, TARGETS=16, **flags)
 
 
-def _gradient(V: int, options: bool, out: str) -> AotCase:
+def _gradient(V: int, options: bool, out: str, logits: str = "fp32") -> AotCase:
     flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "PER_LOG", "PER_P"), options)
-    return _case(f"gradient {out}", triton._gradient, {**GRADIENT, "out": f"*{out}"}, V, **flags)
+    signature = {**GRADIENT, "logits": f"*{logits}", "out": f"*{out}"}
+    return _case(f"gradient {logits} {out}", triton._gradient, signature, V, **flags)
 
 
 EPILOGUE = {
@@ -72,4 +74,8 @@ CASES = [
     _gradient(151936, True, "bf16"),
     _gradient(50257, True, "fp16"),
     _gradient(97, True, "fp32"),
+    _statistics(151936, True, "bf16"),
+    _statistics(50257, False, "fp16"),
+    _gradient(151936, True, "bf16", "bf16"),
+    _gradient(50257, False, "fp16", "fp16"),
 ]

@@ -1,0 +1,38 @@
+"""`extra_ids` of `linear_logprob`: K more ids to score in every row, as pairs after the caller's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ABSENT = -1
+
+
+class MorePairs:
+    """The caller's M pairs followed by N K others, one for each entry of ``extra_ids``."""
+
+    def __init__(
+        self,
+        extra_ids: Tensor,  # [N, K] int
+        target: Tensor,  # [M] int
+        row: Tensor | None,  # [M] int
+        N: int,
+    ) -> None:
+        if extra_ids.dim() != 2 or len(extra_ids) != N:
+            raise ValueError(f"linear_logprob: extra_ids must be [{N}, K], got {list(extra_ids.shape)}.")
+        if extra_ids.is_floating_point():
+            raise ValueError(f"linear_logprob: extra_ids must hold integers, got {extra_ids.dtype}.")
+        rows = torch.arange(N, device=target.device)
+        self.absent = extra_ids == ABSENT  # [N, K]
+        # An absent entry scores token 0 instead, so that no shape depends on the ids.
+        more = extra_ids.long().masked_fill(self.absent, 0)
+        self.own = len(target)
+        self.target = torch.cat([target.long(), more.flatten()])  # [M + N K]
+        self.row = torch.cat(
+            [rows if row is None else row.long(), rows[:, None].expand(extra_ids.shape).flatten()]
+        )  # [M + N K]
+
+    def split(self, logprob: Tensor) -> tuple[Tensor, Tensor]:
+        """``logprob [M + N K]`` as the caller's ``[M]`` and the extra ``[N, K]``, NaN where absent."""
+        extra = logprob[self.own :].view(self.absent.shape)
+        return logprob[: self.own], extra.masked_fill(self.absent, torch.nan)

@@ -1,0 +1,313 @@
+"""`logprob_from_logits`: log-probabilities for trainers that have the logits already.
+
+The row kernels of `linear_logprob` on the caller's ``[N, V]`` instead of a tile: one read forward; backward one read
+and one write. Nothing of that size is allocated but the gradient, and with ``inplace_backward`` not even that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from . import chunked, reference
+from .api import OUTPUTS, LogprobOutput
+from .op import check_range, row_kernels
+from .pairs import group_by_row
+
+
+def logprob_from_logits(
+    logits: Tensor,  # [N, V]
+    target: Tensor,  # [M] int
+    *,
+    row: Tensor | None = None,  # [M] int
+    temperature: float | Tensor = 1.0,  # or [N]
+    softcap: float | None = None,
+    want: Sequence[str] = (),
+    inplace_backward: bool = False,
+) -> LogprobOutput:
+    """Score tokens under ``softmax(softcap(logits) / temperature)``, computed in fp32 (fp64 for fp64 logits).
+
+    Options are those of `linear_logprob`. Gradients flow from every output to the logits, in their dtype.
+
+    Args:
+        logits: bf16, fp16, fp32 or fp64, contiguous.
+        target: vocabulary ids. On a CPU out-of-range ids raise; on a GPU their log-prob is NaN.
+        row: row of each pair; default ``arange(N)``, then M = N.
+        inplace_backward: write the gradient over the logits, which saves ``[N, V]``. The logits hold their gradient
+            from then on: a second backward raises, and so does any other whose graph saved them.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit; the message names which.
+        IndexError: a target or row is out of range (CPU only).
+        RuntimeError: in backward, the logits were overwritten since: by an earlier in-place backward or by the caller.
+    """
+    if unknown := set(want) - set(OUTPUTS):
+        raise ValueError(
+            f"logprob_from_logits: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}."
+        )
+    _check_arguments(logits, target, row, temperature, softcap, inplace_backward)
+    accumulator = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((), temperature, dtype=accumulator, device=logits.device)
+    logprob, logsumexp, _, entropy, sum_p2 = _logprob_from_logits(
+        logits,
+        target.long(),
+        None if row is None else row.long(),
+        temperature.to(accumulator).expand(len(logits)),
+        softcap or 0.0,
+        "entropy" in want,
+        "sum_p2" in want,
+        inplace_backward,
+    )
+    return LogprobOutput(
+        logprob, logsumexp, entropy if "entropy" in want else None, sum_p2 if "sum_p2" in want else None, None
+    )
+
+
+def _check_arguments(
+    logits: Tensor,
+    target: Tensor,
+    row: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    inplace_backward: bool,
+) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"logprob_from_logits: {message}.")
+
+    require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [N, V], got {list(logits.shape)}")
+    require(
+        logits.is_contiguous(), f"logits must be contiguous, got strides {logits.stride()}; call .contiguous() on them"
+    )
+    require(
+        logits.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        f"logits must be bf16, fp16, fp32 or fp64, got {logits.dtype}",
+    )
+    require(target.dim() == 1, f"target must be [M], got {list(target.shape)}")
+    require(not target.is_floating_point(), f"target must hold integers, got {target.dtype}")
+    if row is None:
+        require(
+            len(target) == len(logits),
+            f"{len(target)} targets for {len(logits)} rows; give row= to pair them otherwise",
+        )
+    else:
+        require(row.shape == target.shape, f"row must be [{len(target)}] like target, got {list(row.shape)}")
+        require(not row.is_floating_point(), f"row must hold integers, got {row.dtype}")
+    if isinstance(temperature, Tensor):
+        require(
+            temperature.dim() == 0 or temperature.shape == logits.shape[:1],
+            f"temperature must be a number or [{len(logits)}], got {list(temperature.shape)}",
+        )
+        require(not temperature.requires_grad, "temperature takes no gradient; detach it")
+    else:
+        require(temperature > 0, f"temperature must be positive, got {temperature}")
+    require(softcap is None or softcap > 0, f"softcap must be positive or None, got {softcap}")
+    if inplace_backward:
+        require(
+            not (logits.is_leaf and logits.requires_grad),
+            "inplace_backward would overwrite logits that are a leaf of the graph; leave it out",
+        )
+        require(
+            not torch.compiler.is_compiling(), "inplace_backward does not go through torch.compile; leave it out there"
+        )
+
+
+@torch.library.custom_op("rolltree::logprob_from_logits", mutates_args=())
+def _logprob_from_logits(
+    logits: Tensor,  # [N, V]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N], in the accumulation dtype
+    softcap: float,  # 0: none
+    want_entropy: bool,
+    want_sum_p2: bool,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N])``; empty where not wanted."""
+    N, V = logits.shape
+    if logits.device.type == "cpu":
+        check_range("target", target, V, "logprob_from_logits")
+        if row is not None:
+            check_range("row", row, N, "logprob_from_logits")
+    backend, new = _backend(logits), temperature.new_empty
+    pairs = group_by_row(target, row, N)
+    if backend == "reference":
+        z = reference.scaled(logits, new(0), temperature, softcap)
+        logprob, *of_rows = reference.statistics(z, pairs, temperature, want_entropy, want_sum_p2)
+    else:
+        logprob = new(len(target))
+        of_rows = [new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)]
+        row_kernels(backend).statistics(
+            logits, new(0), temperature, softcap, pairs.start, pairs.target, logprob, *of_rows
+        )
+    if pairs.order is not None:
+        logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
+    logsumexp, correction, entropy, sum_p2 = of_rows
+    return logprob, logsumexp, correction, entropy, sum_p2
+
+
+@_logprob_from_logits.register_fake
+def _(
+    logits: Tensor,
+    target: Tensor,
+    row: Tensor | None,
+    temperature: Tensor,
+    softcap: float,
+    want_entropy: bool,
+    want_sum_p2: bool,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    N, new = logits.shape[0], temperature.new_empty
+    return new(target.shape[0]), new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
+
+
+def _backend(logits: Tensor) -> str:
+    """Name of the backend for these logits: fp64 is for checking gradients, which GPU row kernels do not serve."""
+    names = ("cpu", "reference") if logits.dtype == torch.float64 else ("cuda", "triton", "cpu", "reference")
+
+    def named(name: str) -> Any:
+        return lambda: name
+
+    return str(dispatch.choose("logprob_from_logits", {name: named(name) for name in names}, logits.device)())
+
+
+def _gradient(
+    logits: Tensor,  # [N, V]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N]
+    softcap: float,
+    logsumexp: Tensor,  # [N]
+    correction: Tensor,  # [N]
+    entropy: Tensor,  # [N] or [0]
+    sum_p2: Tensor,  # [N] or [0]
+    grad_logprob: Tensor,  # [M]
+    grad_logsumexp: Tensor,  # [N]
+    grad_entropy: Tensor,  # [N] or [0]
+    grad_sum_p2: Tensor,  # [N] or [0]
+    out: Tensor,  # [N, V], out; may be logits
+) -> None:
+    backend = _backend(logits)
+    grads = grad_logsumexp, grad_entropy, grad_sum_p2
+    pairs = group_by_row(target, row, len(logits))
+    if pairs.order is not None:
+        grad_logprob = grad_logprob[pairs.order]
+    if backend == "reference":
+        z = reference.scaled(logits, temperature.new_empty(0), temperature, softcap)
+        out.copy_(reference.gradient(z, pairs, temperature, softcap, entropy, sum_p2, grad_logprob, *grads))
+        return
+    constant, per_log, per_p = chunked.coefficients(entropy, sum_p2, *grads)
+    row_kernels(backend).gradient(
+        logits,
+        temperature.new_empty(0),
+        temperature,
+        softcap,
+        pairs.start,
+        pairs.target,
+        logsumexp,
+        correction,
+        grad_logprob,
+        constant,
+        per_log,
+        per_p,
+        out,
+    )
+
+
+@torch.library.custom_op("rolltree::logprob_from_logits_backward", mutates_args=())
+def _backward(
+    logits: Tensor,
+    target: Tensor,
+    row: Tensor | None,
+    temperature: Tensor,
+    softcap: float,
+    logsumexp: Tensor,
+    correction: Tensor,
+    entropy: Tensor,
+    sum_p2: Tensor,
+    grad_logprob: Tensor,
+    grad_logsumexp: Tensor,
+    grad_entropy: Tensor,
+    grad_sum_p2: Tensor,
+) -> Tensor:
+    out = torch.empty_like(logits)
+    grads = grad_logprob, grad_logsumexp, grad_entropy, grad_sum_p2
+    _gradient(logits, target, row, temperature, softcap, logsumexp, correction, entropy, sum_p2, *grads, out)
+    return out
+
+
+@_backward.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@torch.library.custom_op("rolltree::logprob_from_logits_backward_", mutates_args=("logits",))
+def _backward_inplace(
+    logits: Tensor,
+    target: Tensor,
+    row: Tensor | None,
+    temperature: Tensor,
+    softcap: float,
+    logsumexp: Tensor,
+    correction: Tensor,
+    entropy: Tensor,
+    sum_p2: Tensor,
+    grad_logprob: Tensor,
+    grad_logsumexp: Tensor,
+    grad_entropy: Tensor,
+    grad_sum_p2: Tensor,
+) -> None:
+    grads = grad_logprob, grad_logsumexp, grad_entropy, grad_sum_p2
+    _gradient(logits, target, row, temperature, softcap, logsumexp, correction, entropy, sum_p2, *grads, logits)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.softcap, _, _, ctx.inplace = inputs
+    _, logsumexp, correction, entropy, sum_p2 = output
+    ctx.overwritten = False
+    ctx.save_for_backward(*tensors, logsumexp, correction, entropy, sum_p2)
+    ctx.mark_non_differentiable(correction)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    if ctx.overwritten:
+        raise RuntimeError(
+            "logprob_from_logits: the logits already hold their gradient from the first backward; "
+            "leave inplace_backward out to run backward twice."
+        )
+    logits, target, row, temperature, logsumexp, correction, entropy, sum_p2 = ctx.saved_tensors
+    grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2 = grads
+
+    def given(grad: Tensor | None, absent: Tensor) -> Tensor:
+        return absent if grad is None else grad.contiguous()
+
+    rest = (
+        target,
+        row,
+        temperature,
+        ctx.softcap,
+        logsumexp,
+        correction,
+        entropy,
+        sum_p2,
+        given(grad_logprob, logsumexp.new_zeros(target.shape)),
+        given(grad_logsumexp, torch.zeros_like(logsumexp)),
+        given(grad_entropy, logsumexp.new_empty(0))[: len(entropy)],
+        given(grad_sum_p2, logsumexp.new_empty(0))[: len(sum_p2)],
+    )
+    if ctx.inplace:
+        d_logits = logits.detach()  # shares the version counter, so whoever else saved the logits is told
+        _backward_inplace(d_logits, *rest)
+        ctx.overwritten = True
+    else:
+        d_logits = _backward(logits, *rest)
+    return d_logits, None, None, None, None, None, None, None
+
+
+_logprob_from_logits.register_autograd(_autograd_backward, setup_context=_setup_context)

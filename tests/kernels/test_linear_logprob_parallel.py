@@ -1,0 +1,95 @@
+"""linear_logprob with the vocabulary split over gloo processes equals the unsharded op, forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from rolltree.kernels import linear_logprob
+from rolltree.kernels.linear_logprob.parallel import VocabShards
+
+N, H, K = 9, 16, 3
+
+
+def given(V: int, M: int | None, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    made: dict[str, Any] = {
+        "hidden": torch.randn(N, H, generator=g).to(dtype),
+        "weight": torch.randn(V, H, generator=g).to(dtype),
+        "target": torch.randint(0, V, (M or N,), generator=g),
+        "extra_ids": torch.randint(0, V, (N, K), generator=g),
+    }
+    made["extra_ids"][0, 0] = -1
+    if M is not None:
+        made["row"] = torch.randint(0, N, (M,), generator=g)
+    if "softcap" in options:
+        made["bias"] = torch.randn(V, generator=g).to(dtype)
+        made["temperature"] = 0.5 + torch.rand(N, generator=g)
+    if options.get("forbidden"):  # the whole first shard, and the last id
+        bias = torch.zeros(V, dtype=dtype)
+        bias[: options["forbidden"]], bias[-1] = -torch.inf, -torch.inf
+        made |= {"bias": bias, "target": made["target"].clamp(options["forbidden"], V - 2), "extra_ids": None}
+    return made | {k: v for k, v in options.items() if k == "softcap"}
+
+
+def run(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
+    leaves = {n: inputs[n].clone().requires_grad_() for n in ("hidden", "weight", "bias") if n in inputs}
+    out = linear_logprob(**(inputs | leaves), want=("entropy", "sum_p2"), **more)
+    values = {n: v for n, v in out._asdict().items() if v is not None}
+    g = torch.Generator().manual_seed(1)
+    loss = sum((v.nan_to_num().double() * torch.randn(v.shape, generator=g)).sum() for v in values.values())
+    grads = torch.autograd.grad(loss, list(leaves.values()))  # type: ignore[arg-type]
+    return {n: v.detach() for n, v in values.items()} | {f"d_{n}": d for n, d in zip(leaves, grads, strict=True)}
+
+
+def rank(r: int, store: str, sizes: list[int], inputs: dict[str, Any], plan: bool, results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=len(sizes))
+    begin = sum(sizes[:r])
+    mine = inputs | {n: inputs[n][begin : begin + sizes[r]] for n in ("weight", "bias") if n in inputs}
+    group = dist.group.WORLD
+    shards = VocabShards.gather(group, sizes[r], torch.device("cpu")) if plan else group
+    got = [run(mine, tp_group=shards) for _ in range(2)]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*(x.values() for x in got), strict=True))
+    wrong = VocabShards(group, [0, *(begin + 1 for begin in range(len(sizes)))])
+    with pytest.raises(ValueError, match=rf"weight has {sizes[r]} rows and tp_group says 1 for rank {r}"):
+        run(mine, tp_group=wrong)
+    torch.save(got[0], f"{results}/{r}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "M", "dtype", "options"),
+    [
+        ([33, 32], None, torch.float32, {}),
+        ([7, 50, 20], 30, torch.float32, {"softcap": 5.0}),
+        ([40, 25], 20, torch.bfloat16, {"softcap": 5.0}),
+        ([12, 21, 3], 20, torch.float64, {"softcap": 5.0}),
+        ([20, 30], None, torch.float32, {"forbidden": 20}),
+    ],
+    ids=["plain", "everything", "bf16", "fp64", "a shard without probability"],
+)
+def test_shards_equal_the_whole(
+    tmp_path: Path, sizes: list[int], M: int | None, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    inputs = given(sum(sizes), M, dtype, options)
+    want = run(inputs)
+    mp.spawn(rank, (str(tmp_path / "store"), sizes, inputs, M is None, str(tmp_path)), len(sizes))
+    got = [torch.load(tmp_path / f"{r}.pt") for r in range(len(sizes))]
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 5e-6}
+    rounded = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else tolerance
+    for name, value in want.items():
+        if name in ("d_weight", "d_bias"):
+            whole = torch.cat([g[name] for g in got])
+            torch.testing.assert_close(whole, value, **rounded, equal_nan=True)
+            continue
+        for one in got:
+            bound = rounded if name == "d_hidden" else tolerance
+            torch.testing.assert_close(one[name], value, **bound, equal_nan=True)
+            assert one[name].nan_to_num().equal(got[0][name].nan_to_num()), f"{name} differs between ranks"
