@@ -7,7 +7,19 @@ if __name__ == "rolltree.kernels":
     from .dispatch import BackendError, use_backend
     from .linear_logprob import HeadLora, LogprobOutput, VocabShards, linear_logprob, logprob_from_logits
     from .linear_policy_loss import HeadPlan, linear_policy_loss, plan_policy_loss
-    from .policy_loss import Objective, PathIndex, PolicyFields, PolicyLossOutput, policy_loss
+    from .policy_loss import (
+        Objective,
+        PathIndex,
+        PolicyFields,
+        PolicyLossOutput,
+        entropy_quantile,
+        gae,
+        pair_loss,
+        policy_loss,
+        probability_mask,
+        random_share,
+        value_loss,
+    )
     from .sampling import SampleOutput, sample_tokens
     from .tree_attention import tree_attention
     from .tree_decode import DecodePlan, tree_decode_attention
@@ -24,13 +36,19 @@ if __name__ == "rolltree.kernels":
         "PolicyLossOutput",
         "SampleOutput",
         "VocabShards",
+        "entropy_quantile",
+        "gae",
         "linear_logprob",
         "linear_policy_loss",
         "logprob_from_logits",
+        "pair_loss",
         "plan_policy_loss",
         "policy_loss",
+        "probability_mask",
+        "random_share",
         "sample_tokens",
         "tree_attention",
         "tree_decode_attention",
         "use_backend",
+        "value_loss",
     ]

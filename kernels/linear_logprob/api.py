@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .extra import MorePairs
 from .head import HeadLora
+from .kept import kept_logprob
 from .op import linear_logprob_op
 from .parallel import sharded
 
@@ -37,7 +38,7 @@ def linear_logprob(
     softcap: float | None = None,
     want: Sequence[str] = (),
     extra_ids: Tensor | None = None,  # [N, K] int
-    kept: Any = None,
+    kept: tuple[Tensor, Tensor] | None = None,  # indptr [N + 1] int, ids [nnz] int
     tp_group: Any = None,
     lora: HeadLora | None = None,
 ) -> LogprobOutput:
@@ -61,7 +62,8 @@ def linear_logprob(
         want: what to return besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
         extra_ids: K more ids to score in every row; -1 stands for none there: its log-prob is NaN and takes no
             gradient.
-        kept: not built yet.
+        kept: the ids that each row was sampled from, as CSR: the softmax is over these alone, and so is the work. Every
+            target must be among them. Does not combine with tp_group or lora.
         tp_group: a process group over which the vocabulary is split: weight and bias are this rank's shard (shards in
             rank order, of any sizes), hidden, target and the loss the same on all ranks. Every call then asks all ranks
             for their sizes; `VocabShards.gather` does that once, give its result instead. Gradients of hidden are
@@ -71,12 +73,10 @@ def linear_logprob(
     Raises:
         ValueError: shapes, dtypes or options do not fit; the message names which.
         IndexError: a target or row is out of range (CPU only).
-        NotImplementedError: an option that is not built yet was given.
     """
-    if kept is not None:
-        raise NotImplementedError("linear_logprob: the option kept is not built yet; leave it out.")
-    if tp_group is not None and lora is not None:
-        raise ValueError("linear_logprob: tp_group does not combine with lora.")
+    given = {"kept": kept, "tp_group": tp_group, "lora": lora}
+    if len(together := [name for name, option in given.items() if option is not None]) > 1:
+        raise ValueError(f"linear_logprob: {together[0]} does not combine with {together[1]}.")
     if unknown := set(want) - set(OUTPUTS):
         raise ValueError(f"linear_logprob: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}.")
     hidden, weight, bias, lora, temperature = prepare(
@@ -89,7 +89,11 @@ def linear_logprob(
     pairs = (target.long(), None if row is None else row.long()) if more is None else (more.target, more.row)
     outputs = ("entropy" in want, "sum_p2" in want)
     with torch.autocast(hidden.device.type, enabled=False):
-        if tp_group is None:
+        if kept is not None:
+            logprob, logsumexp, entropy, sum_p2 = kept_logprob(
+                hidden, weight, bias, *pairs, temperature, softcap or 0.0, kept
+            )
+        elif tp_group is None:
             logprob, logsumexp, _, entropy, sum_p2, _ = linear_logprob_op(
                 hidden, weight, bias, a, b, scale, *pairs, temperature, softcap or 0.0, *outputs, frozen_head
             )

@@ -2,8 +2,11 @@ from .api import PolicyLossOutput, policy_loss
 from .evaluate import Evaluation, evaluate
 from .fields import PathIndex, PolicyFields
 from .objective import Objective, aggregation_weight
+from .pairs import pair_loss
 from .presets import PRESETS
 from .reference import SUMS
+from .subsets import entropy_quantile, probability_mask, random_share
+from .value import gae, value_loss
 
 __all__ = [
     "PRESETS",
@@ -14,6 +17,12 @@ __all__ = [
     "PolicyFields",
     "PolicyLossOutput",
     "aggregation_weight",
+    "entropy_quantile",
     "evaluate",
+    "gae",
+    "pair_loss",
     "policy_loss",
+    "probability_mask",
+    "random_share",
+    "value_loss",
 ]

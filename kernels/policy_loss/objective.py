@@ -63,15 +63,17 @@ class Objective:
             ``clip_cov``: ppo without a random ``covariance_share`` of the tokens whose covariance of advantage and
             log-prob is in (covariance_low, covariance_high). ``kl_cov``: unclipped + beta |log r| on the
             ``covariance_share`` of largest covariance. ``nft``: -log r, and -log max((1 - q r) / (1 - q), beta), q the
-            prompt's ``pass_rate``. ``nll``: -logprob, whatever the advantage. ``distill_reverse``:
-            sg(logprob - teacher) logprob. ``distill_forward``: -sg(min(e^(teacher - logprob), clip_ratio_c)) logprob.
+            prompt's ``pass_rate`` and +-w(q) the advantages, not normalised by the group. ``nll``: -logprob, whatever
+            the advantage. ``distill_reverse``: sg(logprob - teacher) logprob, whose value is no KL.
+            ``distill_forward``: -sg(min(e^(teacher - logprob), clip_ratio_c)) logprob.
         ratio_level: r of the ``token``; of the ``segment`` or ``sequence``: the exponential of the mean token
             log-ratio; ``sequence_token``: the sequence's value with the token's derivative (and advantage).
         ratio_base: ``old``: r against ``old_logprob`` (against the current policy, r = 1, where that is None);
             ``self``: r = 1 with its gradient, also where ``old_logprob`` is given (for metrics and mismatch).
         eps_low, eps_high: the bounds are low = 1 - eps_low and high = 1 + eps_high, unless the fields bring
             ``clip_low`` and ``clip_high`` of their own.
-        dynamic_clip, dynamic_cap: bounds from the old probability q instead: |r - 1| q <= eps, high at most the cap.
+        dynamic_clip, dynamic_cap: bounds from the old probability q instead, where |r - 1| r q = eps; low is at least
+            1/2, high at most the cap.
         pos_weight, neg_weight: multiply S_pos and S_neg.
         kl, kl_coef: estimator of KL(policy, reference) from sampled tokens, with x = ref - logprob: ``k1`` -x,
             ``abs`` |x|, ``k2`` x^2 / 2, ``k3`` e^x - x - 1, ``low_var`` k3 clamped to +-10. With ``+`` the value with

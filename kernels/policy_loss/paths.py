@@ -132,7 +132,8 @@ def apply_leaf_weights(
     if objective.off_policy_delta is not None:
         sampler = fields.old_logprob if fields.behaviour_logprob is None else fields.behaviour_logprob
         assert sampler is not None
-        drift = total(torch.where(sampler.isfinite(), sampler - logprob, 0)) / length
+        known = sampler.isfinite()
+        drift = total(torch.where(known, sampler - logprob, 0)) / total(known.to(length.dtype)).clamp(min=1)
         neg = torch.where(drift > objective.off_policy_delta, 0, neg)
     if objective.surrogate == "vespo":
         log_w = total(d).clamp(LOG_TINY, MAX_LOG_RATIO)

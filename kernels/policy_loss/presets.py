@@ -39,7 +39,7 @@ PRESETS: dict[str, Objective] = {
     "topr": Objective(surrogate="topr"),
     "decoupled_ppo": Objective(mismatch="truncate"),  # old_logprob is the proximal policy's
     "rollout_is": Objective(mismatch="truncate"),
-    "off_policy_mask": Objective(off_policy_delta=0.1),
+    "off_policy_mask": Objective(off_policy_delta=0.1),  # delta [inf]
     "on_policy_pg": Objective(ratio_base="self"),
     "dcpo_clip": Objective(dynamic_clip=True),  # cap [inf]
     "ngrpo": Objective(eps_low=0.16, eps_high=0.24, aggregation=_SEQUENCE_MEAN),  # eps [inf]

@@ -1,7 +1,7 @@
 """What an objective takes from the whole batch: tokens chosen by covariance or by entropy.
 
-A token's advantage is here the mean over the leaves that share it, (S_pos + S_neg) / S_1. Choices are ranks, not
-counts read by the host, so nothing waits for the device.
+A shared token counts once, with the mean advantage of the leaves that share it, (S_pos + S_neg) / S_1. Choices are
+ranks, not counts read by the host, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def clip_cov_drops(logprob: Tensor, d: Tensor, fields: PolicyFields, objective: 
     live = live_of(fields)
     r, _ = ratio(d)
     advantage = fields.adv_pos + fields.adv_neg
-    caught = ((advantage > 0) & (r > 1 + objective.eps_high)) | ((advantage < 0) & (r < 1 - objective.eps_low))
+    low = 1 - objective.eps_low if fields.clip_low is None else fields.clip_low
+    high = 1 + objective.eps_high if fields.clip_high is None else fields.clip_high
+    caught = ((advantage > 0) & (r > high)) | ((advantage < 0) & (r < low))
     cov = covariance(logprob, fields)
     candidate = live & ~caught & (cov > objective.covariance_low) & (cov < objective.covariance_high)
     order = rank(torch.where(candidate, _noise(logprob), torch.inf))

@@ -232,7 +232,7 @@ def _kl(x: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
 
 
 def dynamic_bounds(old_logprob: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    """Bounds of the ratio ``[M]`` each such that ``|r - 1| p <= eps``: wide for unlikely tokens (DCPO).
+    """Bounds of the ratio ``[M]`` each where ``|r - 1| p = eps``, p = r q: wide for unlikely tokens (DCPO).
 
     high = (1 + sqrt(1 + 4 eps_high / q)) / 2, low = (1 + sqrt(max(1 - 4 eps_low / q, 0))) / 2, q = exp(old_logprob).
     """

@@ -1,0 +1,139 @@
+"""`kept` of `linear_logprob`: the softmax over what each row was sampled from (top-k, top-p), by a sparse head.
+
+Only the kept rows of the weight are read: 2 K H FLOP a row with K kept ids instead of 2 V H, forward and backward. The
+logits ``[nnz]`` are the only intermediate; everything after them is plain autograd on vectors, in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ELEMENTS_AT_ONCE = 2**24
+"""Of gathered weight rows: 64 MiB in fp32."""
+
+
+def kept_logprob(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N]
+    softcap: float,  # 0: none
+    kept: tuple[Tensor, Tensor],  # indptr [N + 1], ids [nnz]: row i keeps ids[indptr[i]:indptr[i + 1]], in any order
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(logprob [M], logsumexp [N], entropy [N], sum_p2 [N])`` renormalised, in the dtype of ``temperature``.
+
+    An id that a row names twice counts once. Rows that keep nothing have log-sum-exp -inf and entropy 0.
+
+    Raises:
+        ValueError: the shapes do not fit; on a CPU also where a target is not among its row's kept ids (its log-prob is
+            NaN on a GPU, where checking would wait for the device).
+        IndexError: an id is out of range (CPU only).
+    """
+    indptr, ids = kept
+    (N, V), dtype = (len(hidden), len(weight)), temperature.dtype
+    if indptr.shape != (N + 1,) or ids.dim() != 1 or indptr.is_floating_point() or ids.is_floating_point():
+        raise ValueError(
+            f"linear_logprob: kept must be integers (indptr [{N + 1}], ids [nnz]), got {list(indptr.shape)} and "
+            f"{list(ids.shape)}."
+        )
+    indptr, ids = indptr.long(), ids.long()
+    _check_on_cpu(indptr, ids, V)
+    rows = torch.searchsorted(indptr[1:], torch.arange(len(ids), device=ids.device), right=True)
+    key, order = (rows * V + ids).sort()  # within a row by id, so that targets can be looked up
+    rows, ids = rows, ids[order]
+    again = torch.zeros_like(key, dtype=torch.bool)
+    again[1:] = key[1:] == key[:-1]
+    lengths = indptr.diff()
+
+    z = _GatheredLogits.apply(hidden, weight, rows, ids).double()
+    if bias is not None:
+        z = z + bias[ids].double()
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature[rows].double()
+
+    def total(values: Tensor) -> Tensor:  # [nnz] -> [N]
+        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
+    shift = torch.segment_reduce(z.detach(), "max", lengths=lengths, unsafe=True)
+    shift = torch.where(shift.isfinite(), shift, 0)
+    d = torch.where(again, 0, z - shift[rows])
+    e = torch.where(again, 0, d.exp())
+    whole = total(e)
+    some = whole != 0
+    log_sum = torch.where(some, whole, 1).log()
+    logsumexp = torch.where(some, shift + log_sum, -torch.inf)
+    p = e / torch.where(some, whole, 1)[rows]
+    entropy = torch.where(some, log_sum - total(p * d), 0)
+
+    of_pair = torch.arange(len(target), device=target.device) if row is None else row
+    wanted = of_pair * V + target
+    place = torch.searchsorted(key, wanted).clamp(max=max(len(key) - 1, 0))
+    found = key[place] == wanted if len(key) else torch.zeros_like(wanted, dtype=torch.bool)
+    if target.device.type == "cpu" and not bool(found.all()):
+        m = int((~found).nonzero()[0])
+        raise ValueError(
+            f"linear_logprob: target {int(target[m])} of pair {m} is not among the kept ids of row {int(of_pair[m])}; "
+            "keep every sampled token."
+        )
+    logprob = torch.where(found, d[place] - log_sum[of_pair], torch.nan) if len(key) else wanted.double() * torch.nan
+    return logprob.to(dtype), logsumexp.to(dtype), entropy.to(dtype), total(p * p).to(dtype)
+
+
+def _check_on_cpu(indptr: Tensor, ids: Tensor, V: int) -> None:
+    if ids.device.type != "cpu":
+        return
+    if indptr[0] != 0 or indptr[-1] != len(ids) or (indptr.diff() < 0).any():
+        raise ValueError(f"linear_logprob: kept's indptr must rise from 0 to its {len(ids)} ids.")
+    if len(ids) and (ids.min() < 0 or ids.max() >= V):
+        raise IndexError(f"linear_logprob: kept ids must be in 0..{V - 1}, got {ids.min().item()}..{ids.max().item()}.")
+
+
+class _GatheredLogits(torch.autograd.Function):
+    """``hidden[rows] . weight[ids]`` ``[nnz]`` in the accumulation dtype; gradients of both, summed in it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, rows, ids)
+        accumulator = _accumulator(hidden)
+        out = hidden.new_empty(len(ids), dtype=accumulator)
+        for some in _parts(len(ids), hidden.shape[1]):
+            left, right = hidden[rows[some]].to(accumulator), weight[ids[some]].to(accumulator)
+            torch.sum(left.mul_(right), 1, out=out[some])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, rows, ids = ctx.saved_tensors
+        grad, accumulator = grads[0], _accumulator(hidden)
+        need_hidden, need_weight, _, _ = ctx.needs_input_grad
+        d_hidden = torch.zeros_like(hidden, dtype=accumulator) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=accumulator) if need_weight else None
+        for some in _parts(len(ids), hidden.shape[1]):
+            g = grad[some, None]
+            # index_put_ sorts instead of adding atomically: the order of the sums is fixed
+            if d_hidden is not None:
+                d_hidden.index_put_((rows[some],), weight[ids[some]].to(accumulator).mul_(g), accumulate=True)
+            if d_weight is not None:
+                d_weight.index_put_((ids[some],), hidden[rows[some]].to(accumulator).mul_(g), accumulate=True)
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None,
+            None,
+        )
+
+
+def _accumulator(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _parts(nnz: int, H: int) -> Iterator[slice]:
+    size = max(1, ELEMENTS_AT_ONCE // H)
+    return (slice(begin, min(begin + size, nnz)) for begin in range(0, nnz, size))

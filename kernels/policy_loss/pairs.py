@@ -1,0 +1,105 @@
+"""Preference losses on pairs of sequences: functions of summed log-probs (the DPO family).
+
+With S the sum of a sequence's log-probs, S_ref the reference's, and h = (S_w - S_ref,w) - (S_l - S_ref,l):
+
+    sigmoid  -(1 - s) log sigmoid(beta h - margin) - s log sigmoid(-(beta h - margin)), s the label smoothing (cDPO)
+    robust   (the above with -s) / (1 - 2 s)        hinge    max(0, 1 - (beta h - margin))
+    ipo      (h - 1 / (2 beta))^2, S as means       sppo, apo and others are the user's: a few lines on `path_sum`
+    simpo    -log sigmoid(beta (mean_w - mean_l) - margin), no reference
+    orpo     -beta log sigmoid(log odds_w - log odds_l) of mean log-probs, to be added to an NLL on the chosen
+
+On a tree the prefix that two leaves share cancels in h exactly, so only what parts them gets a gradient.
+Sources: Rafailov et al. 2023 (DPO), Mitchell 2023 (cDPO), Chowdhury et al. 2024 (robust), Azar et al. 2023 (IPO), Liu
+et al. 2023 (hinge), Meng et al. 2024 (SimPO), Hong et al. 2024 (ORPO).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .api import PolicyLossOutput
+from .fields import PathIndex
+
+PairLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"]
+WITHOUT_REFERENCE = ("simpo", "orpo")
+
+
+def pair_loss(
+    logprob: Tensor,  # [M]
+    paths: PathIndex,  # L sequences or leaves
+    chosen: Tensor,  # [P] int, leaves
+    rejected: Tensor,  # [P] int
+    kind: PairLoss = "sigmoid",
+    *,
+    normalizer: float | Tensor,
+    ref_logprob: Tensor | None = None,  # [M]
+    mask: Tensor | None = None,  # [M] bool
+    beta: float = 0.1,
+    margin: float | Tensor = 0.0,  # or [P]
+    label_smoothing: float = 0.0,
+    weight: Tensor | None = None,  # [P]
+) -> PolicyLossOutput:
+    """``sum of the pairs' losses / normalizer``, differentiable to ``logprob``; see the module's description.
+
+    ``normalizer`` is the number of pairs of the whole batch. Metrics, means over pairs: ``rewards/chosen``,
+    ``rewards/rejected`` (beta times the log-ratio), ``rewards/margins``, ``rewards/accuracies``.
+
+    Raises:
+        ValueError: an unknown kind, an option out of its range or one that the kind does not take, or shapes differ.
+    """
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"pair_loss: {message}.")
+
+    require(kind in get_args(PairLoss), f"kind '{kind}' is not known; choose one of {', '.join(get_args(PairLoss))}")
+    require(chosen.shape == rejected.shape and chosen.dim() == 1, "chosen and rejected must be [P] alike")
+    require(
+        (ref_logprob is None) == (kind in WITHOUT_REFERENCE),
+        f"kind '{kind}' {'takes no' if kind in WITHOUT_REFERENCE else 'needs'} ref_logprob",
+    )
+    require(beta > 0, f"beta must be positive, got {beta}")
+    require(0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    require(label_smoothing == 0 or kind in ("sigmoid", "robust"), f"kind '{kind}' does not take label_smoothing")
+    for name, value in (("ref_logprob", ref_logprob), ("mask", mask)):
+        require(value is None or value.shape == logprob.shape, f"{name} must be {list(logprob.shape)} like logprob")
+
+    log_ratio = logprob if ref_logprob is None else logprob - ref_logprob.to(logprob.dtype)
+    of_path = paths.sum(log_ratio if mask is None else torch.where(mask, log_ratio, 0))
+    if kind in ("ipo", "simpo", "orpo"):
+        of_path = of_path / paths.leaf_length.to(of_path.dtype).clamp(min=1)
+    better, worse = of_path[chosen.long()], of_path[rejected.long()]
+    if kind == "orpo":
+        odds = (better - torch.log(-torch.expm1(better))) - (worse - torch.log(-torch.expm1(worse)))
+        losses = -beta * logsigmoid(odds)
+    elif kind == "ipo":
+        losses = (better - worse - 1 / (2 * beta)).square()
+    else:
+        x = beta * (better - worse) - margin
+        losses = (1 - x).clamp(min=0) if kind == "hinge" else _smoothed(x, label_smoothing, kind == "robust")
+    losses = losses if weight is None else losses * weight
+    reward_w, reward_l = (beta * r.detach().double() for r in (better, worse))
+    metrics = {
+        "rewards/chosen": reward_w,
+        "rewards/rejected": reward_l,
+        "rewards/margins": reward_w - reward_l,
+        "rewards/accuracies": (reward_w > reward_l).double(),
+    }
+    count = reward_w.new_tensor(float(len(chosen)))
+    total = losses.sum()
+    if not isinstance(normalizer, Tensor):
+        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
+    return PolicyLossOutput(
+        total / torch.where((normalizer == 0) & (total == 0), 1, normalizer),
+        {name: (value.sum(), count) for name, value in metrics.items()},
+    )
+
+
+def _smoothed(x: Tensor, smoothing: float, robust: bool) -> Tensor:
+    if robust:
+        return (-(1 - smoothing) * logsigmoid(x) + smoothing * logsigmoid(-x)) / (1 - 2 * smoothing)
+    return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)

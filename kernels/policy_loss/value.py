@@ -1,0 +1,112 @@
+"""The critic's side of PPO: generalised advantage estimates on ragged sequences, and the clipped value loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .api import PolicyLossOutput
+
+
+def gae(
+    reward: Tensor,  # [M]
+    value: Tensor,  # [M]
+    cu_seqlens: Tensor,  # [S + 1] int, boundaries of the sequences, from 0 to M
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    mask: Tensor | None = None,  # [M] bool
+    bootstrap: Tensor | None = None,  # [S]
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns ``[M]`` each (Schulman et al. 2015, eq. 16), of masked tokens 0.
+
+        delta_t = r_t + gamma V_t' - V_t        A_t = delta_t + gamma lam A_t'        return_t = A_t + V_t
+
+    with t' the next unmasked token of the sequence: what tools wrote is passed over, no time goes by there. After the
+    last one V is ``bootstrap`` (0, unless the sequence was cut off). No gradient. A scan of log2(M) steps in fp64, no
+    loop over tokens.
+
+    Raises:
+        ValueError: shapes differ, or gamma or lam is not in [0, 1].
+    """
+    for name, t in (("value", value), ("mask", mask)):
+        if t is not None and t.shape != reward.shape:
+            raise ValueError(f"gae: {name} must be {list(reward.shape)} like reward, got {list(t.shape)}.")
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gae: gamma and lam must be in [0, 1], got {gamma} and {lam}.")
+    M, S, cu = len(reward), len(cu_seqlens) - 1, cu_seqlens.long()
+    if bootstrap is not None and bootstrap.shape != (S,):
+        raise ValueError(f"gae: bootstrap must be [{S}], one a sequence, got {list(bootstrap.shape)}.")
+    live = torch.ones(M, dtype=torch.bool, device=reward.device) if mask is None else mask
+    place = torch.arange(M, device=reward.device)
+    sequence = torch.searchsorted(cu[1:], place, right=True)
+    # next live token of the own sequence; M: none
+    later = torch.where(live, place, M).flip(0).cummin(0).values.flip(0)
+    following = torch.cat([later[1:], later.new_tensor([M])]) if M else later
+    following = torch.where(following < cu[1:][sequence], following, M)
+    ends = following == M
+
+    values = torch.cat([value.detach().double(), value.new_zeros(1, dtype=torch.float64)])
+    last = values.new_zeros(M) if bootstrap is None else bootstrap.double()[sequence]
+    delta = reward.detach().double() + gamma * torch.where(ends, last, values[following]) - values[:M]
+    # A_t = delta_t + factor_t A_next(t): double the reach of every token until it covers the longest sequence
+    total = torch.cat([torch.where(live, delta, 0), delta.new_zeros(1)])
+    factor = torch.cat([torch.where(ends, 0, torch.full_like(delta, gamma * lam)), delta.new_zeros(1)])
+    jump = torch.cat([following, following.new_tensor([M])])
+    for _ in range(max(M, 1).bit_length()):
+        total = total + factor * total[jump]
+        factor = factor * factor[jump]
+        jump = jump[jump]
+    advantage = torch.where(live, total[:M], 0)
+    returns = torch.where(live, advantage + values[:M], 0)
+    return advantage.to(reward.dtype), returns.to(reward.dtype)
+
+
+def value_loss(
+    value: Tensor,  # [M]
+    returns: Tensor,  # [M]
+    *,
+    normalizer: float | Tensor,
+    old_value: Tensor | None = None,  # [M]
+    clip: float | None = 0.5,
+    mask: Tensor | None = None,  # [M] bool
+) -> PolicyLossOutput:
+    """``sum of max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 / normalizer``, differentiable to ``value``.
+
+    Without ``old_value`` or ``clip`` the plain squared error. Metrics: ``critic/vf_loss``, ``critic/vf_clipfrac``, and
+    the sums that explained variance is made of, ``critic/returns`` and ``critic/returns_sq``, ``critic/error`` and
+    ``critic/error_sq``: 1 - (E e^2 - (E e)^2) / (E G^2 - (E G)^2).
+
+    Raises:
+        ValueError: shapes differ, or clip is not positive.
+    """
+    for name, t in (("returns", returns), ("old_value", old_value), ("mask", mask)):
+        if t is not None and t.shape != value.shape:
+            raise ValueError(f"value_loss: {name} must be {list(value.shape)} like value, got {list(t.shape)}.")
+    if clip is not None and clip <= 0:
+        raise ValueError(f"value_loss: clip must be positive or None, got {clip}.")
+    live = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
+    error = torch.where(live, value - returns, 0)
+    losses, clipped = error.square(), torch.zeros_like(live)
+    if old_value is not None and clip is not None:
+        near = torch.minimum(torch.maximum(value, old_value - clip), old_value + clip)
+        other = torch.where(live, near - returns, 0).square()
+        clipped, losses = other > losses, torch.maximum(losses, other)
+    total = 0.5 * losses.sum(dtype=torch.float64).to(value.dtype)
+    if not isinstance(normalizer, Tensor):
+        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
+    count = live.sum(dtype=torch.float64)
+    goal = torch.where(live, returns, 0).double()
+    wide = error.detach().double()
+    metrics = {
+        "critic/vf_loss": 0.5 * losses.detach().double(),
+        "critic/vf_clipfrac": clipped.double(),
+        "critic/returns": goal,
+        "critic/returns_sq": goal.square(),
+        "critic/error": wide,
+        "critic/error_sq": wide.square(),
+    }
+    return PolicyLossOutput(
+        total / torch.where((normalizer == 0) & (total == 0), 1, normalizer),
+        {name: (values.sum(), count) for name, values in metrics.items()},
+    )
