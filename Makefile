@@ -50,7 +50,7 @@ $(VENV)/.ready: $(SOURCES)
 	$(install)
 	touch $@
 
-$(VENV)/.ready-dev: EXTRAS := tasks,dev
+$(VENV)/.ready-dev: EXTRAS := tasks,dev,peers
 $(VENV)/.ready-dev: $(SOURCES)
 	$(install)
 	touch $(VENV)/.ready $@

@@ -114,7 +114,7 @@ def finish(
     if fields.behaviour_logprob is not None:
         metrics["training/mismatch_k3_kl"] = (of["mismatch_k3"], known)
         metrics["training/rollout_probs_diff_mean"] = (of["mismatch_probability"], known)
-    if objective.mismatch != "none" and objective.mismatch_level == "token":
+    if objective.mismatch != "none" and objective.mismatch_level == "token" and objective.surrogate != "vespo":
         metrics["training/rollout_is_mean"] = (of["mismatch_weight"], count)
         metrics["training/rollout_is_rejected"] = (of["mismatch_rejected"], count)
     return PolicyLossOutput(loss, metrics)

@@ -100,7 +100,8 @@ def _elements(
         low, high = dynamic_bounds(fields.old_logprob, objective.eps_low, objective.eps_high)
         high = high.clamp(max=objective.dynamic_cap)
     surrogate = ELEMENTWISE.get(objective.surrogate, objective.surrogate)
-    of_tokens = objective.mismatch if objective.mismatch_level == "token" else "none"
+    in_tokens = objective.mismatch_level == "token" and objective.surrogate != "vespo"
+    of_tokens = objective.mismatch if in_tokens else "none"
     x = Elements(
         logprob,
         entropy,

@@ -56,7 +56,8 @@ class Objective:
             clip; TRL calls it delta). ``unclipped``: -+ r. ``cispo``: -+ sg(clip(r, low, high)) logprob (TRL's bound
             is ``1 + eps_high`` with ``eps_low`` 1). ``sapo``: -+ (4 / tau) sigmoid(tau (r - 1)). ``reinforce``:
             -+ logprob. ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
-            reinforce times sg(e^lam W^k e^(-lam W)), W the ratio of the sequence, (k, lam) by sign. ``geo_mean``: -+ r
+            reinforce times sg(e^lam W^k e^(-lam W)), W the ratio of the sequence (times the corrected mismatch of its
+            tokens), (k, lam) by sign. ``geo_mean``: -+ r
             of the sequence, from log-ratios clamped to [-eps_low, eps_high] on the side that acts. ``dppo_tv``,
             ``dppo_kl``: -+ sg(min(r, clip_ratio_c or 20)) logprob, 0 where the probability (the binary KL) has moved
             by more than eps in the direction of the advantage. ``dro``: reinforce + (beta / 2) (log r)^2.
@@ -169,10 +170,9 @@ class Objective:
         exclude(self.ratio_level != "token" and self.dynamic_clip, level, "dynamic_clip")
         exclude(self.dynamic_clip and self.surrogate not in ("ppo", "cispo"), "dynamic_clip", surrogate)
         exclude(self.dynamic_clip and self.ratio_base == "self", "dynamic_clip", "ratio_base 'self'")
-        for of_sequences in ("topr", "vespo"):
-            exclude(
-                self.surrogate == of_sequences and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'"
-            )
+        exclude(self.surrogate == "topr" and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'")
+        of_sequences = self.mismatch != "none" and self.mismatch_level != "token"
+        exclude(self.surrogate == "vespo" and of_sequences, surrogate, f"mismatch_level '{self.mismatch_level}'")
 
     @staticmethod
     def preset(name: str, **overrides: Any) -> Objective:

@@ -126,9 +126,7 @@ def apply_leaf_weights(
         old = logprob if fields.old_logprob is None else fields.old_logprob
         gap = total(torch.where(fields.behaviour_logprob.isfinite(), old - fields.behaviour_logprob, 0))
         gap = gap / length if objective.mismatch_level == "geometric" else gap
-        w = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        low, cap = objective.mismatch_low, objective.mismatch_cap
-        both = torch.where((w < low) | (w > cap), 0, w) if objective.mismatch == "mask" else w.clamp(low, cap)
+        both = _corrected(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), objective)
     if objective.off_policy_delta is not None:
         sampler = fields.old_logprob if fields.behaviour_logprob is None else fields.behaviour_logprob
         assert sampler is not None
@@ -136,7 +134,13 @@ def apply_leaf_weights(
         drift = total(torch.where(known, sampler - logprob, 0)) / total(known.to(length.dtype)).clamp(min=1)
         neg = torch.where(drift > objective.off_policy_delta, 0, neg)
     if objective.surrogate == "vespo":
-        log_w = total(d).clamp(LOG_TINY, MAX_LOG_RATIO)
+        log_w = total(d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        if objective.mismatch != "none":
+            assert fields.behaviour_logprob is not None
+            old = logprob if fields.old_logprob is None else fields.old_logprob
+            w = torch.where(fields.behaviour_logprob.isfinite(), (old - fields.behaviour_logprob).exp(), 1)
+            log_w = log_w + total(_corrected(w, objective).log().clamp(LOG_TINY, MAX_LOG_RATIO))
+        log_w = log_w.clamp(LOG_TINY, MAX_LOG_RATIO)
         pos, neg = (
             side * (lam + k * log_w - lam * log_w.exp()).exp()
             for side, (k, lam) in ((pos, objective.vespo_pos), (neg, objective.vespo_neg))
@@ -144,6 +148,11 @@ def apply_leaf_weights(
     elif objective.surrogate == "topr":
         neg = neg * total(d).clamp(-MAX_LOG_RATIO, 0).exp()
     return _reweighted(fields, paths, both * pos, both * neg, both)
+
+
+def _corrected(w: Tensor, objective: Objective) -> Tensor:
+    low, cap = objective.mismatch_low, objective.mismatch_cap
+    return torch.where((w < low) | (w > cap), 0, w) if objective.mismatch == "mask" else w.clamp(low, cap)
 
 
 def _reweighted(fields: PolicyFields, paths: PathIndex, pos: Tensor, neg: Tensor, both: Tensor) -> PolicyFields:

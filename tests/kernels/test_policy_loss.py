@@ -512,7 +512,7 @@ def test_tree_equals_expanded_leaves(seed: int, name: str) -> None:
     """Loss, gradients and metrics, with advantages of both signs through shared tokens and clipping active."""
     tree = Tree(seed)
     objective = Objective.preset(name, kl_coef=0.2, entropy_coef=0.1)
-    if name not in ("vespo", "topr"):
+    if name != "topr":
         level: Any = "token" if objective.ratio_level == "token" else "geometric"
         objective = replace(objective, mismatch="truncate", mismatch_level=level)
     index, fields = tree.expanded()
@@ -561,7 +561,7 @@ def test_path_sums_and_their_adjoint() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_pairs_may_hold_anything(backend: Backend, name: str) -> None:
     b = batch(torch.float32)
-    options = {} if name in ("vespo", "topr") else {"mismatch": "truncate"}
+    options = {} if name == "topr" else {"mismatch": "truncate"}
     objective = Objective.preset(name, kl_coef=0.1, entropy_coef=0.1, **options)
     results: list[Any] = []
     for junk in (0.0, torch.nan, -torch.inf):
@@ -632,7 +632,7 @@ def test_triton_equals_reference(name: str) -> None:
     columns = [(torch.randn(M, generator=g) * s - 1).to(DEVICE) for s in (0.4, 0.4, 0.4, 0.4, 1.0, 1.0)]
     lp, old, ref, behaviour, entropy, advantage = columns
     behaviour[::7] = torch.nan  # not recorded: weight 1
-    options: dict[str, Any] = {} if name in ("vespo", "topr") else {"mismatch": "truncate"}
+    options: dict[str, Any] = {} if name == "topr" else {"mismatch": "truncate"}
     if name == "nft":
         options["beta"] = 0.2  # how near 1 - q r may come to 0, which is what amplifies rounding
     if Objective.preset(name).scope == "path":
@@ -748,7 +748,8 @@ def test_half_precision_logprobs_are_refused() -> None:
         ({"clip_ratio_c": 3.0, "surrogate": "sapo"}, "clip_ratio_c does not combine with surrogate 'sapo'"),
         ({"ratio_level": "sequence", "surrogate": "cispo"}, "ratio_level 'sequence' does not combine with .* 'cispo'"),
         ({"surrogate": "geo_mean"}, "surrogate 'geo_mean' does not combine with ratio_level 'token'"),
-        ({"surrogate": "vespo", "mismatch": "mask"}, "surrogate 'vespo' does not combine with mismatch 'mask'"),
+        ({"surrogate": "topr", "mismatch": "mask"}, "surrogate 'topr' does not combine with mismatch 'mask'"),
+        ({"surrogate": "vespo", "mismatch": "mask", "mismatch_level": "sequence"}, "not combine with mismatch_level"),
         ({"surrogate": "nll", "dynamic_clip": True}, "dynamic_clip does not combine with surrogate 'nll'"),
         ({"ratio_level": "sequence", "dynamic_clip": True}, "'sequence' does not combine with dynamic_clip"),
     ],
