@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import paths, reference, selection
+from . import cuda, paths, reference, selection
 from .fields import PolicyFields
 from .objective import ELEMENTWISE, Objective
 from .reference import SUMS, Elements, Kind
@@ -119,7 +119,9 @@ def _elements(
         fields.teacher_logprob if surrogate.startswith("distill") else fields.pass_rate,
     )
     kind = Kind(surrogate, objective.kl, objective.kl_importance, of_tokens)
-    table = {b: f for b, f in _TERMS.items() if b not in ("triton", "cuda") or logprob.dtype == torch.float32}
+    on_gpu = logprob.dtype == torch.float32
+    serve = {"triton": on_gpu, "cuda": on_gpu and cuda.knows(x, kind)}
+    table = {b: f for b, f in _TERMS.items() if serve.get(b, True)}
     of = dispatch.choose("policy_loss", table, logprob.device)(x, kind, _spec(objective))
     return Evaluation(of[0], of[1], None if entropy is None else of[2], of[3])
 
@@ -147,6 +149,7 @@ def _triton_terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, 
 
 
 _TERMS: dict[str, Callable[[Elements, Kind, Spec], tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+    "cuda": cuda.terms,
     "triton": _triton_terms,
     "cpu": reference.terms,
     "reference": reference.terms,

@@ -10,6 +10,8 @@ from rolltree.kernels import (
     Objective,
     PolicyFields,
     linear_logprob,
+    linear_policy_loss,
+    plan_policy_loss,
     policy_loss,
     sample_tokens,
     tree_attention,
@@ -121,3 +123,63 @@ def test_sampling_waits_for_nothing() -> None:
         sample_tokens(logits, temperature=1.0, top_p=0.9, seed=seed, step=seed)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def head_inputs(rows: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, PolicyFields]:
+    generator = torch.Generator(CUDA).manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator, device=CUDA).bfloat16().requires_grad_()
+    weight = (torch.randn(vocab, width, generator=generator, device=CUDA) / 16).bfloat16().requires_grad_()
+    target = torch.randint(vocab, (rows,), generator=generator, device=CUDA)
+    old = linear_logprob(hidden.detach(), weight.detach(), target).logprob
+    noise, advantage = torch.randn(2, rows, generator=generator, device=CUDA)
+    mask = torch.rand(rows, generator=generator, device=CUDA) < 0.6
+    return hidden, weight, target, PolicyFields.flat(advantage, old_logprob=old + 0.2 * noise, mask=mask)
+
+
+def test_linear_policy_loss_equals_the_two_ops() -> None:
+    hidden, weight, target, fields = head_inputs(3001, 512, 50257)
+    objective = Objective.preset("dapo")
+    one = linear_policy_loss(hidden, weight, target, fields, objective, normalizer=1000.0).loss
+    two = policy_loss(linear_logprob(hidden, weight, target).logprob, fields, objective, normalizer=1000.0).loss
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    for got, want in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (one, two)), strict=True):
+        assert relative(got, want) < 1e-2
+
+
+def test_a_planned_loss_waits_for_nothing_and_goes_into_a_graph() -> None:
+    hidden, weight, target, fields = head_inputs(2048, 256, 32000)
+    objective = Objective.preset("dapo")
+    plan = plan_policy_loss(fields, objective, num_rows=2048, vocabulary=32000, hidden_size=256, device=CUDA)
+    normalizer = torch.tensor(1000.0, device=CUDA)
+
+    def step() -> tuple[Tensor, ...]:
+        loss = linear_policy_loss(hidden, weight, target, fields, objective, normalizer=normalizer, plan=plan).loss
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            expected = step()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for got, want in zip(captured, expected, strict=True):
+        assert got.equal(want)
+
+
+def test_statistics_from_the_epilogue() -> None:
+    from rolltree.kernels.linear_logprob import triton_gemm
+
+    hidden, weight, _, _ = head_inputs(1000, 512, 50257)
+    nothing, one = torch.empty(0, device=CUDA), torch.ones(1000, device=CUDA)
+    lse, _, entropy, _ = triton_gemm.statistics(hidden.detach(), weight.detach(), nothing, one, 0.0, True, False)
+    logp = (hidden.detach().double() @ weight.detach().double().T).log_softmax(-1)
+    assert (entropy.double() + (logp.exp() * logp).sum(-1)).abs().max() < 1e-4
+    assert (lse.double() - (hidden.detach().double() @ weight.detach().double().T).logsumexp(-1)).abs().max() < 1e-4

@@ -622,11 +622,17 @@ def test_micro_batches_add_up(backend: Backend) -> None:
         torch.testing.assert_close(parts[0].metrics[name][1] + parts[1].metrics[name][1], count)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_triton_equals_reference(name: str) -> None:
+COMPILED = [
+    pytest.param(b, name, marks=pytest.mark.skipif(bool(reason := dispatch._unusable(b, DEVICE)), reason=str(reason)))
+    for b in (("triton", "cuda") if HAS_GPU else ("triton",))
+    for name in PRESETS
+    if b == "triton" or Objective.preset(name).surrogate in ("ppo", "clip_cov")  # all that CUDA C++ has
+]
+
+
+@pytest.mark.parametrize(("compiled", "name"), COMPILED)
+def test_compiled_equals_reference(compiled: Backend, name: str) -> None:
     """Loss, gradients and every metric, over several blocks."""
-    if reason := dispatch._unusable("triton", DEVICE):
-        pytest.skip(reason)
     g = torch.Generator().manual_seed(2)
     M = 2500
     columns = [(torch.randn(M, generator=g) * s - 1).to(DEVICE) for s in (0.4, 0.4, 0.4, 0.4, 1.0, 1.0)]
@@ -650,7 +656,7 @@ def test_triton_equals_reference(name: str) -> None:
         cu_seqlens=torch.arange(51, device=DEVICE) * 50,
     )
     results: list[Any] = []
-    backends: tuple[Backend, ...] = ("reference", "triton")
+    backends: tuple[Backend, ...] = ("reference", compiled)
     for backend in backends:
         x, h = lp.clone().requires_grad_(), entropy.clone().requires_grad_()
         with use_backend(backend):
