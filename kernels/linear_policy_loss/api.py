@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..linear_logprob import HeadLora
+from ..linear_logprob import HeadLora, linear_logprob
 from ..linear_logprob.api import prepare
-from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
+from ..policy_loss import Objective, PolicyFields, PolicyLossOutput, policy_loss
 from ..policy_loss.api import check, finish
 from .op import linear_policy_loss_op
 from .plan import HeadPlan, plan_everything, plan_policy_loss
@@ -25,8 +27,10 @@ def linear_policy_loss(
     bias: Tensor | None = None,  # [V]
     temperature: float | Tensor = 1.0,  # or [N]
     softcap: float | None = None,
+    tp_group: Any = None,
     lora: HeadLora | None = None,
     plan: HeadPlan | None = None,
+    weight_grad: Tensor | None = None,  # [V, H]
 ) -> PolicyLossOutput:
     """``policy_loss(linear_logprob(...), ...)`` in one op that forms the logits once; same value, gradients, metrics.
 
@@ -38,6 +42,9 @@ def linear_policy_loss(
     Args:
         hidden, weight, target, row, bias, temperature, softcap, lora: as in `linear_logprob`.
         fields, objective, normalizer: as in `policy_loss`.
+        tp_group: as in `linear_logprob`; then the two ops run one after the other, and the backward recomputes.
+        weight_grad: an fp32 accumulator (Megatron's ``main_grad``): the backward adds weight's gradient to it in fp32
+            and leaves ``weight.grad`` alone. ``weight`` must require a gradient all the same.
         plan: from `plan_policy_loss`; default: made here. On a GPU making it waits for the device, except without
             ``row`` for an objective of tokens: then every pair is computed.
 
@@ -51,6 +58,20 @@ def linear_policy_loss(
     )
     fields = check("linear_policy_loss", target, temperature.dtype, fields, objective).folded(objective.aggregation)
     head = (weight, bias, *((None, None) if lora is None else lora[:2]))
+    if tp_group is not None:
+        if lora is not None or weight_grad is not None:
+            other = "lora" if lora is not None else "weight_grad"
+            raise ValueError(f"linear_policy_loss: tp_group does not combine with {other}.")
+        options = {"row": row, "bias": bias, "temperature": temperature, "softcap": softcap, "tp_group": tp_group}
+        out = linear_logprob(hidden, weight, target, **options, want=("entropy",))
+        assert out.entropy is not None
+        entropy = out.entropy if row is None else out.entropy[row]
+        return policy_loss(out.logprob, fields, objective, normalizer=normalizer, entropy=entropy)
+    if weight_grad is not None and (weight_grad.shape != weight.shape or weight_grad.dtype != temperature.dtype):
+        raise ValueError(
+            f"linear_policy_loss: weight_grad must be {list(weight.shape)} {temperature.dtype}, got "
+            f"{list(weight_grad.shape)} {weight_grad.dtype}."
+        )
     grad = torch.is_grad_enabled()
     need = [grad and t is not None and t.requires_grad for t in (hidden, *head)]
     if plan is None:
@@ -79,6 +100,7 @@ def linear_policy_loss(
             plan.pair_cuts,
             plan.block_cuts,
             need,
+            weight_grad,
         )
     return finish(total, sums, normalizer, fields, objective, has_entropy=True)
 

@@ -40,6 +40,7 @@ def linear_policy_loss_op(
     pair_cuts: Sequence[int],
     block_cuts: Sequence[int],
     need: Sequence[bool],  # [5], gradients of hidden, weight, bias, a, b
+    weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(sum of the losses [], sums of the metrics fp64, gradients of hidden, weight, bias, a, b)``.
 
@@ -106,6 +107,7 @@ def _(
     pair_cuts: Sequence[int],
     block_cuts: Sequence[int],
     need: Sequence[bool],
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     def like(t: Tensor | None, needed: bool, empty: tuple[int, ...]) -> Tensor:
         return temperature.new_empty(t.shape if needed and t is not None else empty)
@@ -122,7 +124,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.dtype = inputs[1].dtype
+    ctx.dtype, ctx.weight_grad = inputs[1].dtype, inputs[-1]
     # what autograd expects for a constant: a list for a list of tensors (of which an empty list is one), else None
     ctx.constants = [
         [None] * len(x) if isinstance(x, list | tuple) and all(isinstance(t, Tensor) for t in x) else None
@@ -148,6 +150,10 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
         gradient = gradients[i]
         gradients[i] = None  # nobody but autograd holds it from here on
         if not needed:
+            result.append(None)
+            continue
+        if i == 1 and ctx.weight_grad is not None:
+            ctx.weight_grad.addcmul_(gradient, grad)
             result.append(None)
             continue
         scaled = gradient * grad if torch.compiler.is_compiling() else gradient.mul_(grad.to(gradient.dtype))

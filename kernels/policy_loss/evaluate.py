@@ -21,9 +21,7 @@ from .objective import ELEMENTWISE, Objective
 from .reference import SUMS, Elements, Kind
 from .surrogates import Spec, dynamic_bounds
 
-OF_THE_SURROGATE = [
-    name in ("pg_loss", "clipped", "clipped_lower", "mismatch_weight", "mismatch_rejected") for name in SUMS
-]
+OF_THE_SURROGATE = ("pg_loss", "clipped", "clipped_lower", "mismatch_weight", "mismatch_rejected")
 
 
 class Evaluation(NamedTuple):
@@ -61,7 +59,9 @@ def evaluate(
     tokens = replace(everywhere, adv_pos=nothing, adv_neg=nothing, all_weight=nothing)
     result = _elements(logprob, entropy, d, tokens, replace(of_tokens, mismatch="none"))
     total, d_logprob, sums = result.total, result.d_logprob, result.sums
-    chosen = torch.tensor([name in OF_THE_SURROGATE for name in SUMS], device=sums.device)
+    chosen = torch.zeros_like(sums, dtype=torch.bool)
+    for name in OF_THE_SURROGATE:
+        chosen[SUMS.index(name)] = True
     sums = torch.where(chosen, 0, sums)
     for of_side, side, inside in _sides(over.fields, d, objective):
         at = over.mean(side)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rolltree.kernels import linear_logprob
+from rolltree.kernels import Objective, PolicyFields, linear_logprob, linear_policy_loss
 from rolltree.kernels.linear_logprob.parallel import VocabShards
 
 N, H, K = 9, 16, 3
@@ -48,6 +48,18 @@ def run(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
     return {n: v.detach() for n, v in values.items()} | {f"d_{n}": d for n, d in zip(leaves, grads, strict=True)}
 
 
+def policy_loss_of(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
+    """linear_policy_loss on the same inputs: loss and gradients."""
+    leaves = {n: inputs[n].clone().requires_grad_() for n in ("hidden", "weight", "bias") if n in inputs}
+    rest = {n: inputs[n] for n in ("row", "temperature", "softcap") if n in inputs}
+    advantage = torch.linspace(-1, 1, len(inputs["target"]))
+    fields = PolicyFields.flat(advantage, old_logprob=torch.full_like(advantage, -4.0))
+    args = (leaves["hidden"], leaves["weight"], inputs["target"], fields, Objective.preset("dapo", entropy_coef=0.1))
+    loss = linear_policy_loss(*args, normalizer=9.0, bias=leaves.get("bias"), **rest, **more).loss
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"policy_loss": loss.detach()} | {f"policy_d_{n}": d for n, d in zip(leaves, grads, strict=True)}
+
+
 def rank(r: int, store: str, sizes: list[int], inputs: dict[str, Any], plan: bool, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=len(sizes))
@@ -60,7 +72,7 @@ def rank(r: int, store: str, sizes: list[int], inputs: dict[str, Any], plan: boo
     wrong = VocabShards(group, [0, *(begin + 1 for begin in range(len(sizes)))])
     with pytest.raises(ValueError, match=rf"weight has {sizes[r]} rows and tp_group says 1 for rank {r}"):
         run(mine, tp_group=wrong)
-    torch.save(got[0], f"{results}/{r}.pt")
+    torch.save(got[0] | policy_loss_of(mine, tp_group=shards), f"{results}/{r}.pt")
     dist.destroy_process_group()
 
 
@@ -79,17 +91,17 @@ def test_shards_equal_the_whole(
     tmp_path: Path, sizes: list[int], M: int | None, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     inputs = given(sum(sizes), M, dtype, options)
-    want = run(inputs)
+    want = run(inputs) | policy_loss_of(inputs)
     mp.spawn(rank, (str(tmp_path / "store"), sizes, inputs, M is None, str(tmp_path)), len(sizes))
     got = [torch.load(tmp_path / f"{r}.pt") for r in range(len(sizes))]
     tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 5e-6}
     rounded = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else tolerance
     for name, value in want.items():
-        if name in ("d_weight", "d_bias"):
+        if name.endswith(("d_weight", "d_bias")):
             whole = torch.cat([g[name] for g in got])
             torch.testing.assert_close(whole, value, **rounded, equal_nan=True)
             continue
         for one in got:
-            bound = rounded if name == "d_hidden" else tolerance
+            bound = rounded if name.endswith("d_hidden") else tolerance
             torch.testing.assert_close(one[name], value, **bound, equal_nan=True)
             assert one[name].nan_to_num().equal(got[0][name].nan_to_num()), f"{name} differs between ranks"

@@ -318,6 +318,29 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_accumulator_takes_the_weight_gradient_in_fp32(dtype: torch.dtype) -> None:
+    given, fields = batch(dtype=dtype)
+    objective = Objective.preset("dapo")
+    want = run(fused, given, fields, objective, ("hidden", "weight"))["d_weight"]
+    leaf = given["weight"].detach().clone().requires_grad_()
+    accumulator = torch.ones(leaf.shape, device=DEVICE)
+    hidden = given["hidden"].detach().clone().requires_grad_()
+    for _ in range(2):
+        out = linear_policy_loss(
+            hidden, leaf, given["target"], fields, objective, normalizer=7.0, weight_grad=accumulator
+        )
+        (3 * out.loss).backward()
+    assert leaf.grad is None
+    torch.testing.assert_close(
+        (accumulator - 1) / 2, want.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
+    with pytest.raises(ValueError, match=r"weight_grad must be \[65, 16\] torch.float32"):
+        linear_policy_loss(
+            hidden, leaf, given["target"], fields, objective, normalizer=7.0, weight_grad=accumulator.bfloat16()
+        )
+
+
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     original = api.linear_policy_loss_op
