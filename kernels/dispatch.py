@@ -49,6 +49,23 @@ def use_backend(name: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
+def forced() -> str | None:
+    """The backend of the innermost :func:`use_backend`, for the backward of an op: on a GPU it runs in a thread of its
+    own, to which the ``with`` block does not reach.
+    """
+    return _forced.get()
+
+
+@contextmanager
+def again(name: str | None) -> Iterator[None]:
+    """Force what :func:`forced` said, or nothing."""
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
 def choose(op: str, table: Mapping[str, Fn], device: torch.device) -> Fn:
     """The function of ``table`` that runs ``op`` on ``device``.
 

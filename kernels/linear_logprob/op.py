@@ -189,44 +189,25 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, _, _, ctx.frozen_head = inputs
+    ctx.backend = dispatch.forced()
     ctx.save_for_backward(hidden, weight, bias, a, b, target, row, temperature, *output)
     ctx.mark_non_differentiable(output[2], output[5])
     ctx.set_materialize_grads(False)
 
 
-def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, lora_a, lora_b, target, row, temperature, *output = ctx.saved_tensors
     logprob, logsumexp, correction, entropy, sum_p2, kept = output
-    grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = grads
+    grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = upstream
     need = list(ctx.needs_input_grad[:5])
     need[3] = need[4] = need[3] or need[4]  # the adapter's two come together
-    gradients = linear_logprob_backward_op(
-        hidden,
-        weight,
-        bias,
-        lora_a,
-        lora_b,
-        ctx.lora_scale,
-        target,
-        row,
-        temperature,
-        ctx.softcap,
-        logprob,
-        logsumexp,
-        correction,
-        entropy,
-        sum_p2,
-        kept,
-        ctx.frozen_head,
-        grad_logprob,
-        grad_logsumexp,
-        grad_entropy if len(entropy) else None,
-        grad_sum_p2 if len(sum_p2) else None,
-        need[0],
-        need[1],
-        need[2],
-        need[3],
-    )
+    grads = grad_logprob, grad_logsumexp, grad_entropy if len(entropy) else None, grad_sum_p2 if len(sum_p2) else None
+    head = hidden, weight, bias, lora_a, lora_b, ctx.lora_scale
+    found = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
+    with dispatch.again(ctx.backend):
+        gradients = linear_logprob_backward_op(
+            *head, target, row, temperature, ctx.softcap, *found, *grads, need[0], need[1], need[2], need[3]
+        )
     return *(g if needed else None for g, needed in zip(gradients, need, strict=True)), *(None,) * 8
 
 

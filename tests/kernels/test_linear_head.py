@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -159,6 +160,20 @@ def test_only_rows_with_a_gradient_are_multiplied(monkeypatch: pytest.MonkeyPatc
     )
     gradients(given, ("hidden", "weight"), upstream)
     assert multiplied == [40, 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backward_runs_on_the_backend_of_the_forward(backend: Backend) -> None:
+    """Also outside the `with` block and in another thread, as on a GPU."""
+    given = inputs(9, 16, 65)
+    leaves = [given[n].requires_grad_() for n in ("hidden", "weight")]
+    with use_backend(backend):
+        loss = linear_logprob(*leaves, given["target"]).logprob.sum()
+        expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    other: Backend = "reference" if backend != "reference" else "cuda" if DEVICE.type == "cuda" else "cpu"
+    with use_backend(other), ThreadPoolExecutor(1) as pool:
+        got = pool.submit(torch.autograd.grad, loss, leaves).result()
+    assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
 
 
 def test_pairs_of_a_frozen_head_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
