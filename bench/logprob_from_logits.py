@@ -51,6 +51,18 @@ def both_directions(x: Inputs, score: Callable[[Tensor, Tensor], Scored]) -> Cal
     return {"forward": forward, "forward+backward": forward_backward}
 
 
+def in_place(x: Inputs) -> Calls:
+    """The gradient written over the logits, which each round brings back to what they were by a copy of its own."""
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        spent = x.logits * 1  # a tensor of this round: its gradient takes its place
+        out = logprob_from_logits(spent, x.target, want=("entropy",), inplace_backward=True)
+        assert out.entropy is not None
+        return torch.autograd.grad((out.logprob, out.entropy), spent, tuple(x.upstream))
+
+    return {"forward+backward": forward_backward}
+
+
 def scored(logits: Tensor, target: Tensor) -> Scored:
     out = logprob_from_logits(logits, target, want=("entropy",))
     assert out.entropy is not None
@@ -116,6 +128,7 @@ BENCH = Bench(
     cases=cases,
     providers={
         "rolltree": rolltree,
+        "in place, after a copy (rolltree)": in_place,
         "triton (rolltree)": on("triton"),
         "cuda (rolltree)": on("cuda"),
         "torch": torch_eager,

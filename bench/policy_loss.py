@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rolltree.kernels import Objective, PolicyFields, policy_loss
+from rolltree.kernels import Objective, PolicyFields, policy_loss, use_backend
 
 from .runner import Bench, Calls, Case, UnsupportedError
 
@@ -34,6 +35,23 @@ def rolltree(x: Inputs) -> Calls:
     objective = Objective(eps_low=EPS, eps_high=EPS)
     fields = PolicyFields.flat(x.advantage, old_logprob=x.old_logprob)
     return with_backward(x, lambda: policy_loss(x.logprob, fields, objective, normalizer=len(x.logprob)).loss)
+
+
+def on(backend: Literal["triton", "cuda"]) -> Callable[[Inputs], Calls]:
+    def provider(x: Inputs) -> Calls:
+        if x.logprob.device.type != "cuda":
+            raise UnsupportedError("it needs CUDA")
+
+        def forced(call: Callable[[], object]) -> Callable[[], object]:
+            def run() -> object:
+                with use_backend(backend):
+                    return call()
+
+            return run
+
+        return {direction: forced(call) for direction, call in rolltree(x).items()}
+
+    return provider
 
 
 def clipped_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,7 +88,13 @@ def one_read_one_write(x: Inputs) -> Calls:
 BENCH = Bench(
     op="policy_loss",
     cases=cases,
-    providers={"rolltree": rolltree, "torch": torch_eager, "torch.compile": torch_compile},
+    providers={
+        "rolltree": rolltree,
+        "triton (rolltree)": on("triton"),
+        "cuda (rolltree)": on("cuda"),
+        "torch": torch_eager,
+        "torch.compile": torch_compile,
+    },
     ceiling=one_read_one_write,
     ceiling_is="reading log-prob, old log-prob and advantage once and writing the gradient once",
 )

@@ -59,7 +59,7 @@ def interleaved(
 
 
 def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """MiB in use at the peak of ``call`` beyond what was before, its results included; None where the system hides it.
+    """MiB in use at the peak of ``call`` beyond what was before, its results included; None where it does not show.
 
     On CUDA of torch's allocator, on a CPU resident memory of the process.
     """
@@ -74,9 +74,10 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float |
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
         resident = _status_mib("VmRSS")
         call()
-        return _status_mib("VmHWM") - resident
+        peak = _status_mib("VmHWM") - resident
     except OSError:
         return None
+    return peak if peak >= 1 else None  # little comes from what the process holds already, and does not show
 
 
 def _status_mib(field: str) -> float:
