@@ -92,7 +92,7 @@ def torch_compile(x: Inputs) -> Calls:
 
 
 def liger(x: Inputs) -> Calls:
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (  # type: ignore[import-not-found]
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
         LigerFusedLinearScaledCrossEntropyFunction,
     )
 
@@ -102,7 +102,7 @@ def liger(x: Inputs) -> Calls:
 
 
 def trl(x: Inputs) -> Calls:
-    from trl.kernels import ChunkedLogProbFunction  # type: ignore[import-not-found]
+    from trl.kernels import ChunkedLogProbFunction
 
     needs_cuda(x)
     apply = ChunkedLogProbFunction.apply
@@ -110,14 +110,14 @@ def trl(x: Inputs) -> Calls:
 
 
 def cut_cross_entropy(x: Inputs) -> Calls:
-    from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+    from cut_cross_entropy import linear_cross_entropy
 
     needs_cuda(x)
     return both_directions(x, lambda: -linear_cross_entropy(x.hidden, x.weight, x.target, reduction="none"))
 
 
 def verl(x: Inputs) -> Calls:
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     needs_cuda(x)
     return both_directions(x, lambda: linear_cross_entropy(x.hidden, x.weight, x.target, 1.0, "none", None)[0])

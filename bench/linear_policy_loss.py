@@ -104,7 +104,7 @@ def torch_compile(x: Inputs) -> Calls:
 
 
 def liger(x: Inputs) -> Calls:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # type: ignore[import-not-found]
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     needs_cuda(x)  # type: ignore[arg-type]
     loss = LigerFusedLinearGRPOLoss(
@@ -116,7 +116,7 @@ def liger(x: Inputs) -> Calls:
 
 
 def trl(x: Inputs) -> Calls:
-    from trl.kernels import ChunkedLogProbFunction  # type: ignore[import-not-found]
+    from trl.kernels import ChunkedLogProbFunction
 
     needs_cuda(x)  # type: ignore[arg-type]
     live = x.mask.nonzero().flatten()  # its trainer leaves masked tokens out too
@@ -132,7 +132,7 @@ def trl(x: Inputs) -> Calls:
 
 
 def verl(x: Inputs) -> Calls:
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     needs_cuda(x)  # type: ignore[arg-type]
     return with_gradients(

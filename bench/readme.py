@@ -1,6 +1,6 @@
-"""The tables of measured figures in README.md, from the recorded rows: ``python -m rolltree.bench.readme`` writes them.
+"""The tables of figures in README.md, from the recorded rows: ``python -m rolltree.bench.readme`` writes them.
 
-A table stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``; a test fails where it is not what the rows say.
+A table stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``; a test fails where the rows say otherwise.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def transformers(x: Inputs) -> Calls:
 
 def flashinfer(x: Inputs) -> Calls:
     """The token alone, no log-probs."""
-    import flashinfer.sampling as fi  # type: ignore[import-not-found]
+    import flashinfer.sampling as fi
 
     if x.logits.device.type != "cuda":
         raise UnsupportedError("it needs CUDA")

@@ -120,7 +120,7 @@ def flex_attention(x: Inputs) -> Calls:
 
 
 def flash_attn_flat(x: Inputs) -> Calls:
-    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_func
 
     if x.q.device.type != "cuda":
         raise UnsupportedError("it needs CUDA")
