@@ -182,6 +182,13 @@ def rows_with_gradient(
 
     Waits for the device.
     """
+    alive = has_gradient(pairs, grad_logprob, constant, per_log, per_p)
+    rows = alive.nonzero().flatten()
+    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
+
+
+def has_gradient(pairs: Pairs, grad_logprob: Tensor, constant: Tensor, per_log: Tensor, per_p: Tensor) -> Tensor:
+    """``[N] bool``: rows of which some gradient is not zero."""
     alive = constant != 0
     for t in (per_log, per_p):
         alive = alive | (t != 0) if len(t) else alive
@@ -190,8 +197,7 @@ def rows_with_gradient(
     else:
         some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
         alive = alive | (some[pairs.start[1:]] > some[pairs.start[:-1]])
-    rows = alive.nonzero().flatten()
-    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
+    return alive
 
 
 WORTH_SELECTING = 0.95

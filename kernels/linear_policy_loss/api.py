@@ -99,6 +99,7 @@ def linear_policy_loss(
             plan.row_cuts,
             plan.pair_cuts,
             plan.block_cuts,
+            plan.count_on_device,
             need,
             weight_grad,
         )

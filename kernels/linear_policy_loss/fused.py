@@ -29,6 +29,7 @@ class Cuts(NamedTuple):
     row: list[int]
     pair: list[int]
     block: list[int]
+    count_on_device: bool
 
 
 class Inputs(NamedTuple):
@@ -80,7 +81,8 @@ def one_pass(rows: RowKernels, given: Inputs, cuts: Cuts, need_hidden: bool, nee
         total, sums = total + evaluation.total, sums + evaluation.sums
 
         a, b, constant = _coefficients(evaluation, entropy, local, objective)
-        alive = None if hidden.is_cuda else chunked.rows_with_gradient(local, a, constant, b, nothing)
+        counted = cuts.count_on_device
+        alive = None if hidden.is_cuda or counted else chunked.rows_with_gradient(local, a, constant, b, nothing)
         x, out = hidden[c], d_tile[:n]
         if alive is not None:
             local, of_alive = local.of_rows(alive)
@@ -91,6 +93,9 @@ def one_pass(rows: RowKernels, given: Inputs, cuts: Cuts, need_hidden: bool, nee
             b = b[alive] if len(b) else b
             scaling = (head.bias, temperature[c][alive], softcap)
         rows.gradient(logits, *scaling, local.start, local.target, logsumexp, correction, a, constant, b, nothing, out)
+        if counted:
+            _products_on_device(chunked.has_gradient(local, a, constant, b, nothing), out, x, d_hidden[c], head, need)
+            continue
         if need_hidden:
             d_x = d_hidden[c] if alive is None else torch.empty_like(x)
             head.to_hidden(out, d_x)
@@ -98,6 +103,26 @@ def one_pass(rows: RowKernels, given: Inputs, cuts: Cuts, need_hidden: bool, nee
                 d_hidden[c].index_copy_(0, alive, d_x)
         need.add(out, x)
     return Result(total, sums, d_hidden)
+
+
+def _products_on_device(
+    alive: Tensor,  # [C] bool
+    d_logits: Tensor,  # [C, V]
+    hidden: Tensor,  # [C, H]
+    d_hidden: Tensor,  # [C, H], or [0]
+    head: Head,
+    need: HeadGradient,
+) -> None:
+    """The last two products over the rows that are alive, which the host does not count."""
+    from ..linear_logprob import triton_counted  # not at the top: triton need not be installed
+
+    origin, count = triton_counted.rows_on_device(alive)
+    if len(d_hidden):
+        triton_counted.to_hidden(d_logits, head.weight, origin, count, d_hidden)
+    if len(need.weight):
+        triton_counted.accumulate(need.weight, d_logits, hidden.contiguous(), origin, count)
+    if len(need.bias):
+        need.bias += d_logits.sum(0, dtype=need.bias.dtype)
 
 
 def two_phase(

@@ -39,6 +39,7 @@ def linear_policy_loss_op(
     row_cuts: Sequence[int],
     pair_cuts: Sequence[int],
     block_cuts: Sequence[int],
+    count_on_device: bool,
     need: Sequence[bool],  # [5], gradients of hidden, weight, bias, a, b
     weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -64,7 +65,7 @@ def linear_policy_loss_op(
         PolicyFields.from_tensors(fields, names, Objective.decode(objective).aggregation),
         Objective.decode(objective),
     )
-    cuts = fused.Cuts(list(row_cuts), list(pair_cuts), list(block_cuts))
+    cuts = fused.Cuts(list(row_cuts), list(pair_cuts), list(block_cuts), count_on_device and lora is None)
     backends = ("cpu", "reference") if hidden.dtype == torch.float64 else dispatch.BACKENDS
     table = {b: partial(_BACKENDS[b], cast(Schedule, schedule), given, cuts, need[0], gradient) for b in backends}
     total, sums, d_hidden = dispatch.choose("linear_policy_loss", table, hidden.device)()
@@ -72,7 +73,8 @@ def linear_policy_loss_op(
 
 
 def _chunked(backend: str, schedule: Schedule, given: fused.Inputs, *rest: Any) -> fused.Result:
-    rows = row_kernels(backend)
+    rows, cuts = row_kernels(backend), rest[0]
+    rest = (cuts._replace(count_on_device=cuts.count_on_device and backend != "cpu"), *rest[1:])
     if schedule in ("fused_forward", "sequence_aligned"):
         return fused.one_pass(rows, given, *rest)
     return fused.two_phase(partial(chunked.forward, rows), partial(chunked.backward, rows), schedule, given, *rest[1:])
@@ -106,6 +108,7 @@ def _(
     row_cuts: Sequence[int],
     pair_cuts: Sequence[int],
     block_cuts: Sequence[int],
+    count_on_device: bool,
     need: Sequence[bool],
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

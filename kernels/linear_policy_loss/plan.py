@@ -9,8 +9,9 @@
 
 Pairs that cannot have a gradient (masked, or of zero advantage without a KL or entropy term) are left out before the
 first product: N counts the rows that remain. f is the share of these that turn out not to be clipped; they are known
-after the log-sum-exp, so a CPU leaves the others out of the last two products, while a GPU would have to be waited for
-and multiplies them (f = 1).
+after the log-sum-exp, so a CPU leaves the others out of the last two products. A GPU would have to be waited for: it
+multiplies them (f = 1), unless the share measured in the last step is below `COUNT_BELOW`; then kernels that read the
+count on the device take the place of the library's, which are faster by the row.
 
 Planning looks at the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
 host, and the loss itself never waits.
@@ -26,6 +27,9 @@ from torch import Tensor
 
 from ..linear_logprob.chunked import chunk_rows
 from ..policy_loss import Objective, PolicyFields
+
+COUNT_BELOW = 0.7
+"""Share of rows with a gradient below which products that count on the device are taken (not tuned on a GPU yet)."""
 
 Schedule = Literal["logprob_only", "fused_forward", "sequence_aligned", "frozen_head", "two_phase"]
 
@@ -48,6 +52,7 @@ class HeadPlan:
     head: tuple[int, int]  # (V, H)
     frozen: bool
     gradient_share: float
+    count_on_device: bool = False  # see `COUNT_BELOW`
 
     def flop(self) -> float:
         """Of the matrix products, expected."""
@@ -61,6 +66,17 @@ class HeadPlan:
         }
         V, H = self.head
         return products[self.schedule] * self.row_cuts[-1] * V * H
+
+    def traffic(self) -> float:
+        """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
+
+        A tile of fp32 is written, read by the statistics, and with a gradient read again and written; the fp32 gradient
+        of the head is read and written once a chunk.
+        """
+        V, H = self.head
+        tiles = self.row_cuts[-1] * V * 4 * (2 if self.schedule == "logprob_only" else 4)
+        head = 0 if self.frozen or self.schedule == "logprob_only" else (len(self.row_cuts) - 1) * V * H * 8
+        return float(tiles + head)
 
     def memory(self, itemsize: int = 4) -> int:
         """Bytes beside inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another dtype.
@@ -81,8 +97,10 @@ class HeadPlan:
         return "\n".join(
             [
                 f"schedule {self.schedule}{' (frozen head)' if self.frozen else ''}: {rows} of {N} rows, "
-                f"{pairs} of {M} pairs, in {len(self.row_cuts) - 1} chunks",
+                f"{pairs} of {M} pairs, in {len(self.row_cuts) - 1} chunks"
+                + (", rows without gradient left out on the device" if self.count_on_device else ""),
                 f"{self.flop() / 1e12:.3g} TFLOP; plain PyTorch {6.0 * N * H * V / 1e12:.3g} TFLOP",
+                f"{self.traffic() / 2**30:.3g} GiB moved outside the products",
                 f"{self.memory() / 2**20:.0f} MiB beside gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
             ]
         )
@@ -118,7 +136,8 @@ def plan_policy_loss(
         row: row of each pair, on the device of ``fields``; default: one pair a row.
         frozen: the head takes no gradient.
         gradient: whether any gradient is wanted.
-        gradient_share: share of rows that had a gradient in the last step (1 - the share clipped); for ``explain``.
+        gradient_share: share of rows that had a gradient in the last step (1 - the share clipped), for ``explain`` and
+            for what a GPU does about the others.
 
     Raises:
         ValueError: without ``row`` there must be as many pairs as rows.
@@ -159,6 +178,7 @@ def plan_policy_loss(
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=gradient_share,
+        count_on_device=torch.device(device).type == "cuda" and gradient_share < COUNT_BELOW,
     )
 
 

@@ -53,8 +53,9 @@ class Objective:
     Args:
         surrogate: with r the ratio and sg a stop-gradient,
             ``ppo``: g_pos = -min(r, high), g_neg = max(r, low), the latter at most ``clip_ratio_c`` where given (dual
-            clip; TRL calls it delta). ``unclipped``: -+ r. ``cispo``: -+ sg(clip(r, low, high)) logprob (TRL's bound
-            is ``1 + eps_high`` with ``eps_low`` 1). ``sapo``: -+ (4 / tau) sigmoid(tau (r - 1)). ``reinforce``:
+            clip; TRL's delta, from 1 + eps_high on). ``unclipped``: -+ r. ``cispo``: -+ sg(clip(r, low, high)) logprob
+            (TRL's bound is ``1 + eps_high`` with ``eps_low`` 1). ``sapo``: -+ (4 / tau) sigmoid(tau (r - 1)).
+            ``reinforce``:
             -+ logprob. ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
             reinforce times sg(e^lam W^k e^(-lam W)), W the ratio of the sequence (times the corrected mismatch of its
             tokens), (k, lam) by sign. ``geo_mean``: -+ r
@@ -220,8 +221,10 @@ class Objective:
             live = live | (fields.adv_pos != 0)
         if self.neg_weight:
             live = live | (fields.adv_neg != 0)
-        if self.kl_coef or self.entropy_coef or self.surrogate in OF_ALL:
+        if self.kl_coef or self.entropy_coef:
             live = live | (fields.weight != 0)
+        if self.surrogate in OF_ALL:
+            live = live | ((fields.weight if fields.all_weight is None else fields.all_weight) != 0)
         live = live & everyone
         together = fields.segment if fields.paths is None else fields.paths.sequence
         if self.scope == "path" and together is not None:  # a ratio is averaged over tokens without advantage too

@@ -69,11 +69,13 @@ def pair_loss(
         require(value is None or value.shape == logprob.shape, f"{name} must be {list(logprob.shape)} like logprob")
 
     log_ratio = logprob if ref_logprob is None else logprob - ref_logprob.to(logprob.dtype)
+    counted = torch.ones_like(log_ratio) if mask is None else mask.to(log_ratio.dtype)
     of_path = paths.sum(log_ratio if mask is None else torch.where(mask, log_ratio, 0))
     if kind in ("ipo", "simpo", "orpo"):
-        of_path = of_path / paths.leaf_length.to(of_path.dtype).clamp(min=1)
+        of_path = of_path / paths.sum(counted).clamp(min=1)
     better, worse = of_path[chosen.long()], of_path[rejected.long()]
     if kind == "orpo":
+        better, worse = (x.clamp(max=-1e-7) for x in (better, worse))  # log(1 - p) of a sequence that is certain
         odds = (better - torch.log(-torch.expm1(better))) - (worse - torch.log(-torch.expm1(worse)))
         losses = -beta * logsigmoid(odds)
     elif kind == "ipo":

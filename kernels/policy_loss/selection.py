@@ -29,9 +29,9 @@ def apply(
     if objective.entropy_share < 1:
         assert entropy is not None
         chosen = top_share(entropy, live_of(fields), objective.entropy_share)
-        fields = _only(fields, chosen)
+        fields = only(fields, chosen)
     if objective.surrogate == "clip_cov":
-        return _only(fields, ~clip_cov_drops(logprob, d, fields, objective))
+        return only(fields, ~clip_cov_drops(logprob, d, fields, objective))
     if objective.surrogate == "kl_cov":
         live = live_of(fields)
         cov = torch.where(live, covariance(logprob, fields), -torch.inf)
@@ -44,11 +44,19 @@ def live_of(fields: PolicyFields) -> Tensor:  # [M] bool
     return torch.ones_like(fields.weight, dtype=torch.bool) if fields.mask is None else fields.mask
 
 
-def _only(fields: PolicyFields, chosen: Tensor) -> PolicyFields:
-    """The surrogate of the chosen tokens alone; KL and entropy terms, lengths and normalizer stay, as in TRL."""
+def only(fields: PolicyFields, chosen: Tensor, scale: float = 1.0) -> PolicyFields:
+    """The surrogate of the chosen tokens alone, times ``scale``; KL and entropy terms, ratios of sequences, lengths and
+    normalizer stay, as in TRL.
+
+    Leaves of a tree have one advantage each, which no longer says what its tokens learn: it is dropped, so objectives
+    that need it refuse these fields.
+    """
     of_all = fields.weight if fields.all_weight is None else fields.all_weight
-    pos, neg, of_all = (torch.where(chosen, t, 0) for t in (fields.adv_pos, fields.adv_neg, of_all))
-    return replace(fields, adv_pos=pos, adv_neg=neg, all_weight=of_all)
+    pos, neg, of_all = (torch.where(chosen, scale * t, 0) for t in (fields.adv_pos, fields.adv_neg, of_all))
+    paths = fields.paths
+    if paths is not None:
+        paths = replace(paths, leaf_advantage=None)
+    return replace(fields, adv_pos=pos, adv_neg=neg, all_weight=of_all, paths=paths)
 
 
 def top_share(values: Tensor, live: Tensor, share: float) -> Tensor:

@@ -1,17 +1,16 @@
-"""Fewer tokens to learn from: fields whose mask is smaller, so that the others never reach a matrix product.
+"""Fewer tokens to learn from: fields in which only some carry an advantage.
 
-Lengths of sequences, and with them the weights of their tokens, stay as they were, and so does the caller's normalizer:
-a subset changes which tokens learn, not how much each does.
+The others leave the matrix products of `linear_policy_loss` where nothing else needs them (no KL or entropy term, a
+ratio of tokens). Lengths of sequences, ratios averaged over them, KL and entropy terms and the caller's normalizer stay
+as they were: a subset changes which tokens learn, not how much each does.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from .fields import PolicyFields
-from .selection import live_of, top_share
+from .selection import live_of, only, top_share
 
 
 def entropy_quantile(fields: PolicyFields, entropy: Tensor, share: float) -> PolicyFields:
@@ -23,7 +22,7 @@ def entropy_quantile(fields: PolicyFields, entropy: Tensor, share: float) -> Pol
         ValueError: share is not in (0, 1], or shapes differ.
     """
     _check(share, entropy, fields)
-    return replace(fields, mask=top_share(entropy, live_of(fields), share))
+    return only(fields, top_share(entropy, live_of(fields), share))
 
 
 def random_share(fields: PolicyFields, share: float, *, token: Tensor, seed: int) -> PolicyFields:
@@ -37,17 +36,7 @@ def random_share(fields: PolicyFields, share: float, *, token: Tensor, seed: int
         ValueError: share is not in (0, 1], or shapes differ.
     """
     _check(share, token, fields)
-    kept = _uniform(token, seed) < share
-    up = 1 / share
-    of_all = None if fields.all_weight is None else fields.all_weight * up
-    return replace(
-        fields,
-        mask=live_of(fields) & kept,
-        adv_pos=fields.adv_pos * up,
-        adv_neg=fields.adv_neg * up,
-        weight=fields.weight * up,
-        all_weight=of_all,
-    )
+    return only(fields, _uniform(token, seed) < share, scale=1 / share)
 
 
 def probability_mask(fields: PolicyFields, below: float = 0.9) -> PolicyFields:
@@ -60,7 +49,7 @@ def probability_mask(fields: PolicyFields, below: float = 0.9) -> PolicyFields:
         raise ValueError("probability_mask: the fields must have old_logprob.")
     if not 0 < below <= 1:
         raise ValueError(f"probability_mask: below must be in (0, 1], got {below}.")
-    return replace(fields, mask=live_of(fields) & (fields.old_logprob.exp() < below))
+    return only(fields, fields.old_logprob.exp() < below)
 
 
 def _check(share: float, values: Tensor, fields: PolicyFields) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rolltree.kernels import (
     PathIndex,
     PolicyFields,
     PolicyLossOutput,
+    dispatch,
     linear_logprob,
     linear_policy_loss,
     plan_policy_loss,
@@ -21,7 +23,7 @@ from rolltree.kernels import (
     use_backend,
 )
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.linear_logprob import chunked
+from rolltree.kernels.linear_logprob import chunked, triton_counted
 from rolltree.kernels.linear_policy_loss import api, op, plan
 from rolltree.kernels.policy_loss import PRESETS
 
@@ -284,6 +286,41 @@ def test_clipped_rows_leave_after_the_log_sum_exp(monkeypatch: pytest.MonkeyPatc
     )
     same(run(fused, given, fields, objective, ("hidden", "weight")), expected, 2e-6)
     assert reached == [kept]
+
+
+@pytest.mark.parametrize("shape", ["flat", "tree"])
+@pytest.mark.parametrize("trained", [("hidden", "weight", "bias"), ("hidden",), ("weight",)])
+def test_rows_counted_on_the_device(trained: tuple[str, ...], shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that read the count of rows with a gradient where it lies, over several chunks."""
+    if reason := dispatch._unusable("triton", DEVICE):
+        pytest.skip(reason)
+    given, fields = batch(shape, bias=True)
+    objective = Objective.preset("ppo", eps_low=0.05, eps_high=0.05)
+    fields = cast(fields, torch.float32, objective.aggregation)
+    monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 8)
+    made = plan_policy_loss(
+        fields, objective, num_rows=len(given["hidden"]), vocabulary=65, hidden_size=16, device="cpu",
+        row=given.get("row"), frozen=trained == ("hidden",),
+    )  # fmt: skip
+    products: list[Tensor] = []
+    original = triton_counted.rows_on_device
+    monkeypatch.setattr(triton_counted, "rows_on_device", lambda alive: products.append(alive) or original(alive))
+    with use_backend("triton"):
+        expected = run(composed, given, fields, objective, trained)
+        got = run(fused, given | {"plan": replace(made, count_on_device=True)}, fields, objective, trained)
+    same(got, expected, 2e-6)
+    assert len(products) == len(made.row_cuts) - 1
+    alive = torch.cat(products)
+    assert 0 < int(alive.sum()) < len(alive)
+
+
+def test_when_the_device_counts() -> None:
+    _, fields = batch()
+    options = {"num_rows": 35, "vocabulary": 65, "hidden_size": 16}
+    for share, device, expected in ((0.5, "cuda", True), (0.9, "cuda", False), (0.5, "cpu", False)):
+        made = plan_policy_loss(fields, Objective.preset("dapo"), device=device, gradient_share=share, **options)
+        assert made.count_on_device == expected
+        assert ("left out on the device" in made.explain()) == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

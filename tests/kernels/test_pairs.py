@@ -23,8 +23,7 @@ def sequences(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tenso
     ref, mask = logprob + 0.3 * torch.randn(M, generator=g, dtype=torch.float64), torch.rand(M, generator=g) < 0.8
     mask[4] = True
     ends = torch.tensor(LENGTHS).cumsum(0)
-    length = torch.stack([m.sum() for m in mask.split(LENGTHS)])
-    index = PathIndex(torch.repeat_interleave(ends, torch.tensor(LENGTHS)), ends - 1, length, None, None)
+    index = PathIndex(torch.repeat_interleave(ends, torch.tensor(LENGTHS)), ends - 1, torch.tensor(LENGTHS), None, None)
     return logprob.to(dtype), ref.to(dtype), mask, index
 
 
@@ -82,6 +81,16 @@ def test_formulas(case: int) -> None:
         lambda x: pair_loss(x, index, CHOSEN, REJECTED, normalizer=5, mask=mask, beta=0.3, **options, **reference).loss,
         (lp,),
     )
+
+
+def test_certain_and_empty_sequences_stay_finite() -> None:
+    lp, _, mask, index = sequences()
+    lp[:5] = 0.0  # the first two sequences are certain
+    mask[5:11] = False  # nothing of the third is left
+    lp.requires_grad_()
+    loss = pair_loss(lp, index, CHOSEN, REJECTED, "orpo", normalizer=1, mask=mask).loss
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, lp)[0].isfinite().all()
 
 
 def test_metrics_and_weights() -> None:
