@@ -123,6 +123,15 @@ def verl(x: Inputs) -> Calls:
     return both_directions(x, lambda: linear_cross_entropy(x.hidden, x.weight, x.target, 1.0, "none", None)[0])
 
 
+def quack(x: Inputs) -> Calls:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    needs_cuda(x)
+    return both_directions(
+        x, lambda: -chunked_linear_cross_entropy(x.hidden, x.weight, x.target, chunk_size=4096, reduction="none")
+    )
+
+
 def first(value: Any) -> Tensor:
     return value[0] if isinstance(value, tuple) else value
 
@@ -163,6 +172,7 @@ BENCH = Bench(
         "trl": trl,
         "cut-cross-entropy": cut_cross_entropy,
         "verl": verl,
+        "quack": quack,
     },
     ceiling=bare_gemms,
     ceiling_is="the matrix products alone, one forward and three with backward, by torch.mm",
