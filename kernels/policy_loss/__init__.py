@@ -5,7 +5,7 @@ from .objective import Objective, aggregation_weight
 from .pairs import pair_loss
 from .presets import PRESETS
 from .reference import SUMS
-from .subsets import entropy_quantile, probability_mask, random_share
+from .subsets import calm_tokens, entropy_quantile, probability_mask, random_share
 from .value import gae, value_loss
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "PolicyFields",
     "PolicyLossOutput",
     "aggregation_weight",
+    "calm_tokens",
     "entropy_quantile",
     "evaluate",
     "gae",

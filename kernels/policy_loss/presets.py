@@ -42,6 +42,7 @@ PRESETS: dict[str, Objective] = {
     "off_policy_mask": Objective(off_policy_delta=0.1),  # delta [inf]
     "on_policy_pg": Objective(ratio_base="self"),
     "dcpo_clip": Objective(dynamic_clip=True),  # cap [inf]
+    "clip_tensor": Objective(),  # bounds are the fields' clip_low and clip_high
     "ngrpo": Objective(eps_low=0.16, eps_high=0.24, aggregation=_SEQUENCE_MEAN),  # eps [inf]
     "w_reinforce": Objective(surrogate="reinforce", pos_weight=0.1),  # [inf]; pos_weight 0 learns from failures alone
     "nft": Objective(surrogate="nft", beta=1e-2),  # beta, the floor of the implicit negative policy, [inf]
@@ -49,6 +50,7 @@ PRESETS: dict[str, Objective] = {
     "sft": Objective(surrogate="nll"),
     "weighted_nll": Objective(surrogate="nll"),  # weights are the fields'
     "raft": Objective(surrogate="nll"),  # on the samples kept
+    "aux_nll": Objective(surrogate="nll"),  # a second call on its own tokens, with its own normalizer
     "pear": Objective(surrogate="nll", mismatch="truncate", mismatch_level="sequence"),  # [inf]
     "opd": Objective(surrogate="distill_reverse"),
     "opd_forward": Objective(surrogate="distill_forward", clip_ratio_c=10.0),

@@ -52,6 +52,20 @@ def probability_mask(fields: PolicyFields, below: float = 0.9) -> PolicyFields:
     return only(fields, fields.old_logprob.exp() < below)
 
 
+def calm_tokens(fields: PolicyFields, entropy: Tensor, kl: Tensor, share: float) -> PolicyFields:
+    """Leave out the ``share`` of highest entropy ``[M]`` and that of highest KL to a reference ``[M]`` (EKSFT; for NLL).
+
+    The thresholds are quantiles of the batch [inf].
+
+    Raises:
+        ValueError: share is not in (0, 1], or shapes differ.
+    """
+    _check(share, entropy, fields)
+    _check(share, kl, fields)
+    live = live_of(fields)
+    return only(fields, live & ~top_share(entropy, live, share) & ~top_share(kl, live, share))
+
+
 def _check(share: float, values: Tensor, fields: PolicyFields) -> None:
     if not 0 < share <= 1:
         raise ValueError(f"share must be in (0, 1], got {share}.")

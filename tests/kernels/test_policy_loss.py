@@ -189,7 +189,9 @@ def truncated_ppo(b: dict[str, Tensor], lp: Tensor) -> Tensor:
 
 
 TOKEN_LOSS: dict[str, Callable[[dict[str, Tensor], Tensor], Tensor]] = {
-    **dict.fromkeys(("ppo", "grpo", "bnpo", "dr_grpo", "reinforce_pp"), lambda b, lp: ppo(b, lp, 0.2, 0.2)),
+    **dict.fromkeys(
+        ("ppo", "grpo", "bnpo", "dr_grpo", "reinforce_pp", "clip_tensor"), lambda b, lp: ppo(b, lp, 0.2, 0.2)
+    ),
     "dapo": lambda b, lp: ppo(b, lp, 0.2, 0.28),
     "ngrpo": lambda b, lp: ppo(b, lp, 0.16, 0.24),
     "dual_clip": lambda b, lp: ppo(b, lp, 0.2, 0.2, c=3.0),
@@ -212,7 +214,7 @@ TOKEN_LOSS: dict[str, Callable[[dict[str, Tensor], Tensor], Tensor]] = {
     "on_policy_pg": lambda b, lp: -b["advantage"][b["sequence"]] * (lp - lp.detach()).exp(),
     "nft": nft,
     "token_entropy_mask": entropy_mask,
-    **dict.fromkeys(("sft", "weighted_nll", "raft"), lambda b, lp: -lp),
+    **dict.fromkeys(("sft", "weighted_nll", "raft", "aux_nll"), lambda b, lp: -lp),
     "pear": pear,
     "opd": lambda b, lp: -(b["teacher"] - lp).detach() * lp,
     "opd_forward": lambda b, lp: -(b["teacher"] - lp).exp().clamp(max=10).detach() * lp,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields, plan_policy_loss, policy_loss
-from rolltree.kernels.policy_loss.subsets import entropy_quantile, probability_mask, random_share
+from rolltree.kernels.policy_loss.subsets import calm_tokens, entropy_quantile, probability_mask, random_share
 
 M = 4000
 
@@ -83,6 +83,14 @@ def test_probability_mask() -> None:
     kept = learning(probability_mask(given, 0.6))
     assert given.old_logprob is not None
     assert kept.equal(mask & (given.old_logprob.exp() < 0.6))
+
+
+def test_calm_tokens() -> None:
+    given, mask = fields()
+    entropy, kl = torch.rand(2, M, generator=torch.Generator().manual_seed(3))
+    kept = Objective.preset("sft").live(calm_tokens(given, entropy, kl, 0.1))
+    wild = (entropy >= entropy[mask].quantile(0.9)) | (kl >= kl[mask].quantile(0.9))
+    assert kept.equal(mask & ~wild)
 
 
 def test_mistakes_are_named() -> None:
