@@ -53,7 +53,7 @@ def probability_mask(fields: PolicyFields, below: float = 0.9) -> PolicyFields:
 
 
 def calm_tokens(fields: PolicyFields, entropy: Tensor, kl: Tensor, share: float) -> PolicyFields:
-    """Leave out the ``share`` of highest entropy ``[M]`` and that of highest KL to a reference ``[M]`` (EKSFT; for NLL).
+    """Leave out the ``share`` of highest entropy ``[M]`` and that of highest KL to a reference ``[M]`` (EKSFT, NLL).
 
     The thresholds are quantiles of the batch [inf].
 
