@@ -1,16 +1,20 @@
 """The matrix products of the language-model head around the row kernels, and their gradients.
 
 ``logits = hidden weight^T + scale (hidden a^T) b^T`` where a LoRA adapter (a, b) is given; weight + scale b a is never
-formed. Products of bf16 and fp16 operands come out in fp32: CUDA multiplies straight into it; the CPU has no such
-product, so there operands are widened first (exact; one fp32 copy of the weight for the duration of the call).
+formed. Products of bf16 and fp16 operands come out in fp32: CUDA multiplies straight into it, and so does a CPU with
+AMX tiles for the logits of a bf16 head. Elsewhere operands are widened first (exact; one fp32 copy of the weight for the
+duration of the call).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rolltree.kernels import dispatch
 
 
 class HeadLora(NamedTuple):
@@ -33,25 +37,32 @@ class Head:
     ) -> None:
         self.mixed = weight.is_cuda and weight.dtype != accumulator
         self.accumulator = accumulator
-        self.weight = self._operand(weight)
+        self.weight = weight
         self.bias = weight.new_empty(0, dtype=accumulator) if bias is None else bias.to(accumulator)
         """[V], or [0]: the row kernels add it."""
         self.lora = None if lora is None else HeadLora(self._operand(lora.a), self._operand(lora.b), lora.scale)
-        self.dtype = self.weight.dtype
+        self.dtype = weight.dtype if self.mixed else accumulator
         """Dtype of the operands, hence of the logits' gradient."""
+        self.tiles = weight.dtype == torch.bfloat16 and accumulator == torch.float32 and has_bf16_gemm(weight)
+
+    @functools.cached_property
+    def operand(self) -> Tensor:
+        """The weight as the products take it."""
+        return self._operand(self.weight)
 
     def _operand(self, t: Tensor) -> Tensor:
         return t if self.mixed else t.to(self.accumulator)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """``out [C, V]``, without bias, in the accumulation dtype; returns ``out``."""
-        hidden = self._operand(hidden)
-        if self.mixed:
+        if self.tiles:
+            torch.ops.rolltree_cpu.bf16_logits(hidden.contiguous(), self.weight.contiguous(), out)
+        elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
         else:
-            torch.mm(hidden, self.weight.T, out=out)
+            torch.mm(self._operand(hidden), self.operand.T, out=out)
         if self.lora is not None:
-            self._add(out, self._project(hidden, self.lora), self.lora.b.T)
+            self._add(out, self._project(self._operand(hidden), self.lora), self.lora.b.T)
         return out
 
     def rows(self, target: Tensor) -> Tensor:
@@ -65,12 +76,12 @@ class Head:
     def to_hidden(self, d_logits: Tensor, out: Tensor) -> None:
         """``out [C, H]``: gradient of hidden, in the dtype of ``out``."""
         if self.lora is None and out.dtype == self.dtype:
-            torch.mm(d_logits, self.weight, out=out)
+            torch.mm(d_logits, self.operand, out=out)
             return
         if self.mixed:
-            product = torch.mm(d_logits, self.weight, out_dtype=self.accumulator)
+            product = torch.mm(d_logits, self.operand, out_dtype=self.accumulator)
         else:
-            product = torch.mm(d_logits, self.weight)
+            product = torch.mm(d_logits, self.operand)
         if self.lora is not None:
             a, b, scale = self.lora
             self._add(product, self._operand(scale * (d_logits @ b)), a)
@@ -85,6 +96,11 @@ class Head:
             torch.addmm(out, left, right, out_dtype=self.accumulator, out=out)
         else:
             out.addmm_(left, right)
+
+
+def has_bf16_gemm(weight: Tensor) -> bool:
+    """Whether logits of a bf16 ``weight`` are multiplied on the tiles of this CPU."""
+    return weight.device.type == "cpu" and dispatch.load_library("cpu") and torch.ops.rolltree_cpu.has_bf16_gemm()
 
 
 class HeadGradient:

@@ -118,7 +118,7 @@ def _products_on_device(
 
     origin, count = triton_counted.rows_on_device(alive)
     if len(d_hidden):
-        triton_counted.to_hidden(d_logits, head.weight, origin, count, d_hidden)
+        triton_counted.to_hidden(d_logits, head.operand, origin, count, d_hidden)
     if len(need.weight):
         triton_counted.accumulate(need.weight, d_logits, hidden.contiguous(), origin, count)
     if len(need.bias):

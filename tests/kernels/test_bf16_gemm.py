@@ -1,0 +1,68 @@
+"""Logits of a bf16 head on the CPU's tiles: as exact as widening the operands, each row on its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rolltree.kernels import linear_logprob, use_backend
+from rolltree.kernels.linear_logprob.head import Head, has_bf16_gemm
+
+pytestmark = pytest.mark.skipif(
+    not has_bf16_gemm(torch.empty(0)), reason="this machine has no AMX tiles for bf16, or the C++ kernels are not built"
+)
+
+
+def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    head = Head(weight, None, None, torch.float32)
+    assert head.tiles
+    return head.logits(hidden, torch.full((len(hidden), len(weight)), torch.nan))
+
+
+def operands(M: int, K: int, N: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(M * K + N)
+    return tuple((scale * torch.randn(n, K, generator=random)).bfloat16() for n in (M, N))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (31, 33, 16), (32, 32, 32), (33, 64, 31), (65, 95, 97), (7, 128, 1000), (0, 8, 5), (100, 896, 333)]
+)
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e15])
+def test_no_further_from_fp64_than_widened_operands(shape: tuple[int, int, int], scale: float) -> None:
+    hidden, weight = operands(*shape, scale)
+    exact = hidden.double() @ weight.double().T
+    magnitude = hidden.double().abs() @ weight.double().abs().T
+    error = (logits(hidden, weight) - exact).abs()
+    # fp32 sums of K products in any order: K units in the last place of the sum of magnitudes; AMX flushes subnormals
+    assert (error <= shape[1] * 2**-24 * magnitude + shape[1] * 2**-126).all()
+
+
+def test_rows_do_not_see_each_other() -> None:
+    hidden, weight = operands(100, 96, 333)
+    whole = logits(hidden, weight)
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(logits(hidden[order], weight), whole[order])
+    assert torch.equal(logits(hidden[40:41], weight), whole[40:41])
+    assert torch.equal(logits(hidden[10:77], weight), whole[10:77])
+
+
+def test_not_a_number_stays_in_its_row_and_column() -> None:
+    hidden, weight = operands(40, 64, 50)
+    hidden[3, 5], weight[7, 9], hidden[20, 1] = torch.nan, torch.nan, torch.inf
+    bad = logits(hidden, weight).isnan()
+    assert bad[3].all() and bad[:, 7].all() and bad.sum() == 50 + 40 - 1
+
+
+def test_the_log_probability_is_that_of_the_reference() -> None:
+    hidden, weight = operands(50, 40, 1003)
+    target = torch.arange(50) * 7
+    results = []
+    for backend in ("cpu", "reference"):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with use_backend(backend):
+            out = linear_logprob(h, w, target)
+            out.logprob.sum().backward()
+        results.append((out.logprob.detach(), h.grad, w.grad))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    for got, want in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-4)
