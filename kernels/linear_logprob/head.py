@@ -2,8 +2,8 @@
 
 ``logits = hidden weight^T + scale (hidden a^T) b^T`` where a LoRA adapter (a, b) is given; weight + scale b a is never
 formed. Products of bf16 and fp16 operands come out in fp32: CUDA multiplies straight into it, and so does a CPU with
-AMX tiles for the logits of a bf16 head. Elsewhere operands are widened first (exact; one fp32 copy of the weight for the
-duration of the call).
+AMX tiles for the logits of a bf16 head. Elsewhere operands are widened first (exact; one fp32 copy of the weight for
+the duration of the call).
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def operands(M: int, K: int, N: int, scale: float = 1.0) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (31, 33, 16), (32, 32, 32), (33, 64, 31), (65, 95, 97), (7, 128, 1000), (0, 8, 5), (100, 896, 333)]
+    "shape",
+    [(1, 1, 1), (31, 33, 16), (32, 32, 32), (33, 64, 31), (65, 95, 97), (7, 128, 1000), (0, 8, 5), (100, 896, 333)],
 )
 @pytest.mark.parametrize("scale", [1.0, 1e-18, 1e15])
 def test_no_further_from_fp64_than_widened_operands(shape: tuple[int, int, int], scale: float) -> None:
@@ -50,7 +51,9 @@ def test_not_a_number_stays_in_its_row_and_column() -> None:
     hidden, weight = operands(40, 64, 50)
     hidden[3, 5], weight[7, 9], hidden[20, 1] = torch.nan, torch.nan, torch.inf
     bad = logits(hidden, weight).isnan()
-    assert bad[3].all() and bad[:, 7].all() and bad.sum() == 50 + 40 - 1
+    assert bad[3].all()
+    assert bad[:, 7].all()
+    assert bad.sum() == 50 + 40 - 1
 
 
 def test_the_log_probability_is_that_of_the_reference() -> None:
