@@ -23,12 +23,17 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """N x H x V: a small head everywhere; on CUDA the reference shape of Qwen- and Llama-size heads in bf16."""
+    """N x H x V: small heads on the CPU; on CUDA the reference shapes of Qwen- and Llama-size heads in bf16."""
+    wide, narrow = torch.float32, torch.bfloat16
     if device.type == "cpu":
-        shapes, dtype = [(1024, 256, 1024)] + ([] if quick else [(2048, 512, 32000)]), torch.float32
+        shapes = [(1024, 256, 1024, wide)]
+        if not quick:
+            shapes += [(2048, 512, 32000, wide), (2048, 512, 32000, narrow)]
+    elif quick:
+        shapes = [(2048, 1024, 32000, narrow)]
     else:
-        shapes, dtype = [(2048, 1024, 32000)] if quick else [(8192, 1024, 151936), (8192, 4096, 131072)], torch.bfloat16
-    for n, h, v in shapes:
+        shapes = [(8192, 1024, 151936, narrow), (8192, 4096, 131072, narrow)]
+    for n, h, v, dtype in shapes:
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
