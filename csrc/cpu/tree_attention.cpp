@@ -1,4 +1,5 @@
 // Training attention over packed trees: row i sees key j iff j <= i < subtree_end[j] (and position[i] - position[j] < window).
+// The queries are of the last rows: the first `offset` keys belong to an earlier piece of the tree.
 //
 // Work is tiled into blocks of rows and blocks of 64 keys. A pair of blocks is skipped, computed unmasked, or computed
 // with a mask on only the keys that some row of it sees; which one follows from the largest and smallest subtree_end of
@@ -34,8 +35,9 @@ struct Visible {
 // The mask, tiled.
 class Tiling {
  public:
-  Tiling(const Tensor& subtree_end, const std::optional<Tensor>& position, std::optional<int64_t> window)
+  Tiling(const Tensor& subtree_end, const std::optional<Tensor>& position, std::optional<int64_t> window, int64_t offset)
       : tokens_(subtree_end.size(0)),
+        offset_(offset),
         key_blocks_((tokens_ + kTileKeys - 1) / kTileKeys),
         window_(window ? std::min(*window, kNoWindow) : 0),
         ends_(key_blocks_ * kTileKeys, 0),
@@ -59,7 +61,7 @@ class Tiling {
   int64_t row_end(int64_t m) const { return row_begin_[m + 1]; }
   int64_t last_row(int64_t b) const { return std::min<int64_t>(extent_[b].max, tokens_); }  // exclusive
   int64_t row_block_of(int64_t row) const {
-    return std::upper_bound(row_begin_.begin(), row_begin_.end(), row) - row_begin_.begin() - 1;
+    return std::upper_bound(row_begin_.begin(), row_begin_.end(), std::max(row, offset_)) - row_begin_.begin() - 1;
   }
 
   Visible visible(int64_t m, int64_t b) const {
@@ -109,7 +111,7 @@ class Tiling {
   // Cuts the key blocks into `runs` contiguous runs of about equal work; returns their bounds.
   std::vector<int64_t> key_runs(int64_t runs) const {
     std::vector<int64_t> work(key_blocks_ + 1, 0), bounds{0};
-    for (int64_t b = 0; b < key_blocks_; ++b) work[b + 1] = work[b] + std::max<int64_t>(last_row(b) - b * kTileKeys, 1);
+    for (int64_t b = 0; b < key_blocks_; ++b) work[b + 1] = work[b] + std::max<int64_t>(last_row(b) - std::max(b * kTileKeys, offset_), 1);
     for (int64_t i = 1; i <= runs; ++i) {
       const int64_t bound = std::lower_bound(work.begin(), work.end(), work.back() * i / runs) - work.begin();
       if (bound > bounds.back()) bounds.push_back(bound);
@@ -126,8 +128,8 @@ class Tiling {
     std::vector<char> closes(tokens_ + 1, 0);
     for (int64_t j = 0; j < tokens_; ++j)
       if (ends_[j] > 0 && ends_[j] <= tokens_) closes[ends_[j]] = 1;
-    row_begin_.push_back(0);
-    for (int64_t at = 0; at < tokens_; row_begin_.push_back(at)) {
+    row_begin_.push_back(offset_);
+    for (int64_t at = offset_; at < tokens_; row_begin_.push_back(at)) {
       const int64_t longest = std::min(at + kRowBlock, tokens_), shortest = std::min(at + kRowBlock / 2, tokens_);
       int64_t cut = longest;
       while (cut > shortest && !closes[cut]) --cut;
@@ -135,7 +137,7 @@ class Tiling {
     }
   }
 
-  int64_t tokens_, key_blocks_, window_;
+  int64_t tokens_, offset_, key_blocks_, window_;
   std::vector<int32_t> ends_, positions_;  // padded to whole key blocks: nobody sees the padding
   std::vector<Extent> extent_;
   std::vector<int64_t> row_begin_;
@@ -143,11 +145,12 @@ class Tiling {
 
 // The attention problem: sizes and the scale of loaded queries.
 struct Shape {
-  int64_t tokens, heads, kv_heads, group, width;  // width: padded head dimension
+  int64_t tokens, keys, heads, kv_heads, group, width;  // tokens: rows of queries; width: padded head dimension
   float query_scale, cap;                         // cap: softcap in the log2 domain, 0 for none
 
   Shape(const Tensor& q, const Tensor& k, double scale, std::optional<double> softcap)
       : tokens(q.size(0)),
+        keys(k.size(0)),
         heads(q.size(1)),
         kv_heads(k.size(1)),
         group(heads / kv_heads),
@@ -155,7 +158,8 @@ struct Shape {
         query_scale(static_cast<float>(softcap ? scale / *softcap : scale * kLog2e)),
         cap(static_cast<float>(softcap ? *softcap * kLog2e : 0.)) {}
 
-  int64_t key_tokens() const { return (tokens + kTileKeys - 1) / kTileKeys * kTileKeys; }
+  int64_t offset() const { return keys - tokens; }  // of row 0 among the keys
+  int64_t key_tokens() const { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
 };
 
 // One head as rows [tokens, width] at dst.
@@ -177,7 +181,7 @@ struct PackedKeys {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t head = i / (shape.key_tokens() / kTileKeys), n0 = i % (shape.key_tokens() / kTileKeys) * kTileKeys;
         float* tile = with_rows ? rows.at(i * size) : spare.at(0);
-        const int64_t count = std::min(kTileKeys, shape.tokens - n0);
+        const int64_t count = std::min(kTileKeys, shape.keys - n0);
         for (int64_t j = 0; j < count; ++j)
           source.load_row(source.offset(n0 + j, head), 1.f, tile + j * shape.width);
         std::fill(tile + count * shape.width, tile + size, 0.f);
@@ -195,7 +199,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
   Tensor lse = torch::stable::new_empty(q, {shape.tokens, shape.heads}, ScalarType::Float);
   if (q.numel() == 0) return {out, lse};
 
-  const Tiling tiling(subtree_end, position, window);
+  const Tiling tiling(subtree_end, position, window, shape.offset());
   const PackedKeys keys(k, shape, false, true), values(v, shape, true, false);
   const std::vector<int64_t> order = tiling.heavy_first();
   const Rows queries(q), outputs(out);
@@ -205,9 +209,9 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
     return [&, query = Buffer(kRowBlock * shape.width), scores = Buffer(kRowBlock * kTileKeys), max = Buffer(kRowBlock),
             sum = Buffer(kRowBlock * kLanes), acc = Buffer(kRowBlock * shape.width)](int64_t item) {
       const int64_t m = order[item / shape.heads], head = item % shape.heads;
-      const int64_t m0 = tiling.row_begin(m), rows = tiling.row_end(m) - m0;
+      const int64_t m0 = tiling.row_begin(m), rows = tiling.row_end(m) - m0, at = m0 - shape.offset();
       for (int64_t r = 0; r < rows; ++r)
-        queries.load_row(queries.offset(m0 + r, head), shape.query_scale, query.at(r * shape.width));
+        queries.load_row(queries.offset(at + r, head), shape.query_scale, query.at(r * shape.width));
       const Running running{max.at(0), sum.at(0), acc.at(0), shape.width};
       running.reset(rows);
       for (int64_t b = 0; b * kTileKeys < m0 + rows; ++b) {
@@ -223,8 +227,8 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
       }
       for (int64_t r = 0; r < rows; ++r) {
         const auto [log_sum, factor] = running.finish(r);
-        lse_data[(m0 + r) * shape.heads + head] = log_sum;
-        outputs.store_row(outputs.offset(m0 + r, head), running.out + r * shape.width, factor);
+        lse_data[(at + r) * shape.heads + head] = log_sum;
+        outputs.store_row(outputs.offset(at + r, head), running.out + r * shape.width, factor);
       }
     };
   });
@@ -259,11 +263,11 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
   const Shape shape(q, k, scale, softcap);
   const int64_t tokens = shape.tokens, width = shape.width, dim = q.size(2);
   Tensor dq = torch::stable::new_empty(q, {tokens, shape.heads, dim});
-  Tensor dk = torch::stable::new_empty(k, {tokens, shape.kv_heads, dim});
-  Tensor dv = torch::stable::new_empty(v, {tokens, shape.kv_heads, dim});
-  if (q.numel() == 0) return {dq, dk, dv};
+  Tensor dk = torch::stable::new_empty(k, {shape.keys, shape.kv_heads, dim});
+  Tensor dv = torch::stable::new_empty(v, {shape.keys, shape.kv_heads, dim});
+  if (k.numel() == 0) return {dq, dk, dv};
 
-  const Tiling tiling(subtree_end, position, window);
+  const Tiling tiling(subtree_end, position, window, shape.offset());
   const PackedKeys keys(k, shape, true, true), values(v, shape, false, true);
   // Per head: scaled queries, output gradients, lse in the log2 domain, delta = rowsum(dO * O).
   const Buffer queries(shape.heads * tokens * width), grads(shape.heads * tokens * width);
@@ -289,9 +293,11 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
   const std::vector<int64_t> bounds = tiling.key_runs(std::max<int64_t>(kBackwardRuns / shape.kv_heads, 1));
   const int64_t runs = static_cast<int64_t>(bounds.size()) - 1;
   // dQ of every run, from the run's first row on.
-  std::vector<int64_t> dq_offset(runs + 1, 0);
-  for (int64_t c = 0; c < runs; ++c)
-    dq_offset[c + 1] = dq_offset[c] + shape.heads * (tokens - bounds[c] * kTileKeys) * width;
+  std::vector<int64_t> first_row(runs), dq_offset(runs + 1, 0);
+  for (int64_t c = 0; c < runs; ++c) {
+    first_row[c] = std::max<int64_t>(bounds[c] * kTileKeys - shape.offset(), 0);
+    dq_offset[c + 1] = dq_offset[c] + shape.heads * (tokens - first_row[c]) * width;
+  }
   const Buffer dq_parts(dq_offset[runs]);
   const Rows dk_rows(dk), dv_rows(dv), dq_rows(dq);
   // dS is kept without the scale; what dQ and dK are to be multiplied by (dK was taken with scaled queries).
@@ -300,7 +306,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
   work_queue(runs * shape.kv_heads, [&] {
     return [&, scores = Buffer(kRowBlock * kTileKeys), dscores = Buffer(kRowBlock * kTileKeys),
             dk_tile = Buffer(kTileKeys * width), dv_tile = Buffer(kTileKeys * width)](int64_t item) {
-      const int64_t run = item / shape.kv_heads, kv_head = item % shape.kv_heads, origin = bounds[run] * kTileKeys;
+      const int64_t run = item / shape.kv_heads, kv_head = item % shape.kv_heads, origin = first_row[run];
       const int64_t part_rows = tokens - origin;
       float* dq_part = dq_parts.at(dq_offset[run] + kv_head * shape.group * part_rows * width);
       std::fill_n(dq_part, shape.group * part_rows * width, 0.f);
@@ -313,9 +319,9 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
           if (seen.first == seen.last) continue;
           const int64_t first = seen.first, keys_seen = seen.last - first, end = padded(seen.last);
           // Rows before the key block see nothing of it.
-          const int64_t m0 = std::max(tiling.row_begin(m), n0), rows = tiling.row_end(m) - m0;
+          const int64_t m0 = std::max(tiling.row_begin(m), n0), rows = tiling.row_end(m) - m0, row = m0 - shape.offset();
           for (int64_t g = 0; g < shape.group; ++g) {
-            const int64_t at = (kv_head * shape.group + g) * tokens + m0;
+            const int64_t at = (kv_head * shape.group + g) * tokens + row;
             const float *query = queries.at(at * width), *grad = grads.at(at * width);
             gemm(rows, end - first, width, query, width, keys.transposed.at(tile + first), kTileKeys, scores.at(first),
                  kTileKeys, false);
@@ -329,10 +335,10 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
             gemm<true>(keys_seen, width, rows, scores.at(first), kTileKeys, grad, width, dv_tile.at(first * width), width, true);
             gemm<true>(keys_seen, width, rows, dscores.at(first), kTileKeys, query, width, dk_tile.at(first * width), width, true);
             gemm(rows, width, keys_seen, dscores.at(first), kTileKeys, keys.rows.at(tile + first * width), width,
-                 dq_part + (g * part_rows + m0 - origin) * width, width, true);
+                 dq_part + (g * part_rows + row - origin) * width, width, true);
           }
         }
-        for (int64_t j = 0; j < std::min(kTileKeys, tokens - n0); ++j) {
+        for (int64_t j = 0; j < std::min(kTileKeys, shape.keys - n0); ++j) {
           dk_rows.store_row(dk_rows.offset(n0 + j, kv_head), dk_tile.at(j * width), dk_scale);
           dv_rows.store_row(dv_rows.offset(n0 + j, kv_head), dv_tile.at(j * width), 1.f);
         }
@@ -345,8 +351,8 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
     for (int64_t i = begin; i < end; ++i)
       for (int64_t head = 0; head < shape.heads; ++head) {
         std::fill_n(row.at(0), width, 0.f);
-        for (int64_t c = 0; c < runs && bounds[c] * kTileKeys <= i; ++c) {
-          const int64_t origin = bounds[c] * kTileKeys;
+        for (int64_t c = 0; c < runs && first_row[c] <= i; ++c) {
+          const int64_t origin = first_row[c];
           const float* part = dq_parts.at(dq_offset[c] + (head * (tokens - origin) + i - origin) * width);
           for (int64_t d = 0; d < width; d += kLanes) store(row.at(d), load(row.at(d)) + load(part + d));
         }

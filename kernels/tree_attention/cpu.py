@@ -8,10 +8,10 @@ from torch import Tensor
 
 def tree_attention_forward(
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -22,12 +22,12 @@ def tree_attention_forward(
 def tree_attention_backward(
     grad_out: Tensor,  # [T, Hq, D]
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
     lse: Tensor,  # [T, Hq]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,

@@ -47,10 +47,10 @@ def _choose(table: Mapping[str, Callable[..., Any]], q: Tensor) -> Callable[...,
 @torch.library.custom_op("rolltree::tree_attention", mutates_args=())
 def tree_attention_op(
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -78,12 +78,12 @@ def _(
 def tree_attention_backward_op(
     grad_out: Tensor,  # [T, Hq, D]
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
     lse: Tensor,  # [T, Hq]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,

@@ -2,6 +2,7 @@
 
     S[h,i,j] = scale * <q[i,h], k[j, h // (Hq / Hkv)]>       (softcap * tanh(S / softcap) where softcap is given)
     row i sees key j  iff  j <= i < subtree_end[j]           (and position[i] - position[j] < window)
+    the T rows of q are the last of N: the first N - T keys belong to an earlier piece of the tree
     out[i,h] = sum_j softmax_j(S[h,i,visible]) v[j]          lse[i,h] = log sum_j exp S[h,i,j]
 
 A row that sees nothing (only a malformed ``subtree_end`` has one) gives out 0 and lse -inf. float64 is computed in
@@ -18,31 +19,33 @@ from torch import Tensor
 
 
 def visible_keys(
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     window: int | None,
+    rows: int,
 ) -> Tensor:
-    """[T, T] bool: whether row i (first dimension) sees key j."""
-    row = torch.arange(subtree_end.numel(), device=subtree_end.device)
-    seen = (row[None, :] <= row[:, None]) & (row[:, None] < subtree_end[None, :])
+    """[rows, N] bool: whether row i of the last ``rows`` sees key j."""
+    key = torch.arange(subtree_end.numel(), device=subtree_end.device)
+    row = key[len(key) - rows :]
+    seen = (key[None, :] <= row[:, None]) & (row[:, None] < subtree_end[None, :])
     if window is not None:
         assert position is not None
-        seen &= position[:, None] - position[None, :] < window
+        seen &= position[row][:, None] - position[None, :] < window
     return seen
 
 
 def tree_attention_forward(
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [T, Hq, D] in q's dtype and the log-sum-exp [T, Hq] in float32 (float64 for float64)."""
-    seen = visible_keys(subtree_end, position, window)
+    seen = visible_keys(subtree_end, position, window, len(q))
     scores, _ = _scores(q, k, scale, softcap)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)  # [Hq, T]
@@ -54,18 +57,18 @@ def tree_attention_forward(
 def tree_attention_backward(
     grad_out: Tensor,  # [T, Hq, D]
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
     lse: Tensor,  # [T, Hq]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their dtypes."""
-    seen = visible_keys(subtree_end, position, window)
+    seen = visible_keys(subtree_end, position, window, len(q))
     scores, slope = _scores(q, k, scale, softcap)
     probability = _probability(scores.masked_fill(~seen, -math.inf), lse.transpose(0, 1))
     grad = _accumulate(grad_out)

@@ -4,13 +4,14 @@
     dQ       delta = rowsum(dO * O), P = 2^(S - lse), dS = P (dO v^T - delta), dQ = scale dS k
     dK/dV    dV = P^T dO, dK = scale dS^T q, over all rows and query heads that read the key block
 
-Row i sees key j iff j <= i < subtree_end[j], so of a pair of blocks the largest and smallest subtree_end of the keys
-tell whether nothing, everything or a part of it is visible. Forward and dQ of a row block walk a list of its wholly
-visible key blocks without a mask, then one of its partly visible ones with a compare (``visible_blocks``, on the
-device, (T / block)^2 flags). The rows that see a key block are contiguous, from its first key to its largest
-subtree_end, so dK/dV needs no list. Two deterministic passes instead of one with atomics; only lse and delta are kept.
+Row i sees key j iff j <= i < subtree_end[j]. A block of rows walks the runs of key blocks that it sees wholly without a
+mask, then those it sees in part with a compare; dK/dV walks runs of row blocks in the same way (`runs`). Two
+deterministic passes instead of one with atomics; only lse and delta are kept. Heavy blocks start first.
 
-T is a run-time value; compiled once for each head size, dtype, group and set of options.
+The T rows of q are the last of N: the first ``offset`` = N - T keys belong to an earlier piece of the tree. Rows and
+keys are numbered alike, from the first key on.
+
+T and N are run-time values; compiled once for each head size, dtype, group and set of options.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import interpreting
-from .blocks import key_extents, padded_width, tiles_for, visible_blocks
+from .blocks import Tiles, padded_width, tiles_for
+from .runs import CAPACITY, visible_runs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -76,6 +78,12 @@ def _load(pointer, index, stride, columns, limit, DIM: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
+def _from_row_zero(pointer, offset, stride):
+    """Where row 0 would be, for a tensor whose first row is row ``offset``."""
+    return pointer - offset.to(tl.int64) * stride
+
+
+@triton.jit
 def _store(pointer, index, stride, columns, limit, value, DIM: tl.constexpr):
     pointers = pointer + index.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(index < limit)[:, None] & (columns < DIM)[None, :])
@@ -86,14 +94,14 @@ def _store(pointer, index, stride, columns, limit, value, DIM: tl.constexpr):
 
 @triton.jit
 def _forward_blocks(
-    acc, top, total, query, k, v, k_stride, v_stride, ends, positions, rows, row_position, listed, begin, stop,
-    tokens, scale, window, softcap,
+    acc, top, total, query, k, v, k_stride, v_stride, ends, positions, rows, row_position, begin, stop, tokens,
+    scale, window, softcap,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, WIDTH)
     for i in range(begin, stop):
-        keys = tl.load(listed + i) * KEYS + tl.arange(0, KEYS)
+        keys = i * KEYS + tl.arange(0, KEYS)
         key = _load(k, keys, k_stride, columns, tokens, DIM, WIDTH)
         scores, _ = _log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
         if MASKED:
@@ -115,47 +123,55 @@ def _forward_blocks(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["tokens", "list_stride", "window"])
+@triton.jit(do_not_specialize=["tokens", "offset", "window"])
 def forward_kernel(
     q,  # [T, Hq, D]
-    k,  # [T, Hkv, D]
-    v,  # [T, Hkv, D]
+    k,  # [N, Hkv, D]
+    v,  # [N, Hkv, D]
     out,  # [T, Hq, D]
     lse,  # [T, Hq] fp32
-    ends,  # [T] int32
-    positions,  # [T] int32, read with a window only
-    lists,  # [row blocks, list_stride] int32
+    ends,  # [N] int32
+    positions,  # [N] int32, read with a window only
+    runs,  # [row blocks, 2 CAPACITY + 1, 2] int32, of key blocks
     full_counts,  # [row blocks] int32
-    counts,  # [row blocks] int32
-    tokens, list_stride, q_stride, q_head, k_stride, k_head, v_stride, v_head, scale, window, softcap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    partial_counts,  # [row blocks] int32
+    order,  # [row blocks] int32
+    tokens, offset, q_stride, q_head, k_stride, k_head, v_stride, v_head, scale, window, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows tend to see most: they start first
+    block = tl.load(order + tl.program_id(0))
     head = tl.program_id(1).to(tl.int64)
-    rows, columns = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    query = _load(q + head * q_head, rows, q_stride, columns, tokens, DIM, WIDTH)
+    rows, columns = offset + block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    q = _from_row_zero(q, offset, q_stride) + head * q_head
+    out = _from_row_zero(out, offset, HEADS * DIM) + head * DIM
+    lse = _from_row_zero(lse, offset, HEADS) + head
+    query = _load(q, rows, q_stride, columns, tokens, DIM, WIDTH)
     row_position = tl.load(positions + rows, mask=rows < tokens, other=0) if HAS_WINDOW else rows
     k += (head // GROUP) * k_head
     v += (head // GROUP) * v_head
-    listed = lists + block.to(tl.int64) * list_stride
-    full, count = tl.load(full_counts + block), tl.load(counts + block)
+    full_runs = runs + block.to(tl.int64) * (4 * CAPACITY + 2)
+    partial_runs = full_runs + 2 * CAPACITY
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc, top, total = _forward_blocks(
-        acc, top, total, query, k, v, k_stride, v_stride, ends, positions, rows, row_position, listed, 0, full,
-        tokens, scale, window, softcap, DIM, WIDTH, KEYS, False, HAS_WINDOW, HAS_SOFTCAP,
-    )  # fmt: skip
-    acc, top, total = _forward_blocks(
-        acc, top, total, query, k, v, k_stride, v_stride, ends, positions, rows, row_position, listed, full, count,
-        tokens, scale, window, softcap, DIM, WIDTH, KEYS, True, HAS_WINDOW, HAS_SOFTCAP,
-    )  # fmt: skip
+    for run in tl.range(tl.load(full_counts + block), num_stages=1):
+        acc, top, total = _forward_blocks(
+            acc, top, total, query, k, v, k_stride, v_stride, ends, positions, rows, row_position,
+            tl.load(full_runs + 2 * run), tl.load(full_runs + 2 * run + 1),
+            tokens, scale, window, softcap, DIM, WIDTH, KEYS, False, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    for run in tl.range(tl.load(partial_counts + block), num_stages=1):
+        acc, top, total = _forward_blocks(
+            acc, top, total, query, k, v, k_stride, v_stride, ends, positions, rows, row_position,
+            tl.load(partial_runs + 2 * run), tl.load(partial_runs + 2 * run + 1),
+            tokens, scale, window, softcap, DIM, WIDTH, KEYS, True, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
     saw = total != 0.0
     acc = acc / tl.where(saw, total, 1.0)[:, None]
-    _store(out + head * DIM, rows, HEADS * DIM, columns, tokens, acc, DIM)
+    _store(out, rows, HEADS * DIM, columns, tokens, acc, DIM)
     log_sum = tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN2, -float("inf"))
-    tl.store(lse + rows.to(tl.int64) * HEADS + head, log_sum, mask=rows < tokens)
+    tl.store(lse + rows.to(tl.int64) * HEADS, log_sum, mask=rows < tokens)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -170,14 +186,14 @@ def _load_lse2(lse, rows, heads, tokens):
 
 @triton.jit
 def _dq_blocks(
-    acc, query, grad, lse2, delta, k, v, k_stride, v_stride, ends, positions, rows, row_position, listed, begin, stop,
-    tokens, scale, window, softcap,
+    acc, query, grad, lse2, delta, k, v, k_stride, v_stride, ends, positions, rows, row_position, begin, stop, tokens,
+    scale, window, softcap,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, WIDTH)
     for i in range(begin, stop):
-        keys = tl.load(listed + i) * KEYS + tl.arange(0, KEYS)
+        keys = i * KEYS + tl.arange(0, KEYS)
         key = _load(k, keys, k_stride, columns, tokens, DIM, WIDTH)
         value = _load(v, keys, v_stride, columns, tokens, DIM, WIDTH)
         scores, slope = _log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
@@ -195,68 +211,77 @@ def _dq_blocks(
     return acc
 
 
-@triton.jit(do_not_specialize=["tokens", "list_stride", "window"])
+@triton.jit(do_not_specialize=["tokens", "offset", "window"])
 def dq_kernel(
     grad_out,  # [T, Hq, D]
     q,  # [T, Hq, D]
-    k,  # [T, Hkv, D]
-    v,  # [T, Hkv, D]
+    k,  # [N, Hkv, D]
+    v,  # [N, Hkv, D]
     out,  # [T, Hq, D]
     lse,  # [T, Hq] fp32
     delta,  # [T, Hq] fp32, written for dkdv_kernel
     dq,  # [T, Hq, D]
-    ends,  # [T] int32
-    positions,  # [T] int32, read with a window only
-    lists,  # [row blocks, list_stride] int32
+    ends,  # [N] int32
+    positions,  # [N] int32, read with a window only
+    runs,  # [row blocks, 2 CAPACITY + 1, 2] int32, of key blocks
     full_counts,  # [row blocks] int32
-    counts,  # [row blocks] int32
-    tokens, list_stride, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, scale, window, softcap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    partial_counts,  # [row blocks] int32
+    order,  # [row blocks] int32
+    tokens, offset, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, scale, window, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = tl.load(order + tl.program_id(0))
     head = tl.program_id(1).to(tl.int64)
-    rows, columns = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    query = _load(q + head * q_head, rows, q_stride, columns, tokens, DIM, WIDTH)
-    grad = _load(grad_out + head * g_head, rows, g_stride, columns, tokens, DIM, WIDTH)
-    output = _load(out + head * DIM, rows, HEADS * DIM, columns, tokens, DIM, WIDTH)
+    rows, columns = offset + block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    q = _from_row_zero(q, offset, q_stride) + head * q_head
+    grad_out = _from_row_zero(grad_out, offset, g_stride) + head * g_head
+    out = _from_row_zero(out, offset, HEADS * DIM) + head * DIM
+    dq = _from_row_zero(dq, offset, HEADS * DIM) + head * DIM
+    lse = _from_row_zero(lse, offset, HEADS) + head
+    delta = _from_row_zero(delta, offset, HEADS) + head
+    query = _load(q, rows, q_stride, columns, tokens, DIM, WIDTH)
+    grad = _load(grad_out, rows, g_stride, columns, tokens, DIM, WIDTH)
+    output = _load(out, rows, HEADS * DIM, columns, tokens, DIM, WIDTH)
     row_delta = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
-    tl.store(delta + rows.to(tl.int64) * HEADS + head, row_delta, mask=rows < tokens)
-    lse2 = _load_lse2(lse + head, rows, HEADS, tokens)
+    tl.store(delta + rows.to(tl.int64) * HEADS, row_delta, mask=rows < tokens)
+    lse2 = _load_lse2(lse, rows, HEADS, tokens)
     row_position = tl.load(positions + rows, mask=rows < tokens, other=0) if HAS_WINDOW else rows
     k += (head // GROUP) * k_head
     v += (head // GROUP) * v_head
-    listed = lists + block.to(tl.int64) * list_stride
-    full, count = tl.load(full_counts + block), tl.load(counts + block)
+    full_runs = runs + block.to(tl.int64) * (4 * CAPACITY + 2)
+    partial_runs = full_runs + 2 * CAPACITY
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    acc = _dq_blocks(
-        acc, query, grad, lse2, row_delta, k, v, k_stride, v_stride, ends, positions, rows, row_position, listed,
-        0, full, tokens, scale, window, softcap, DIM, WIDTH, KEYS, False, HAS_WINDOW, HAS_SOFTCAP,
-    )  # fmt: skip
-    acc = _dq_blocks(
-        acc, query, grad, lse2, row_delta, k, v, k_stride, v_stride, ends, positions, rows, row_position, listed,
-        full, count, tokens, scale, window, softcap, DIM, WIDTH, KEYS, True, HAS_WINDOW, HAS_SOFTCAP,
-    )  # fmt: skip
-    _store(dq + head * DIM, rows, HEADS * DIM, columns, tokens, acc * scale, DIM)
+    for run in tl.range(tl.load(full_counts + block), num_stages=1):
+        acc = _dq_blocks(
+            acc, query, grad, lse2, row_delta, k, v, k_stride, v_stride, ends, positions, rows, row_position,
+            tl.load(full_runs + 2 * run), tl.load(full_runs + 2 * run + 1),
+            tokens, scale, window, softcap, DIM, WIDTH, KEYS, False, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    for run in tl.range(tl.load(partial_counts + block), num_stages=1):
+        acc = _dq_blocks(
+            acc, query, grad, lse2, row_delta, k, v, k_stride, v_stride, ends, positions, rows, row_position,
+            tl.load(partial_runs + 2 * run), tl.load(partial_runs + 2 * run + 1),
+            tokens, scale, window, softcap, DIM, WIDTH, KEYS, True, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    _store(dq, rows, HEADS * DIM, columns, tokens, acc * scale, DIM)
 
 
 @triton.jit
 def _dkdv_rows(
-    dk, dv, key, value, q, grad_out, lse, delta, q_stride, q_head, g_stride, g_head,
-    positions, keys, end, key_position, begin, before, gap, count, tokens, scale, window, softcap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    dk, dv, key, value, q, grad_out, lse, delta, q_stride, g_stride,
+    positions, keys, end, key_position, begin, stop, tokens, offset, scale, window, softcap,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``count`` row blocks of every query head, from ``begin`` on, ``gap`` missing after ``before``."""
+    """Adds row blocks ``begin`` to ``stop`` of one query head."""
     columns = tl.arange(0, WIDTH)
-    for i in range(GROUP * count):
-        head, step = i // count, i % count
-        first = begin + step * ROWS + tl.where(step < before, 0, gap)
-        rows = first + tl.arange(0, ROWS)
-        query = _load(q + head.to(tl.int64) * q_head, rows, q_stride, columns, tokens, DIM, WIDTH)
-        grad = _load(grad_out + head.to(tl.int64) * g_head, rows, g_stride, columns, tokens, DIM, WIDTH)
-        lse2 = _load_lse2(lse + head, rows, HEADS, tokens)
-        row_delta = tl.load(delta + head + rows.to(tl.int64) * HEADS, mask=rows < tokens, other=0.0)
+    for i in range(begin, stop):
+        rows = offset + i * ROWS + tl.arange(0, ROWS)
+        query = _load(q, rows, q_stride, columns, tokens, DIM, WIDTH)
+        grad = _load(grad_out, rows, g_stride, columns, tokens, DIM, WIDTH)
+        lse2 = _load_lse2(lse, rows, HEADS, tokens)
+        row_delta = tl.load(delta + rows.to(tl.int64) * HEADS, mask=rows < tokens, other=0.0)
         scores, slope = _log2_scores(tl.dot(key, query.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
         if MASKED:
             row_position = tl.load(positions + rows, mask=rows < tokens, other=0) if HAS_WINDOW else rows
@@ -272,65 +297,68 @@ def _dkdv_rows(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])
+@triton.jit(do_not_specialize=["tokens", "offset", "window"])
 def dkdv_kernel(
     grad_out,  # [T, Hq, D]
     q,  # [T, Hq, D]
-    k,  # [T, Hkv, D]
-    v,  # [T, Hkv, D]
+    k,  # [N, Hkv, D]
+    v,  # [N, Hkv, D]
     lse,  # [T, Hq] fp32
     delta,  # [T, Hq] fp32
-    dk_out,  # [T, Hkv, D]
-    dv_out,  # [T, Hkv, D]
-    ends,  # [T] int32
-    positions,  # [T] int32, read with a window only
-    lows,  # [key blocks] int32, smallest subtree_end
-    highs,  # [key blocks] int32, largest subtree_end
-    tokens, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, scale, window, softcap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    dk_out,  # [N, Hkv, D]
+    dv_out,  # [N, Hkv, D]
+    ends,  # [N] int32
+    positions,  # [N] int32, read with a window only
+    runs,  # [key blocks, 2 CAPACITY + 1, 2] int32, of row blocks
+    full_counts,  # [key blocks] int32
+    partial_counts,  # [key blocks] int32
+    order,  # [key blocks] int32
+    tokens, offset, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, scale, window, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)  # early keys tend to be seen by most rows: they start first
+    block = tl.load(order + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
     keys, columns = block * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDTH)
     key = _load(k + kv_head * k_head, keys, k_stride, columns, tokens, DIM, WIDTH)
     value = _load(v + kv_head * v_head, keys, v_stride, columns, tokens, DIM, WIDTH)
     end = tl.load(ends + keys, mask=keys < tokens, other=0)
     key_position = tl.load(positions + keys, mask=keys < tokens, other=0) if HAS_WINDOW else keys
-
-    # Rows [begin, full_begin) cross the diagonal, [full_begin, full_end) see every key, [full_end, stop) see some.
-    begin = block * KEYS // ROWS * ROWS
-    stop = tl.minimum(tl.load(highs + block), tokens)
-    full_begin = tl.cdiv(block * KEYS + KEYS - 1, ROWS) * ROWS
-    full_end = full_begin
-    if not HAS_WINDOW:
-        full_end = tl.maximum(full_begin, tl.minimum(tl.load(lows + block), tokens) // ROWS * ROWS)
+    first_head = kv_head * GROUP
+    q = _from_row_zero(q, offset, q_stride) + first_head * q_head
+    grad_out = _from_row_zero(grad_out, offset, g_stride) + first_head * g_head
+    lse = _from_row_zero(lse, offset, HEADS) + first_head
+    delta = _from_row_zero(delta, offset, HEADS) + first_head
+    full_runs = runs + block.to(tl.int64) * (4 * CAPACITY + 2)
+    partial_runs = full_runs + 2 * CAPACITY
+    full_count, partial_count = tl.load(full_counts + block), tl.load(partial_counts + block)
     dk = tl.zeros([KEYS, WIDTH], tl.float32)
     dv = tl.zeros([KEYS, WIDTH], tl.float32)
-    # In units of row blocks: those of the middle unmasked, those before and behind it in one masked walk.
-    before = tl.cdiv(tl.minimum(full_begin, stop) - begin, ROWS)
-    middle = (full_end - full_begin) // ROWS
-    behind = tl.cdiv(tl.maximum(stop - full_end, 0), ROWS)
-    q += kv_head * GROUP * q_head
-    grad_out += kv_head * GROUP * g_head
-    dk, dv = _dkdv_rows(
-        dk, dv, key, value, q, grad_out, lse + kv_head * GROUP, delta + kv_head * GROUP, q_stride, q_head,
-        g_stride, g_head, positions, keys, end, key_position, full_begin, middle, 0, middle,
-        tokens, scale, window, softcap,
-        HEADS, GROUP, DIM, WIDTH, ROWS, False, HAS_WINDOW, HAS_SOFTCAP,
-    )  # fmt: skip
-    dk, dv = _dkdv_rows(
-        dk, dv, key, value, q, grad_out, lse + kv_head * GROUP, delta + kv_head * GROUP, q_stride, q_head,
-        g_stride, g_head, positions, keys, end, key_position, begin, before, full_end - begin - before * ROWS,
-        before + behind, tokens, scale, window, softcap,
-        HEADS, GROUP, DIM, WIDTH, ROWS, True, HAS_WINDOW, HAS_SOFTCAP,
-    )  # fmt: skip
+    for i in tl.range(GROUP * full_count, num_stages=1):
+        head, run = (i // full_count).to(tl.int64), i % full_count
+        dk, dv = _dkdv_rows(
+            dk, dv, key, value, q + head * q_head, grad_out + head * g_head, lse + head, delta + head,
+            q_stride, g_stride, positions, keys, end, key_position, tl.load(full_runs + 2 * run), tl.load(full_runs + 2 * run + 1),
+            tokens, offset, scale, window, softcap, HEADS, DIM, WIDTH, ROWS, False, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    for i in tl.range(GROUP * partial_count, num_stages=1):
+        head, run = (i // partial_count).to(tl.int64), i % partial_count
+        dk, dv = _dkdv_rows(
+            dk, dv, key, value, q + head * q_head, grad_out + head * g_head, lse + head, delta + head,
+            q_stride, g_stride, positions, keys, end, key_position, tl.load(partial_runs + 2 * run), tl.load(partial_runs + 2 * run + 1),
+            tokens, offset, scale, window, softcap, HEADS, DIM, WIDTH, ROWS, True, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
     kv_stride = HEADS // GROUP * DIM
     _store(dk_out + kv_head * DIM, keys, kv_stride, columns, tokens, dk * scale, DIM)
     _store(dv_out + kv_head * DIM, keys, kv_stride, columns, tokens, dv, DIM)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def _tiles(q: Tensor, softcap: float | None) -> Tiles:
+    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 9  # in the interpreter any will do
+    return tiles_for(q.shape[2], q.dtype, major=major, softcap=softcap is not None)
 
 
 def _bf16_interpreted(q: Tensor) -> bool:
@@ -340,10 +368,10 @@ def _bf16_interpreted(q: Tensor) -> bool:
 
 def tree_attention_forward(
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -352,17 +380,18 @@ def tree_attention_forward(
         wide = q.float(), k.float(), v.float()
         out, lse = tree_attention_forward(*wide, subtree_end, position, scale, window, softcap)
         return out.to(q.dtype), lse
-    tokens, heads, dim = q.shape
+    rows, heads, dim = q.shape
+    tokens, offset = len(k), len(k) - rows
     out = q.new_empty(q.shape)
-    lse = q.new_empty((tokens, heads), dtype=torch.float32)
-    if tokens == 0:
+    lse = q.new_empty((rows, heads), dtype=torch.float32)
+    if rows == 0:
         return out, lse
-    width, tile = padded_width(dim), tiles_for(dim, q.dtype).forward
-    lists, full_counts, counts = visible_blocks(subtree_end, position, window, tile)
-    forward_kernel[(triton.cdiv(tokens, tile.rows), heads)](
-        q, k, v, out, lse, subtree_end, subtree_end if position is None else position, lists, full_counts, counts,
-        tokens, lists.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], scale, window or 0, softcap or 0.0,
-        HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, WIDTH=width, ROWS=tile.rows, KEYS=tile.keys,
+    width, tile = padded_width(dim), _tiles(q, softcap).forward
+    runs = visible_runs(subtree_end, position, window, tile, offset, by_key=False)
+    forward_kernel[(triton.cdiv(rows, tile.rows), heads)](
+        q, k, v, out, lse, subtree_end, subtree_end if position is None else position, *runs,
+        tokens, offset, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], scale, window or 0, softcap or 0.0,
+        HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, WIDTH=width, CAPACITY=CAPACITY, ROWS=tile.rows, KEYS=tile.keys,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, num_warps=tile.warps, num_stages=2,
     )  # fmt: skip
     return out, lse
@@ -371,12 +400,12 @@ def tree_attention_forward(
 def tree_attention_backward(
     grad_out: Tensor,  # [T, Hq, D]
     q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
     lse: Tensor,  # [T, Hq]
-    subtree_end: Tensor,  # [T] int32
-    position: Tensor | None,  # [T] int32
+    subtree_end: Tensor,  # [N] int32
+    position: Tensor | None,  # [N] int32
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -385,29 +414,31 @@ def tree_attention_backward(
         wide = grad_out.float(), q.float(), k.float(), v.float(), out.float()
         grads = tree_attention_backward(*wide, lse, subtree_end, position, scale, window, softcap)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-    tokens, heads, dim = q.shape
+    rows, heads, dim = q.shape
+    tokens, offset = len(k), len(k) - rows
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    if tokens == 0:
-        return dq, dk, dv
+    if rows == 0:
+        return dq, dk.zero_(), dv.zero_()
     out, lse = out.contiguous(), lse.contiguous()
     delta = torch.empty_like(lse)
-    tiles = tiles_for(dim, q.dtype)
-    lists, full_counts, counts = visible_blocks(subtree_end, position, window, tiles.dq)
-    lows, highs = key_extents(subtree_end, tiles.dkdv.keys)
+    tiles = _tiles(q, softcap)
+    of_rows = visible_runs(subtree_end, position, window, tiles.dq, offset, by_key=False)
+    of_keys = visible_runs(subtree_end, position, window, tiles.dkdv, offset, by_key=True)
     positions = subtree_end if position is None else position
     strides = [s for t in (grad_out, q, k, v) for s in t.stride()[:2]]
     options = {
         "HEADS": heads, "GROUP": heads // k.shape[1], "DIM": dim, "WIDTH": padded_width(dim),
+        "CAPACITY": CAPACITY,
         "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "num_stages": 2,
     }  # fmt: skip
-    dq_kernel[(triton.cdiv(tokens, tiles.dq.rows), heads)](
-        grad_out, q, k, v, out, lse, delta, dq, subtree_end, positions, lists, full_counts, counts,
-        tokens, lists.stride(0), *strides, scale, window or 0, softcap or 0.0,
+    dq_kernel[(triton.cdiv(rows, tiles.dq.rows), heads)](
+        grad_out, q, k, v, out, lse, delta, dq, subtree_end, positions, *of_rows, tokens, offset, *strides,
+        scale, window or 0, softcap or 0.0,
         ROWS=tiles.dq.rows, KEYS=tiles.dq.keys, num_warps=tiles.dq.warps, **options,
     )  # fmt: skip
     dkdv_kernel[(triton.cdiv(tokens, tiles.dkdv.keys), k.shape[1])](
-        grad_out, q, k, v, lse, delta, dk, dv, subtree_end, positions, lows, highs,
-        tokens, *strides, scale, window or 0, softcap or 0.0,
+        grad_out, q, k, v, lse, delta, dk, dv, subtree_end, positions, *of_keys, tokens, offset, *strides,
+        scale, window or 0, softcap or 0.0,
         ROWS=tiles.dkdv.rows, KEYS=tiles.dkdv.keys, num_warps=tiles.dkdv.warps, **options,
     )  # fmt: skip
     return dq, dk, dv

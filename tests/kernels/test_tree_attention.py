@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rolltree.kernels import dispatch
-from rolltree.kernels.tree_attention import tree_attention
+from rolltree.kernels.tree_attention import runs, tree_attention
+from rolltree.kernels.tree_attention import triton as triton_backend
+from rolltree.kernels.tree_attention.blocks import Tile
 from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_attention_op
 
 from .trees import ancestors_mask, random_trees
@@ -250,6 +253,7 @@ def test_opcheck(backend: str) -> None:
     with dispatch.use_backend(backend):
         args = (x.q, x.k, x.v, x.subtree_end, x.position, 0.25, 5, None)
         torch.library.opcheck(tree_attention_op, args)
+        torch.library.opcheck(tree_attention_op, (x.q[8:], *args[1:]))
         out, lse = tree_attention_op(*(t.detach() if isinstance(t, Tensor) else t for t in args))
         tensors = [t.detach() for t in (x.grad, x.q, x.k, x.v)]
         torch.library.opcheck(tree_attention_backward_op, (*tensors, out, lse, x.subtree_end, None, 0.25, None, None))
@@ -276,6 +280,94 @@ def test_activation_checkpointing() -> None:
         assert torch.equal(g, w)
 
 
+def in_pieces(x: Inputs, case: Case, backend: str, cuts: list[int]) -> list[Tensor]:
+    """As `run`, from calls for rows between cuts, each given the earlier keys that it sees."""
+    outs = []
+    with dispatch.use_backend(backend):
+        for a, b in itertools.pairwise([0, *cuts, case.tokens]):
+            seen = (x.subtree_end[:a] > a).nonzero().flatten()  # in depth-first order only a row's ancestors reach it
+            keys = torch.cat([seen, torch.arange(a, b)])
+            out = tree_attention(
+                x.q[a:b],
+                x.k[a:b],
+                x.v[a:b],
+                x.subtree_end[keys] - (a - len(seen)),
+                scale=case.scale,
+                position=x.position[keys],
+                window=case.window,
+                softcap=case.softcap,
+                prefix_kv=(x.k[seen], x.v[seen]),
+            )
+            outs.append(out)
+        whole = torch.cat(outs)
+        return [whole.detach(), *torch.autograd.grad(whole, (x.q, x.k, x.v), x.grad)]
+
+
+@pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[6], CASES[9], Case(300, 4, 2, 16, close=0.02)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pieces_give_what_the_whole_gives(backend: str, case: Case) -> None:
+    x = make(case, seed=1)
+    truth = plain(x.to(torch.float64), case)
+    for cuts in ([case.tokens // 2], [1, 2, 70, 71], [64, 128]):
+        for e in error(in_pieces(x, case, backend, cuts), truth):
+            assert e < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_piece_without_rows_gives_its_prefix_no_gradient(backend: str) -> None:
+    x = make(Case(20, 2, 1, 16))
+    with dispatch.use_backend(backend):
+        out = tree_attention(x.q[:0], x.k[:0], x.v[:0], x.subtree_end, prefix_kv=(x.k, x.v))
+        dk, dv = torch.autograd.grad(out, (x.k, x.v), out)
+    assert out.shape == (0, 2, 16)
+    assert not dk.any()
+    assert not dv.any()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("capacity", [1, 2, 32])
+@pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[9]], ids=str)
+def test_runs_cover_exactly_what_is_visible(monkeypatch: pytest.MonkeyPatch, case: Case, capacity: int) -> None:
+    """Full runs hold wholly visible blocks, every other visible block is in a partial run, nothing is in both; with
+    lists too short for the tree invisible blocks may be masked, which the results do not show."""
+    monkeypatch.setattr(runs, "CAPACITY", capacity)
+    monkeypatch.setattr(runs, "CHUNK", 4)
+    monkeypatch.setattr(triton_backend, "CAPACITY", capacity)
+    x, offset, tile = make(case, seed=2), 21, Tile(16, 8, 4)
+    seen = ancestors_mask(x.parents)
+    if case.window is not None:
+        seen &= x.position[:, None] - x.position[None, :] < case.window
+    row = torch.arange(offset, case.tokens + (offset - case.tokens) % 16).clamp(max=case.tokens - 1)
+    seen = F.pad(seen[row], (0, -case.tokens % 8))
+    pairs = seen.view(len(seen) // 16, 16, -1, 8).float().mean((1, 3))  # [row blocks, key blocks]
+    for by_key in (False, True):
+        found = runs.visible_runs(x.subtree_end, x.position, case.window, tile, offset, by_key)
+        times = torch.zeros_like(pairs.T if by_key else pairs)
+        for block, (full, partial) in enumerate(zip(found.full_count, found.partial_count, strict=True)):
+            for i in [*range(full), *range(capacity, capacity + partial)]:
+                begin, end = found.bounds[block, i].tolist()
+                assert begin < end
+                times[block, begin:end] += 1
+                if i < capacity:
+                    assert ((pairs.T if by_key else pairs)[block, begin:end] == 1).all()
+        times = times.T if by_key else times
+        assert (times[pairs > 0] == 1).all()
+        if capacity == 32:
+            assert not times[pairs == 0].any()
+        assert times.max() == 1
+        assert sorted(found.order.tolist()) == list(range(len(found.order)))
+    for e in error(run(x, case, "triton"), plain(x.to(torch.float64), case)):
+        assert e < 2e-6
+
+
+def test_runs_are_found_once_for_all_layers() -> None:
+    x, tile = make(Case(90, 1, 1, 16)), Tile(16, 16, 4)
+    first = runs.visible_runs(x.subtree_end, None, None, tile, 0, by_key=False)
+    assert runs.visible_runs(x.subtree_end, None, None, tile, 0, by_key=False) is first
+    x.subtree_end[0] = 1
+    assert runs.visible_runs(x.subtree_end, None, None, tile, 0, by_key=False) is not first
+
+
 def test_expanded_gradient() -> None:
     x = make(Case(30, 2, 1, 32))
     tree_attention(x.q, x.k, x.v, x.subtree_end).sum().backward()
@@ -285,8 +377,6 @@ def test_expanded_gradient() -> None:
 def test_errors_name_the_argument() -> None:
     x = make(Case(8, 4, 2, 32))
     q, k, v, end = x.q, x.k, x.v, x.subtree_end
-    with pytest.raises(NotImplementedError, match="prefix_kv"):
-        tree_attention(q, k, v, end, prefix_kv=(k, v))
     for match, call in [
         ("query heads", lambda: tree_attention(q[:, :3], k, v, end)),
         ("subtree_end", lambda: tree_attention(q, k, v, end.long())),
@@ -296,6 +386,9 @@ def test_errors_name_the_argument() -> None:
         ("softcap", lambda: tree_attention(q, k, v, end, softcap=0.0)),
         ("not torch.float16", lambda: tree_attention(q.half(), k, v, end)),
         (r"\[T, Hq, D\]", lambda: tree_attention(q, k[:5], v[:5], end)),
+        (r"subtree_end \[16\]", lambda: tree_attention(q, k, v, end, prefix_kv=(k, v))),
+        ("prefix_kv has 8 keys and 5 values", lambda: tree_attention(q, k, v, end, prefix_kv=(k, v[:5]))),
+        ("prefix_kv", lambda: tree_attention(q, k, v, end, prefix_kv=(k.half(), v.half()))),
         ("last dimension", lambda: tree_attention(q.mT.contiguous().mT, k, v, end)),
     ]:
         with pytest.raises(ValueError, match=match):

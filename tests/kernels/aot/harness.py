@@ -42,6 +42,7 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     needs_wgmma: bool = False
+    archs: tuple[int, ...] = tuple(SHARED_LIMIT)  # those it is launched on
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _compile_by_index(op: str, index: int, arch: int) -> AotResult:
 
 def compile_all(ops: list[str], archs: list[int]) -> list[AotResult]:
     """Every case of ``ops`` for every architecture, compiled in parallel processes."""
-    jobs = [(op, i, arch) for op in ops for i in range(len(cases(op))) for arch in archs]
+    jobs = [(op, i, arch) for op in ops for i, case in enumerate(cases(op)) for arch in archs if arch in case.archs]
     workers = max(1, min(len(jobs), len(os.sched_getaffinity(0))))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         return list(pool.map(_compile_by_index, *zip(*jobs, strict=True))) if jobs else []
