@@ -339,16 +339,16 @@ def dkdv_kernel(
         dk, dv = _dkdv_rows(
             dk, dv, key, value, q + head * q_head, grad_out + head * g_head, lse + head, delta + head,
             q_stride, g_stride, positions, keys, end, key_position,
-            tl.load(full_runs + 2 * run), tl.load(full_runs + 2 * run + 1), tokens, offset, scale, window, softcap,
-            HEADS, DIM, WIDTH, ROWS, False, HAS_WINDOW, HAS_SOFTCAP,
+            tl.load(full_runs + 2 * run), tl.load(full_runs + 2 * run + 1),
+            tokens, offset, scale, window, softcap, HEADS, DIM, WIDTH, ROWS, False, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
     for i in tl.range(GROUP * partial_count, num_stages=1):
         head, run = (i // partial_count).to(tl.int64), i % partial_count
         dk, dv = _dkdv_rows(
             dk, dv, key, value, q + head * q_head, grad_out + head * g_head, lse + head, delta + head,
             q_stride, g_stride, positions, keys, end, key_position,
-            tl.load(partial_runs + 2 * run), tl.load(partial_runs + 2 * run + 1), tokens, offset, scale, window, softcap,
-            HEADS, DIM, WIDTH, ROWS, True, HAS_WINDOW, HAS_SOFTCAP,
+            tl.load(partial_runs + 2 * run), tl.load(partial_runs + 2 * run + 1),
+            tokens, offset, scale, window, softcap, HEADS, DIM, WIDTH, ROWS, True, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
     kv_stride = HEADS // GROUP * DIM
     _store(dk_out + kv_head * DIM, keys, kv_stride, columns, tokens, dk * scale, DIM)
