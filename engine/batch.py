@@ -38,10 +38,12 @@ class TreeBatch:
     behaviour_logprob: Tensor | None  # [M] float32, None where no pair in the loss has one
     pair_end: Tensor  # [M] int64
     leaf_pair: Tensor  # [L] int64, the last pair on the leaf's path, -1 for an empty response
+    leaf_start: Tensor | None  # [L] int64, the last pair before the leaf's response, -1 for none; None: none anywhere
     leaf_length: Tensor  # [L] int64, response tokens in the loss
-    first_leaf: Tensor  # [M] int64, first leaf below, as a rank among the L leaves depth-first
-    last_leaf: Tensor  # [M] int64, inclusive
+    segment: Tensor  # [M] int64, the pair's node, among all nodes of the batch
+    copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the token
     leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
+    mixed: bool  # some token is shared by leaves whose advantages differ in sign
 
     @property
     def num_tokens(self) -> int:
@@ -76,26 +78,27 @@ class TreeBatch:
         if normalizer is not None:
             weight = weight / normalizer
 
-        def below(values: Tensor) -> Tensor:  # [L] -> [M], the sum over the leaves below each pair
-            total = torch.cat([values.new_zeros(1), values.cumsum(0)])
-            return (total[self.last_leaf + 1] - total[self.first_leaf]).float()
-
+        paths = PathIndex(
+            pair_end=self.pair_end,
+            leaf_pair=self.leaf_pair,
+            leaf_start=self.leaf_start,
+            leaf_length=self.leaf_length,
+            leaf_weight=weight.float(),
+            leaf_advantage=self.leaf_advantage.float(),
+        )
         signed = weight * self.leaf_advantage
         return PolicyFields(
-            adv_pos=below(signed.clamp(min=0)),
-            adv_neg=below(signed.clamp(max=0)),
-            weight=below(weight),
+            adv_pos=paths.spread(signed.clamp(min=0)).float(),
+            adv_neg=paths.spread(signed.clamp(max=0)).float(),
+            weight=paths.spread(weight).float(),
             mask=self.loss_mask,
             old_logprob=old_logprob,
             ref_logprob=ref_logprob,
             behaviour_logprob=self.behaviour_logprob,
-            paths=PathIndex(
-                pair_end=self.pair_end,
-                leaf_pair=self.leaf_pair,
-                leaf_length=self.leaf_length,
-                leaf_weight=weight.float(),
-                leaf_advantage=self.leaf_advantage.float(),
-            ),
+            pos_weight=paths.spread(weight * (self.leaf_advantage > 0)).float() if self.mixed else None,
+            neg_weight=paths.spread(weight * (self.leaf_advantage < 0)).float() if self.mixed else None,
+            segment=self.segment if objective.ratio_level == "segment" else None,
+            paths=paths,
             aggregation=objective.aggregation,
         )
 
@@ -107,7 +110,7 @@ class TreeBatch:
             shift = first_pair - tree.prompt_length  # pairs are the rows after the prompt, in order
             out.append(
                 [
-                    values[torch.from_numpy(tree.path_rows(leaf)[tree.prompt_length :] + shift).to(values.device)]
+                    values[torch.from_numpy(tree.response_rows(leaf) + shift).to(values.device)]
                     for leaf in range(tree.num_leaves)
                 ]
             )
@@ -149,7 +152,7 @@ def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree
     everything = np.arange(tree.num_leaves)
     if tree.num_tokens <= max_tokens:
         return [(tree, everything)]
-    path = tree.prompt_length + tree.response_length
+    path = tree.path_length
     if path.max() > max_tokens:
         worst = int(path.argmax())
         raise ValueError(
@@ -190,7 +193,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
     trees = [tree for _, tree, _ in parts]
     tokens = np.cumsum([0] + [t.num_tokens for t in trees])
     pairs = np.cumsum([0] + [t.num_tokens - t.prompt_length for t in trees])
-    leaves = np.cumsum([0] + [t.num_leaves for t in trees])
+    nodes = np.cumsum([0] + [t.num_nodes for t in trees])
 
     def join(columns: list[Array], dtype: type = np.int64) -> Array:
         return np.concatenate(columns).astype(dtype)
@@ -203,22 +206,27 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
 
     for i, tree in enumerate(trees):
         response = slice(tree.prompt_length, None)
-        node = np.repeat(np.arange(tree.num_nodes), tree.length)[response]
-        last_row = (tree.start + tree.length - 1)[tree.leaf_node[tree.leaf_order]]
+        node = np.repeat(np.arange(tree.num_nodes), tree.length)
+        order = tree.leaf_order
+
+        def pair_of(row: Array, tree: TokenTree = tree, shift: int = pairs[i]) -> Array:
+            return np.where(row < tree.prompt_length, -1, row - tree.prompt_length + shift)
+
         add(
             input_ids=tree.token_id,
             position_ids=tree.position,
             subtree_end=tree.subtree_end + tokens[i],
             row=tree.parent_row[response] + tokens[i],
             target=tree.token_id[response],
-            loss_mask=tree.loss_mask[response],
+            loss_mask=(tree.loss_mask & (tree.response_leaves > 0))[response],
             behaviour_logprob=tree.behaviour_logprob[response],
             pair_end=tree.subtree_end[response] - tree.prompt_length + pairs[i],
-            first_leaf=tree.first_leaf[node] + leaves[i],
-            last_leaf=tree.last_leaf[node] + leaves[i],
-            leaf_pair=np.where(last_row < tree.prompt_length, -1, last_row - tree.prompt_length + pairs[i]),
-            leaf_length=tree.loss_length[tree.leaf_order],
-            leaf_advantage=tree.advantage[tree.leaf_order],
+            segment=node[response] + nodes[i],
+            copies=(tree.last_leaf - tree.first_leaf + 1)[node],
+            leaf_pair=pair_of(tree.row_at(tree.path_length - 1)[order]),
+            leaf_start=pair_of(tree.row_at(tree.leaf_prompt - 1)[order]),
+            leaf_length=tree.loss_length[order],
+            leaf_advantage=tree.advantage[order],
         )
     row = join(columns["row"])
     head_row, head_index = np.unique(row, return_inverse=True)
@@ -243,8 +251,17 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         behaviour_logprob=torch.from_numpy(behaviour).to(device) if known and len(behaviour) else None,
         pair_end=tensor("pair_end"),
         leaf_pair=tensor("leaf_pair"),
+        leaf_start=tensor("leaf_start") if (join(columns["leaf_start"]) >= 0).any() else None,
         leaf_length=tensor("leaf_length"),
-        first_leaf=tensor("first_leaf"),
-        last_leaf=tensor("last_leaf"),
+        segment=tensor("segment"),
+        copies=tensor("copies"),
         leaf_advantage=tensor("leaf_advantage", np.float64),
+        mixed=any(_mixed(tree) for tree in trees),
     )
+
+
+def _mixed(tree: TokenTree) -> bool:
+    """Whether leaves of one node below the prompt differ in the sign of their advantage."""
+    sign = np.sign(tree.advantage)[tree.leaf_order]
+    changes = np.concatenate([[0], np.cumsum(sign[1:] != sign[:-1])])
+    return bool((changes[tree.last_leaf[1:]] != changes[tree.first_leaf[1:]]).any())

@@ -202,8 +202,8 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
 
 
 def _rollout_table(step: int, tree: TokenTree, texts: Sequence[str]) -> pa.Table:
-    leaves, prompt = tree.num_leaves, tree.prompt_length
-    paths = [tree.path_rows(leaf)[prompt:] for leaf in range(leaves)]
+    leaves = tree.num_leaves
+    paths = [tree.response_rows(leaf) for leaf in range(leaves)]
     rows = np.concatenate(paths)
     offsets = pa.array(np.cumsum([0] + [len(p) for p in paths]), pa.int32())
     node = np.repeat(np.arange(tree.num_nodes), tree.length)
@@ -219,7 +219,7 @@ def _rollout_table(step: int, tree: TokenTree, texts: Sequence[str]) -> pa.Table
         "leaf": pa.array(np.arange(leaves)),
         "prompt_text": [tree.meta["prompt_text"]] * leaves,
         "response_text": list(texts),
-        "prompt_ids": [tree.token_id[:prompt]] * leaves,
+        "prompt_ids": [tree.token_id[tree.path_rows(leaf)[: tree.leaf_prompt[leaf]]] for leaf in range(leaves)],
         "response_ids": per_token(tree.token_id),
         "node_ids": per_token(node.astype(np.int32)),
         "behaviour_logprob": per_token(tree.behaviour_logprob),

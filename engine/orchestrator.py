@@ -353,7 +353,7 @@ def _check_old_logprobs(config: TrainConfig) -> None:
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
     """The text of each leaf's response."""
-    responses = [tree.token_id[tree.path_rows(leaf)[tree.prompt_length :]] for leaf in range(tree.num_leaves)]
+    responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
 
 

@@ -3,7 +3,8 @@
 Nodes are runs of tokens without a branch, stored in depth-first preorder, so the tokens below a node are one
 contiguous run of rows: row ``i`` sees key ``j`` iff ``j <= i < subtree_end[j]``. Node 0 is the prompt. A flat group of
 responses is a tree of depth 1, a single sequence a tree with one leaf; a leaf may end at any node, also at the prompt
-(an empty response).
+(an empty response). Leaves may have longer prompts than node 0 holds, as where every turn of a conversation is a sample
+of its own: ``leaf_prompt`` says where each response begins, and the tokens before are no part of that leaf's loss.
 
 Leaves keep the order in which they were given (the *leaf index* of every ``[L]`` array here). ``leaf_order`` lists them
 depth-first; ``first_leaf`` and ``last_leaf`` of a node are ranks in that order, both inclusive.
@@ -18,6 +19,8 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from .prefix import prefix_tree
 
 Array = npt.NDArray[Any]
 
@@ -148,6 +151,7 @@ class TokenTree:
     # per leaf [L]
     leaf_node: Array  # int32
     leaf_order: Array  # int32, leaf indices in depth-first order
+    leaf_prompt: Array  # int32, tokens on the leaf's path before its response; at least node 0's
     status: Array  # int8, a LeafStatus
     advantage: Array  # float32
     answer_id: Array  # int32, responses with equal answers share one; -1 where unknown
@@ -182,19 +186,39 @@ class TokenTree:
         return self.position[self.start]
 
     @property
+    def path_length(self) -> Array:
+        """[L] tokens of each path, prompt included."""
+        return (self.node_position + self.length)[self.leaf_node]
+
+    @property
     def response_length(self) -> Array:
         """[L] tokens of each response."""
-        return (self.node_position + self.length)[self.leaf_node] - self.prompt_length
+        return self.path_length - self.leaf_prompt
 
     @property
     def loss_length(self) -> Array:
         """[L] tokens of each response that are in the loss."""
-        total = np.concatenate([[0], np.cumsum(self.loss_mask)])
-        in_node = total[self.start + self.length] - total[self.start]
-        along = np.zeros(self.num_nodes, np.int64)
-        for node in range(1, self.num_nodes):
-            along[node] = along[self.parent[node]] + in_node[node]
-        return along[self.leaf_node]
+        change = np.zeros(self.num_tokens + 1, np.int64)
+        change[:-1] = self.loss_mask
+        np.subtract.at(change, self.subtree_end, self.loss_mask)  # a token counts for the rows below it
+        along = change.cumsum()
+        return along[self.row_at(self.path_length - 1)] - along[self.row_at(self.leaf_prompt - 1)]
+
+    @property
+    def response_leaves(self) -> Array:
+        """[T] leaves whose response a token is part of: 0 for what is prompt to all."""
+        change = np.zeros(self.num_tokens + 1, np.int64)
+        np.add.at(change, self.row_at(self.path_length - 1), 1)
+        np.subtract.at(change, self.row_at(self.leaf_prompt - 1), 1)
+        before = np.concatenate([[0], change.cumsum()])
+        return before[self.subtree_end] - before[: self.num_tokens]
+
+    def row_at(self, position: Array) -> Array:  # [L] -> [L] int64
+        """The row at a position of each leaf's path."""
+        node = self.leaf_node.astype(np.int64)
+        while (above := self.node_position[node] > position).any():
+            node[above] = self.parent[node[above]]
+        return self.start[node] + position - self.node_position[node]
 
     # -- builders ---------------------------------------------------------------------------------------------------
 
@@ -242,11 +266,12 @@ class TokenTree:
             for name, column in zip(_TOKEN_FIELDS, _SEGMENT_FIELDS, strict=True)
         }
         length = np.array([len(segments[i]) for i in keep], np.int32)
-        return _depth_first(parent, length, tokens, leaf_node, np.array(statuses, np.int8))
+        prompts = np.full(len(leaf_node), length[0])
+        return _depth_first(parent, length, tokens, leaf_node, np.array(statuses, np.int8), prompts)
 
     @staticmethod
     def from_sequences(
-        prompt: Seq[int],
+        prompt: Seq[int] | Seq[Seq[int]],
         responses: Seq[Seq[int]],
         *,
         advantages: Seq[float] | None = None,
@@ -255,13 +280,16 @@ class TokenTree:
         policy_version: int | Seq[npt.ArrayLike] = 0,
         statuses: Seq[LeafStatus] | None = None,
     ) -> TokenTree:
-        """The tree of responses to one prompt, shared prefixes merged.
+        """The tree of prompts and responses, shared prefixes merged.
 
-        Tokens merge only where token id, behaviour log-prob (bit for bit), policy version and loss mask all agree;
-        otherwise the paths split there. Responses may be empty, equal, or prefixes of one another.
+        Response tokens merge only where token id, behaviour log-prob (bit for bit), policy version and loss mask all
+        agree; otherwise the paths split there. Prompt tokens need only the id, and merge with responses too: the turns
+        of a conversation, each a prompt and a response, become one path. Responses may be empty, equal, or prefixes of
+        one another.
 
         Args:
-            prompt: token ids.
+            prompt: token ids of the prompt of all responses, or of each one's. Several must begin with the same token;
+                `forest` takes any.
             responses: token ids of each response; their order becomes the leaf index.
             advantages: one number a response, 0 where absent.
             behaviour_logprobs: per response, one number a token; NaN where absent.
@@ -269,7 +297,8 @@ class TokenTree:
             policy_version: one for all tokens, or per response one number or one a token.
 
         Raises:
-            ValueError: no response, an empty prompt, or per-response data whose lengths differ from the responses'.
+            ValueError: no response, an empty prompt, prompts that share no first token, or per-response data whose
+                lengths differ from the responses'.
         """
         count = len(responses)
         if count == 0:
@@ -283,27 +312,83 @@ class TokenTree:
         one = np.ndim(cast("npt.ArrayLike", policy_version)) == 0
         per_response = None if one else cast("Seq[npt.ArrayLike]", policy_version)
         version = _per_token("policy_version", per_response, lengths, policy_version if one else 0, np.int32)
-        flat = np.concatenate([*ids, np.zeros(0, np.int32)])
+        response = np.concatenate([*ids, np.zeros(0, np.int32)])
 
-        if count == 1:
-            parents, spans, leaf_nodes = [-1, 0], [(0, len(flat))], [1]
-        else:
-            parents, spans, leaf_nodes = _prefix_tree(_token_keys(flat, logprob, version, mask), lengths)
-        segments = [Segment.prompt(np.asarray(prompt, np.int32))]
-        for begin, end in spans:
-            segments.append(
-                Segment.make(
-                    flat[begin:end],
-                    origin=np.where(mask[begin:end], np.int8(Origin.SAMPLED), np.int8(Origin.OBSERVATION)),
-                    loss_mask=mask[begin:end],
-                    behaviour_logprob=logprob[begin:end],
-                    policy_version=version[begin:end],
-                )
-            )
-        tree = TokenTree.from_nodes(parents, segments, leaf_nodes, statuses or [LeafStatus.STOP] * count)
+        root, prompts = _prompts(prompt, count)
+        context = np.array([len(p) for p in prompts]) - len(root)
+        # sequences from the common prompt on: the rest of their prompt, then their response
+        total = lengths + context
+        ends = np.cumsum(total)
+        within = np.arange(total.sum()) - np.repeat(ends - total, total)
+        of_prompt = within < np.repeat(context, total)
+
+        def column(of_response: Array, of_prompts: npt.ArrayLike) -> Array:
+            values = np.empty(len(within), of_response.dtype)
+            values[of_prompt], values[~of_prompt] = of_prompts, of_response
+            return values
+
+        rest = np.concatenate([p[len(root) :] for p in prompts] + [np.zeros(0, np.int32)])
+        origin = np.where(mask, Origin.SAMPLED, Origin.OBSERVATION).astype(np.int8)
+        columns = {
+            "token_id": column(response, rest),
+            "loss_mask": column(mask, False),
+            "origin": column(origin, Origin.PROMPT),
+            "behaviour_logprob": column(logprob, np.nan),
+            "policy_version": column(version, 0),
+            "temperature": np.ones(len(within), np.float32),
+        }
+        nodes = prefix_tree(
+            columns["token_id"],
+            columns["behaviour_logprob"],
+            columns["policy_version"],
+            columns["loss_mask"],
+            total,
+            context,
+        )
+        length = nodes.end - nodes.begin
+        source = np.repeat(nodes.begin - (np.cumsum(length) - length), length) + np.arange(length.sum())
+        of_root = Segment.prompt(root)
+        length[0] = len(root)
+        tree = _depth_first(
+            nodes.parent,
+            length,
+            {
+                name: np.concatenate([getattr(of_root, of_segment), columns[name][source]])
+                for name, of_segment in zip(_TOKEN_FIELDS, _SEGMENT_FIELDS, strict=True)
+            },
+            nodes.leaf_node,
+            np.array(statuses or [LeafStatus.STOP] * count, np.int8),
+            len(root) + context,
+        )
         if advantages is not None:
             tree.advantage[:] = advantages
         return tree
+
+    @staticmethod
+    def forest(
+        prompts: Seq[Seq[int]], responses: Seq[Seq[int]], **per_response: Any
+    ) -> tuple[list[TokenTree], list[Array]]:
+        """Trees of samples of any prompts, one for each first token, and the indices ``[L]`` of each tree's samples.
+
+        ``per_response`` are the keyword arguments of :meth:`from_sequences`, each a sequence with one entry a response.
+
+        Raises:
+            ValueError: as :meth:`from_sequences`.
+        """
+        for name, values in {"prompts": prompts, **per_response}.items():
+            _check_count(name, values, len(responses))
+        members: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            members.setdefault(int(prompt[0]) if len(prompt) else -1, []).append(i)
+        trees = [
+            TokenTree.from_sequences(
+                [prompts[i] for i in some],
+                [responses[i] for i in some],
+                **{name: [values[i] for i in some] for name, values in per_response.items()},
+            )
+            for some in members.values()
+        ]
+        return trees, [np.array(some) for some in members.values()]
 
     def without_leaves(self, drop: Array) -> TokenTree | None:  # [L] bool
         """A copy without the leaves marked in ``drop`` and the tokens only they used; None when no leaf is left."""
@@ -322,6 +407,7 @@ class TokenTree:
             {name: getattr(self, name)[keep_token] for name in _TOKEN_FIELDS},
             renumber[self.leaf_node[keep_leaf]].astype(np.int32),
             self.status[keep_leaf],
+            self.leaf_prompt[keep_leaf],
         )
         tree.advantage[:] = self.advantage[keep_leaf]
         tree.answer_id[:] = self.answer_id[keep_leaf]
@@ -340,15 +426,19 @@ class TokenTree:
             node = int(self.parent[node])
         return np.concatenate(runs[::-1])
 
+    def response_rows(self, leaf: int) -> Array:  # [response] int64
+        """Rows of the response's tokens, in order."""
+        return self.path_rows(leaf)[self.leaf_prompt[leaf] :]
+
     def flatten(self) -> list[Sequence]:
         """The root-to-leaf paths in leaf-index order: the inverse of :meth:`from_sequences`."""
-        prompt = self.token_id[: self.prompt_length].tolist()
         out = []
         for leaf in range(self.num_leaves):
-            rows = self.path_rows(leaf)[self.prompt_length :]
+            path = self.path_rows(leaf)
+            rows = path[self.leaf_prompt[leaf] :]
             out.append(
                 Sequence(
-                    list(prompt),
+                    self.token_id[path[: self.leaf_prompt[leaf]]].tolist(),
                     self.token_id[rows].tolist(),
                     self.behaviour_logprob[rows],
                     self.loss_mask[rows],
@@ -360,8 +450,10 @@ class TokenTree:
         return out
 
 
-def _depth_first(parent: Array, length: Array, tokens: dict[str, Array], leaf_node: Array, status: Array) -> TokenTree:
-    """Reorder nodes (parents before children) into depth-first preorder and derive the rest."""
+def _depth_first(
+    parent: Array, length: Array, tokens: dict[str, Array], leaf_node: Array, status: Array, leaf_prompt: Array
+) -> TokenTree:
+    """Reorder nodes into depth-first preorder, children in the order of their numbers, and derive the rest."""
     count = len(parent)
     children: list[list[int]] = [[] for _ in range(count)]
     for node in range(count - 1, 0, -1):  # reversed, so that the stack pops the first child first
@@ -413,6 +505,7 @@ def _depth_first(parent: Array, length: Array, tokens: dict[str, Array], leaf_no
         subtree_end=np.repeat(node_end, length).astype(np.int32),
         leaf_node=leaf_node,
         leaf_order=leaf_order,
+        leaf_prompt=leaf_prompt.astype(np.int32),
         status=status.copy(),
         advantage=np.zeros(leaves, np.float32),
         answer_id=np.full(leaves, -1, np.int32),
@@ -420,79 +513,26 @@ def _depth_first(parent: Array, length: Array, tokens: dict[str, Array], leaf_no
     )
 
 
-def _token_keys(ids: Array, logprob: Array, version: Array, mask: Array) -> Array:  # all [T] -> [T] big-endian uint32
-    """Equal exactly where all four agree; numbered by first appearance, so that sorting keeps the order given."""
-    record = np.stack([ids, logprob.view(np.int32), version, mask.astype(np.int32)], axis=1)
-    _, first, inverse = np.unique(record, axis=0, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[inverse.reshape(-1)].astype(">u4")
-
-
-def _prefix_tree(keys: Array, lengths: Array) -> tuple[list[int], list[tuple[int, int]], list[int]]:
-    """Merge the sequences' common prefixes.
-
-    Returns the parents of all nodes (node 0 is the prompt), the span ``[begin, end)`` of the concatenated tokens that
-    is the run of each node ``1..``, and the node at which each sequence ends.
-
-    Sequences are sorted (big-endian keys: bytes compare like the numbers), neighbours then share the longest prefixes,
-    and the open path is kept as a stack of ``(node, depth of its end)``.
-    """
-    ends = np.cumsum(lengths)
-    begins = ends - lengths
-    sequences = [keys[b:e] for b, e in zip(begins, ends, strict=True)]
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
-    parents, leaf_nodes = [-1], [0] * len(sequences)
-    spans: list[tuple[int, int]] = []
-    path = [(0, 0)]
-    previous: Array = keys[:0]
-    for index in order:
-        current = sequences[index]
-        shortest = min(len(previous), len(current))
-        differ = np.flatnonzero(previous[:shortest] != current[:shortest])
-        shared = int(differ[0]) if len(differ) else shortest
-        last = None
-        while path[-1][1] > shared:
-            last = path.pop()
-        if path[-1][1] < shared:  # the branch lies inside a run: split it there
-            assert last is not None
-            node, _ = last
-            begin, end = spans[node - 1]
-            depth = path[-1][1]
-            upper = len(parents)
-            parents.append(parents[node])
-            spans.append((begin, begin + shared - depth))
-            parents[node] = upper
-            spans[node - 1] = (begin + shared - depth, end)
-            path.append((upper, shared))
-        if len(current) > shared:
-            parents.append(path[-1][0])
-            spans.append((int(begins[index]) + shared, int(ends[index])))
-            path.append((len(parents) - 1, len(current)))
-        leaf_nodes[index] = path[-1][0]
-        previous = current
-    return _parents_first(parents, spans, leaf_nodes)
-
-
-def _parents_first(
-    parents: list[int], spans: list[tuple[int, int]], leaf_nodes: list[int]
-) -> tuple[list[int], list[tuple[int, int]], list[int]]:
-    """Renumber so that parents precede children: a split puts a new parent after its child."""
-    depth_first: list[int] = []
-    children: list[list[int]] = [[] for _ in parents]
-    for node in range(1, len(parents)):
-        children[parents[node]].append(node)
-    stack = [0]
-    while stack:
-        node = stack.pop()
-        depth_first.append(node)
-        stack.extend(sorted(children[node], key=lambda n: -spans[n - 1][0]))
-    rank = {node: i for i, node in enumerate(depth_first)}
-    return (
-        [-1] + [rank[parents[n]] for n in depth_first[1:]],
-        [spans[n - 1] for n in depth_first[1:]],
-        [rank[n] for n in leaf_nodes],
-    )
+def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[Array]]:
+    """The longest common prompt, and every response's own."""
+    several = len(prompt) > 0 and np.ndim(cast("Any", prompt[0])) == 1
+    if not several:
+        root = np.asarray(prompt, np.int32).reshape(-1)
+        if len(root) == 0:
+            raise ValueError("A TokenTree needs a prompt of at least one token; `prompt` is empty.")
+        return root, [root] * count
+    _check_count("prompt", prompt, count)
+    prompts = [np.asarray(p, np.int32).reshape(-1) for p in cast("Seq[Seq[int]]", prompt)]
+    root = prompts[0]
+    for other in prompts:
+        shortest = min(len(root), len(other))
+        differ = np.flatnonzero(root[:shortest] != other[:shortest])
+        root = root[: differ[0] if len(differ) else shortest]
+    if len(root) == 0:
+        raise ValueError(
+            "The prompts share no first token, so they are no one tree; TokenTree.forest makes a tree of each kind."
+        )
+    return root, prompts
 
 
 def _check_count(name: str, values: Seq[Any] | None, count: int) -> None:

@@ -39,9 +39,9 @@ def policy_loss(
     ``actor/pg_loss`` (surrogate alone), ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower``, ``actor/ppo_kl`` (mean of
     old - current); with entropy ``actor/entropy``; with a reference ``actor/kl_loss`` (without its coefficient); with
     behaviour log-probs ``training/mismatch_k3_kl`` and ``training/rollout_probs_diff_mean``, over tokens that have one;
-    with mismatch correction of tokens ``training/rollout_is_mean`` and ``training/rollout_is_rejected``. Clip
-    fractions: a token shared by leaves of both signs is
-    clipped in the share that the clipped side has of the advantages through it.
+    with mismatch correction of tokens ``training/rollout_is_mean`` and ``training/rollout_is_rejected``. A token shared
+    by leaves of both signs counts as clipped for the clipped side alone: for its ``pos_weight`` or ``neg_weight``, or
+    where the fields have none for that side's share of the advantages.
 
     Raises:
         ValueError: the objective needs something that the fields, or ``entropy``, do not give, or shapes differ.

@@ -14,7 +14,7 @@ MISMATCH = ("none", "truncate", "mask")
 
 
 def knows(x: Elements, kind: Kind) -> bool:
-    return kind.surrogate == "ppo" and x.extra is None
+    return kind.surrogate == "ppo" and x.extra is None and x.pos_weight is None
 
 
 def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,7 +27,7 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
     inputs = [
         absent if t is None else t.contiguous()
         for name, t in given._asdict().items()
-        if name not in ("all_weight", "extra")  # what no clipped ratio has
+        if name not in ("all_weight", "extra", "pos_weight", "neg_weight")  # what `knows` leaves to the others
     ]
     torch.ops.rolltree_cuda.clipped_loss(
         *inputs,

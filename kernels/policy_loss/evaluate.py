@@ -117,6 +117,8 @@ def _elements(
         low,
         high,
         fields.teacher_logprob if surrogate.startswith("distill") else fields.pass_rate,
+        fields.pos_weight,
+        fields.neg_weight,
     )
     kind = Kind(surrogate, objective.kl, objective.kl_importance, of_tokens)
     on_gpu = logprob.dtype == torch.float32

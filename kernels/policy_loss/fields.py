@@ -18,7 +18,8 @@ class PathIndex:
     """Which pairs lie on which leaf's path, for pairs in depth-first order.
 
     Pair i is on the path of pair j iff ``i <= j < pair_end[i]``. For flat sequences ``pair_end`` is the end of the own
-    sequence and ``leaf_pair`` its last pair.
+    sequence and ``leaf_pair`` its last pair. On a tree a leaf may learn from the end of its path alone, what comes
+    before being its prompt: from the pair after ``leaf_start`` on.
     """
 
     pair_end: Tensor  # [M] int: end of the subtree of pairs
@@ -27,43 +28,58 @@ class PathIndex:
     leaf_weight: Tensor | None  # [L]: w_l, contains the aggregation iff the fields do; None: differs within a leaf
     leaf_advantage: Tensor | None  # [L]; None: differs within a leaf
     sequence: Tensor | None = None  # [M] int: the leaf of each pair, for flat sequences; None: a tree
+    leaf_start: Tensor | None = None  # [L] int: last pair before the leaf's own; -1, or None for all: there is none
 
     def sum(self, values: Tensor) -> Tensor:
         """``[M] -> [L]``: sum of ``values`` along each leaf's path, in fp64 inside. Differentiable."""
-        result: Tensor = _PathSum.apply(values, self.pair_end.long(), self.leaf_pair.long())
+        result: Tensor = _PathSum.apply(values, self.pair_end.long(), self.leaf_pair.long(), self.leaf_start)
         return result
 
     def spread(self, values: Tensor) -> Tensor:
         """``[L] -> [M]``, the adjoint of ``sum``: at each pair the sum of ``values`` over the leaves below it."""
-        return _spread(values, self.pair_end.long(), self.leaf_pair.long())
+        return _spread(values, self.pair_end.long(), self.leaf_pair.long(), self.leaf_start)
 
 
 class _PathSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, pair_end: Tensor, leaf_pair: Tensor) -> Tensor:
-        ctx.save_for_backward(pair_end, leaf_pair)
+    def forward(ctx: Any, values: Tensor, pair_end: Tensor, leaf_pair: Tensor, leaf_start: Tensor | None) -> Tensor:
+        ctx.save_for_backward(pair_end, leaf_pair, leaf_start)
         x = values.double()
         # +x enters at the pair, -x where its subtree ends; the running sum at pair j is then the sum over j's path.
         # Sorted accumulation (index_put), not atomic: the order of the sum is fixed.
         steps = torch.cat([x, x.new_zeros(1)]).index_put((pair_end,), -x, accumulate=True)
         along = torch.cat([steps.cumsum(0)[:-1], x.new_zeros(1)])
-        return along[leaf_pair].to(values.dtype)  # leaf_pair -1 takes the zero
+        total = along[leaf_pair]  # -1 takes the zero
+        if leaf_start is not None:
+            total = total - along[leaf_start.long()]
+        return total.to(values.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _spread(grads[0], *ctx.saved_tensors), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _spread(grads[0], *ctx.saved_tensors), None, None, None
 
 
-def _spread(values: Tensor, pair_end: Tensor, leaf_pair: Tensor) -> Tensor:
+def _spread(values: Tensor, pair_end: Tensor, leaf_pair: Tensor, leaf_start: Tensor | None) -> Tensor:
+    total = _below(values.double(), pair_end, leaf_pair, leaf_start)
+    if leaf_start is not None:  # a sum of nothing is 0, not what rounding leaves of a leaf that came and went
+        some = _below((values != 0).double(), pair_end, leaf_pair, leaf_start)
+        total = torch.where(some > 0, total, 0)
+    return total.to(values.dtype)
+
+
+def _below(values: Tensor, pair_end: Tensor, leaf_pair: Tensor, leaf_start: Tensor | None) -> Tensor:
     M = len(pair_end)
-    at_leaf = values.new_zeros(M + 1, dtype=torch.float64).index_put((leaf_pair,), values.double(), accumulate=True)
-    before = torch.cat([at_leaf.new_zeros(1), at_leaf[:M].cumsum(0)])  # leaf_pair -1 fell into the slot left out
-    return (before[pair_end] - before[:M]).to(values.dtype)
+    at_leaf = values.new_zeros(M + 1).index_put((leaf_pair,), values, accumulate=True)
+    if leaf_start is not None:
+        at_leaf = at_leaf.index_put((leaf_start.long(),), -values, accumulate=True)
+    before = torch.cat([at_leaf.new_zeros(1), at_leaf[:M].cumsum(0)])  # -1 fell into the slot left out
+    return before[pair_end] - before[:M]
 
 
 PER_PAIR = (
     "adv_pos", "adv_neg", "weight", "mask", "old_logprob", "ref_logprob", "behaviour_logprob", "teacher_logprob",
     "clip_low", "clip_high", "pass_rate", "segment", "all_weight",
+    "pos_weight", "neg_weight",
 )  # fmt: skip
 
 
@@ -88,6 +104,8 @@ class PolicyFields:
     pass_rate: Tensor | None = None  # [M] of the pair's prompt, for "nft"
     segment: Tensor | None = None  # [M] int: label of each segment, constant along it, for ratio_level "segment"
     all_weight: Tensor | None = None  # [M] weight of what does not depend on advantages; None: `weight`
+    pos_weight: Tensor | None = None  # [M] weight of the leaves of positive advantage, for clip fractions
+    neg_weight: Tensor | None = None  # [M] of negative advantage; both or none: in proportion to adv_pos and -adv_neg
     paths: PathIndex | None = None
     aggregation: str | None = None
 
@@ -141,6 +159,7 @@ class PolicyFields:
                 pair_end=paths.pair_end[first:last] - first,
                 sequence=None if paths.sequence is None else paths.sequence[first:last],
                 leaf_pair=torch.where(inside, paths.leaf_pair - first, -1),
+                leaf_start=_shifted(paths.leaf_start, inside, first),
                 leaf_length=torch.where(inside, paths.leaf_length, 0),
             )
         return self._each(lambda t: t[first:last], paths)
@@ -236,6 +255,10 @@ class PolicyFields:
             paths=replace(paths, leaf_weight=leaf_weight),
             aggregation=aggregation,
         )
+
+
+def _shifted(start: Tensor | None, inside: Tensor, first: int) -> Tensor | None:
+    return None if start is None else torch.where(inside & (start >= first), start - first, -1)
 
 
 def _signed(advantage: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

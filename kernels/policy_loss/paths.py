@@ -170,6 +170,9 @@ def _reweighted(fields: PolicyFields, paths: PathIndex, pos: Tensor, neg: Tensor
     assert paths.leaf_weight is not None
     w, advantage = paths.leaf_weight, paths.leaf_advantage
     signed = torch.where(advantage > 0, advantage * pos, advantage * neg)
+    if fields.pos_weight is not None:
+        up, down = paths.spread(w * (signed > 0)), paths.spread(w * (signed < 0))
+        fields = replace(fields, pos_weight=up, neg_weight=down)
     return replace(
         fields,
         adv_pos=paths.spread(w * signed.clamp(min=0)),

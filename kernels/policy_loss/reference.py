@@ -46,6 +46,8 @@ class Elements(NamedTuple):
     low: Tensor | None
     high: Tensor | None
     extra: Tensor | None
+    pos_weight: Tensor | None
+    neg_weight: Tensor | None
 
 
 class Kind(NamedTuple):
@@ -102,16 +104,17 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
         if spec.entropy_coef:
             loss = loss - weight * spec.entropy_coef * x.entropy
 
-    # A shared token counts as clipped in the share that its clipped side has of the advantages through it.
-    size = x.adv_pos - x.adv_neg
-
-    def share_of(part: Tensor) -> Tensor:
-        return weight * torch.where(size > 0, part / size, 0)
+    # A shared token counts as clipped for the leaves of the side that is.
+    if x.pos_weight is None or x.neg_weight is None:
+        size = x.adv_pos - x.adv_neg
+        of_pos, of_neg = (weight * torch.where(size > 0, side / size, 0) for side in (x.adv_pos, -x.adv_neg))
+    else:
+        of_pos, of_neg = torch.where(x.adv_pos > 0, x.pos_weight, 0), torch.where(x.adv_neg < 0, x.neg_weight, 0)
 
     rows = {
         "pg_loss": pg,
-        "clipped": share_of(x.adv_pos * g.clipped_pos - x.adv_neg * g.clipped_neg),
-        "clipped_lower": share_of(-x.adv_neg * g.clipped_lower),
+        "clipped": of_pos * g.clipped_pos + of_neg * g.clipped_neg,
+        "clipped_lower": of_neg * g.clipped_lower,
         "ppo_kl": weight * (old - logprob),
         "entropy": zero if x.entropy is None else weight * x.entropy,
         "kl": weight * penalty,

@@ -143,6 +143,8 @@ def _terms(
     clip_low,
     clip_high,
     extra,
+    pos_weight,
+    neg_weight,
     d_logprob,
     d_entropy,
     partial,  # [1 + len(SUMS), blocks]: the loss, then SUMS
@@ -168,6 +170,7 @@ def _terms(
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
+    HAS_SIDES: tl.constexpr,
     SURROGATE: tl.constexpr,
     KL: tl.constexpr,
     STRAIGHT_THROUGH: tl.constexpr,
@@ -255,13 +258,18 @@ def _terms(
         tl.store(d_entropy + i, -entropy_coef * s_one, mask=inside)
     tl.store(d_logprob + i, tl.where(live, grad, 0.0), mask=inside)
 
-    size = s_pos - s_neg
-    whole = tl.where(size > 0, size, 1.0)
+    if HAS_SIDES:
+        w_pos = tl.where(s_pos > 0, tl.load(pos_weight + i, mask=live, other=0.0), 0.0)
+        w_neg = tl.where(s_neg < 0, tl.load(neg_weight + i, mask=live, other=0.0), 0.0)
+    else:
+        size = tl.where(s_pos - s_neg > 0, s_pos - s_neg, 1.0)
+        w_pos = s_one * (s_pos / size)
+        w_neg = s_one * (-s_neg / size)
     partial += block
     tl.store(partial, tl.sum(loss, 0))
     tl.store(partial + blocks, tl.sum(pg, 0))
-    tl.store(partial + 2 * blocks, tl.sum(s_one * ((s_pos * over - s_neg * under) / whole), 0))
-    tl.store(partial + 3 * blocks, tl.sum(s_one * (-s_neg * beyond / whole), 0))
+    tl.store(partial + 2 * blocks, tl.sum(w_pos * over + w_neg * under, 0))
+    tl.store(partial + 3 * blocks, tl.sum(w_neg * beyond, 0))
     tl.store(partial + 4 * blocks, tl.sum(s_one * (old - lp), 0))
     tl.store(partial + 5 * blocks, tl.sum(s_one * h, 0))
     tl.store(partial + 6 * blocks, tl.sum(s_one * kl, 0))
@@ -303,6 +311,7 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
             HAS_LOW=x.low is not None,
             HAS_HIGH=x.high is not None,
             HAS_EXTRA=x.extra is not None,
+            HAS_SIDES=x.pos_weight is not None,
             SURROGATE=kind.surrogate,
             KL=kind.kl.removesuffix("+"),
             STRAIGHT_THROUGH=kind.kl.endswith("+"),

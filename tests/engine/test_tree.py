@@ -126,3 +126,69 @@ def test_ten_thousand_leaves():
 def test_mistakes_are_named(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@st.composite
+def samples(draw):
+    """Samples with prompts of their own that begin alike; prompts often repeat another sample's prompt and response."""
+    prompts, responses = [], []
+    for _ in range(draw(st.integers(1, 8))):
+        base = [7]
+        if prompts and draw(st.booleans()):
+            i = draw(st.integers(0, len(prompts) - 1))
+            base = prompts[i] + responses[i]
+        prompts.append(base + draw(st.lists(st.integers(0, 2), max_size=3)))
+        responses.append(draw(ids))
+    return prompts, responses, draw(st.lists(st.sampled_from([-0.5, -1.0]), min_size=60, max_size=60))
+
+
+@settings(max_examples=200, deadline=None)
+@given(samples())
+def test_many_prompts(drawn):
+    prompts, responses, pool = drawn
+    logprobs = [pool[: len(r)] for r in responses]
+    masks = [[i % 3 != 1 for i in range(len(r))] for r in responses]
+    advantages = np.arange(len(prompts)) - 2.0
+    tree = TokenTree.from_sequences(
+        prompts, responses, advantages=advantages, behaviour_logprobs=logprobs, loss_masks=masks
+    )
+    counted = np.zeros(tree.num_tokens, int)
+    for i, s in enumerate(tree.flatten()):
+        assert (s.prompt, s.response) == (prompts[i], responses[i])
+        assert s.behaviour_logprob.tolist() == logprobs[i]
+        assert s.loss_mask.tolist() == masks[i]
+        assert tree.loss_length[i] == sum(masks[i])
+        assert tree.response_length[i] == len(responses[i])
+        counted[tree.response_rows(i)] += 1
+    check_laws(tree)
+    np.testing.assert_array_equal(tree.response_leaves, counted)
+    rest = tree.without_leaves(np.arange(len(prompts)) % 2 == 1)
+    assert [(s.prompt, s.response) for s in rest.flatten()] == list(zip(prompts, responses, strict=True))[::2]
+
+
+def test_a_conversation_by_turns_is_one_path():
+    turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [5]), ([1, 2, 3, 4, 9, 5, 9, 9], [6, 7])]
+    tree = TokenTree.from_sequences(
+        [p for p, _ in turns], [r for _, r in turns], behaviour_logprobs=[[-1.0] * len(r) for _, r in turns]
+    )
+    assert tree.num_tokens == 10
+    assert tree.loss_length.tolist() == [2, 1, 2]
+    assert tree.response_leaves.tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
+    np.testing.assert_array_equal(np.isnan(tree.behaviour_logprob), [1, 1, 0, 0, 1, 0, 1, 1, 0, 0])
+
+
+def test_prompts_of_several_kinds_make_a_forest():
+    prompts, responses = [[1, 2], [8], [1, 3], [8]], [[4], [5], [6], [5, 7]]
+    trees, members = TokenTree.forest(prompts, responses, advantages=[0.0, 1.0, 2.0, 3.0])
+    assert [m.tolist() for m in members] == [[0, 2], [1, 3]]
+    for tree, samples_of in zip(trees, members, strict=True):
+        for i, s in zip(samples_of, tree.flatten(), strict=True):
+            assert (s.prompt, s.response, s.advantage) == (prompts[i], responses[i], float(i))
+    with pytest.raises(ValueError, match=r"share no first token.*forest"):
+        TokenTree.from_sequences(prompts, responses)
+    with pytest.raises(ValueError, match="prompt has 2 entries for 1 responses"):
+        TokenTree.from_sequences([[1], [1]], [[2]])
+    with pytest.raises(ValueError, match="at least one token"):
+        TokenTree.from_sequences([], [[2]])
+    with pytest.raises(ValueError, match="share no first token"):
+        TokenTree.from_sequences([[1], []], [[2], [3]])

@@ -18,7 +18,7 @@ SIGNATURE = {
     **dict.fromkeys(("M", "blocks"), "i32"),
     **dict.fromkeys(Spec._fields, "fp32"),
 }
-FLAGS = ("ENTROPY", "ALL", "MASK", "RATIO", "OLD", "REF", "BEHAVIOUR", "LOW", "HIGH", "EXTRA")
+FLAGS = ("ENTROPY", "ALL", "MASK", "RATIO", "OLD", "REF", "BEHAVIOUR", "LOW", "HIGH", "EXTRA", "SIDES")
 
 
 def _case(surrogate: str, kl: str, options: bool, mismatch: str = "mask") -> AotCase:
