@@ -4,6 +4,7 @@ from .batch import TreeBatch, pack
 from .config import TrainConfig, load_config
 from .errors import RunError, UserError
 from .integrations.transformers import register as _register
+from .loss import backward
 from .model import batch_logprob, batch_loss, load_model, load_tokenizer
 from .orchestrator import Orchestrator
 from .rollout import EngineConfig, NativeEngine, SamplingParams
@@ -27,6 +28,7 @@ __all__ = [
     "Trainer",
     "TreeBatch",
     "UserError",
+    "backward",
     "batch_logprob",
     "batch_loss",
     "load_config",

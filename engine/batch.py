@@ -9,7 +9,7 @@ of leaves, which is why a tree larger than the budget can be split by its leaves
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields
 
+from .pieces import Piece, cut
 from .tree import Array, TokenTree
 
 
@@ -44,6 +45,7 @@ class TreeBatch:
     copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the token
     leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
     mixed: bool  # some token is shared by leaves whose advantages differ in sign
+    pieces: tuple[Piece, ...]  # of a tree larger than the budget, to be computed one after the other; empty: at once
 
     @property
     def num_tokens(self) -> int:
@@ -118,18 +120,31 @@ class TreeBatch:
         return out
 
 
-def pack(trees: Sequence[TokenTree], *, max_tokens: int, device: torch.device | str | None = None) -> list[TreeBatch]:
+def pack(
+    trees: Sequence[TokenTree],
+    *,
+    max_tokens: int,
+    device: torch.device | str | None = None,
+    in_pieces: bool = False,
+) -> list[TreeBatch]:
     """Pack trees into batches of at most ``max_tokens`` unique tokens.
 
     Trees stay whole and go to the fullest batch they fit (best-fit decreasing; deterministic). A larger tree is split
     by its leaves, each part repeating the ancestors it needs; losses and gradients of the parts add up to the whole's.
+    With ``in_pieces`` it becomes a batch of its own, to be computed in pieces of ``max_tokens`` that repeat nothing
+    (:func:`rolltree.engine.backward`, :func:`batch_logprob`); a single path may then be longer than the budget.
 
     Raises:
-        ValueError: one root-to-leaf path alone exceeds ``max_tokens``.
+        ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set.
     """
     parts: list[tuple[int, TokenTree, Array]] = []
+    oversized: list[TreeBatch] = []
     for index, tree in enumerate(trees):
-        parts.extend((index, part, leaves) for part, leaves in _split(tree, max_tokens, index))
+        if in_pieces and tree.num_tokens > max_tokens:
+            whole = _assemble([(index, tree, np.arange(tree.num_leaves))], device)
+            oversized.append(replace(whole, pieces=cut(tree, max_tokens, device)))
+        else:
+            parts.extend((index, part, leaves) for part, leaves in _split(tree, max_tokens, index))
     order = sorted(range(len(parts)), key=lambda i: (-parts[i][1].num_tokens, i))
     bins: list[list[int]] = []
     room: list[int] = []
@@ -144,7 +159,7 @@ def pack(trees: Sequence[TokenTree], *, max_tokens: int, device: torch.device | 
             best = len(bins) - 1
         bins[best].append(i)
         room[best] -= size
-    return [_assemble([parts[i] for i in sorted(members)], device) for members in bins]
+    return oversized + [_assemble([parts[i] for i in sorted(members)], device) for members in bins]
 
 
 def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree, Array]]:
@@ -257,6 +272,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         copies=tensor("copies"),
         leaf_advantage=tensor("leaf_advantage", np.float64),
         mixed=any(_mixed(tree) for tree in trees),
+        pieces=(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from rolltree.kernels import LogprobOutput, Objective, PolicyLossOutput, linear_
 from .batch import TreeBatch
 from .errors import UserError
 from .integrations import transformers as integration
+from .pieces import PieceStore, depth_first
 
 TREE_LAYERS = ("full_attention", "sliding_attention")
 
@@ -43,12 +45,18 @@ def head(model: PreTrainedModel) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
 
 
-def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [T, H]
-    """The final hidden states of the packed tokens.
+def hidden_states(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None) -> Tensor:  # [T, H]
+    """The final hidden states of the packed tokens, or of the ones of a piece.
 
     Raises:
-        ValueError: the model was not loaded with ``attn_implementation="rolltree"``.
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or the batch is of pieces and none
+            is named.
     """
+    if batch.pieces and store is None:
+        raise ValueError(
+            "The batch holds a tree larger than its budget, to be computed in pieces; use backward, or pack "
+            "without in_pieces."
+        )
     implementation = model.config._attn_implementation
     if implementation != integration.NAME:
         raise ValueError(
@@ -56,12 +64,14 @@ def hidden_states(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [T, H]
             "model.set_attn_implementation('rolltree')."
         )
     decoder: nn.Module = model.get_decoder()
+    rows = slice(None) if store is None else slice(store.piece.begin, store.piece.end)
+    attend = {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
     output = decoder(
-        input_ids=batch.input_ids[None],
-        position_ids=batch.position_ids[None],
+        input_ids=batch.input_ids[None, rows],
+        position_ids=batch.position_ids[None, rows],
         attention_mask=integration.MASK_STUB,
         use_cache=False,
-        subtree_end=batch.subtree_end,
+        **attend,
     )
     return output.last_hidden_state[0]
 
@@ -72,20 +82,59 @@ def batch_logprob(
     """Log-probability of every pair of ``batch``, and on request (``want``) entropy and sum of squared probabilities.
 
     Returns:
-        ``logprob [M]`` fp32, one value a pair. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *pair* too.
+        ``logprob [M]`` fp32, one value a pair. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *pair* too. Those of a
+        batch of pieces have no gradient.
+
+    Raises:
+        ValueError: as :func:`hidden_states`.
     """
+    if batch.pieces:
+        return _logprob_of_pieces(model, batch, temperature, want)
+    return pair_logprob(
+        model, hidden_states(model, batch), batch.target, batch.head_row, batch.head_index, temperature, want
+    )
+
+
+def _logprob_of_pieces(
+    model: PreTrainedModel, batch: TreeBatch, temperature: float, want: Sequence[str]
+) -> LogprobOutput:
+    found: dict[str, Tensor] = {}
+
+    def use(store: PieceStore, hidden: Tensor) -> None:
+        p = store.piece
+        some = pair_logprob(model, hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
+        for name, values in some._asdict().items():
+            if values is not None:
+                found.setdefault(name, values.new_empty(len(batch.target)))[p.pair] = values
+
+    (tree,) = batch.trees
+    run = partial(hidden_states, model, batch)
+    depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=False)
+    return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
+
+
+def pair_logprob(
+    model: PreTrainedModel,
+    hidden: Tensor,  # [T, H]
+    target: Tensor,  # [M]
+    head_row: Tensor,  # [R]
+    head_index: Tensor,  # [M]
+    temperature: float,
+    want: Sequence[str],
+) -> LogprobOutput:
+    """What the head says of ``target``, predicted by the rows ``head_row[head_index]``; all values are per pair."""
     weight, bias, softcap = head(model)
     out = linear_logprob(
-        hidden_states(model, batch).index_select(0, batch.head_row),
+        hidden.index_select(0, head_row),
         weight,
-        batch.target,
-        row=batch.head_index,
+        target,
+        row=head_index,
         bias=bias,
         temperature=temperature,
         softcap=softcap,
         want=want,
     )
-    pair = batch.head_index
+    pair = head_index
     return LogprobOutput(
         logprob=out.logprob,
         logsumexp=out.logsumexp[pair],

@@ -206,7 +206,7 @@ class Orchestrator:
                 members = [kept[i] for i in share]
                 normalizer = self._normalizer(members)
                 live = [kept[i] for i in share if not (config.algorithm.drop_zero_variance and flat[i])]
-                batches = pack(live, max_tokens=config.trainer.max_tokens, device=self.model.device) if live else []
+                batches = pack(live, max_tokens=config.trainer.max_tokens, device=self.model.device, in_pieces=True)
             if not batches or normalizer == 0:
                 sums.count("actor/empty_updates")
                 continue

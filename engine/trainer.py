@@ -13,7 +13,7 @@ from rolltree.kernels import Objective
 from .batch import TreeBatch
 from .config import TrainerConfig
 from .errors import RunError, UserError
-from .model import batch_loss
+from .loss import backward
 
 Metrics = dict[str, tuple[float | Tensor, float | Tensor]]
 """``{name: (sum, count)}``, to be added up and divided once."""
@@ -65,12 +65,16 @@ class Trainer:
             old = None if on_policy else batch.behaviour_logprob
             if old is None and not on_policy:
                 raise ValueError("An update off policy needs the sampler's log-prob of every token in the loss.")
-            out = batch_loss(
-                self.model, batch, objective, normalizer=normalizer, temperature=temperature, old_logprob=old
+            out = backward(
+                self.model,
+                batch,
+                objective,
+                normalizer=normalizer,
+                temperature=temperature,
+                old_logprob=old,
+                after_each=self._gather_gradients,
             )
-            out.loss.backward()
-            self._gather_gradients()
-            total += out.loss.detach()
+            total += out.loss
             for name, (value, count) in out.metrics.items():
                 before = metrics.get(name, (0.0, 0.0))
                 metrics[name] = (before[0] + value, before[1] + count)

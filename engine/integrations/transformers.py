@@ -3,7 +3,7 @@
 The registered attention function serves three calls, told apart by keyword arguments of the model's ``forward``:
 
 * ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`;
-* ``paged_kv=...``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
+* ``kv_store=...``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
 * neither: an ordinary batch, computed as ``attn_implementation="sdpa"`` would.
 
 A model builds its mask before it knows which of the three this is, so the registered mask function defers: the mask of
@@ -29,8 +29,8 @@ MASK_STUB = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """Passed as ``attention_mask``, it keeps a model from preparing any mask: four dimensions mean "already prepared"."""
 
 
-class PagedKV(Protocol):
-    """What the rollout engine hands to the model as ``paged_kv``."""
+class KVStore(Protocol):
+    """What the rollout engine hands to the model as ``kv_store``."""
 
     def attend(
         self,
@@ -80,10 +80,10 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     subtree_end: Tensor | None = None,  # [T] int32
-    paged_kv: PagedKV | None = None,
+    kv_store: KVStore | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if subtree_end is None and paged_kv is None:
+    if subtree_end is None and kv_store is None:
         return _ordinary(module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, kwargs)
     if dropout:
         raise ValueError("Attention dropout is not supported on trees; set attention_dropout=0 in the model's config.")
@@ -92,8 +92,8 @@ def _attention(
     if query.shape[0] != 1:
         raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    if paged_kv is not None:
-        out = paged_kv.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)  # type: ignore[arg-type]
+    if kv_store is not None:
+        out = kv_store.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)  # type: ignore[arg-type]
     else:
         position = None
         if sliding_window is not None:

@@ -53,7 +53,7 @@ class Runner:
             position_ids=self._to_device(step.position_ids)[None],
             attention_mask=MASK_STUB,
             use_cache=False,
-            paged_kv=self._cache,
+            kv_store=self._cache,
         )
         if len(step.sample_rows) == 0:
             empty = np.zeros(0, np.float32)

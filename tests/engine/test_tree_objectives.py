@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine import TokenTree, batch_logprob, batch_loss, pack
+from rolltree.engine import TokenTree, TreeBatch, backward, batch_logprob, batch_loss, pack
 from rolltree.kernels import Objective, PolicyFields, policy_loss
 
 from .test_tree_equals_flat import TEMPERATURE, close, flat_logprobs, make_models, random_tree
@@ -152,3 +152,57 @@ def test_summed_advantages_would_be_wrong() -> None:
     assert float(exact) == pytest.approx(by_hand, rel=1e-5)
     assert float(shortcut) == pytest.approx(-2 * 0.25 * high - 1.0 * high + 0.75 * ratio, rel=1e-5)
     assert abs(float(shortcut) - by_hand) > 0.5
+
+
+def gradients(model: Any, batches: list[TreeBatch], objective: Objective) -> tuple[list[torch.Tensor], Any, Any]:
+    """Gradients, loss and metrics of all batches, with old and reference log-probs near the model's own."""
+    for p in model.parameters():
+        p.grad = None
+    loss, metrics = torch.zeros(()), {}
+    for batch in batches:
+        with torch.no_grad():
+            now = batch_logprob(model, batch, temperature=TEMPERATURE).logprob
+        hashed = torch.frac(torch.sin((now * 1e3).round().double()) * 1e4)
+        shifts = {"old_logprob": (now + 0.4 * hashed).float(), "ref_logprob": (now - 0.3 * hashed).float()}
+        out = backward(model, batch, objective, normalizer=7.0, temperature=TEMPERATURE, **shifts)
+        loss = loss + out.loss
+        for name, values in out.metrics.items():
+            metrics[name] = tuple(a + b for a, b in zip(metrics.get(name, (0.0, 0.0)), values, strict=True))
+    return [p.grad.clone() for p in model.parameters()], loss, metrics
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "max_tokens"), [("qwen3", 20), ("qwen3", 61), ("gemma2-window-softcap", 33)])
+def test_pieces_of_a_tree_add_up(name: str, max_tokens: int, level: str) -> None:
+    """Also with paths longer than the budget, activation checkpointing, and trees of several depths."""
+    model, _ = make_models(name)
+    objective = LEVELS[level]
+    trees = [random_tree(11, 5, 40), conversations(2), random_tree(12, 1, 2)]
+    assert max(int(t.path_length.max()) for t in trees) > 20
+    want, loss, metrics = gradients(model, pack(trees, max_tokens=100_000), objective)
+    batches = pack(trees, max_tokens=max_tokens, in_pieces=True)
+    assert sum(len(b.pieces) for b in batches) >= 3
+    assert all(p.end - p.begin <= max_tokens for b in batches for p in b.pieces)
+    model.train()
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        got, piece_loss, piece_metrics = gradients(model, batches, objective)
+        torch.testing.assert_close(piece_loss, loss, rtol=1e-5, atol=1e-6)
+        for (key, _), mine, whole in zip(model.named_parameters(), got, want, strict=True):
+            assert (mine - whole).norm() <= 2e-5 * whole.norm(), key
+        for key, values in metrics.items():
+            torch.testing.assert_close(
+                torch.stack([v.double() for v in piece_metrics[key]]),
+                torch.stack([v.double() for v in values]),
+                rtol=1e-4,
+                atol=1e-4,
+                msg=f"{key}: {piece_metrics[key]} {values}",
+            )
+
+
+def test_a_batch_of_pieces_is_refused_where_it_would_be_computed_at_once() -> None:
+    model, _ = make_models("qwen3")
+    (batch,) = pack([random_tree(11, 5, 40)], max_tokens=30, in_pieces=True)
+    with pytest.raises(ValueError, match="in pieces; use backward"):
+        batch_loss(model, batch, LEVELS["token"], normalizer=1.0)

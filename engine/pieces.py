@@ -1,0 +1,200 @@
+"""Trees larger than a micro-batch, computed depth-first in pieces: exact, with one piece's activations in memory.
+
+A piece is a run of consecutive rows. The earlier rows it sees are the path to its first row; their keys and values are
+all it needs of them (`tree_attention`'s ``prefix_kv``). A piece that later ones see is computed twice: first without
+gradient, for the keys and values they need, and again when they are done and have said what gradient these get. Pieces
+that nothing later sees are computed once. So the memory is one piece and the keys and values of one path
+(Li et al. 2026, "DTA", arXiv 2602.00482, in pieces of many branches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolltree.kernels import tree_attention
+
+from .tree import Array, TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows ``begin`` to ``end`` of a batch, with the pairs whose predictor is among them."""
+
+    begin: int
+    end: int
+    last: int  # one past the last row that sees some row of the piece
+    pair: Tensor  # [m] int64, its pairs among the batch's
+    head_row: Tensor  # [r] int64, the distinct predictors, counted from `begin`
+    head_index: Tensor  # [m] int64, a pair's predictor among these
+
+
+def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = None) -> tuple[Piece, ...]:
+    """Pieces of at most ``max_tokens`` rows, each ended where the path is shortest, if anywhere in its second half."""
+    rows, ends = tree.num_tokens, tree.subtree_end
+    bounds = [0]
+    while bounds[-1] < rows:
+        begin, limit = bounds[-1], bounds[-1] + max_tokens
+        at = limit
+        if limit < rows:
+            branches = tree.start[(tree.start > begin + max_tokens // 2) & (tree.start <= limit)]
+            if len(branches):
+                shortest = tree.position[branches] == tree.position[branches].min()
+                at = int(branches[shortest][-1])
+        bounds.append(min(at, rows))
+    predictor = tree.parent_row[tree.prompt_length :].astype(np.int64)
+    pieces = []
+    for begin, end in pairwise(bounds):
+        pair = np.flatnonzero((predictor >= begin) & (predictor < end))
+        head_row, head_index = np.unique(predictor[pair] - begin, return_inverse=True)
+        pieces.append(
+            Piece(
+                begin,
+                end,
+                int(ends[begin:end].max()),
+                torch.from_numpy(pair).to(device),
+                torch.from_numpy(head_row).to(device),
+                torch.from_numpy(head_index.reshape(-1)).to(device),
+            )
+        )
+    return tuple(pieces)
+
+
+class _Kept(NamedTuple):
+    """One layer's keys and values that later pieces see, and the gradient they have got so far."""
+
+    key: Tensor  # [n, Hkv, D]
+    value: Tensor
+    d_key: Tensor  # [n, Hkv, D] fp32
+    d_value: Tensor
+
+
+class PieceStore:
+    """What the model is given as ``kv_store`` while it computes a piece."""
+
+    def __init__(self, tree: TokenTree, piece: Piece, open_pieces: Sequence[PieceStore], device: torch.device) -> None:
+        ends = tree.subtree_end
+        self.piece = piece
+        self.open_pieces = [
+            (store, torch.from_numpy(np.flatnonzero(ends[store.rows] > piece.begin)).to(device))
+            for store in open_pieces
+        ]
+        seen = [store.rows[ends[store.rows] > piece.begin] for store in open_pieces]
+        keys = np.concatenate([*seen, np.arange(piece.begin, piece.end)])
+        before = len(keys) - (piece.end - piece.begin)
+        # rows of the prefix keep their order and close up to the piece
+        end = np.minimum(ends[keys], piece.end).astype(np.int64) - piece.begin + before
+        self.subtree_end = torch.from_numpy(end.astype(np.int32)).to(device)
+        self.position = torch.from_numpy(tree.position[keys].astype(np.int32)).to(device)
+        self.rows: Array = np.flatnonzero(ends[piece.begin : piece.end] > piece.end) + piece.begin
+        self._own = torch.from_numpy(self.rows - piece.begin).to(device)
+        self._kept: dict[int, _Kept] = {}
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,  # [N, Hq, D]
+        key: Tensor,  # [N, Hkv, D]
+        value: Tensor,  # [N, Hkv, D]
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [N, Hq, D]
+        if not torch.is_grad_enabled():
+            if len(self._own):
+                kept = (t.index_select(0, self._own) for t in (key, value))
+                zeros = (torch.zeros_like(key[: len(self._own)], dtype=torch.float32) for _ in range(2))
+                self._kept[layer_idx] = _Kept(*kept, *zeros)
+        elif layer_idx in self._kept:
+            mine = self._kept[layer_idx]
+            key = _AddGradient.apply(key, self._own, mine.d_key)
+            value = _AddGradient.apply(value, self._own, mine.d_value)
+        prefix = None
+        if self.open_pieces:
+            keys, values = [], []
+            for store, which in self.open_pieces:
+                theirs = store._kept[layer_idx]
+                keys.append(_TakeGradient.apply(theirs.key, which, theirs.d_key, query))
+                values.append(_TakeGradient.apply(theirs.value, which, theirs.d_value, query))
+            prefix = torch.cat(keys), torch.cat(values)
+        return tree_attention(
+            query,
+            key,
+            value,
+            self.subtree_end,
+            scale=scale,
+            position=None if window is None else self.position,
+            window=window,
+            softcap=softcap,
+            prefix_kv=prefix,
+        )
+
+
+class _AddGradient(torch.autograd.Function):
+    """``x``, whose gradient at ``rows`` is more by what later pieces gave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, gradient)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        rows, gradient = ctx.saved_tensors
+        return grads[0].index_add(0, rows, gradient.to(grads[0].dtype)), None, None
+
+
+class _TakeGradient(torch.autograd.Function):
+    """``x[which]``, whose gradient is added to ``total[which]``. ``needs`` makes autograd come by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, which: Tensor, total: Tensor, needs: Tensor) -> Tensor:
+        ctx.which, ctx.total = which, total
+        return x.index_select(0, which)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        ctx.total.index_add_(0, ctx.which, grads[0].float())
+        return None, None, None, None
+
+
+def depth_first(
+    tree: TokenTree,
+    pieces: Sequence[Piece],
+    device: torch.device,
+    *,
+    run: Callable[[PieceStore], Tensor],
+    use: Callable[[PieceStore, Tensor], None],
+    gradients: bool,
+) -> None:
+    """Compute the pieces and use each once, in order or, for gradients, when all that see it are done.
+
+    Args:
+        run: the model on a piece; with gradients a piece that later ones see is run twice.
+        use: takes what ``run`` gave; with gradients it must run the backward.
+    """
+    open_pieces: list[PieceStore] = []
+
+    def close(until: int) -> None:
+        while open_pieces and open_pieces[-1].piece.last <= until:
+            store = open_pieces.pop()
+            if gradients:
+                use(store, run(store))
+
+    for piece in pieces:
+        close(piece.begin)
+        store = PieceStore(tree, piece, tuple(open_pieces), device)
+        seen_later = piece.last > piece.end
+        with torch.set_grad_enabled(gradients and not seen_later):
+            result = run(store)
+            if not (gradients and seen_later):
+                use(store, result)
+        if seen_later:
+            open_pieces.append(store)
+    close(tree.num_tokens)
