@@ -45,6 +45,8 @@ class TreeBatch:
     copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the token
     leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
     mixed: bool  # some token is shared by leaves whose advantages differ in sign
+    padded: tuple[int, int] | None  # (B, S): single sequences, which the model takes as an ordinary batch padded to S
+    place: Tensor  # [T] int64, the token's place in that batch, read row by row
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, to be computed one after the other; empty: at once
 
     @property
@@ -126,6 +128,7 @@ def pack(
     max_tokens: int,
     device: torch.device | str | None = None,
     in_pieces: bool = False,
+    flat: bool = False,
 ) -> list[TreeBatch]:
     """Pack trees into batches of at most ``max_tokens`` unique tokens.
 
@@ -133,10 +136,14 @@ def pack(
     by its leaves, each part repeating the ancestors it needs; losses and gradients of the parts add up to the whole's.
     With ``in_pieces`` it becomes a batch of its own, to be computed in pieces of ``max_tokens`` that repeat nothing
     (:func:`rolltree.engine.backward`, :func:`batch_logprob`); a single path may then be longer than the budget.
+    With ``flat`` nothing is shared: every leaf is a sequence of its own, and the model computes ordinary padded batches
+    of at most ``max_tokens`` places, without any tree attention. It is for models whose layers no tree mask fits.
 
     Raises:
         ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set.
     """
+    if flat:
+        return _pack_flat(trees, max_tokens, device)
     parts: list[tuple[int, TokenTree, Array]] = []
     oversized: list[TreeBatch] = []
     for index, tree in enumerate(trees):
@@ -162,6 +169,34 @@ def pack(
     return oversized + [_assemble([parts[i] for i in sorted(members)], device) for members in bins]
 
 
+def _pack_flat(trees: Sequence[TokenTree], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
+    """Every leaf alone, the longest first, as many together as fit when padded to the first."""
+    leaves = [
+        (index, leaf, int(length)) for index, tree in enumerate(trees) for leaf, length in enumerate(tree.path_length)
+    ]
+    leaves.sort(key=lambda known: -known[2])
+    batches: list[TreeBatch] = []
+    while leaves:
+        index, leaf, longest = leaves[0]
+        if longest > max_tokens:
+            raise ValueError(_too_long(leaf, index, longest, max_tokens))
+        taken, leaves = leaves[: max_tokens // longest], leaves[max_tokens // longest :]
+        batch = _assemble([(i, trees[i].chain(j), np.array([j])) for i, j, _ in taken], device)
+        lengths = np.array([length for _, _, length in taken])
+        place = np.arange(lengths.sum()) + np.repeat(
+            np.arange(len(taken)) * longest - (np.cumsum(lengths) - lengths), lengths
+        )
+        batches.append(replace(batch, padded=(len(taken), longest), place=torch.from_numpy(place).to(device)))
+    return batches
+
+
+def _too_long(leaf: int, tree: int, length: int, max_tokens: int) -> str:
+    return (
+        f"Leaf {leaf} of tree {tree} is {length} tokens long with its prompt, over the budget of "
+        f"max_tokens={max_tokens}; raise max_tokens or shorten prompts and responses."
+    )
+
+
 def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree, Array]]:
     """Parts of ``tree`` within the budget, each with the leaf indices it holds."""
     everything = np.arange(tree.num_leaves)
@@ -170,10 +205,7 @@ def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree
     path = tree.path_length
     if path.max() > max_tokens:
         worst = int(path.argmax())
-        raise ValueError(
-            f"Leaf {worst} of tree {index} is {path[worst]} tokens long with its prompt, over the budget of "
-            f"max_tokens={max_tokens}; raise max_tokens or shorten prompts and responses."
-        )
+        raise ValueError(_too_long(worst, index, int(path[worst]), max_tokens))
     # depth-first, a leaf adds the tokens below its deepest ancestor that an earlier leaf of the part also has
     node_end = (tree.node_position + tree.length).astype(np.int64)
     groups: list[list[int]] = []
@@ -272,6 +304,8 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         copies=tensor("copies"),
         leaf_advantage=tensor("leaf_advantage", np.float64),
         mixed=any(_mixed(tree) for tree in trees),
+        padded=None,
+        place=torch.arange(int(tokens[-1]), device=device),
         pieces=(),
     )
 

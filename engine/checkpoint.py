@@ -43,6 +43,7 @@ FREE_TO_CHANGE = (
     "trainer.steps",
     "trainer.max_tokens",
     "trainer.max_bad_steps",
+    "trainer.self_check",
     "evaluation.every",
     "evaluation.max_new_tokens",
     "checkpoint.every",

@@ -167,6 +167,8 @@ class TrainerConfig(Section):
     """The gradient is scaled down to this norm."""
     max_tokens: PositiveInt = 16384
     """Packed tokens of one micro-batch."""
+    self_check: bool = True
+    """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
     max_bad_steps: PositiveInt = 5
     """Steps in a row with a non-finite loss or gradient after which the run stops."""
 

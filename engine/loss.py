@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rolltree.kernels import Objective, PolicyFields, PolicyLossOutput, linear_policy_loss, policy_loss
 
 from .batch import TreeBatch
-from .model import batch_logprob, batch_loss, head, hidden_states, pair_logprob
+from .model import Decoded, batch_logprob, batch_loss, decode, head, pair_logprob, with_router_loss
 from .pieces import PieceStore, depth_first
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -27,6 +27,7 @@ def backward(
     temperature: float = 1.0,
     old_logprob: Tensor | None = None,  # [M]
     ref_logprob: Tensor | None = None,  # [M]
+    router_share: float = 1.0,
     after_each: Callable[[], object] | None = None,
 ) -> PolicyLossOutput:
     """:func:`batch_loss` and its backward: adds to the gradients of the model's parameters.
@@ -36,7 +37,7 @@ def backward(
     model runs once more.
 
     Args:
-        normalizer, temperature, old_logprob, ref_logprob: as for :func:`batch_loss`.
+        normalizer, temperature, old_logprob, ref_logprob, router_share: as for :func:`batch_loss`.
         after_each: called after every backward, as to move gradients away.
 
     Returns:
@@ -52,14 +53,33 @@ def backward(
             temperature=temperature,
             old_logprob=old_logprob,
             ref_logprob=ref_logprob,
+            router_share=router_share,
         )
         out.loss.backward()
         after()
         return out._replace(loss=out.loss.detach())
     fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
     if objective.scope == "token":
-        return _token_by_token(model, batch, objective, fields, normalizer, temperature, after)
-    return _in_two_passes(model, batch, objective, fields, normalizer, temperature, after)
+        return _token_by_token(model, batch, objective, fields, normalizer, temperature, router_share, after)
+    return _in_two_passes(model, batch, objective, fields, normalizer, temperature, router_share, after)
+
+
+class _Account:
+    """Loss and metrics so far."""
+
+    def __init__(self) -> None:
+        self.loss: float | Tensor = 0.0
+        self.metrics: Metrics = {}
+
+    def add(self, loss: Tensor, metrics: Metrics) -> None:
+        self.loss = self.loss + loss.detach()
+        for name, values in metrics.items():
+            before = self.metrics.get(name)
+            self.metrics[name] = values if before is None else (before[0] + values[0], before[1] + values[1])
+
+    def result(self) -> PolicyLossOutput:
+        assert isinstance(self.loss, Tensor)
+        return PolicyLossOutput(self.loss, self.metrics)
 
 
 def _token_by_token(
@@ -69,16 +89,16 @@ def _token_by_token(
     fields: PolicyFields,
     normalizer: float | Tensor,
     temperature: float,
+    router_share: float,
     after: Callable[[], object],
 ) -> PolicyLossOutput:
     weight, bias, softcap = head(model)
-    total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
-    metrics: Metrics = {}
+    account = _Account()
 
-    def use(store: PieceStore, hidden: Tensor) -> None:
+    def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
         out = linear_policy_loss(
-            hidden.index_select(0, p.head_row),
+            decoded.hidden.index_select(0, p.head_row),
             weight,
             batch.target[p.pair],
             fields.take(p.pair),
@@ -89,15 +109,13 @@ def _token_by_token(
             temperature=temperature,
             softcap=softcap,
         )
+        out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()
-        total.add_(out.loss.detach())
-        for name, (value, count) in out.metrics.items():
-            before = metrics.get(name, (torch.zeros_like(value), torch.zeros_like(count)))
-            metrics[name] = (before[0] + value, before[1] + count)
+        account.add(*out)
 
     _visit(model, batch, use)
-    return PolicyLossOutput(total.float(), metrics)
+    return account.result()
 
 
 def _in_two_passes(
@@ -107,6 +125,7 @@ def _in_two_passes(
     fields: PolicyFields,
     normalizer: float | Tensor,
     temperature: float,
+    router_share: float,
     after: Callable[[], object],
 ) -> PolicyLossOutput:
     """Log-probs first; the loss's derivatives by them are then the weights of a linear objective."""
@@ -117,22 +136,26 @@ def _in_two_passes(
         out = policy_loss(logprob, fields, objective, normalizer=normalizer, entropy=entropy)
     by_logprob, *by_entropy = torch.autograd.grad(out.loss, [t for t in (logprob, entropy) if t.requires_grad])
     want = ("entropy",) if by_entropy else ()
+    account = _Account()
+    account.add(*out)
 
-    def use(store: PieceStore, hidden: Tensor) -> None:
+    def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        now = pair_logprob(model, hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
+        now = pair_logprob(model, decoded.hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
         linear = (now.logprob * by_logprob[p.pair]).sum()
         if now.entropy is not None:
             linear = linear + (now.entropy * by_entropy[0][p.pair]).sum()
-        linear.backward()
+        share = router_share * (p.end - p.begin) / batch.num_tokens
+        routed = with_router_loss(PolicyLossOutput(linear, {}), decoded, share)
+        routed.loss.backward()
         after()
+        account.add(routed.loss - linear, routed.metrics)
 
     _visit(model, batch, use)
-    return out._replace(loss=out.loss.detach())
+    return account.result()
 
 
-def _visit(model: PreTrainedModel, batch: TreeBatch, use: Callable[[PieceStore, Tensor], None]) -> None:
+def _visit(model: PreTrainedModel, batch: TreeBatch, use: Callable[[PieceStore, Decoded], None]) -> None:
     (tree,) = batch.trees
-    depth_first(
-        tree, batch.pieces, batch.input_ids.device, run=partial(hidden_states, model, batch), use=use, gradients=True
-    )
+    run = partial(decode, model, batch)
+    depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,9 @@ from .errors import UserError
 from .integrations import transformers as integration
 from .pieces import PieceStore, depth_first
 
-TREE_LAYERS = ("full_attention", "sliding_attention")
+TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # what configurations call their list of layers
+RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")
 
 
 class Head(NamedTuple):
@@ -45,8 +49,17 @@ def head(model: PreTrainedModel) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
 
 
-def hidden_states(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None) -> Tensor:  # [T, H]
-    """The final hidden states of the packed tokens, or of the ones of a piece.
+class Decoded(NamedTuple):
+    """What the decoder makes of packed tokens."""
+
+    hidden: Tensor  # [T, H]
+    router_loss: Tensor | None  # [], of a mixture of experts whose config asks for it (output_router_logits)
+
+
+def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None) -> Decoded:
+    """The final hidden states of the batch's tokens, or of those of a piece.
+
+    The experts' load is balanced as in the flat batch: a token counts once for every leaf below it.
 
     Raises:
         ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or the batch is of pieces and none
@@ -54,26 +67,43 @@ def hidden_states(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | 
     """
     if batch.pieces and store is None:
         raise ValueError(
-            "The batch holds a tree larger than its budget, to be computed in pieces; use backward, or pack "
-            "without in_pieces."
+            "The batch holds a tree larger than its budget, to be computed in pieces; use backward, or pack without "
+            "in_pieces."
         )
     implementation = model.config._attn_implementation
-    if implementation != integration.NAME:
+    if implementation != integration.NAME and batch.padded is None:
         raise ValueError(
             f"The model's attention is '{implementation}'; load it with attn_implementation='rolltree' or call "
             "model.set_attn_implementation('rolltree')."
         )
-    decoder: nn.Module = model.get_decoder()
     rows = slice(None) if store is None else slice(store.piece.begin, store.piece.end)
-    attend = {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
-    output = decoder(
-        input_ids=batch.input_ids[None, rows],
-        position_ids=batch.position_ids[None, rows],
-        attention_mask=integration.MASK_STUB,
-        use_cache=False,
-        **attend,
-    )
-    return output.last_hidden_state[0]
+    ids, positions, copies = (t[rows] for t in (batch.input_ids, batch.position_ids, batch.copies))
+    given: dict[str, Any]
+    if batch.padded is not None:
+        ids, copies = (_padded(t, batch) for t in (ids, copies))
+        given = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
+    else:
+        given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": integration.MASK_STUB}
+        given |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
+    routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
+    if routed:
+        given["output_router_logits"] = True
+    decoder: nn.Module = model.get_decoder()
+    output = decoder(**given, use_cache=False)
+    hidden = output.last_hidden_state.flatten(0, 1)
+    if batch.padded is not None:
+        hidden = hidden.index_select(0, batch.place)
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func if routed else None
+    if balance is None:
+        return Decoded(hidden, None)
+    # the mask it takes is a weight of each token
+    found = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
+    return Decoded(hidden, model.router_aux_loss_coef * found)
+
+
+def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 where padding is
+    assert batch.padded is not None
+    return values.new_zeros(batch.padded[0] * batch.padded[1]).index_copy(0, batch.place, values)
 
 
 def batch_logprob(
@@ -86,12 +116,12 @@ def batch_logprob(
         batch of pieces have no gradient.
 
     Raises:
-        ValueError: as :func:`hidden_states`.
+        ValueError: as :func:`decode`.
     """
     if batch.pieces:
         return _logprob_of_pieces(model, batch, temperature, want)
     return pair_logprob(
-        model, hidden_states(model, batch), batch.target, batch.head_row, batch.head_index, temperature, want
+        model, decode(model, batch).hidden, batch.target, batch.head_row, batch.head_index, temperature, want
     )
 
 
@@ -100,15 +130,15 @@ def _logprob_of_pieces(
 ) -> LogprobOutput:
     found: dict[str, Tensor] = {}
 
-    def use(store: PieceStore, hidden: Tensor) -> None:
+    def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        some = pair_logprob(model, hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
+        some = pair_logprob(model, decoded.hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
         for name, values in some._asdict().items():
             if values is not None:
                 found.setdefault(name, values.new_empty(len(batch.target)))[p.pair] = values
 
     (tree,) = batch.trees
-    run = partial(hidden_states, model, batch)
+    run = partial(decode, model, batch)
     depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=False)
     return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
 
@@ -153,6 +183,7 @@ def batch_loss(
     temperature: float = 1.0,
     old_logprob: Tensor | None = None,  # [M]
     ref_logprob: Tensor | None = None,  # [M]
+    router_share: float = 1.0,
 ) -> PolicyLossOutput:
     """The objective's loss over all leaves of ``batch``, exact for shared tokens, ready for ``.backward()``.
 
@@ -162,11 +193,15 @@ def batch_loss(
         temperature: of the distribution whose log-probabilities enter the ratio.
         old_logprob: of the policy at the start of the update; None for a single on-policy update (ratio 1).
         ref_logprob: of the reference policy, for objectives with a KL term.
+        router_share: what the load balancing of experts counts here, where the model's config asks for it; over an
+            update's batches the shares should sum to 1. It is a mean over the tokens of one batch, so unlike the rest
+            it depends on how an update is cut.
     """
     fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
     weight, bias, softcap = head(model)
-    return linear_policy_loss(
-        hidden_states(model, batch),
+    decoded = decode(model, batch)
+    out = linear_policy_loss(
+        decoded.hidden,
         weight,
         batch.target,
         fields,
@@ -177,6 +212,16 @@ def batch_loss(
         temperature=temperature,
         softcap=softcap,
     )
+    return with_router_loss(out, decoded, router_share)
+
+
+def with_router_loss(out: PolicyLossOutput, decoded: Decoded, share: float) -> PolicyLossOutput:
+    """``out`` and the share of the experts' load balancing, if there is any."""
+    if decoded.router_loss is None:
+        return out
+    counted = torch.full((), share, dtype=torch.float64, device=out.loss.device)
+    metric = {"actor/router_loss": (decoded.router_loss.detach() * counted, counted)}
+    return PolicyLossOutput(out.loss + share * decoded.router_loss, out.metrics | metric)
 
 
 def check_model_dir(path: str | Path) -> None:
@@ -215,6 +260,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"The model '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    _check_modules(model, path)
     return model.to(device)
 
 
@@ -236,8 +282,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _check_layers(config: Any, path: str | Path) -> None:
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - set(TREE_LAYERS)
+    text = config.get_text_config()
+    kinds = {kind for name in LAYER_KINDS for kind in getattr(text, name, None) or ()} - set(TREE_LAYERS)
     if kinds:
         raise UserError(
             f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
         )
+
+
+def _check_modules(model: nn.Module, path: str | Path) -> None:
+    """Layers that carry a state from token to token, whatever the configuration calls them."""
+    found = sorted({type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)})
+    if found:
+        raise UserError(f"'{path}' has layers that cannot be tree-masked ({', '.join(found)}); use another model.")

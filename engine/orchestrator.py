@@ -28,6 +28,7 @@ from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
 from .prompts import Prompt, PromptSource, held_out
 from .report import write_report
 from .rewards import RewardItem, RewardPool, RewardResult
+from .self_check import tree_error, trees_fit
 from .trainer import Trainer
 from .tree import LeafStatus, TokenTree
 
@@ -76,6 +77,7 @@ class Orchestrator:
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
         self.watch = Stopwatch()
         self.step = 0
+        self._flat: bool | None = None  # None: not known yet
         self.first_accuracy: float | None = None
         self.last_accuracy: float | None = None
 
@@ -206,7 +208,13 @@ class Orchestrator:
                 members = [kept[i] for i in share]
                 normalizer = self._normalizer(members)
                 live = [kept[i] for i in share if not (config.algorithm.drop_zero_variance and flat[i])]
-                batches = pack(live, max_tokens=config.trainer.max_tokens, device=self.model.device, in_pieces=True)
+                batches = pack(
+                    live,
+                    max_tokens=config.trainer.max_tokens,
+                    device=self.model.device,
+                    in_pieces=True,
+                    flat=self._shares_nothing(live),
+                )
             if not batches or normalizer == 0:
                 sums.count("actor/empty_updates")
                 continue
@@ -224,6 +232,19 @@ class Orchestrator:
             for name, (total, count) in metrics.items():
                 sums.add(name, total, count)
         self.engine.policy_version = self.trainer.updates
+
+    def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
+        """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
+        if self._flat is None and trees:
+            error = tree_error(self.model, trees) if self.config.trainer.self_check else None
+            self._flat = not trees_fit(error, self.model.dtype)
+            if self._flat:
+                self.console.note(
+                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
+                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
+                    "nevertheless."
+                )
+        return bool(self._flat)
 
     def _normalizer(self, trees: Sequence[TokenTree]) -> float:
         """What the loss divides by. Groups left out for equal rewards count: their advantage is zero all the same."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from rolltree.kernels import tree_attention
 
 from .tree import Array, TokenTree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +171,8 @@ def depth_first(
     pieces: Sequence[Piece],
     device: torch.device,
     *,
-    run: Callable[[PieceStore], Tensor],
-    use: Callable[[PieceStore, Tensor], None],
+    run: Callable[[PieceStore], T],
+    use: Callable[[PieceStore, T], None],
     gradients: bool,
 ) -> None:
     """Compute the pieces and use each once, in order or, for gradients, when all that see it are done.

@@ -61,7 +61,8 @@ class Trainer:
         self.model.train()
         metrics: Metrics = {}
         total = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
-        for batch in batches:
+        tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
+        for batch, held in zip(batches, tokens, strict=True):
             old = None if on_policy else batch.behaviour_logprob
             if old is None and not on_policy:
                 raise ValueError("An update off policy needs the sampler's log-prob of every token in the loss.")
@@ -72,6 +73,7 @@ class Trainer:
                 normalizer=normalizer,
                 temperature=temperature,
                 old_logprob=old,
+                router_share=held / sum(tokens),
                 after_each=self._gather_gradients,
             )
             total += out.loss

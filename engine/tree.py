@@ -415,6 +415,24 @@ class TokenTree:
         tree.meta = dict(self.meta)
         return tree
 
+    def chain(self, leaf: int) -> TokenTree:
+        """The path to ``leaf`` alone."""
+        rows, prompt = self.path_rows(leaf), int(self.leaf_prompt[leaf])
+        length = np.array([prompt, len(rows) - prompt] if prompt < len(rows) else [prompt])
+        tree = _depth_first(
+            np.arange(len(length)) - 1,
+            length,
+            {name: getattr(self, name)[rows] for name in _TOKEN_FIELDS},
+            np.array([len(length) - 1]),
+            self.status[[leaf]],
+            self.leaf_prompt[[leaf]],
+        )
+        tree.advantage[:] = self.advantage[leaf]
+        tree.answer_id[:] = self.answer_id[leaf]
+        tree.rewards = {name: values[[leaf]] for name, values in self.rewards.items()}
+        tree.meta = dict(self.meta)
+        return tree
+
     # -- views ------------------------------------------------------------------------------------------------------
 
     def path_rows(self, leaf: int) -> Array:  # [prompt + response] int64

@@ -16,6 +16,7 @@ from rich.console import Console as RichConsole
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rolltree.engine import orchestrator
 from rolltree.engine.config import load_config
 from rolltree.engine.console import Console
 from rolltree.engine.errors import RunError, UserError
@@ -281,6 +282,24 @@ def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_
     assert run.trainer.updates == 2
     assert 0 < row["policy/lag"] < 1  # 0 in the first update, 1 in the second
     assert row["actor/ppo_kl"] != 0
+
+
+def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
+    """The warning names the difference; updates of padded sequences learn what the tree's would have taught."""
+    weights = []
+    for name, error, says in (("fits", 1e-7, False), ("not", 0.25, True), ("unasked", 0.25, False)):
+        monkeypatch.setattr(orchestrator, "tree_error", lambda model, trees, error=error: error)
+        check = str(name != "unasked").lower()
+        config = configure(home, tmp_path, f"--name={name}", "--trainer.steps=1", f"--trainer.self_check={check}")
+        screen = io.StringIO()
+        run = Orchestrator(config, console=Console(RichConsole(file=screen, width=500)))
+        run.run()
+        assert ("mean difference 0.25" in screen.getvalue()) == says
+        assert run._flat == says
+        weights.append([p.detach().clone() for p in run.model.parameters()])
+    for tree, flat, unasked in zip(*weights, strict=True):
+        torch.testing.assert_close(tree, flat, rtol=1e-4, atol=1e-5)
+        assert torch.equal(tree, unasked)
 
 
 def test_everything_random_follows_from_the_seed(home, tmp_path):

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rolltree.engine import TokenTree, batch_logprob, batch_loss, pack
 from rolltree.kernels import Objective
@@ -17,6 +26,10 @@ SMALL = dict(
 )  # fmt: skip
 CONFIGS = {
     "qwen3": Qwen3Config(**SMALL),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SMALL, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, router_aux_loss_coef=0.1
+    ),
     "llama": LlamaConfig(**SMALL),
     "mistral-window": MistralConfig(**SMALL, sliding_window=7),
     "gemma2-window-softcap": Gemma2Config(
@@ -179,3 +192,54 @@ def test_a_model_without_tree_attention_is_refused():
 def test_a_path_longer_than_the_budget_is_named():
     with pytest.raises(ValueError, match=r"Leaf 1 of tree 0 is 6 tokens long.*max_tokens=5"):
         pack([TokenTree.from_sequences([1, 2], [[3], [4, 5, 6, 7]])], max_tokens=5)
+
+
+def test_experts_are_balanced_as_in_the_flat_batch():
+    """Each token of the tree counts as often as the flat batch repeats it; so does transformers' own loss there."""
+    ours, theirs = make_models("qwen3-moe")
+    trees = [random_tree(1, 3, 12), random_tree(2, 1, 4)]
+    for model in (ours, theirs):
+        model.config.output_router_logits = True
+    zero = Objective.preset("grpo")
+    for tree in trees:
+        tree.advantage[:] = 0
+    (batch,) = pack(trees, max_tokens=100_000)
+    out = batch_loss(ours, batch, zero, normalizer=1.0, router_share=0.5)
+    out.loss.backward()
+    sequences = [s.prompt + s.response for tree in trees for s in tree.flatten()]
+    ids, mask = torch.zeros(2, len(sequences), max(map(len, sequences)), dtype=torch.long)
+    for i, s in enumerate(sequences):
+        ids[i, : len(s)], mask[i, : len(s)] = torch.tensor(s), 1
+    want = theirs(input_ids=ids, attention_mask=mask, use_cache=False).aux_loss * 0.1
+    (0.5 * want).backward()
+    close(out.loss, 0.5 * want)
+    value, count = out.metrics["actor/router_loss"]
+    assert float(value / count) == pytest.approx(float(want), rel=1e-5)
+    compared = 0
+    for mine, flat in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if flat.grad is not None and flat.grad.any():
+            close(mine.grad, flat.grad)
+            compared += 1
+    assert compared > 5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flat_batches_are_plain_transformers(name):
+    """Without sharing: padded sequences, the same loss and gradients as the tree."""
+    ours, _ = make_models(name)
+    trees = [random_tree(seed, 3, 12) for seed in range(3)]
+    objective = Objective.preset("gspo", aggregation="seq_mean_token_mean")
+    results = []
+    for batches in (pack(trees, max_tokens=100_000), pack(trees, max_tokens=70, flat=True)):
+        ours.zero_grad()
+        losses = [batch_loss(ours, b, objective, normalizer=5.0) for b in batches]
+        sum(out.loss for out in losses).backward()
+        results.append((sum(out.loss.detach() for out in losses), [p.grad.clone() for p in ours.parameters()]))
+    assert len(batches) > 2
+    assert all(b.padded[0] * b.padded[1] <= 70 for b in batches)
+    assert sum(b.num_leaves for b in batches) == sum(t.num_leaves for t in trees)
+    close(results[1][0], results[0][0], 1e-4)
+    for flat, tree in zip(results[1][1], results[0][1], strict=True):
+        close(flat, tree, 2e-5)
+    with pytest.raises(ValueError, match="over the budget of max_tokens=3"):
+        pack(trees, max_tokens=3, flat=True)
