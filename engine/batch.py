@@ -17,8 +17,12 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields
 
+from .cost import CostModel
 from .pieces import Piece, cut
 from .tree import Array, TokenTree
+
+WORTH_SHARING = 1.1
+"""FLOP of the flat batch over those of the tree, from which on a tree is computed as one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,8 @@ class TreeBatch:
     copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the token
     leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
     mixed: bool  # some token is shared by leaves whose advantages differ in sign
+    cu_seqlens: Tensor | None  # [trees + 1] int32, where every tree is a plain sequence
+    longest: int  # path, in tokens
     padded: tuple[int, int] | None  # (B, S): single sequences, which the model takes as an ordinary batch padded to S
     place: Tensor  # [T] int64, the token's place in that batch, read row by row
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, to be computed one after the other; empty: at once
@@ -129,6 +135,7 @@ def pack(
     device: torch.device | str | None = None,
     in_pieces: bool = False,
     flat: bool = False,
+    unshare: CostModel | None = None,
 ) -> list[TreeBatch]:
     """Pack trees into batches of at most ``max_tokens`` unique tokens.
 
@@ -138,6 +145,8 @@ def pack(
     (:func:`rolltree.engine.backward`, :func:`batch_logprob`); a single path may then be longer than the budget.
     With ``flat`` nothing is shared: every leaf is a sequence of its own, and the model computes ordinary padded batches
     of at most ``max_tokens`` places, without any tree attention. It is for models whose layers no tree mask fits.
+    With ``unshare`` trees that save less than a tenth of the flat batch's FLOP are packed as plain sequences, apart
+    from the others: a kernel made for those may be faster by more than that.
 
     Raises:
         ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set.
@@ -152,6 +161,19 @@ def pack(
             oversized.append(replace(whole, pieces=cut(tree, max_tokens, device)))
         else:
             parts.extend((index, part, leaves) for part, leaves in _split(tree, max_tokens, index))
+    plain: list[tuple[int, TokenTree, Array]] = []
+    if unshare is not None:
+        losing = [unshare.flat(part) < WORTH_SHARING * unshare.shared(part) for _, part, _ in parts]
+        for (index, part, leaves), loses in zip(parts, losing, strict=True):
+            if loses:
+                plain += [(index, part.chain(i), leaves[i : i + 1]) for i in range(part.num_leaves)]
+        parts = [part for part, loses in zip(parts, losing, strict=True) if not loses]
+    return oversized + _best_fit(parts, max_tokens, device) + _best_fit(plain, max_tokens, device)
+
+
+def _best_fit(
+    parts: list[tuple[int, TokenTree, Array]], max_tokens: int, device: torch.device | str | None
+) -> list[TreeBatch]:
     order = sorted(range(len(parts)), key=lambda i: (-parts[i][1].num_tokens, i))
     bins: list[list[int]] = []
     room: list[int] = []
@@ -166,7 +188,7 @@ def pack(
             best = len(bins) - 1
         bins[best].append(i)
         room[best] -= size
-    return oversized + [_assemble([parts[i] for i in sorted(members)], device) for members in bins]
+    return [_assemble([parts[i] for i in sorted(members)], device) for members in bins]
 
 
 def _pack_flat(trees: Sequence[TokenTree], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
@@ -304,6 +326,10 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         copies=tensor("copies"),
         leaf_advantage=tensor("leaf_advantage", np.float64),
         mixed=any(_mixed(tree) for tree in trees),
+        cu_seqlens=torch.from_numpy(tokens.astype(np.int32)).to(device)
+        if all(t.num_leaves == 1 for t in trees)
+        else None,
+        longest=max(int(t.path_length.max()) for t in trees),
         padded=None,
         place=torch.arange(int(tokens[-1]), device=device),
         pieces=(),

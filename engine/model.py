@@ -85,6 +85,8 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
     else:
         given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": integration.MASK_STUB}
         given |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
+        if batch.cu_seqlens is not None and store is None:
+            given |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         given["output_router_logits"] = True

@@ -23,7 +23,9 @@ from .advantages import find_advantage
 from .batch import pack
 from .config import TrainConfig, resolved_toml
 from .console import Console
+from .cost import CostModel
 from .errors import RunError, UserError
+from .integrations import varlen
 from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
 from .prompts import Prompt, PromptSource, held_out
 from .report import write_report
@@ -214,6 +216,7 @@ class Orchestrator:
                     device=self.model.device,
                     in_pieces=True,
                     flat=self._shares_nothing(live),
+                    unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
                 )
             if not batches or normalizer == 0:
                 sums.count("actor/empty_updates")

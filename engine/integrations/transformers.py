@@ -2,7 +2,8 @@
 
 The registered attention function serves three calls, told apart by keyword arguments of the model's ``forward``:
 
-* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`;
+* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`; where
+  ``cu_seq_lens_q`` and ``max_length_q`` say that they are plain sequences, a `varlen` kernel if there is one;
 * ``kv_store=...``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
 * neither: an ordinary batch, computed as ``attn_implementation="sdpa"`` would.
 
@@ -22,6 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rolltree.kernels import tree_attention
+
+from . import varlen
 
 NAME = "rolltree"
 
@@ -104,9 +107,13 @@ def _attention(
                 )
             position = position.reshape(-1)
         assert subtree_end is not None
-        out = tree_attention(
-            q, k, v, subtree_end, scale=scaling, position=position, window=sliding_window, softcap=softcap
-        )
+        cu_seqlens, plain = kwargs.get("cu_seq_lens_q"), varlen.kernel()
+        if cu_seqlens is not None and plain is not None and varlen.fits(q, softcap):
+            out = plain(q, k, v, cu_seqlens, kwargs["max_length_q"], scaling, sliding_window)
+        else:
+            out = tree_attention(
+                q, k, v, subtree_end, scale=scaling, position=position, window=sliding_window, softcap=softcap
+            )
     return out[None], None
 
 

@@ -1,0 +1,55 @@
+"""What computing a tree costs, shared and flat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from .tree import TokenTree
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """FLOP of one forward; a backward is twice that, so ratios hold for a whole step.
+
+    Layers with a sliding window are counted as if they had none, which overstates attention and so, where trees share
+    less of it than of tokens, understates what sharing saves.
+    """
+
+    token: float  # projections and feed-forward of one token, in all layers
+    pair: float  # attention of one (row, key) pair, in all layers
+    scored: float  # the head, for one token
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> CostModel:
+        """From the shapes of a transformers decoder; of experts the active ones count."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        decoder = model.get_decoder()
+        weights = float(sum(p.numel() for p in decoder.parameters() if p.dim() >= 2))
+        weights -= sum(e.weight.numel() for e in decoder.modules() if isinstance(e, torch.nn.Embedding))
+        experts = [p.numel() for name, p in decoder.named_parameters() if ".experts." in name]
+        if experts:
+            count = getattr(config, "num_experts", None) or config.num_local_experts
+            weights -= sum(experts) * (1 - config.num_experts_per_tok / count)
+        return CostModel(
+            token=2 * weights,
+            pair=4 * config.num_hidden_layers * heads * dim,
+            scored=2 * config.hidden_size * config.vocab_size,
+        )
+
+    def shared(self, tree: TokenTree) -> float:
+        """Each of the tree's tokens once."""
+        pairs = float(tree.position.sum(dtype=np.int64) + tree.num_tokens)
+        scored = int((tree.loss_mask & (tree.response_leaves > 0)).sum())
+        return self.token * tree.num_tokens + self.pair * pairs + self.scored * scored
+
+    def flat(self, tree: TokenTree) -> float:
+        """Every leaf's path on its own."""
+        length = tree.path_length.astype(np.float64)
+        pairs = float((length * (length + 1) / 2).sum())
+        return self.token * tree.logical_tokens + self.pair * pairs + self.scored * float(tree.loss_length.sum())
