@@ -19,6 +19,7 @@ from .batch import TreeBatch
 from .errors import UserError
 from .integrations import transformers as integration
 from .pieces import PieceStore, depth_first
+from .sharding import whole
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # what configurations call their list of layers
@@ -46,7 +47,10 @@ def head(model: PreTrainedModel) -> Head:
                 f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know."
             )
     layer = model.get_output_embeddings()
-    return Head(layer.weight, getattr(layer, "bias", None), getattr(config, "final_logit_softcapping", None))
+    bias = getattr(layer, "bias", None)
+    return Head(
+        whole(layer.weight), None if bias is None else whole(bias), getattr(config, "final_logit_softcapping", None)
+    )
 
 
 class Decoded(NamedTuple):

@@ -107,8 +107,9 @@ def _attention(
                 )
             position = position.reshape(-1)
         assert subtree_end is not None
-        cu_seqlens, plain = kwargs.get("cu_seq_lens_q"), varlen.kernel()
-        if cu_seqlens is not None and plain is not None and varlen.fits(q, softcap):
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        plain = varlen.kernel() if cu_seqlens is not None and varlen.fits(q, softcap) else None
+        if cu_seqlens is not None and plain is not None:
             out = plain(q, k, v, cu_seqlens, kwargs["max_length_q"], scaling, sliding_window)
         else:
             out = tree_attention(

@@ -74,7 +74,9 @@ def random_tree(seed: int, depth: int, leaves: int) -> TokenTree:
     )
 
 
-def flat_logprobs(model, tree: TokenTree) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def flat_logprobs(
+    model, tree: TokenTree, dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Log-probs and entropies of every response token: the flat sequences as one right-padded batch."""
     sequences = tree.flatten()
     width = max(len(s.prompt) + len(s.response) for s in sequences)
@@ -84,7 +86,7 @@ def flat_logprobs(model, tree: TokenTree) -> tuple[list[torch.Tensor], list[torc
         length = len(s.prompt) + len(s.response)
         ids[i, :length] = torch.tensor(s.prompt + s.response)
         mask[i, :length] = 1
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float() / TEMPERATURE
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.to(dtype) / TEMPERATURE
     logprobs, entropies = [], []
     for i, s in enumerate(sequences):
         log_p = F.log_softmax(logits[i, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1], -1)
@@ -243,3 +245,43 @@ def test_flat_batches_are_plain_transformers(name):
         close(flat, tree, 2e-5)
     with pytest.raises(ValueError, match="over the budget of max_tokens=3"):
         pack(trees, max_tokens=3, flat=True)
+
+
+# transformers multiplies experts in no fp64, and bf16 routes some tokens to others
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen3-moe"])
+def test_bf16_is_no_further_from_fp64_than_twice_flat(name):
+    """Log-probs and gradients of a bf16 model as a tree and as plain transformers, against fp64."""
+    tree = random_tree(5, 4, 30)
+    (batch,) = pack([tree], max_tokens=100_000)
+
+    def flat(dtype):
+        _, model = make_models(name)
+        model.to(dtype)
+        logprob = torch.cat(flat_logprobs(model, tree, torch.promote_types(dtype, torch.float32))[0])
+        logprob.sum().backward()
+        return logprob.detach().double(), torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    ours, _ = make_models(name)
+    ours.to(torch.bfloat16)
+    logprob = torch.cat(batch.to_leaves(batch_logprob(ours, batch, temperature=TEMPERATURE).logprob)[0])
+    logprob.sum().backward()
+    mine = logprob.detach().double(), torch.cat([p.grad.double().flatten() for p in ours.parameters()])
+    truth = torch.float32 if "softcap" in name else torch.float64  # transformers' eager attention gives NaN in fp64
+    for got, plain, exact in zip(mine, flat(torch.bfloat16), flat(truth), strict=True):
+        assert (got - exact).norm() <= 2 * (plain - exact).norm()
+        assert (got - exact).norm() < 0.1 * exact.norm()
+
+
+def test_compiled_layers_take_trees_of_any_size_without_recompiling():
+    ours, plain = make_models("qwen3")[0], make_models("qwen3")[0]
+    objective = Objective.preset("grpo")
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager", dynamic=True, fullgraph=True)
+    for seed in range(5):
+        (batch,) = pack([random_tree(seed, 3, 8 + 3 * seed)], max_tokens=100_000)
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            for model in (ours, plain):
+                model.zero_grad()
+                batch_loss(model, batch, objective, normalizer=3.0).loss.backward()
+        for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            close(mine.grad, other.grad)
