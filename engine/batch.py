@@ -9,7 +9,8 @@ of leaves, which is why a tree larger than the budget can be split by its leaves
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,6 +55,11 @@ class TreeBatch:
     padded: tuple[int, int] | None  # (B, S): single sequences, which the model takes as an ordinary batch padded to S
     place: Tensor  # [T] int64, the token's place in that batch, read row by row
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, to be computed one after the other; empty: at once
+
+    def to(self, device: torch.device | str) -> TreeBatch:
+        """Its tensors on ``device``: batches can wait in the host's memory for their turn."""
+        moved = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        return replace(self, **cast("Any", moved), pieces=tuple(piece.to(device) for piece in self.pieces))
 
     @property
     def num_tokens(self) -> int:

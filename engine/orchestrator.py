@@ -213,7 +213,6 @@ class Orchestrator:
                 batches = pack(
                     live,
                     max_tokens=config.trainer.max_tokens,
-                    device=self.model.device,
                     in_pieces=True,
                     flat=self._shares_nothing(live),
                     unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,

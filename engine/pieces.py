@@ -10,7 +10,7 @@ that nothing later sees are computed once. So the memory is one piece and the ke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +35,10 @@ class Piece:
     pair: Tensor  # [m] int64, its pairs among the batch's
     head_row: Tensor  # [r] int64, the distinct predictors, counted from `begin`
     head_index: Tensor  # [m] int64, a pair's predictor among these
+
+    def to(self, device: torch.device | str) -> Piece:
+        pair, head_row, head_index = (t.to(device) for t in (self.pair, self.head_row, self.head_index))
+        return replace(self, pair=pair, head_row=head_row, head_index=head_index)
 
 
 def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = None) -> tuple[Piece, ...]:

@@ -50,6 +50,7 @@ class Trainer:
         """Forward and backward of every batch, then one update; a non-finite loss or gradient skips the update.
 
         Args:
+            batches: on any device; each is moved to the model's for its turn.
             normalizer: of the whole update; see `Objective.aggregation`.
             on_policy: the weights are those that sampled, so the ratio is 1 and no old log-probs are needed; otherwise
                 they are the sampler's.
@@ -62,7 +63,8 @@ class Trainer:
         metrics: Metrics = {}
         total = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
         tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
-        for batch, held in zip(batches, tokens, strict=True):
+        for waiting, held in zip(batches, tokens, strict=True):
+            batch = waiting.to(self.model.device)
             old = None if on_policy else batch.behaviour_logprob
             if old is None and not on_policy:
                 raise ValueError("An update off policy needs the sampler's log-prob of every token in the loss.")
