@@ -1,69 +1,82 @@
-"""``tree_attention`` on a prompt shared by a group, against masked, block-sparse and unshared attention."""
+"""``tree_attention`` on trees of rollouts, against masked, block-sparse and unshared attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rolltree.engine import TokenTree
+from rolltree.engine.integrations import varlen
 from rolltree.kernels import tree_attention
 
+from . import workloads
 from .runner import Bench, Calls, Case, UnsupportedError
+
+FLAT = "sdpa, flat"
+LARGEST_MASK = 20480  # tokens
+MAX_FLAT = 65536  # tokens of paths computed together by flat providers
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One tree of depth 1: a prompt of P tokens, then G responses of R tokens; T = P + G R."""
+    """The T tokens of one tree."""
 
     q: Tensor  # [T, Hq, D], requires grad
     k: Tensor  # [T, Hkv, D], requires grad
     v: Tensor  # [T, Hkv, D], requires grad
     upstream: Tensor  # [T, Hq, D]
     subtree_end: Tensor  # [T] int32
-    prompt: int
-    response: int
-    group: int
+    tree: TokenTree
 
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the upstream gradient of the flat sequences, [G, H, P + R, D]: the prompt repeated in each."""
-        rows = torch.arange(self.prompt + self.response, device=self.q.device)
-        index = rows + (rows >= self.prompt) * torch.arange(self.group, device=rows.device)[:, None] * self.response
-        whole = (self.q, self.k, self.v, self.upstream)
-        q, k, v, upstream = (x.detach()[index].transpose(1, 2).contiguous() for x in whole)
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), upstream
-
-    @property
-    def visible_pairs(self) -> int:
-        """(row, key) pairs that the tree lets see each other."""
-        return self.prompt * (self.prompt + 1) // 2 + self.group * (
-            self.prompt * self.response + self.response * (self.response + 1) // 2
-        )
+    def paths(self) -> Iterator[Tensor]:
+        """Rows of the leaves' paths, [B, S] at a time: paths of one length, so that nothing is padded."""
+        for leaves in workloads.by_shape(self.tree, MAX_FLAT):
+            rows = np.stack([self.tree.path_rows(leaf) for leaf in leaves])
+            yield torch.from_numpy(rows).to(self.q.device)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """(prompt, response, group, Hq, Hkv, D)"""
+    group, segments, agent = workloads.group, workloads.segments, workloads.agent
     if device.type == "cpu":
-        shapes, dtype = [(256, 64, 4, 8, 4, 32)] + ([] if quick else [(512, 128, 8, 8, 4, 32)]), torch.float32
+        trees, heads, dtype = {"256+4x64": group(256, 64, 4)}, (8, 4, 32), torch.float32
+        if not quick:
+            trees |= {
+                "512+8x128": group(512, 128, 8),
+                "256+segments of 64, 7 deep, 16 wide": segments(256, 64, 7, 16),
+                "256+4 conversations of 6x(32+64)": agent(256, 32, 64, 6, 4),
+                "32+4x512": group(32, 512, 4),
+            }
+    elif quick:
+        trees, heads, dtype = {"512+8x128": group(512, 128, 8)}, (16, 8, 128), torch.bfloat16
     else:
-        wide = [(2048, 1024, 8, 32, 8, 128), (512, 4096, 8, 32, 8, 128), (4096, 512, 16, 32, 8, 128)]
-        shapes, dtype = [(512, 128, 8, 16, 8, 128)] if quick else wide, torch.bfloat16
-    for prompt, response, group, query_heads, heads, dim in shapes:
-        total = prompt + group * response
+        trees, heads, dtype = (
+            {
+                "4096+28x1024": group(4096, 1024, 28),
+                "16384+16x1024": group(16384, 1024, 16),
+                "2048+segments of 512, 7 deep, 16 wide": segments(2048, 512, 7, 16),
+                "4096+3 conversations of 8x(512+1024)": agent(4096, 512, 1024, 8, 3),
+                "1024+4x8192": group(1024, 8192, 4),
+            },
+            (32, 8, 128),
+            torch.bfloat16,
+        )
+    query_heads, kv_heads, dim = heads
+    for name, tree in trees.items():
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(count: int, t: int = total, d: int = dim, generator: torch.Generator = generator) -> Tensor:
+        def normal(
+            count: int, t: int = tree.num_tokens, d: int = dim, generator: torch.Generator = generator
+        ) -> Tensor:
             return torch.randn(t, count, d, generator=generator, device=device).to(dtype)
 
-        end = torch.full((total,), total, dtype=torch.int32)
-        end[prompt:] = (torch.arange(group * response) // response + 1).int() * response + prompt
-        q, k, v = normal(query_heads).requires_grad_(), normal(heads).requires_grad_(), normal(heads).requires_grad_()
-        inputs = Inputs(q, k, v, normal(query_heads), end.to(device), prompt, response, group)
-        name = f"{prompt}+{group}x{response} heads {query_heads}/{heads} D={dim} {str(dtype).removeprefix('torch.')}"
-        yield Case(name, inputs)
+        q, k, v = (normal(count).requires_grad_() for count in (query_heads, kv_heads, kv_heads))
+        inputs = Inputs(q, k, v, normal(query_heads), torch.from_numpy(tree.subtree_end).to(device), tree)
+        yield Case(f"{name} heads {query_heads}/{kv_heads} D={dim} {str(dtype).removeprefix('torch.')}", inputs)
 
 
 def both_directions(attend: Callable[[], Tensor], leaves: tuple[Tensor, ...], upstream: Tensor) -> Calls:
@@ -80,7 +93,7 @@ def rolltree(x: Inputs) -> Calls:
 
 def sdpa_masked(x: Inputs) -> Calls:
     total = len(x.q)
-    if total > 16384:
+    if total > LARGEST_MASK:
         raise UnsupportedError(f"its mask would take {total * total / 2**30:.1f} GiB")
     row = torch.arange(total, device=x.q.device)
     mask = (row <= row[:, None]) & (row[:, None] < x.subtree_end)
@@ -93,10 +106,35 @@ def sdpa_masked(x: Inputs) -> Calls:
 
 
 def sdpa_flat(x: Inputs) -> Calls:
-    q, k, v, upstream = x.leaves
-    return both_directions(
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), upstream
-    )
+    """Every path on its own; those of one length together."""
+    whole = (x.q, x.k, x.v, x.upstream)
+    parts = [[t.detach()[rows].transpose(1, 2).contiguous() for t in whole] for rows in x.paths()]
+
+    def forward() -> None:
+        with torch.no_grad():
+            for q, k, v, _ in parts:
+                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def both() -> None:
+        for *inputs, upstream in parts:
+            q, k, v = (t.requires_grad_() for t in inputs)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            torch.autograd.grad(out, (q, k, v), upstream)
+
+    return {"forward": forward, "forward+backward": both}
+
+
+def varlen_flat(x: Inputs) -> Calls:
+    """Every path on its own, laid end to end: flash-attn's kernel where installed, else torch's."""
+    attend = varlen.kernel()
+    if attend is None:
+        raise UnsupportedError("it needs CUDA, and flash-attn or torch's varlen attention")
+    rows = [row for paths in x.paths() for row in paths]
+    index = torch.cat(rows)
+    lengths = [len(row) for row in rows]
+    cu = torch.tensor([0, *np.cumsum(lengths)], device=index.device, dtype=torch.int32)
+    q, k, v = (t.detach()[index].requires_grad_() for t in (x.q, x.k, x.v))
+    return both_directions(lambda: attend(q, k, v, cu, max(lengths), None, None), (q, k, v), x.upstream[index])
 
 
 def flex_attention(x: Inputs) -> Calls:
@@ -119,20 +157,10 @@ def flex_attention(x: Inputs) -> Calls:
     return both_directions(attend, (x.q, x.k, x.v), x.upstream)
 
 
-def flash_attn_flat(x: Inputs) -> Calls:
-    from flash_attn import flash_attn_func
-
-    if x.q.device.type != "cuda":
-        raise UnsupportedError("it needs CUDA")
-    q, k, v, upstream = (t.detach().transpose(1, 2).contiguous() for t in x.leaves)
-    q, k, v = (t.requires_grad_() for t in (q, k, v))
-    return both_directions(lambda: flash_attn_func(q, k, v, causal=True), (q, k, v), upstream)
-
-
 def bare_gemms(x: Inputs) -> Calls:
     """Matrix products of the visible pairs' size: two of them forward, five more backward."""
     total, heads, dim = x.q.shape
-    keys = max(1, round(x.visible_pairs / total))  # keys a row sees, on average
+    keys = max(1, round(workloads.visible_pairs(x.tree) / total))  # keys a row sees, on average
     q, key, value = (torch.randn(heads, n, dim, device=x.q.device).to(x.q.dtype) for n in (total, keys, keys))
     scores = torch.empty(heads, total, keys, device=x.q.device, dtype=x.q.dtype)
 
@@ -146,16 +174,23 @@ def bare_gemms(x: Inputs) -> Calls:
     return {"forward": lambda: products(2), "forward+backward": lambda: products(7)}
 
 
+def pair_ratio(x: Inputs) -> float:
+    return workloads.flat_pairs(x.tree) / workloads.visible_pairs(x.tree)
+
+
 BENCH = Bench(
     op="tree_attention",
     cases=cases,
     providers={
         "rolltree": rolltree,
         "sdpa, masked tree": sdpa_masked,
-        "sdpa, flat": sdpa_flat,
+        FLAT: sdpa_flat,
+        "varlen, flat": varlen_flat,
         "flex_attention": flex_attention,
-        "flash-attn, flat": flash_attn_flat,
     },
     ceiling=bare_gemms,
-    ceiling_is="the matrix products of the visible (row, key) pairs alone, by torch.bmm",
+    ceiling_is="the matrix products of the visible (row, key) pairs alone, by torch.bmm; of speedups the pairs "
+    "that flat attention computes over those",
+    speedup_over=FLAT,
+    speedup_ceiling=pair_ratio,
 )

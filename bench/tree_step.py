@@ -1,4 +1,4 @@
-"""A whole training step on a group that shares its prompt: packed as a tree, and flat by plain Transformers."""
+"""A whole training step on trees of rollouts: packed as trees, and flat or masked by plain Transformers."""
 
 from __future__ import annotations
 
@@ -11,54 +11,94 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.engine import TokenTree, batch_loss, pack
+from rolltree.engine import CostModel, TokenTree, batch_loss, pack
 from rolltree.kernels import Objective
 
-from .runner import Bench, Calls, Case
+from . import workloads
+from .runner import Bench, Calls, Case, UnsupportedError
 
 FLAT = "flat, transformers sdpa"
+MAX_TOKENS = {"cuda": 32768, "cpu": 5120}  # of a flat micro-batch: larger ones are slower on the CPU
+MAX_TREE_TOKENS = 32768  # of a packed one
+LARGEST_MASK = 20480  # tokens
 
 
 @dataclass(frozen=True)
 class Inputs:
     model: PreTrainedModel
-    prompt: list[int]  # P
-    responses: Tensor  # [G, R]
-    advantage: Tensor  # [G]
+    tree: TokenTree
+
+    @property
+    def normalizer(self) -> int:
+        return int(self.tree.loss_length.sum())
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """(prompt, response, group, layers, width, ffn, query heads, heads, head dim, vocab, dtype)"""
-    small = (512, 128, 8, 4, 256, 768, 8, 4, 32, 1024, torch.float32)
-    large = (2048, 1024, 8, 8, 1024, 3072, 16, 8, 128, 151936, torch.bfloat16)
-    for shape in (small,) if quick or device.type == "cpu" else (small, large):
-        prompt, response, group, layers, width, ffn, query_heads, heads, dim, vocab, dtype = shape
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=vocab,
-            hidden_size=width,
-            intermediate_size=ffn,
-            num_hidden_layers=layers,
-            num_attention_heads=query_heads,
-            num_key_value_heads=heads,
-            head_dim=dim,
-            max_position_embeddings=prompt + response,
-            tie_word_embeddings=True,
-        )
-        model = Qwen3ForCausalLM(config).to(device, dtype).train()
-        ids = torch.randint(vocab, (prompt + group * response,))
-        advantage = torch.randn(group, device=device)
-        inputs = Inputs(model, ids[:prompt].tolist(), ids[prompt:].view(group, response).to(device), advantage)
-        name = f"{prompt}+{group}x{response} layers {layers} width {width} V={vocab}"
-        yield Case(f"{name} {str(dtype).removeprefix('torch.')}", inputs)
+    """On the CPU a small model and every kind of tree; on CUDA the shapes of Qwen3 0.6B, 1.7B and 4B."""
+    group, segments, agent = workloads.group, workloads.segments, workloads.agent
+    if device.type == "cpu" or quick:
+        trees = {"512+8x128": group(512, 128, 8)}
+        if not quick:
+            trees |= {
+                "1024+16x128": group(1024, 128, 16),
+                "256+segments of 64, 7 deep, 16 wide": segments(256, 64, 7, 16),
+                "256+4 conversations of 6x(32+64)": agent(256, 32, 64, 6, 4),
+                "32+4x512": group(32, 512, 4),
+            }
+        model = _qwen3(device, torch.float32, 256, 768, 4, 8, 4, 32, 1024)
+        for name, tree in trees.items():
+            yield Case(f"{name} layers 4 width 256 V=1024 float32", Inputs(model, tree))
+        return
+    sizes = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32)}
+    wide = {
+        "4096+8x1024": group(4096, 1024, 8),
+        "16384+64x1024": group(16384, 1024, 64),
+        "4096+8 conversations of 8x(512+1024)": agent(4096, 512, 1024, 8, 8),
+        "1024+64x8192": group(1024, 8192, 64),
+    }
+    for size, names in {"0.6B": list(wide), "1.7B": ["4096+8x1024"], "4B": ["4096+8x1024"]}.items():
+        width, ffn, layers, heads = sizes[size]
+        model = _qwen3(device, torch.bfloat16, width, ffn, layers, heads, 8, 128, 151936)
+        for name in names:
+            yield Case(f"{name} Qwen3 {size} bfloat16", Inputs(model, wide[name]))
 
 
-def step_of(model: PreTrainedModel, loss: Callable[[], Tensor]) -> Calls:
-    """Forward, backward, gradient clipping and AdamW."""
+def _qwen3(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    dim: int,
+    vocab: int,
+) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=dim,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).to(device, dtype).train()
+    if device.type == "cuda":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def step_of(model: PreTrainedModel, losses: Callable[[], Iterator[Tensor]]) -> Calls:
+    """Forward and backward of every micro-batch, gradient clipping and AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
-        loss().backward()
+        for loss in losses():
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -66,53 +106,80 @@ def step_of(model: PreTrainedModel, loss: Callable[[], Tensor]) -> Calls:
     return {"step": step}
 
 
-def tree(x: Inputs) -> Calls:
+def own_model(x: Inputs, attention: str) -> Any:
     model: Any = copy.deepcopy(x.model)
-    model.set_attn_implementation("rolltree")
-    group, response = x.responses.shape
-    packed = TokenTree.from_sequences(x.prompt, x.responses.tolist(), advantages=x.advantage.tolist())
-    (batch,) = pack([packed], max_tokens=packed.num_tokens, device=x.responses.device)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def tree(x: Inputs) -> Calls:
+    model = own_model(x, "rolltree")
+    batches = pack([x.tree], max_tokens=MAX_TREE_TOKENS, device=model.device)
     objective = Objective()
-    return step_of(model, lambda: batch_loss(model, batch, objective, normalizer=group * response).loss)
+    return step_of(model, lambda: (batch_loss(model, b, objective, normalizer=x.normalizer).loss for b in batches))
 
 
 def flat(x: Inputs) -> Calls:
-    """What a trainer without trees does: the prompt repeated in every sequence, the head on the responses only."""
-    model: Any = copy.deepcopy(x.model)
-    model.set_attn_implementation("sdpa")
-    group, response = x.responses.shape
-    prompt = torch.tensor(x.prompt, device=x.responses.device).expand(group, -1)
-    ids = torch.cat((prompt, x.responses), 1)
+    """What a trainer without trees does: every path on its own, the head on the responses only."""
+    model = own_model(x, "sdpa")
+    sequences, batches = x.tree.flatten(), []
+    for leaves in workloads.by_shape(x.tree, MAX_TOKENS[model.device.type]):
+        some = [sequences[leaf] for leaf in leaves]
+        ids = torch.tensor([s.prompt + s.response for s in some], device=model.device)
+        advantage = torch.tensor([s.advantage for s in some], device=model.device)
+        batches.append((ids, len(some[0].response), advantage))
 
-    def loss() -> Tensor:
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=response + 1).logits[:, :-1].float()
-        logprob = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.responses.flatten(), reduction="none")
-        ratio = (logprob - logprob.detach()).exp()  # one on-policy update: the ratio is 1
-        return -(ratio * x.advantage.repeat_interleave(response)).mean()
+    def losses() -> Iterator[Tensor]:
+        for ids, response, advantage in batches:
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=response + 1).logits[:, :-1].float()
+            target = ids[:, -response:].flatten()
+            logprob = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), target, reduction="none")
+            yield on_policy(logprob, advantage.repeat_interleave(response), x.normalizer)
 
-    return step_of(model, loss)
+    return step_of(model, losses)
+
+
+def masked(x: Inputs) -> Calls:
+    """The packed tree under a dense mask."""
+    tokens = x.tree.num_tokens
+    if tokens > LARGEST_MASK:
+        raise UnsupportedError(f"its mask would take {tokens * tokens / 2**30:.1f} GiB")
+    model = own_model(x, "sdpa")
+    (batch,) = pack([x.tree], max_tokens=tokens, device=model.device)
+    row = torch.arange(tokens, device=model.device)
+    mask = ((row <= row[:, None]) & (row[:, None] < batch.subtree_end))[None, None]
+    fields = batch.fields(Objective())
+    learned = batch.loss_mask.nonzero().flatten()
+    rows, targets = batch.row[learned], batch.target[learned]
+    advantage = (fields.adv_pos + fields.adv_neg)[learned]  # on policy nothing is clipped, so sums do
+
+    def losses() -> Iterator[Tensor]:
+        decoder = model.get_decoder()
+        hidden = decoder(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=mask, use_cache=False
+        ).last_hidden_state[0]
+        logits = model.lm_head(hidden[rows]).float()
+        logprob = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        yield on_policy(logprob, advantage, x.normalizer)
+
+    return step_of(model, losses)
+
+
+def on_policy(logprob: Tensor, advantage: Tensor, normalizer: int) -> Tensor:
+    """The first update on a batch: the ratio is 1, its gradient that of the log-prob."""
+    return -((logprob - logprob.detach()).exp() * advantage).sum() / normalizer
 
 
 def flop_ratio(x: Inputs) -> float:
     """FLOP of the flat step over FLOP of the tree step; forward and backward scale alike."""
-    c, p = x.model.config, len(x.prompt)
-    g, r = x.responses.shape
-    attended = c.num_attention_heads * c.head_dim
-    projections = 2 * c.hidden_size * (2 * attended + 2 * c.num_key_value_heads * c.head_dim + 3 * c.intermediate_size)
-    head = 2 * g * r * c.hidden_size * c.vocab_size
-
-    def flop(tokens: int, pairs: int) -> int:
-        return c.num_hidden_layers * (tokens * projections + 4 * pairs * attended) + head
-
-    below = r * p + r * (r + 1) // 2  # pairs of one response's rows
-    prompt_pairs = p * (p + 1) // 2
-    return flop(g * (p + r), g * (prompt_pairs + below)) / flop(p + g * r, prompt_pairs + g * below)
+    cost = CostModel.of(x.model)
+    return cost.flat(x.tree) / cost.shared(x.tree)
 
 
 BENCH = Bench(
     op="tree_step",
     cases=cases,
-    providers={"rolltree, tree": tree, FLAT: flat},
+    providers={"rolltree, tree": tree, FLAT: flat, "dense mask, transformers sdpa": masked},
     speedup_over=FLAT,
     speedup_ceiling=flop_ratio,
     ceiling_is="the FLOP of the flat step over the FLOP of the tree step",

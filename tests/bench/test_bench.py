@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from rolltree.bench import gpu, readme
+from rolltree.bench import gpu, readme, workloads
 from rolltree.bench.cli import OPS, load, main
 from rolltree.bench.runner import Bench, Calls, Case, UnsupportedError, run
 from rolltree.bench.schema import Context, Row, append, read
 from rolltree.bench.table import table
 from rolltree.bench.timing import interleaved, quantiles
+from rolltree.engine import TokenTree
 
 CPU = torch.device("cpu")
 
@@ -151,20 +152,60 @@ def test_every_provider_runs_its_first_case(op: str) -> None:
     assert len(ran) >= 2
 
 
-def test_tree_step_computes_the_same_loss_both_ways() -> None:
-    """Both sides do the same work: after one step from the same weights, the weights agree."""
+TREES = {
+    "group": workloads.group(40, 20, 3),
+    "segments": workloads.segments(16, 8, 3, 4),
+    "agent": workloads.agent(20, 6, 4, 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
+    """AdamW's first step is the gradient's sign, so gradients are read before it."""
     bench = load("tree_step")
-    inputs = next(bench.cases(CPU, True)).inputs
-    small = type(inputs)(inputs.model, inputs.prompt[:40], inputs.responses[:3, :20].contiguous(), inputs.advantage[:3])
-    changed = []
+    inputs = replace(next(bench.cases(CPU, True)).inputs, tree=TREES[name])
+    found = []
     for provider in bench.providers.values():
-        step = provider(small)["step"]
+        step = provider(inputs)["step"]
         (model,) = {cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "parameters")}
-        before = [p.detach().clone() for p in model.parameters()]
+        (optimizer,) = {cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "zero_grad")} - {
+            model
+        }
+        grads: list[torch.Tensor] = []
+
+        def read(*_: object, model: torch.nn.Module = model, grads: list[torch.Tensor] = grads) -> None:
+            grads += [p.grad.clone().flatten() for p in model.parameters() if p.grad is not None]
+
+        optimizer.register_step_pre_hook(read)
         step()
-        changed.append(torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]))
-    agreement = torch.nn.functional.cosine_similarity(changed[0], changed[1], dim=0)
-    assert agreement > 0.99, f"AdamW's first step is the gradient's sign; cosine {float(agreement):.4f}"
+        found.append(torch.cat(grads))
+    assert len(found) == 3
+    for other in found[1:]:
+        assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
+
+
+@pytest.mark.parametrize(
+    ("tree", "tokens", "pairs"),
+    [
+        (lambda: workloads.group(1024, 1024, 8), 1.78, 1.28),
+        (lambda: workloads.group(4096, 1024, 8), 3.33, 2.27),
+        (lambda: workloads.segments(1024, 512, 14, 16), 1.33, 1.08),
+        (lambda: workloads.segments(1024, 512, 7, 16), 1.80, 1.28),
+        (lambda: workloads.segments(4096, 512, 14, 64), 2.18, 1.43),
+    ],
+)
+def test_workloads_save_what_their_shape_promises(tree: Callable[[], TokenTree], tokens: float, pairs: float) -> None:
+    """Figures worked out by hand for these shapes."""
+    made = tree()
+    assert made.logical_tokens / made.num_tokens == pytest.approx(tokens, rel=0.005)
+    assert workloads.flat_pairs(made) / workloads.visible_pairs(made) == pytest.approx(pairs, rel=0.005)
+
+
+def test_every_turn_of_a_conversation_is_a_sample() -> None:
+    tree = workloads.agent(4096, 512, 1024, 8, 8)
+    # the last observation is in no sample: 8 (4096 + 8 x 512 + 7 x 1024) flat-free tokens below the prompt
+    assert tree.num_tokens == 4096 + 8 * (8 * 512 + 7 * 1024)
+    assert tree.logical_tokens == 8 * sum(4096 + t * 1536 + 512 for t in range(8))
 
 
 def test_gpu_parts_exist() -> None:

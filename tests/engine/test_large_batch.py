@@ -41,9 +41,12 @@ def resident(name):
 
 def step():
     normalizer = float(sum(t.loss_length.sum() for t in trees))
-    return trainer.step(batches, Objective.preset("dapo"), normalizer=normalizer, temperature=1.0, on_policy=True)
+    return update(batches, normalizer)
 
-trainer.step(pack(trees[:1], max_tokens=10_000), Objective.preset("dapo"), normalizer=1.0, temperature=1.0, on_policy=True)  # warm
+def update(some, normalizer):
+    return trainer.step(some, Objective.preset("dapo"), normalizer=normalizer, temperature=1.0, on_policy=True)
+
+update(pack(trees[:1], max_tokens=10_000), 1.0)  # warm
 before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 begin = time.perf_counter()

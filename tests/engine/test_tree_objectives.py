@@ -206,3 +206,43 @@ def test_a_batch_of_pieces_is_refused_where_it_would_be_computed_at_once() -> No
     (batch,) = pack([random_tree(11, 5, 40)], max_tokens=30, in_pieces=True)
     with pytest.raises(ValueError, match="in pieces; use backward"):
         batch_loss(model, batch, LEVELS["token"], normalizer=1.0)
+
+
+EDGES = {
+    "one token, empty response": ([3], [[]]),
+    "empty among others": ([3, 4], [[], [5], [5, 6]]),
+    "all empty": ([3, 4], [[], []]),
+    "one leaf": ([3, 4], [[5, 6, 7]]),
+    "duplicates": ([3], [[5, 6], [5, 6], [5, 6]]),
+    "prefixes of one another": ([3], [[5], [5, 6], [5, 6, 7]]),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge: str, level: str) -> None:
+    """Against the flat batch where there is anything to learn, else a zero that backward takes."""
+    prompt, responses = EDGES[edge]
+    logprobs = [[-2.0] * len(r) for r in responses]
+    advantages = [1.0, -0.5, 0.25][: len(responses)]
+    tree = TokenTree.from_sequences(prompt, responses, advantages=advantages, behaviour_logprobs=logprobs)
+    ours, theirs = make_models("qwen3")
+    if any(responses):
+        compare(ours, theirs, [tree], LEVELS[level])
+        return
+    (batch,) = pack([tree], max_tokens=10)
+    nothing = torch.zeros(0)
+    out = batch_loss(ours, batch, LEVELS[level], normalizer=1.0, old_logprob=nothing, ref_logprob=nothing)
+    out.loss.backward()
+    assert float(out.loss) == 0
+    assert not any(p.grad.any() for p in ours.parameters() if p.grad is not None)
+    assert all(len(values) == 0 for values in batch.to_leaves(batch_logprob(ours, batch).logprob)[0])
+
+
+def test_ten_thousand_leaves() -> None:
+    rng = np.random.default_rng(0)
+    responses = [rng.integers(0, 97, 2).tolist() for _ in range(10_000)]
+    tree = TokenTree.from_sequences([1, 2, 3], responses, advantages=rng.normal(size=10_000).tolist())
+    ours, theirs = make_models("qwen3")
+    compare(ours, theirs, [tree], LEVELS["token"])
+    compare(ours, theirs, [tree], LEVELS["sequence"], max_tokens=4000)
