@@ -323,7 +323,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         head_row=torch.from_numpy(head_row).to(device),
         head_index=torch.from_numpy(head_index.reshape(-1)).to(device),
         loss_mask=tensor("loss_mask", np.bool_),
-        behaviour_logprob=torch.from_numpy(behaviour).to(device) if known and len(behaviour) else None,
+        behaviour_logprob=torch.from_numpy(behaviour).to(device) if known else None,
         pair_end=tensor("pair_end"),
         leaf_pair=tensor("leaf_pair"),
         leaf_start=tensor("leaf_start") if (join(columns["leaf_start"]) >= 0).any() else None,

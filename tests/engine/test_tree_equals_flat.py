@@ -87,12 +87,11 @@ def flat_logprobs(
         ids[i, :length] = torch.tensor(s.prompt + s.response)
         mask[i, :length] = 1
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.to(dtype) / TEMPERATURE
-    logprobs, entropies = [], []
-    for i, s in enumerate(sequences):
-        log_p = F.log_softmax(logits[i, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1], -1)
-        logprobs.append(log_p.gather(1, torch.tensor(s.response, dtype=torch.long)[:, None])[:, 0])
-        entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return logprobs, entropies
+    log_p = F.log_softmax(logits[:, :-1], -1)
+    logprob = log_p.gather(2, ids[:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    responses = [slice(len(s.prompt) - 1, len(s.prompt) + len(s.response) - 1) for s in sequences]
+    return [logprob[i, r] for i, r in enumerate(responses)], [entropy[i, r] for i, r in enumerate(responses)]
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 1e-5) -> None:
