@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
-.PHONY: train test slow lint bench gpu aot clean
+.PHONY: train test slow lint bench gpu equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -33,6 +33,10 @@ bench: $(VENV)/.ready-dev
 # Every GPU test, then every benchmark; rows go to bench/results/<device>/. PARTS="name ..." runs some of them.
 gpu:
 	$(PYTHON) -m rolltree.bench.gpu $(PARTS)
+
+# Trees against flat batches: log-probs, loss, gradients and metrics of every model, objective level and aggregation.
+equality: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.engine.equality_table
 
 # Compile every Triton kernel for sm_80, sm_90 and sm_100 and print registers, spills and shared memory. Needs no GPU.
 aot: $(VENV)/.ready-dev

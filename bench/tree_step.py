@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.engine import CostModel, TokenTree, batch_loss, pack
+from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, pack
+from rolltree.engine.integrations import varlen
 from rolltree.kernels import Objective
 
 from . import workloads
@@ -147,7 +148,11 @@ def masked(x: Inputs) -> Calls:
     model = own_model(x, "sdpa")
     (batch,) = pack([x.tree], max_tokens=tokens, device=model.device)
     row = torch.arange(tokens, device=model.device)
-    mask = ((row <= row[:, None]) & (row[:, None] < batch.subtree_end))[None, None]
+    return packed_step(x, model, batch, ((row <= row[:, None]) & (row[:, None] < batch.subtree_end))[None, None])
+
+
+def packed_step(x: Inputs, model: Any, batch: TreeBatch, mask: Any) -> Calls:
+    """What the packed tree takes without rolltree's kernels: Transformers' attention under a mask, and logits."""
     fields = batch.fields(Objective())
     learned = batch.loss_mask.nonzero().flatten()
     rows, targets = batch.row[learned], batch.target[learned]
@@ -165,6 +170,36 @@ def masked(x: Inputs) -> Calls:
     return step_of(model, losses)
 
 
+def flex(x: Inputs) -> Calls:
+    """The packed tree under FlexAttention's block mask."""
+    if x.model.device.type == "cpu":
+        raise UnsupportedError("timed on CUDA only, compiling takes longer than the benchmark")
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    tokens = x.tree.num_tokens
+    if tokens > MAX_TREE_TOKENS:
+        raise UnsupportedError(f"the tree of {tokens} tokens is larger than a micro-batch, and it cannot be split")
+    model = own_model(x, "flex_attention")
+    (batch,) = pack([x.tree], max_tokens=tokens, device=model.device)
+    end = batch.subtree_end
+
+    def visible(b: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row) & (row < end[key])
+
+    return packed_step(x, model, batch, create_block_mask(visible, None, None, tokens, tokens, device=model.device))
+
+
+def varlen_flat(x: Inputs) -> Calls:
+    """Every path on its own, laid end to end, by flash-attn's kernel or torch's, with our head."""
+    if varlen.kernel() is None:
+        raise UnsupportedError("it needs CUDA, and flash-attn or torch's varlen attention")
+    model = own_model(x, "rolltree")
+    paths = [x.tree.chain(leaf) for leaf in range(x.tree.num_leaves)]
+    batches = pack(paths, max_tokens=MAX_TREE_TOKENS, device=model.device)
+    objective = Objective()
+    return step_of(model, lambda: (batch_loss(model, b, objective, normalizer=x.normalizer).loss for b in batches))
+
+
 def on_policy(logprob: Tensor, advantage: Tensor, normalizer: int) -> Tensor:
     """The first update on a batch: the ratio is 1, its gradient that of the log-prob."""
     return -((logprob - logprob.detach()).exp() * advantage).sum() / normalizer
@@ -179,7 +214,13 @@ def flop_ratio(x: Inputs) -> float:
 BENCH = Bench(
     op="tree_step",
     cases=cases,
-    providers={"rolltree, tree": tree, FLAT: flat, "dense mask, transformers sdpa": masked},
+    providers={
+        "rolltree, tree": tree,
+        FLAT: flat,
+        "varlen, flat": varlen_flat,
+        "dense mask, transformers sdpa": masked,
+        "flex_attention, transformers": flex,
+    },
     speedup_over=FLAT,
     speedup_ceiling=flop_ratio,
     ceiling_is="the FLOP of the flat step over the FLOP of the tree step",

@@ -166,7 +166,10 @@ def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
     inputs = replace(next(bench.cases(CPU, True)).inputs, tree=TREES[name])
     found = []
     for provider in bench.providers.values():
-        step = provider(inputs)["step"]
+        try:
+            step = provider(inputs)["step"]
+        except UnsupportedError:
+            continue
         (model,) = {cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "parameters")}
         (optimizer,) = {cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "zero_grad")} - {
             model
@@ -179,7 +182,7 @@ def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
         optimizer.register_step_pre_hook(read)
         step()
         found.append(torch.cat(grads))
-    assert len(found) == 3
+    assert len(found) >= 3
     for other in found[1:]:
         assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
 

@@ -7,7 +7,7 @@ against independent formulas.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -49,7 +49,18 @@ def conversations(seed: int, rollouts: int = 4, turns: int = 3) -> TokenTree:
     )
 
 
-def compare(ours: Any, theirs: Any, trees: list[TokenTree], objective: Objective, *, max_tokens: int = 100_000) -> None:
+class Errors(NamedTuple):
+    """Of the tree against the flat batch: norms of differences over norms, metrics as they are."""
+
+    logprob: float
+    loss: float
+    gradient: float  # of the worst parameter
+    metric: float  # of the worst metric's mean
+
+
+def compare(
+    ours: Any, theirs: Any, trees: list[TokenTree], objective: Objective, *, max_tokens: int = 100_000
+) -> Errors:
     batches = pack(trees, max_tokens=max_tokens)
     parameters = list(ours.parameters())
     total, metrics = torch.zeros(()), {}
@@ -73,6 +84,7 @@ def compare(ours: Any, theirs: Any, trees: list[TokenTree], objective: Objective
     for p in parameters:
         p.grad = None
 
+    mine: list[torch.Tensor] = []
     columns: dict[str, list[torch.Tensor]] = {name: [] for name in ("logprob", "entropy", "old", "ref", "mask", "node")}
     behaviour, lengths, advantages = [], [], []
     for index, tree in enumerate(trees):
@@ -80,6 +92,7 @@ def compare(ours: Any, theirs: Any, trees: list[TokenTree], objective: Objective
         node = np.repeat(np.arange(tree.num_nodes), tree.length)
         for leaf, (sequence, logprob, entropy) in enumerate(zip(tree.flatten(), logprobs, entropies, strict=True)):
             close(value_of[index, leaf], logprob)
+            mine.append(value_of[index, leaf])
             nodes = torch.from_numpy(node[tree.response_rows(leaf)])
             values = (logprob, entropy, old_of[index, leaf], ref_of[index, leaf], torch.from_numpy(sequence.loss_mask))
             for name, value in zip(columns, (*values, nodes + 10_000 * len(lengths)), strict=True):
@@ -106,6 +119,18 @@ def compare(ours: Any, theirs: Any, trees: list[TokenTree], objective: Objective
         assert grad.abs().max() > 0, name
         close(grad, p.grad, 2e-5)
     assert metrics.keys() == want.metrics.keys()
+    means = [
+        abs(float(metrics[name][0] / metrics[name][1]) - float(value / count))
+        for name, (value, count) in want.metrics.items()
+        if count
+    ]
+    exact = flat["logprob"].detach()
+    errors = Errors(
+        float((torch.cat(mine) - exact).norm() / exact.norm()),
+        float((total - want.loss.detach()).abs()),
+        max(float((g - p.grad).norm() / p.grad.norm()) for g, p in zip(grads, theirs.parameters(), strict=True)),
+        max(means),
+    )
     for name, (value, count) in want.metrics.items():
         torch.testing.assert_close(
             torch.tensor([float(x) for x in metrics[name]]),
@@ -114,6 +139,7 @@ def compare(ours: Any, theirs: Any, trees: list[TokenTree], objective: Objective
             atol=1e-4,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+    return errors
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -183,3 +183,81 @@ def test_statistics_from_the_epilogue() -> None:
     logp = (hidden.detach().double() @ weight.detach().double().T).log_softmax(-1)
     assert (entropy.double() + (logp.exp() * logp).sum(-1)).abs().max() < 1e-4
     assert (lse.double() - (hidden.detach().double() @ weight.detach().double().T).logsumexp(-1)).abs().max() < 1e-4
+
+
+def _packed(tokens: int, heads: tuple[int, int], dim: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    end, _, _ = random_trees(tokens, seed, close=0.01, restart=0.002)
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    q, k, v = (
+        torch.randn(tokens, count, dim, generator=generator, device=CUDA).bfloat16().requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    )
+    return q, k, v, end.to(CUDA)
+
+
+def test_tree_attention_in_pieces() -> None:
+    """Each piece given the keys of earlier ones that it sees: as near to fp64 as the whole."""
+    q, k, v, end = _packed(3000, (8, 2), 128)
+    upstream = torch.randn_like(q)
+
+    def gradients(out: Tensor) -> list[Tensor]:
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream)]
+
+    outs = []
+    for a, b in ((0, 1100), (1100, 1101), (1101, 3000)):
+        seen = (end[:a] > a).nonzero().flatten()
+        keys = torch.cat([seen, torch.arange(a, b, device=CUDA)])
+        ends = (end[keys] - (a - len(seen))).int()
+        outs.append(tree_attention(q[a:b], k[a:b], v[a:b], ends, prefix_kv=(k[seen], v[seen])))
+    pieces, whole = gradients(torch.cat(outs)), gradients(tree_attention(q, k, v, end))
+    with use_backend("reference"):
+        exact = gradients(tree_attention(q.double(), k.double(), v.double(), end).to(q.dtype))
+    for piece, at_once, truth in zip(pieces, whole, exact, strict=True):
+        assert relative(piece, truth) <= 2 * relative(at_once, truth) + 1e-4
+
+
+def test_tree_attention_does_not_recompile() -> None:
+    """Fifty sizes, compiled kernels counted before and after."""
+    from rolltree.kernels.tree_attention import runs, triton
+
+    kernels = (triton.forward_kernel, triton.dq_kernel, triton.dkdv_kernel, runs.find_runs_kernel)
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    counts = []
+    for seed in range(50):
+        q, k, v, end = _packed(200 + 37 * seed, (4, 2), 64, seed)
+        torch.autograd.grad(tree_attention(q, k, v, end).sum(), (q, k, v))
+        counts.append(compiled())
+    assert counts[0] > 0
+    assert counts[-1] == counts[0]
+
+
+def test_tree_attention_waits_for_nothing() -> None:
+    q, k, v, end = _packed(2000, (8, 2), 128)
+    torch.autograd.grad(tree_attention(q, k, v, end).sum(), (q, k, v))  # compiled now
+    fresh = end.clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(tree_attention(q, k, v, fresh).sum(), (q, k, v))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_plain_sequences_by_the_varlen_kernel() -> None:
+    """Where a batch of plain sequences goes instead of tree attention, window and all."""
+    from rolltree.engine.integrations import varlen
+
+    attend = varlen.kernel()
+    if attend is None:
+        pytest.skip("neither flash-attn nor torch's varlen attention is there")
+    lengths = torch.tensor([700, 1, 333, 1024], device=CUDA)
+    cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    q, k, v, _ = _packed(int(cu[-1]), (8, 2), 128)
+    end = torch.repeat_interleave(cu[1:], lengths)
+    position = torch.arange(len(q), device=CUDA) - torch.repeat_interleave(cu[:-1], lengths)
+    for window in (None, 100):
+        plain = attend(q, k, v, cu, 1024, None, window)
+        tree = tree_attention(q, k, v, end, position=position, window=window)
+        assert relative(plain, tree) < 1e-2
