@@ -49,7 +49,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _log2_scores(dot, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def log2_scores(dot, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores in the log2 domain, and the slope of the softcap there (1 without)."""
     if HAS_SOFTCAP:
         bent = _tanh(dot * (scale / softcap))
@@ -103,7 +103,7 @@ def _forward_blocks(
     for i in range(begin, stop):
         keys = i * KEYS + tl.arange(0, KEYS)
         key = _load(k, keys, k_stride, columns, tokens, DIM, WIDTH)
-        scores, _ = _log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+        scores, _ = log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
         if MASKED:
             end = tl.load(ends + keys, mask=keys < tokens, other=0)
             key_position = tl.load(positions + keys, mask=keys < tokens, other=0) if HAS_WINDOW else keys
@@ -196,7 +196,7 @@ def _dq_blocks(
         keys = i * KEYS + tl.arange(0, KEYS)
         key = _load(k, keys, k_stride, columns, tokens, DIM, WIDTH)
         value = _load(v, keys, v_stride, columns, tokens, DIM, WIDTH)
-        scores, slope = _log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+        scores, slope = log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
         if MASKED:
             end = tl.load(ends + keys, mask=keys < tokens, other=0)
             key_position = tl.load(positions + keys, mask=keys < tokens, other=0) if HAS_WINDOW else keys
@@ -282,7 +282,7 @@ def _dkdv_rows(
         grad = _load(grad_out, rows, g_stride, columns, tokens, DIM, WIDTH)
         lse2 = _load_lse2(lse, rows, HEADS, tokens)
         row_delta = tl.load(delta + rows.to(tl.int64) * HEADS, mask=rows < tokens, other=0.0)
-        scores, slope = _log2_scores(tl.dot(key, query.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+        scores, slope = log2_scores(tl.dot(key, query.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
         if MASKED:
             row_position = tl.load(positions + rows, mask=rows < tokens, other=0) if HAS_WINDOW else rows
             seen = _seen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,15 @@ from .. import dispatch
 from . import cpu, reference
 from .plan import DecodePlan
 
+
+def _triton(*args: Any) -> tuple[Tensor, Tensor]:
+    from . import triton  # optional dependency
+
+    return triton.tree_decode(*args)
+
+
 _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton,
     "cpu": cpu.tree_decode,
     "reference": reference.tree_decode,
 }

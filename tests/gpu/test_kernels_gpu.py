@@ -15,8 +15,10 @@ from rolltree.kernels import (
     policy_loss,
     sample_tokens,
     tree_attention,
+    tree_decode_attention,
     use_backend,
 )
+from rolltree.kernels.tree_decode import DecodePlan
 
 from ..kernels.trees import ancestors_mask, random_trees
 
@@ -261,3 +263,36 @@ def test_plain_sequences_by_the_varlen_kernel() -> None:
         plain = attend(q, k, v, cu, 1024, None, window)
         tree = tree_attention(q, k, v, end, position=position, window=window)
         assert relative(plain, tree) < 1e-2
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tree_decode(dim: int) -> None:
+    """Prompts shared by 16 rows each, against fp64 by the reference and no further from it than twice plain bf16."""
+    groups, rows, prompt, tail, page = 4, 16, 1500, 70, 16
+    pages_of = lambda length: -(-length // page)  # noqa: E731
+    lengths, begin, end, position = [], [], [], []
+    for g in range(groups):
+        lengths += [prompt] + [tail] * rows
+        begin += [g * rows, *range(g * rows, (g + 1) * rows)]
+        end += [(g + 1) * rows, *range(g * rows + 1, (g + 1) * rows + 1)]
+        position += [0] + [prompt] * rows
+    counts = torch.tensor([pages_of(n) for n in lengths])
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    total = int(indptr[-1])
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    plan = DecodePlan(
+        *(
+            torch.as_tensor(values).int().to(CUDA)
+            for values in (indptr, order, [0] * len(lengths), lengths, position, begin, end)
+        ),
+        torch.full((groups * rows,), prompt + tail - 1, dtype=torch.int32, device=CUDA),
+    )
+    generator = torch.Generator(CUDA).manual_seed(0)
+    q = torch.randn(groups * rows, 8, dim, generator=generator, device=CUDA).bfloat16()
+    k, v = torch.randn(2, total, page, 2, dim, generator=generator, device=CUDA).bfloat16()
+    found, lse = tree_decode_attention(q, k, v, plan)
+    exact, exact_lse = tree_decode_attention(q.double(), k.double(), v.double(), plan)
+    with use_backend("reference"):
+        plain, _ = tree_decode_attention(q, k, v, plan)
+    assert relative(found, exact) <= 2 * relative(plain, exact)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)

@@ -12,10 +12,16 @@ from torch import Tensor
 
 from rolltree.kernels import dispatch
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
+from rolltree.kernels.tree_decode import triton as triton_backend
 from rolltree.kernels.tree_decode.api import tree_decode_op
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
-BACKENDS = [pytest.param("reference"), pytest.param("cpu", marks=needs_cpp)]
+needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Triton runs on the CPU in its interpreter")
+BACKENDS = [
+    pytest.param("reference"),
+    pytest.param("cpu", marks=needs_cpp),
+    pytest.param("triton", marks=needs_interpreter),
+]
 
 
 @dataclass
@@ -161,6 +167,26 @@ def test_error_is_at_most_twice_plain_pytorchs(
         assert error <= 2 * bound + 2 * torch.finfo(dtype).eps
 
 
+@needs_interpreter
+@pytest.mark.parametrize(("heads", "kv_heads", "chunk", "window"), [(4, 2, 1, None), (3, 1, 20, 40), (16, 1, 3, None)])
+def test_nodes_of_many_chunks_and_tiles(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, chunk: int, window: int | None
+) -> None:
+    """Many partials a row, more rows below a node than an item takes, fewer programs than items."""
+    for name, small in {"CHUNK": 32, "QUERIES": 16, "PROGRAMS_A_PROCESSOR": 3}.items():
+        monkeypatch.setattr(triton_backend, name, small)
+    step = forest(seed=11, roots=1, chunk=chunk, longest=150)
+    q, k, v = tensors(step, heads, kv_heads, 16)
+    work = triton_backend.work_of(
+        step.plan.row_begin, step.plan.row_end, step.plan.node_length, len(step.keys), heads // kv_heads
+    )
+    assert work.partial_begin.diff().max() > 5
+    assert work.item_end[-1] > 2 * len(step.plan.node_length)
+    want = by_paths(q.double(), k.double(), v.double(), step, window)
+    for got, w in zip(run("triton", q, k, v, step.plan, window), want, strict=True):
+        torch.testing.assert_close(got.double(), w, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pages_may_be_views(backend: str) -> None:
     step = forest(seed=5)
@@ -187,16 +213,16 @@ def restrict(plan: DecodePlan, begin: int, end: int) -> DecodePlan:
     )
 
 
-@needs_cpp
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("chunk", [1, 20])
-def test_bits_of_a_row_do_not_depend_on_the_batch(chunk: int) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_batch(chunk: int, backend: str) -> None:
     step = forest(seed=3, roots=12, chunk=chunk)
     for heads, kv_heads, dim in ((4, 2, 32), (3, 3, 64)):
         q, k, v = tensors(step, heads, kv_heads, dim)
-        together = run("cpu", q, k, v, step.plan)
+        together = run(backend, q, k, v, step.plan)
         rows = len(step.keys)
         for begin, end in [(0, 1), (rows - 1, rows), (1, 6), (rows // 3, rows // 3 + 17), (5, rows)]:
-            alone = run("cpu", q[begin:end], k, v, restrict(step.plan, begin, end))
+            alone = run(backend, q[begin:end], k, v, restrict(step.plan, begin, end))
             assert all(torch.equal(a, t[begin:end]) for a, t in zip(alone, together, strict=True))
 
 
