@@ -215,7 +215,8 @@ def test_tree_attention_in_pieces() -> None:
     with use_backend("reference"):
         exact = gradients(tree_attention(q.double(), k.double(), v.double(), end).to(q.dtype))
     for piece, at_once, truth in zip(pieces, whole, exact, strict=True):
-        assert relative(piece, truth) <= 2 * relative(at_once, truth) + 1e-4
+        # the gradients that pieces give their prefix are rounded to bf16 before they are added
+        assert relative(piece, truth) <= 2 * relative(at_once, truth) + 2**-9
 
 
 def test_tree_attention_does_not_recompile() -> None:
