@@ -22,6 +22,7 @@ OPS = (
     "tree_attention",
     "sample_tokens",
     "tree_step",
+    "rollout",
 )
 
 
