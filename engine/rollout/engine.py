@@ -23,6 +23,7 @@ from .rows import RowTable
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .stop_strings import StopStrings
 
 Array = npt.NDArray[Any]
 
@@ -122,6 +123,7 @@ class NativeEngine:
                 scheduler,
                 Runner(self.model, self.cache, params),
                 is_stop=self._stop_table(params),
+                stop_strings=self._stop_strings(params),
                 policy_version=self.policy_version,
             )
             trees = generation.run()
@@ -171,6 +173,15 @@ class NativeEngine:
             max_prefill_tokens=self.config.max_prefill_tokens,
             max_new_tokens=params.max_new_tokens,
         )
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self.tokenizer is None:
+            raise ValueError(
+                "SamplingParams.stop names texts but the engine has no tokenizer; pass one, or use stop_token_ids."
+            )
+        return StopStrings(params.stop, self.tokenizer)
 
     def _stop_table(self, params: SamplingParams) -> Array:  # [V] bool
         stop = set(params.stop_token_ids)

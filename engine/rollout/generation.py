@@ -22,6 +22,7 @@ from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .seeds import child_seed
+from .stop_strings import StopStrings
 
 Array = npt.NDArray[Any]
 
@@ -37,6 +38,7 @@ class Generation:
         runner: Runner,
         *,
         is_stop: Array,  # [V] bool, tokens that end a response
+        stop_strings: StopStrings | None,
         policy_version: int,
     ) -> None:
         self.groups = groups
@@ -46,6 +48,7 @@ class Generation:
         self.rows: RowTable = scheduler.rows
         self.tree = scheduler.cache.tree
         self.is_stop = is_stop
+        self.stop_strings = stop_strings
         self.policy_version = policy_version
         self.counts: Counter[str] = Counter()
         self._trees: dict[int, TokenTree] = {}
@@ -126,6 +129,8 @@ class Generation:
         if failed.any():
             self.rows.take_back(slots[failed])
         stopped = self.is_stop[token] & ~failed
+        if self.stop_strings is not None:
+            stopped |= self.stop_strings.found(self.rows, slots) & ~failed
         ended = np.flatnonzero(stopped | failed | (self.rows.length[slots] >= self.rows.segment_end[slots]))
         reports: dict[int, list[SegmentReport]] = {}
         for i in ended.tolist():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ class Runner:
         self._device = self._head.weight.device
         self._cache = cache
         self._params = params
+        self._bias = self._token_bias()
 
     def run(
         self,
@@ -83,7 +85,27 @@ class Runner:
             logits = F.linear(hidden.float(), weight.float())
         if bias is not None:
             logits = logits + bias.float()
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits if self._bias is None else logits + self._bias
+
+    def _token_bias(self) -> Tensor | None:  # [V] fp32
+        params, vocabulary = self._params, len(self._head.weight)
+        if not params.logit_bias and params.allowed_token_ids is None:
+            return None
+        bias = np.zeros(vocabulary, np.float32)
+        if params.allowed_token_ids is not None:
+            bias[:] = -np.inf
+            bias[_in_vocabulary("allowed_token_ids", params.allowed_token_ids, vocabulary)] = 0
+        bias[_in_vocabulary("logit_bias", list(params.logit_bias), vocabulary)] += list(params.logit_bias.values())
+        return self._to_device(bias)
 
     def _to_device(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _in_vocabulary(name: str, ids: Sequence[int], vocabulary: int) -> Array:  # [*] int64
+    index = np.asarray(ids, np.int64)
+    if len(index) and (index.min() < 0 or index.max() >= vocabulary):
+        raise ValueError(f"SamplingParams.{name} names tokens outside the model's vocabulary of {vocabulary}.")
+    return index

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,10 @@ class SamplingParams:
         temperature: divides the logits; 0 takes the most likely token.
         top_p, top_k, min_p: restrict the support; log-probabilities are those of the restricted distribution.
         max_new_tokens: longest response, its end-of-sequence token included.
-        stop: stop strings; not supported yet.
+        stop: strings that end a response as soon as its text holds one. The response keeps the token that completed it.
         stop_token_ids: tokens that end a response, besides the model's end-of-sequence tokens. The response keeps it.
+        logit_bias: added to the logits of these tokens before the temperature divides them.
+        allowed_token_ids: sample no other tokens; None allows all.
         ignore_eos: go on after the model's end-of-sequence tokens.
         seed: of every prompt; prompts that should differ though their tokens are equal need ``seeds`` of their own.
 
@@ -32,6 +34,8 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int = 0
 
@@ -48,5 +52,9 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.top_k is {self.top_k}; give at least 1, or None for all tokens.")
         if self.min_p is not None and not 0 <= self.min_p < 1:
             raise ValueError(f"SamplingParams.min_p is {self.min_p}; give a number in [0, 1), or None.")
-        if self.stop:
-            raise ValueError("SamplingParams.stop (stop strings) is not supported yet; use stop_token_ids.")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"SamplingParams.stop is {self.stop!r}; give a sequence of strings, none of them empty.")
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            raise ValueError("SamplingParams.allowed_token_ids is empty; name the tokens allowed, or None for all.")
+        if any(not value < float("inf") for value in self.logit_bias.values()):
+            raise ValueError("SamplingParams.logit_bias holds NaN or infinity; give finite numbers, or -inf to forbid.")

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport, TreePO
 from rolltree.engine.rollout import EngineConfig, KvExhaustedError, NativeEngine, SamplingParams
@@ -256,6 +265,55 @@ def test_train_mode_is_restored_and_gradients_are_left_alone() -> None:
         net.eval()
 
 
+@functools.cache
+def letters() -> PreTrainedTokenizerFast:
+    """One letter a token."""
+    tokenizer = Tokenizer(models.WordLevel({chr(0x100 + i): i for i in range(211)}, unk_token=chr(0x100)))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("program", ["flat", TREEPO])
+def test_stop_strings_end_a_response_where_they_are_complete(program: Any) -> None:
+    """Also where their letters lie in several nodes; what is sampled before is what would have been sampled anyway."""
+    native = NativeEngine(model("qwen3"), letters(), EngineConfig(page_size=4, kv_tokens=4096))
+    params = {"n": 8, "max_new_tokens": 40, "ignore_eos": True}
+    (free,) = native.generate([PROMPTS[2]], SamplingParams(**params), program)
+    longest = responses(free)[0]
+    stop = [chr(0x100 + a) + chr(0x100 + b) for a, b in (longest[3:5], longest[9:11], longest[20:22])]
+    (tree,) = native.generate([PROMPTS[2]], SamplingParams(**params, stop=stop), program)
+    ended = 0
+    for leaf in tree.flatten():
+        text = letters().decode(leaf.response)
+        assert not any(s in text[:-1] for s in stop)
+        assert (leaf.status == LeafStatus.STOP) == any(text.endswith(s) for s in stop)
+        ended += leaf.status == LeafStatus.STOP
+        if program == "flat":
+            assert any(leaf.response == whole[: len(leaf.response)] for whole in responses(free))
+    assert ended > 0
+    assert_all_free(native)
+
+
+def test_biased_and_allowed_tokens() -> None:
+    """Log-probabilities are those of the distribution sampled from."""
+    native, net, allowed = engine(), model("qwen3"), [20, 30, 40, 50]
+    params = SamplingParams(
+        n=6, max_new_tokens=12, ignore_eos=True, allowed_token_ids=allowed, logit_bias={20: 3.0, 30: -float("inf")}
+    )
+    (tree,) = native.generate([PROMPTS[2]], params)
+    seen = set()
+    for leaf in tree.flatten():
+        seen |= set(leaf.response)
+        with torch.no_grad():
+            logits = net(torch.tensor([leaf.prompt + leaf.response])).logits[0, len(leaf.prompt) - 1 : -1]
+        bias = torch.full((211,), -torch.inf)
+        bias[[20, 40, 50]] = torch.tensor([3.0, 0.0, 0.0])
+        expected = (logits + bias).log_softmax(-1).gather(1, torch.tensor(leaf.response)[:, None])[:, 0]
+        np.testing.assert_allclose(leaf.behaviour_logprob, expected.numpy(), rtol=0, atol=1e-5)
+    assert 20 in seen
+    assert seen <= {20, 40, 50}
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "sizes", "said"),
     [
@@ -267,7 +325,12 @@ def test_train_mode_is_restored_and_gradients_are_left_alone() -> None:
         ([[5]], {"n": 0}, {}, r"SamplingParams\.n is 0"),
         ([[5]], {"max_new_tokens": 0}, {}, "max_new_tokens is 0"),
         ([[5]], {"temperature": -1.0}, {}, "temperature is -1"),
-        ([[5]], {"stop": ("x",)}, {}, "stop_token_ids"),
+        ([[5]], {"stop": ("x",)}, {}, "no tokenizer; pass one, or use stop_token_ids"),
+        ([[5]], {"stop": "x"}, {}, "stop is 'x'; give a sequence of strings"),
+        ([[5]], {"allowed_token_ids": []}, {}, "allowed_token_ids is empty"),
+        ([[5]], {"allowed_token_ids": [5, 211]}, {}, "allowed_token_ids names tokens outside .* vocabulary of 211"),
+        ([[5]], {"logit_bias": {-1: 2.0}}, {}, "logit_bias names tokens outside"),
+        ([[5]], {"logit_bias": {3: float("nan")}}, {}, "logit_bias holds NaN"),
         ([[5]], {}, {"max_batch_rows": 0}, "max_batch_rows is 0"),
     ],
 )
