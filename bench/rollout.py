@@ -49,12 +49,13 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def native(x: Inputs) -> Calls:
-    """Every call begins with an empty cache, so prompts are fresh."""
+    """Every call begins with an empty cache: prompts are fresh."""
     tokens = sum(len(p) + x.group * x.new_tokens for p in x.prompts)
     engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * tokens))
     params = SamplingParams(n=x.group, max_new_tokens=x.new_tokens, ignore_eos=True)
 
     def call() -> None:
+        engine.forget_prefixes()
         trees = engine.generate(x.prompts, params)
         assert sum(int(tree.response_length.sum()) for tree in trees) == len(x.prompts) * x.group * x.new_tokens
 

@@ -9,7 +9,7 @@ from .integrations.transformers import register as _register
 from .loss import backward
 from .model import batch_logprob, batch_loss, load_model, load_tokenizer
 from .orchestrator import Orchestrator
-from .rollout import EngineConfig, NativeEngine, SamplingParams
+from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
 from .self_check import tree_error
 from .sharding import shard
 from .trainer import Trainer
@@ -18,12 +18,14 @@ from .tree import LeafStatus, Origin, Segment, Sequence, TokenTree
 _register()
 
 __all__ = [
+    "Completion",
     "CostModel",
     "EngineConfig",
     "LeafStatus",
     "NativeEngine",
     "Orchestrator",
     "Origin",
+    "Request",
     "RunError",
     "SamplingParams",
     "Segment",

@@ -125,6 +125,7 @@ class Orchestrator:
         sums = Sums()
         prompts = self.source.next(self.config.trainer.prompts_per_step)
         self.console.phase("sampling")
+        self.engine.forget_prefixes()  # so that what is sampled follows from this step alone
         with self.watch.part("gen"):
             trees = self.engine.generate(
                 [p.token_ids for p in prompts], self.params, self.program, seeds=self._seeds(step, len(prompts))

@@ -38,49 +38,147 @@ int KvTree::new_node(int parent, int64_t position) {
   Node& node = nodes_[id];
   node.parent = parent;
   node.position = position;
-  node.holds = 1;
+  node.serial = ++clock_;
   node.live = true;
+  if (parent >= 0) {
+    cached_.erase({nodes_[parent].used, parent});
+    nodes_[parent].children.push_back(id);
+  }
   return id;
 }
 
-int KvTree::root() {
-  return new_node(-1, 0);
+// -- references -------------------------------------------------------------------------------------------------------
+
+void KvTree::hold(int id) {
+  cached_.erase({nodes_[id].used, id});
+  nodes_[id].used = ++clock_;
+  ++nodes_[id].holds;
+}
+
+// Takes the node out of its parent's children, or out of the roots.
+void KvTree::unhook(int id) {
+  const int parent = nodes_[id].parent;
+  std::vector<int>* siblings = parent >= 0 ? &nodes_[parent].children : nullptr;
+  if (siblings == nullptr) {
+    const auto key = root_key_.find(id);
+    siblings = &roots_[key->second];
+    siblings->erase(std::find(siblings->begin(), siblings->end(), id));
+    if (siblings->empty()) roots_.erase(key->second);
+    root_key_.erase(key);
+    return;
+  }
+  siblings->erase(std::find(siblings->begin(), siblings->end(), id));
+}
+
+// A node that has lost a reference: cached if it was the last and there is something to find again, else freed.
+void KvTree::settle(int id) {
+  while (id >= 0 && refs(id) == 0) {
+    Node& node = nodes_[id];
+    node.tokens.resize(node.length);  // what has no keys is not worth finding
+    node.sealed = true;
+    if (node.length > 0) {
+      cached_.insert({node.used, id});
+      return;
+    }
+    drop_keys(node);
+    unhook(id);
+    node.live = false;
+    free_nodes_.push_back(id);
+    id = node.parent;
+  }
+}
+
+void KvTree::release(int id) {
+  Node& node = nodes_[held(id)];
+  --node.holds;
+  node.used = ++clock_;
+  settle(id);
+}
+
+int KvTree::insert(int64_t key, const int32_t* tokens, int64_t n) {
+  if (n < 1) throw std::invalid_argument("A path has at least one token.");
+  int id = -1;
+  int64_t done = 0;
+  while (done < n) {
+    static const std::vector<int> none;
+    const auto root = roots_.find(key);
+    const std::vector<int>& below = id >= 0 ? nodes_[id].children : root == roots_.end() ? none : root->second;
+    int best = -1;
+    int64_t most = 0;  // siblings that were sampled may begin alike
+    for (const int child : below) {
+      const Node& node = nodes_[child];
+      if (!node.sealed || node.tokens.empty() || node.tokens[0] != tokens[done]) continue;
+      const int64_t limit = std::min(node.size(), n - done);
+      const auto end = std::mismatch(node.tokens.begin(), node.tokens.begin() + limit, tokens + done).first;
+      if (end - node.tokens.begin() > most) most = end - node.tokens.begin(), best = child;
+    }
+    if (best < 0) break;
+    id = most < nodes_[best].size() ? split(best, most) : best;
+    reused_ += nodes_[id].length;
+    done += most;
+  }
+  if (done < n) {
+    const int child = new_node(id, done);
+    nodes_[child].tokens.assign(tokens + done, tokens + n);
+    nodes_[child].sealed = true;
+    if (id < 0) roots_[key].push_back(child), root_key_[child] = key;
+    id = child;
+  }
+  hold(id);
+  return id;
 }
 
 std::vector<int> KvTree::fork(int id, int n) {
   if (n < 1) throw std::invalid_argument("A node is forked into at least one child.");
-  Node& node = nodes_[held(id)];
-  if (node.sealed == kOpen) node.sealed = node.length;
-  if (node.length != node.sealed) throw std::invalid_argument("Node " + std::to_string(id) + " is forked before its keys are back.");
-  --node.holds;
-  node.children += n;
-  const int64_t end = node.position + node.sealed;
+  held(id);
+  nodes_[id].sealed = true;
+  --nodes_[id].holds;
+  const int64_t end = nodes_[id].position + nodes_[id].size();
   std::vector<int> children(n);
-  for (int& child : children) child = new_node(id, end);  // invalidates `node`
+  for (int& child : children) {
+    child = new_node(id, end);
+    hold(child);
+  }
   return children;
+}
+
+void KvTree::extend(int id, const int32_t* tokens, int64_t n) {
+  Node& node = at(id);
+  if (node.sealed) throw std::invalid_argument("Node " + std::to_string(id) + " is sealed and takes no further tokens.");
+  node.tokens.insert(node.tokens.end(), tokens, tokens + n);
 }
 
 int KvTree::rewind(int id, int64_t position) {
   at(id);
   if (position < 1) throw std::invalid_argument("A rewind keeps at least one token.");
+  if (position > nodes_[id].position + nodes_[id].size())
+    throw std::invalid_argument("Position " + std::to_string(position) + " is past the end of node " + std::to_string(id) + ".");
   while (nodes_[id].position >= position) id = nodes_[id].parent;
   const int64_t keep = position - nodes_[id].position;
-  if (nodes_[id].sealed != kOpen && keep > nodes_[id].sealed)
-    throw std::invalid_argument("Position " + std::to_string(position) + " is past the end of node " + std::to_string(id) + ".");
-  if (keep == nodes_[id].sealed) {
-    ++nodes_[id].holds;
-    return id;
-  }
-  // Split: the new node is the upper half, so that children and sequences keep the id they know.
-  const int upper_id = new_node(nodes_[id].parent, nodes_[id].position);
+  if (keep < nodes_[id].size()) id = split(id, keep);
+  nodes_[id].sealed = true;
+  hold(id);
+  return id;
+}
+
+// The first `keep` tokens become a new node above: children and sequences keep the id they know. Nobody holds the new one.
+int KvTree::split(int id, int64_t keep) {
+  const int upper_id = new_node(-1, nodes_[id].position);
   Node& upper = nodes_[upper_id];
   Node& lower = nodes_[id];
-  upper.children = 1;  // the lower half; the hold is the caller's
-  upper.sealed = keep;
+  upper.parent = lower.parent;
+  std::vector<int>& siblings = lower.parent >= 0 ? nodes_[lower.parent].children : roots_[root_key_[id]];
+  *std::find(siblings.begin(), siblings.end(), id) = upper_id;
+  if (lower.parent < 0) root_key_[upper_id] = root_key_[id], root_key_.erase(id);
+  upper.children.push_back(id);
+  upper.sealed = true;
+  upper.used = lower.used;
+  upper.serial = lower.serial;
   upper.offset = lower.offset;
+  upper.tokens.assign(lower.tokens.begin(), lower.tokens.begin() + keep);
+  lower.tokens.erase(lower.tokens.begin(), lower.tokens.begin() + keep);
   lower.parent = upper_id;
-  lower.position = position;
-  if (lower.sealed != kOpen) lower.sealed -= keep;
+  lower.position += keep;
   if (lower.length <= keep) {  // every key lies in the upper half
     upper.length = lower.length;
     upper.pages = std::move(lower.pages);
@@ -101,18 +199,36 @@ int KvTree::rewind(int id, int64_t position) {
   return upper_id;
 }
 
-void KvTree::drop_pages(Node& node) {
+// -- keys -------------------------------------------------------------------------------------------------------------
+
+void KvTree::drop_keys(Node& node) {
   for (const int page : node.pages)
     if (--page_count_[page] == 0) free_pages_.push_back(page);
-  tokens_ -= node.length;
+  keys_ -= node.length;
   node.pages.clear();
   node.length = 0;
   node.offset = 0;
 }
 
-void KvTree::evict(int id) { drop_pages(at(id)); }
+void KvTree::evict(int id) {
+  drop_keys(at(id));
+  if (refs(id) == 0) {
+    cached_.erase({nodes_[id].used, id});
+    settle(id);
+  }
+}
+
+int64_t KvTree::make_room(int64_t pages) {
+  while (free_pages() < pages && !cached_.empty()) evict(cached_.begin()->second);
+  return free_pages();
+}
+
+void KvTree::forget() {
+  while (!cached_.empty()) evict(cached_.begin()->second);
+}
 
 int64_t KvTree::evict_others(const int64_t* keep, int64_t n, int64_t pages) {
+  if (make_room(pages) >= pages) return free_pages();
   std::vector<char> kept(nodes_.size(), 0);
   for (int64_t i = 0; i < n; ++i) {
     at(static_cast<int>(keep[i]));
@@ -122,19 +238,8 @@ int64_t KvTree::evict_others(const int64_t* keep, int64_t n, int64_t pages) {
   for (size_t id = 0; id < nodes_.size(); ++id)
     if (nodes_[id].live && !kept[id] && nodes_[id].length > 0) others.push_back(static_cast<int>(id));
   std::stable_sort(others.begin(), others.end(), [&](int a, int b) { return nodes_[a].position > nodes_[b].position; });
-  for (size_t i = 0; i < others.size() && free_pages() < pages; ++i) drop_pages(nodes_[others[i]]);
+  for (size_t i = 0; i < others.size() && free_pages() < pages; ++i) drop_keys(nodes_[others[i]]);
   return free_pages();
-}
-
-void KvTree::release(int id) {
-  --nodes_[held(id)].holds;
-  while (id >= 0 && refs(id) == 0) {
-    drop_pages(nodes_[id]);
-    nodes_[id].live = false;
-    free_nodes_.push_back(id);
-    id = nodes_[id].parent;
-    if (id >= 0) --nodes_[id].children;
-  }
 }
 
 int64_t KvTree::pages_for(const Node& node, int64_t count) const {
@@ -156,8 +261,8 @@ std::vector<int64_t> KvTree::append(const int64_t* nodes, const int64_t* counts,
   int64_t total = 0;
   for (int64_t i = 0; i < n; ++i) {
     const Node& node = at(static_cast<int>(nodes[i]));
-    if (counts[i] < 0 || (node.sealed != kOpen && node.length + counts[i] > node.sealed))
-      throw std::invalid_argument("Node " + std::to_string(nodes[i]) + " cannot take " + std::to_string(counts[i]) + " more keys.");
+    if (counts[i] < 0 || node.length + counts[i] > node.size())
+      throw std::invalid_argument("Node " + std::to_string(nodes[i]) + " lacks fewer than " + std::to_string(counts[i]) + " keys.");
     total += counts[i];
   }
   const int64_t needed = pages_needed(nodes, counts, n);
@@ -176,18 +281,42 @@ std::vector<int64_t> KvTree::append(const int64_t* nodes, const int64_t* counts,
       slots.push_back(static_cast<int64_t>(node.pages[at / page_size_]) * page_size_ + at % page_size_);
     node.length += counts[i];
   }
-  tokens_ += total;
-  peak_tokens_ = std::max(peak_tokens_, tokens_);
+  keys_ += total;
+  peak_keys_ = std::max(peak_keys_, keys_);
   peak_pages_ = std::max(peak_pages_, num_pages() - free_pages());
   return slots;
 }
 
+Missing KvTree::missing(int id) const {
+  Missing runs;
+  at(id);
+  for (; id >= 0; id = nodes_[id].parent) {
+    const Node& node = nodes_[id];
+    if (node.length == node.size()) continue;
+    runs.node.push_back(id);
+    runs.begin.push_back(node.length);
+    runs.count.push_back(node.size() - node.length);
+  }
+  for (auto* run : {&runs.node, &runs.begin, &runs.count}) std::reverse(run->begin(), run->end());
+  return runs;
+}
+
+std::vector<int32_t> KvTree::tokens(int id, int64_t begin, int64_t count) const {
+  const Node& node = at(id);
+  if (begin < 0 || count < 0 || begin + count > node.size())
+    throw std::invalid_argument("Node " + std::to_string(id) + " has " + std::to_string(node.size()) + " tokens.");
+  return {node.tokens.begin() + begin, node.tokens.begin() + begin + count};
+}
+
+// -- plans ------------------------------------------------------------------------------------------------------------
+
 std::vector<int64_t> KvTree::depth_first(const int64_t* nodes, int64_t n) const {
-  // Paths from the root, compared id by id: rows that share a node share the whole path above it, so they sort together.
-  std::vector<std::vector<int>> paths(n);
+  // Paths from the root, compared node by node: rows that share a node share the whole path above it, so they sort
+  // together. Ids are recycled, so what tells nodes apart is when they were made: the order depends on no earlier call.
+  std::vector<std::vector<int64_t>> paths(n);
   for (int64_t i = 0; i < n; ++i) {
     at(static_cast<int>(nodes[i]));
-    for (int id = static_cast<int>(nodes[i]); id >= 0; id = nodes_[id].parent) paths[i].push_back(id);
+    for (int id = static_cast<int>(nodes[i]); id >= 0; id = nodes_[id].parent) paths[i].push_back(nodes_[id].serial);
     std::reverse(paths[i].begin(), paths[i].end());
   }
   std::vector<int64_t> order(n);
@@ -207,7 +336,7 @@ Plan KvTree::plan(const int64_t* nodes, const int64_t* counts, int64_t n) const 
     path.clear();
     for (int id = static_cast<int>(nodes[i]); id >= 0; id = nodes_[id].parent) {
       const Node& node = nodes_[id];
-      if (node.parent >= 0 && node.position != nodes_[node.parent].position + nodes_[node.parent].length)
+      if (node.parent >= 0 && nodes_[node.parent].length != nodes_[node.parent].size())
         throw std::invalid_argument("Node " + std::to_string(id) + " is read before the keys above it are back.");
       if (entry[id] >= 0) {
         if (plan.row_end[entry[id]] != row) throw std::invalid_argument("The rows of a plan must be in depth-first order.");
@@ -233,29 +362,38 @@ Plan KvTree::plan(const int64_t* nodes, const int64_t* counts, int64_t n) const 
 }
 
 int64_t KvTree::last_page_end(const Node& node) const {
-  const bool may_write = node.sealed == kOpen || node.length < node.sealed;
+  const bool may_write = !node.sealed || node.length < node.size();
   return may_write ? static_cast<int64_t>(node.pages.size()) * page_size_ : node.offset + node.length;
 }
 
 void KvTree::check() const {
   const auto fail = [](const std::string& what) { throw std::logic_error("KvTree: " + what + "."); };
-  std::vector<int> children(nodes_.size(), 0), holders(page_count_.size(), 0);
+  std::vector<int> holders(page_count_.size(), 0), parents(nodes_.size(), 0);
   std::vector<char> taken(page_count_.size() * page_size_, 0);
-  int64_t live = 0, tokens = 0;
+  int64_t live = 0, keys = 0;
+  size_t cached = 0, roots = 0;
   for (size_t id = 0; id < nodes_.size(); ++id) {
     const Node& node = nodes_[id];
     if (!node.live) continue;
     const std::string name = "node " + std::to_string(id);
     ++live;
-    tokens += node.length;
-    if (node.parent >= 0) {
-      const Node& parent = nodes_[node.parent];
-      ++children[node.parent];
-      if (!parent.live) fail(name + " has a freed parent");
-      if (parent.sealed == kOpen) fail(name + " hangs below an open node");
-      if (node.position != parent.position + parent.sealed) fail(name + " does not start where its parent ends");
+    keys += node.length;
+    for (const int child : node.children) {
+      const Node& below = nodes_[child];
+      if (!below.live || below.parent != static_cast<int>(id)) fail("a child of " + name + " is not its child");
+      if (!node.sealed) fail("the open " + name + " has children");
+      if (below.position != node.position + node.size()) fail("a child of " + name + " does not start where it ends");
+      if (++parents[child] > 1) fail("node " + std::to_string(child) + " is a child twice");
     }
-    if (node.sealed != kOpen && node.length > node.sealed) fail(name + " holds more keys than it has tokens");
+    if (node.parent < 0 && (++roots, root_key_.count(static_cast<int>(id)) == 0)) fail(name + " is lost above");
+    if (node.parent >= 0 && !nodes_[node.parent].live) fail(name + " has a freed parent");
+    if (node.holds < 0) fail("the holds of " + name + " are miscounted");
+    if (node.holds == 0 && node.children.empty()) {
+      ++cached;
+      if (cached_.count({node.used, static_cast<int>(id)}) == 0) fail(name + " is neither held nor cached");
+      if (!node.sealed || node.length == 0 || node.length != node.size()) fail("the cached " + name + " is open or lacks keys");
+    }
+    if (node.length > node.size()) fail(name + " holds more keys than it has tokens");
     if (node.offset < 0 || node.offset >= page_size_) fail(name + " starts outside its first page");
     const int64_t pages = (node.offset + node.length + page_size_ - 1) / page_size_;
     if (node.length == 0 ? !node.pages.empty() : static_cast<int64_t>(node.pages.size()) != pages)
@@ -269,10 +407,11 @@ void KvTree::check() const {
     }
   }
   for (size_t id = 0; id < nodes_.size(); ++id)
-    if (nodes_[id].live && (nodes_[id].children != children[id] || nodes_[id].holds < 0 || refs(static_cast<int>(id)) < 1))
-      fail("the references of node " + std::to_string(id) + " are miscounted");
+    if (nodes_[id].live && nodes_[id].parent >= 0 && parents[id] != 1) fail("node " + std::to_string(id) + " is no child of its parent");
+  for (const auto& [key, ids] : roots_) roots -= ids.size();
+  if (roots != 0 || cached != cached_.size()) fail("the list of roots or of cached nodes is wrong");
   if (live != nodes()) fail("the list of free nodes is wrong");
-  if (tokens != tokens_) fail("the count of keys is wrong");
+  if (keys != keys_) fail("the count of keys is wrong");
   if (holders != page_count_) fail("the holders of a page are miscounted");
   std::vector<char> free(page_count_.size(), 0);
   for (const int page : free_pages_) {

@@ -11,6 +11,7 @@
 namespace py = pybind11;
 using rolltree::KvTree;
 using Ids = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+using Tokens = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 
 namespace {
 
@@ -43,13 +44,33 @@ PYBIND11_MODULE(_host, m) {
   py::register_exception<rolltree::KvExhausted>(m, "KvExhaustedError", PyExc_RuntimeError);
   py::class_<KvTree>(m, "KvTree")
       .def(py::init<int, int>(), py::arg("num_pages"), py::arg("page_size"))
-      .def("root", &KvTree::root)
+      .def("insert", [](KvTree& tree, int64_t key, const Tokens& tokens) { return tree.insert(key, tokens.data(), tokens.size()); },
+           py::arg("key"), py::arg("tokens"))
+      .def("extend",
+           [](KvTree& tree, const Ids& nodes, const Tokens& tokens) {  // one token each
+             if (nodes.size() != tokens.size()) throw std::invalid_argument("nodes and tokens must be of one length.");
+             for (py::ssize_t i = 0; i < nodes.size(); ++i) tree.extend(static_cast<int>(nodes.at(i)), &tokens.at(i), 1);
+           },
+           py::arg("nodes"), py::arg("tokens"))
+      .def("extend_by", [](KvTree& tree, int node, const Tokens& tokens) { tree.extend(node, tokens.data(), tokens.size()); },
+           py::arg("node"), py::arg("tokens"))
+      .def("missing",
+           [](const KvTree& tree, int node) {
+             rolltree::Missing runs = tree.missing(node);
+             return py::make_tuple(runs.node, runs.begin, runs.count);
+           },
+           py::arg("node"))
+      .def("tokens", [](const KvTree& tree, int node, int64_t begin, int64_t count) { return to_numpy(tree.tokens(node, begin, count)); },
+           py::arg("node"), py::arg("begin"), py::arg("count"))
       .def("fork", &KvTree::fork, py::arg("node"), py::arg("n"))
       .def("rewind", &KvTree::rewind, py::arg("node"), py::arg("position"))
       .def("evict", &KvTree::evict, py::arg("node"))
       .def("evict_others",
            [](KvTree& tree, const Ids& keep, int64_t pages) { return tree.evict_others(keep.data(), keep.size(), pages); },
            py::arg("keep"), py::arg("pages"))
+      .def("make_room", &KvTree::make_room, py::arg("pages"))
+      .def("forget", &KvTree::forget)
+      .def("start_counting", &KvTree::start_counting)
       .def("release", &KvTree::release, py::arg("node"))
       .def("append",
            [](KvTree& tree, const Ids& nodes, const Ids& counts) {
@@ -66,6 +87,7 @@ PYBIND11_MODULE(_host, m) {
       .def("plan", &plan, py::arg("nodes"), py::arg("counts"))
       .def("length", &KvTree::length, py::arg("node"))
       .def("position", &KvTree::position, py::arg("node"))
+      .def("end", &KvTree::end, py::arg("node"))
       .def("parent", &KvTree::parent, py::arg("node"))
       .def("refs", &KvTree::refs, py::arg("node"))
       .def("check", &KvTree::check)
@@ -73,7 +95,8 @@ PYBIND11_MODULE(_host, m) {
       .def_property_readonly("page_size", &KvTree::page_size)
       .def_property_readonly("free_pages", &KvTree::free_pages)
       .def_property_readonly("nodes", &KvTree::nodes)
-      .def_property_readonly("tokens", &KvTree::tokens)
+      .def_property_readonly("keys", &KvTree::keys)
+      .def_property_readonly("reused", &KvTree::reused)
       .def_property_readonly("peak_pages", &KvTree::peak_pages)
-      .def_property_readonly("peak_tokens", &KvTree::peak_tokens);
+      .def_property_readonly("peak_keys", &KvTree::peak_keys);
 }

@@ -6,7 +6,19 @@ import inspect
 from typing import Any
 
 from .flat import Flat
-from .program import Action, BranchId, Finish, Fork, GroupState, Rewind, RolloutProgram, SegmentReport
+from .program import (
+    Action,
+    BranchId,
+    Call,
+    Finish,
+    Fork,
+    Given,
+    GroupState,
+    Prune,
+    Rewind,
+    RolloutProgram,
+    SegmentReport,
+)
 from .treepo import TreePO
 
 PROGRAMS: dict[str, type[RolloutProgram]] = {"flat": Flat, "treepo": TreePO}
@@ -31,10 +43,13 @@ __all__ = [
     "PROGRAMS",
     "Action",
     "BranchId",
+    "Call",
     "Finish",
     "Flat",
     "Fork",
+    "Given",
     "GroupState",
+    "Prune",
     "Rewind",
     "RolloutProgram",
     "SegmentReport",

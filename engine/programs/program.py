@@ -1,10 +1,10 @@
-"""What a rollout program is: who forks, rewinds and finishes, and when.
+"""What a rollout program is: who forks, rewinds, appends and finishes, and when.
 
 The engine samples; a program steers. Every prompt gets a copy of the program, so ``self`` may hold that prompt's state.
-The engine cuts responses into segments of ``segment_tokens`` tokens; whenever one ends, because it is full or because
-the response is, it tells the program (`decide`) in the same step, and acts on the answer before the next one. A branch
-whose segment is full rests until it is answered, so a program may wait for its siblings. A program that tries two ways
-on whenever the model was unsure::
+The engine cuts responses into segments, of ``segment_tokens`` tokens or up to a text or token that the program names;
+whenever one ends, because it is full or because the response is, it tells the program (`decide`) in the same step, and
+acts on the answer before the next one. A branch whose segment is full rests until it is answered, so a program may wait
+for its siblings. A program that tries two ways on whenever the model was unsure::
 
     class ForkWhenUnsure(RolloutProgram):
         segment_tokens = 32
@@ -26,14 +26,17 @@ first; then a group's responses do not depend on its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
-from ..tree import LeafStatus
+from ..tree import LeafStatus, Origin
 
+Array = npt.NDArray[Any]
 BranchId = tuple[int, ...]
 """The way from the prompt to a branch: its index among the children at each fork. Sorts depth-first."""
 
@@ -58,31 +61,62 @@ class GroupState:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """A segment that ended."""
+    """A segment that ended. Log-probs and entropies are NaN where the model's logits were not finite."""
 
     branch: BranchId
     status: LeafStatus | None
     """How the response ended; None: it has not, and the branch rests."""
+    stop: str | None
+    """The text that ended the segment or the response, if one did."""
     depth: int
     """Segments on the path, this one included."""
     boundaries: tuple[int, ...]
     """Response lengths at which the earlier segments of the path ended; the first is 0, the prompt."""
     length: int
-    """Response tokens on the path."""
-    token_ids: npt.NDArray[Any]  # [tokens] int32, of this segment
-    mean_logprob: float
-    """Of this segment's tokens, under the distribution they were sampled from; NaN where the model's logits were not
-    finite and the response FAILED."""
-    entropy: float
-    """Mean over this segment's tokens, of softmax(logits / temperature)."""
+    """Response tokens on the path, appended ones included."""
+    response_ids: Array  # [length] int32, all of them
+    token_ids: Array  # [tokens] int32, sampled in this segment
+    logprobs: Array  # [tokens] float32, under the distribution they were sampled from
+    entropies: Array  # [tokens] float32, of softmax(logits / temperature)
+    top_ids: Array  # [tokens, top_logprobs] int32, the likeliest tokens in each one's place, likeliest first
+    top_logprobs: Array  # [tokens, top_logprobs] float32, under softmax(logits / temperature)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean over this segment's tokens."""
+        return self._mean(self.logprobs)
+
+    @property
+    def entropy(self) -> float:
+        """Mean over this segment's tokens."""
+        return self._mean(self.entropies)
+
+    def _mean(self, values: Array) -> float:
+        if self.status is LeafStatus.FAILED:
+            return float("nan")
+        return float(values.mean(dtype=np.float64)) if len(values) else 0.0
+
+
+@dataclass(frozen=True)
+class Given:
+    """Tokens put into a response: a tool's observation, a hint, or a token chosen among the likely ones.
+
+    With ``logprobs`` (one each, under the sampling distribution) they count as sampled and are trained on; without,
+    they are not.
+    """
+
+    token_ids: Sequence[int]
+    origin: Origin = Origin.INJECTED
+    logprobs: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Let a resting branch go on as ``n`` branches; ``n=1`` continues it."""
+    """Let a resting branch go on as ``n`` branches, behind the tokens given; ``n=1`` continues it."""
 
     branch: BranchId
     n: int = 1
+    append: Given | None = None
 
 
 @dataclass(frozen=True)
@@ -95,14 +129,38 @@ class Finish:
 
 @dataclass(frozen=True)
 class Rewind:
-    """Sample ``n`` branches that share the first ``length`` response tokens of a finished one, which stays a leaf."""
+    """Sample ``n`` branches that share the first ``length`` response tokens of a leaf or a resting branch.
+
+    That one stays what it is; the new ones go on behind the tokens given, if any.
+    """
 
     branch: BranchId
     length: int
     n: int = 1
+    append: Given | None = None
 
 
-Action = Fork | Finish | Rewind
+@dataclass(frozen=True)
+class Prune:
+    """Give up a branch, resting, sampling or a leaf: what only it sampled is not part of the tree."""
+
+    branch: BranchId
+
+
+@dataclass(frozen=True)
+class Call:
+    """Let a resting branch wait for ``function(*arguments)``, run in a thread.
+
+    `RolloutProgram.returned` gets the result. No branch, of this prompt or another, waits with it. Where the function
+    raises, the branch ends as FAILED.
+    """
+
+    branch: BranchId
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+
+Action = Fork | Finish | Rewind | Prune | Call
 
 
 class RolloutProgram:
@@ -110,8 +168,16 @@ class RolloutProgram:
 
     segment_tokens: int | None = None
     """Length of a segment; None: a response is one segment."""
+    segment_stop: Sequence[str] = ()
+    """Texts that end a segment as soon as it holds one, and not the response."""
+    segment_stop_token_ids: Sequence[int] = ()
+    """Tokens that end a segment and not the response, also where they would end it otherwise."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are reported for each token sampled."""
     rewinds: bool = False
     """Whether `Rewind` is used; the keys of finished branches are kept then, while there is room."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """The engine's, set by it."""
 
     def start(self, group: GroupState) -> int:
         """Branches sampled from the prompt."""
@@ -119,4 +185,8 @@ class RolloutProgram:
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         """Called with the segments that ended in this step, in depth-first order."""
+        raise NotImplementedError
+
+    def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
+        """Called with the result of a `Call`; results come in the order of the calls."""
         raise NotImplementedError

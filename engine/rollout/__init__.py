@@ -1,7 +1,8 @@
 """The native rollout engine: continuous batching over a KV cache whose pages form the tree of rollouts."""
 
+from .branch import Completion, Request
 from .engine import EngineConfig, NativeEngine
 from .kv_cache import KvExhaustedError
 from .sampling_params import SamplingParams
 
-__all__ = ["EngineConfig", "KvExhaustedError", "NativeEngine", "SamplingParams"]
+__all__ = ["Completion", "EngineConfig", "KvExhaustedError", "NativeEngine", "Request", "SamplingParams"]

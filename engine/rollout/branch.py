@@ -1,8 +1,10 @@
-"""The tree of one prompt while it grows: nodes hold tokens, branches are its growing tips."""
+"""The tree of one prompt while it grows: nodes hold tokens, branches are its tips."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,24 +12,46 @@ import numpy as np
 import numpy.typing as npt
 
 from ..programs import BranchId, GroupState, RolloutProgram
-from ..tree import LeafStatus, Segment, TokenTree
+from ..tree import LeafStatus, Origin, Segment, TokenTree
+from .sampling_params import SamplingParams
 
 Array = npt.NDArray[Any]
-NO_TOKENS = np.zeros(0, np.int32)
-NO_LOGPROBS = np.zeros(0, np.float32)
+
+
+def sample_dtype(top: int) -> np.dtype[Any]:
+    """What is kept of every token: a record, with the ``top`` likeliest tokens beside it."""
+    return np.dtype(
+        [
+            ("token", np.int32),
+            ("logprob", np.float32),  # under the distribution it was sampled from
+            ("raw_logprob", np.float32),  # under softmax(logits)
+            ("entropy", np.float32),  # of softmax(logits / temperature)
+            ("version", np.int32),  # of the policy
+            ("top_id", np.int32, (top,)),
+            ("top_logprob", np.float32, (top,)),
+        ]
+    )
+
+
+def given(tokens: npt.ArrayLike, version: int = 0, logprobs: npt.ArrayLike = np.nan) -> Array:  # [n] records
+    """Records of tokens that nobody sampled, or that a program chose among likely ones."""
+    ids = np.asarray(tokens, np.int32).reshape(-1)
+    records = np.zeros(len(ids), sample_dtype(0))
+    records["token"], records["version"] = ids, version
+    records["logprob"] = records["raw_logprob"] = logprobs
+    records["entropy"] = np.nan
+    return records
 
 
 @dataclass(eq=False)
 class Node:
-    """A run of tokens without a branch. While its branch samples, they lie in the row table."""
+    """A run of tokens of one origin without a branch. While its branch samples, they lie in the row table."""
 
     parent: Node | None
-    kv: int
-    """Its id in the KvTree."""
     start: int
     """Position of its first token on the path."""
-    tokens: Array = field(default_factory=lambda: NO_TOKENS)  # [n] int32
-    logprobs: Array = field(default_factory=lambda: NO_LOGPROBS)  # [n] float32; empty for the prompt
+    records: Array = field(default_factory=lambda: given([]))  # [n], see sample_dtype
+    origin: Origin = Origin.SAMPLED
     sealed: bool = False
 
     def path(self) -> Iterator[Node]:
@@ -37,74 +61,164 @@ class Node:
             yield node
             node = node.parent
 
-    def split(self, keep: int, kv: int) -> Node:
-        """Move the first ``keep`` tokens to a new parent, whose id in the KvTree is ``kv``."""
-        upper = Node(self.parent, kv, self.start, self.tokens[:keep], self.logprobs[:keep], sealed=True)
-        self.parent, self.start = upper, self.start + keep
-        self.tokens, self.logprobs = self.tokens[keep:], self.logprobs[keep:]
+    def split(self, keep: int) -> Node:
+        """Move the first ``keep`` tokens to a new parent."""
+        upper = Node(self.parent, self.start, self.records[:keep], self.origin, sealed=True)
+        self.parent, self.start, self.records = upper, self.start + keep, self.records[keep:]
         return upper
+
+    def column(self, name: str) -> Array:  # [start + n]
+        """A field of all tokens on the path."""
+        return np.concatenate([node.records[name] for node in self.path()][::-1])
+
+    def segment(self, temperature: float) -> Segment:
+        records = self.records
+        sampled = self.origin is Origin.SAMPLED
+        return Segment.make(
+            records["token"],
+            origin=self.origin,
+            loss_mask=sampled,
+            behaviour_logprob=records["logprob"] if sampled else np.nan,
+            policy_version=records["version"] if sampled else 0,
+            temperature=temperature if sampled else 1.0,
+        )
 
 
 @dataclass(eq=False)
 class Branch:
     """A tip of the tree: a prompt, a response in flight, or a leaf."""
 
-    group: Group
+    request: Request
     id: BranchId
     node: Node
     seed: int
     order: int
     boundaries: tuple[int, ...]
     """Response lengths at which the path's segments ended; the first is 0, the prompt."""
+    kv: int = -1
+    """The node it holds in the KvTree; -1 for none."""
     slot: int = -1
     """In the row table; -1 for a leaf."""
     status: LeafStatus | None = None
     length: int = 0
     """Response tokens of a leaf."""
-    resting: bool = False
     rewinds: int = 0
+    saved: dict[str, Any] | None = None
+    """Its row of the row table, while the request is aborted."""
 
 
-class Group:
-    """A prompt, its program and its branches."""
+@dataclass(frozen=True)
+class Completion:
+    """A leaf's response, token by token; arrays are [tokens]."""
 
-    def __init__(self, index: int, prompt: Array, seed: int, width: int, program: RolloutProgram) -> None:
-        self.index = index
+    token_ids: Array  # int32
+    origin: Array  # int8, an Origin
+    logprobs: Array  # float32, under the distribution sampled from; NaN where not sampled
+    raw_logprobs: Array  # float32, under softmax(logits), without temperature, filters and biases
+    entropies: Array  # float32, of softmax(logits / temperature)
+    policy_versions: Array  # int32
+    top: list[dict[int, float]]
+    """The likeliest tokens in each one's place and their log-probs, likeliest first, as ``top_logprobs`` asked for."""
+    status: LeafStatus
+    error: str | None
+
+
+class Request:
+    """A prompt, its parameters, its program and its branches.
+
+    Attributes:
+        tree: the finished rollouts, None before; those of an aborted request have status ABORTED where unfinished.
+        error: why the request failed as a whole, or None.
+        errors: why single leaves failed, by their branch.
+    """
+
+    def __init__(self, number: int, prompt: Array, seed: int, params: SamplingParams, program: RolloutProgram) -> None:
+        self.number = number
         self.prompt = prompt  # [P] int32
         self.seed = seed
-        self.width = width
+        self.params = params
         self.program = program
+        self.adapter = 0  # its number in the engine; 0 is the model as it is
+        self.tree: TokenTree | None = None
+        self.error: Exception | None = None
+        self.errors: dict[BranchId, str] = {}
         self.leaves: dict[BranchId, Branch] = {}
         self.sampling: dict[BranchId, Branch] = {}
         self.resting: dict[BranchId, Branch] = {}
+        self.calls: deque[tuple[BranchId, Future[Any]]] = deque()
+        self.started = False
         self._branches = 0
 
     def state(self) -> GroupState:
-        return GroupState(self.width, self.seed, len(self.sampling), len(self.resting), len(self.leaves))
+        return GroupState(self.params.n, self.seed, len(self.sampling), len(self.resting), len(self.leaves))
 
     def next_order(self) -> int:
-        """Priority of a new branch: by prompt, then by age."""
+        """Priority of a new branch: by request, then by age."""
         self._branches += 1
-        return self.index << 32 | self._branches
+        return self.number << 32 | self._branches
+
+    @property
+    def unfinished(self) -> list[Branch]:
+        return [*self.sampling.values(), *self.resting.values()]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of it is in flight."""
+        return self.started and not self.sampling and not self.resting
 
     @property
     def done(self) -> bool:
-        return not self.sampling and not self.resting
+        return self.tree is not None or self.error is not None
 
-    def token_tree(self, policy_version: int, temperature: float) -> TokenTree:
-        """The finished group, leaves in depth-first order of their ids."""
-        leaves = [self.leaves[key] for key in sorted(self.leaves)]
-        nodes = {id(node): node for leaf in leaves for node in leaf.node.path()}
-        ordered = sorted(nodes.values(), key=lambda node: node.start)  # parents start before their children
-        index = {id(node): i for i, node in enumerate(ordered)}
-        return TokenTree.from_nodes(
-            [-1 if node.parent is None else index[id(node.parent)] for node in ordered],
-            [
-                Segment.prompt(node.tokens)
-                if node.parent is None
-                else Segment.sampled(node.tokens, node.logprobs, policy_version, temperature)
-                for node in ordered
-            ],
-            [index[id(leaf.node)] for leaf in leaves],
-            [leaf.status for leaf in leaves if leaf.status is not None],
+    def completions(self) -> list[Completion]:
+        """The responses one by one, in the order of the tree's leaves."""
+        return [self._completion(leaf) for leaf in self._tips()]
+
+    def _completion(self, leaf: Branch) -> Completion:
+        nodes = [node for node in leaf.node.path() if node.parent is not None][::-1]
+
+        def column(name: str) -> Array:
+            return np.concatenate([node.records[name] for node in nodes] or [given([])[name]])
+
+        tops = [
+            dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+            for node in nodes
+            for ids, logprobs in zip(node.records["top_id"], node.records["top_logprob"], strict=True)
+        ]
+        origin = np.concatenate([np.zeros(0, np.int8), *(np.full(len(n.records), n.origin, np.int8) for n in nodes)])
+        status = LeafStatus.ABORTED if leaf.status is None else leaf.status
+        return Completion(
+            column("token"),
+            origin,
+            column("logprob"),
+            column("raw_logprob"),
+            column("entropy"),
+            column("version"),
+            tops,
+            status,
+            self.errors.get(leaf.id),
         )
+
+    def _tips(self) -> list[Branch]:
+        """Leaves and unfinished branches in depth-first order; the bare prompt where nothing has begun."""
+        tips = {**self.leaves, **self.sampling, **self.resting}
+        if not tips:
+            root = Node(None, 0, given(self.prompt), Origin.PROMPT, sealed=True)
+            tips[()] = Branch(self, (), root, self.seed, 0, (0,))
+        return [tips[key] for key in sorted(tips)]
+
+    def token_tree(self) -> TokenTree:
+        """The leaves as a tree, in depth-first order of their ids; unfinished branches count as ABORTED leaves."""
+        ordered = self._tips()
+        nodes = {id(node): node for leaf in ordered for node in leaf.node.path()}
+        by_start = sorted(nodes.values(), key=lambda node: node.start)  # parents start before their children
+        index = {id(node): i for i, node in enumerate(by_start)}
+        tree = TokenTree.from_nodes(
+            [-1 if node.parent is None else index[id(node.parent)] for node in by_start],
+            [node.segment(self.params.temperature) for node in by_start],
+            [index[id(leaf.node)] for leaf in ordered],
+            [LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered],
+        )
+        if self.errors:
+            tree.meta["errors"] = {i: self.errors[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.errors}
+        return tree

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from ..errors import UserError
@@ -32,11 +33,13 @@ class KvCache:
     The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go
     and which nodes its rows read. A layer's pages are made when it first attends, as its heads are known only then.
 
+    With ``debug`` the attention of every layer and step is compared with the reference's.
+
     Raises:
         UserError: the compiled module is missing.
     """
 
-    def __init__(self, kv_tokens: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, kv_tokens: int, page_size: int, device: torch.device, *, debug: bool = False) -> None:
         if not BUILT:
             raise UserError(
                 "Rollouts need the compiled module rolltree.engine.rollout._host; install a C++ compiler, reinstall "
@@ -46,6 +49,7 @@ class KvCache:
         self.spare_slot = self.tree.num_pages * page_size
         """A slot no node reads: keys of tokens that are only queried again are written here."""
         self._device = device
+        self._debug = debug
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v: [P + 1, page, Hkv, D]
         self._slots: Tensor | None = None  # [N] int64
         self._plan: DecodePlan | None = None
@@ -77,14 +81,27 @@ class KvCache:
         k_pages, v_pages = self._pages[layer_idx]
         k_pages.view(-1, *key.shape[1:]).index_copy_(0, self._slots, key)
         v_pages.view(-1, *value.shape[1:]).index_copy_(0, self._slots, value)
-        out, _ = tree_decode_attention(query, k_pages, v_pages, self._plan, scale=scale, window=window, softcap=softcap)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        out, _ = tree_decode_attention(query, k_pages, v_pages, self._plan, **options)
+        if self._debug:
+            with use_backend("reference"):
+                expected, _ = tree_decode_attention(query, k_pages, v_pages, self._plan, **options)
+            _compare(layer_idx, out, expected)
         return out
 
-    def reset(self) -> None:
-        """Forget every node, as after a failed call."""
-        self.tree = KvTree(self.tree.num_pages, self.tree.page_size)
+    def free(self) -> None:
+        """Give the memory of the pages back; they are made again, empty, when a layer next attends."""
+        self._pages.clear()
 
     def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]
         # zeros, so that what a kernel reads beyond a node's keys and masks is finite; one more page has the spare slot
         shape = (self.tree.num_pages + 1, self.tree.page_size, *like.shape[1:])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def _compare(layer: int, out: Tensor, expected: Tensor) -> None:
+    """Raises RuntimeError where attention is not the reference's, to a few roundings of the dtype."""
+    allowed = 8 * torch.finfo(out.dtype).eps * expected.abs().amax().clamp(min=1.0) + 1e-5
+    worst = (out - expected).abs().nan_to_num(0.0).amax()
+    if worst > allowed or (out.isfinite() != expected.isfinite()).any():
+        raise RuntimeError(f"Attention of layer {layer} differs from the reference by {worst:.3g}; report this.")

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .branch import Branch
+from .branch import Branch, sample_dtype
 
 Array = npt.NDArray[Any]
 
 
+class Sampled(NamedTuple):
+    """One entry a sample; a row that forks has several, one after the other."""
+
+    token: Array  # [E] int64, -1 where the logits were not finite; all else is NaN there
+    logprob: Array  # [E] float32
+    raw_logprob: Array  # [E] float32
+    entropy: Array  # [E] float32
+    top_id: Array | None = None  # [E, K] int64
+    top_logprob: Array | None = None  # [E, K] float32
+
+
 class RowTable:
-    """One slot for each branch in flight; `tokens` and `logprobs` hold what it sampled since its node began."""
+    """One slot for each branch in flight; `records` hold what it sampled since its node began."""
 
     def __init__(self, capacity: int = 64, width: int = 64) -> None:
         self.kv_node = np.zeros(capacity, np.int64)
@@ -22,34 +33,57 @@ class RowTable:
         self.last_token = np.zeros(capacity, np.int64)
         self.position = np.zeros(capacity, np.int64)  # of the last token, on the path
         self.length = np.zeros(capacity, np.int64)  # response tokens on the path
+        self.limit = np.zeros(capacity, np.int64)  # longest response
         self.segment_end = np.zeros(capacity, np.int64)  # response length at which the segment is full
-        self.fill = np.zeros(capacity, np.int64)  # tokens in the buffers
+        self.segment_tokens = np.zeros(capacity, np.int64)
+        self.fill = np.zeros(capacity, np.int64)  # tokens in the buffer
         self.forks = np.zeros(capacity, np.int64)  # children to sample next; 0: go on in the same node
         self.running = np.zeros(capacity, np.bool_)  # only the last token lacks its keys, and no answer is waited for
-        self.segment_tokens = np.zeros(capacity, np.int64)
-        self.logprob_sum = np.zeros(capacity, np.float64)  # over the segment
-        self.entropy_sum = np.zeros(capacity, np.float64)
-        self.tokens = np.zeros((capacity, width), np.int32)
-        self.logprobs = np.zeros((capacity, width), np.float32)
+        self.temperature = np.zeros(capacity, np.float32)
+        self.top_k = np.zeros(capacity, np.int32)  # 0: no limit
+        self.top_p = np.zeros(capacity, np.float32)
+        self.min_p = np.zeros(capacity, np.float32)
+        self.top = np.zeros(capacity, np.int64)  # likeliest tokens to keep
+        self.stop_table = np.zeros(capacity, np.int64)
+        self.stops_at_text = np.zeros(capacity, np.bool_)
+        self.constrained = np.zeros(capacity, np.bool_)  # has biased or forbidden tokens
+        self.adapter = np.zeros(capacity, np.int64)
+        self.records = np.zeros((capacity, width), sample_dtype(0))
         self.branch: list[Branch | None] = [None] * capacity
         self._free = list(range(capacity))[::-1]
 
-    def add(self, branch: Branch, *, position: int, length: int, segment_end: int, forks: int) -> int:
-        """A slot for a branch whose last token is at ``position`` of its path and has ``length`` response tokens."""
+    def add(self, branch: Branch, **columns: Any) -> int:
+        """A slot for a branch; columns not given are 0."""
         if not self._free:
             self._grow_capacity()
         slot = self._free.pop()
+        for name, values in self._columns():
+            values[slot] = columns.pop(name, 0)
+        if columns:
+            raise TypeError(f"The row table has no column {next(iter(columns))}.")
         self.branch[slot] = branch
-        self.kv_node[slot] = branch.node.kv
-        self.order[slot] = branch.order
-        self.seed[slot] = branch.seed
-        self.position[slot] = position
-        self.length[slot] = length
-        self.segment_end[slot] = segment_end
-        self.forks[slot] = forks
-        self.fill[slot] = 0
-        self.running[slot] = False
-        self.start_segment(slot, segment_end)
+        self.kv_node[slot], self.order[slot], self.seed[slot] = branch.kv, branch.order, branch.seed
+        if (top := int(self.top[slot])) > self.records["top_id"].shape[2]:
+            self._grow_top(top)
+        return slot
+
+    def save(self, slot: int) -> dict[str, Any]:
+        """What `add` needs to put the branch back, and the records of its node so far."""
+        state = {name: values[slot].item() for name, values in self._columns()}
+        return {**state, "running": False, "records": self.sampled(slot)}
+
+    def restore(self, branch: Branch, state: dict[str, Any]) -> int:
+        columns = dict(state)
+        records = columns.pop("records")
+        slot = self.add(branch, **columns)
+        while len(records) > self.records.shape[1]:
+            self._grow_width()
+        for name in records.dtype.names:
+            if not name.startswith("top"):
+                self.records[name][slot, : len(records)] = records[name]
+        if top := records["top_id"].shape[1]:
+            self.records["top_id"][slot, : len(records), :top] = records["top_id"]
+            self.records["top_logprob"][slot, : len(records), :top] = records["top_logprob"]
         return slot
 
     def remove(self, slot: int) -> None:
@@ -60,50 +94,59 @@ class RowTable:
     def start_segment(self, slot: int, segment_end: int) -> None:
         self.segment_end[slot] = segment_end
         self.segment_tokens[slot] = 0
-        self.logprob_sum[slot] = 0.0
-        self.entropy_sum[slot] = 0.0
 
-    def push(
-        self,
-        slots: Array,  # [E] int64, distinct
-        token: Array,  # [E] int64
-        logprob: Array,  # [E] float32
-        entropy: Array,  # [E] float32
-    ) -> None:
-        """One more sampled token for each slot."""
+    def push(self, slots: Array, sampled: Sampled, version: int) -> None:
+        """One more sampled token for each slot; ``slots`` [E] int64 are distinct. Failed samples change nothing."""
+        if (sampled.token < 0).any():
+            whole = sampled.token >= 0
+            kept: list[Any] = [None if x is None else x[whole] for x in sampled]
+            slots, sampled = slots[whole], Sampled(*kept)
         fill = self.fill[slots]
-        if fill.max(initial=0) >= self.tokens.shape[1]:
+        if fill.max(initial=0) >= self.records.shape[1]:
             self._grow_width()
-        self.tokens[slots, fill] = token
-        self.logprobs[slots, fill] = logprob
+        records = self.records
+        records["token"][slots, fill] = sampled.token
+        records["logprob"][slots, fill] = sampled.logprob
+        records["raw_logprob"][slots, fill] = sampled.raw_logprob
+        records["entropy"][slots, fill] = sampled.entropy
+        records["version"][slots, fill] = version
+        if sampled.top_id is not None and sampled.top_logprob is not None:
+            top = sampled.top_id.shape[1]
+            records["top_id"][slots, fill, :top] = sampled.top_id
+            records["top_logprob"][slots, fill, :top] = sampled.top_logprob
         self.fill[slots] = fill + 1
         self.position[slots] += 1
         self.length[slots] += 1
-        self.last_token[slots] = token
+        self.last_token[slots] = sampled.token
         self.segment_tokens[slots] += 1
-        self.logprob_sum[slots] += logprob
-        self.entropy_sum[slots] += entropy
 
-    def take_back(self, slots: Array) -> None:  # [F] int64
-        """Remove the last push for these slots, whose log-probability and entropy are NaN."""
-        for values in (self.fill, self.position, self.length, self.segment_tokens):
-            values[slots] -= 1
-        for total in (self.logprob_sum, self.entropy_sum):
-            total[slots] = np.nan
+    def sampled(self, slot: int) -> Array:  # [fill] records
+        """A copy of what was sampled since the node began, with as many likely tokens as were asked for."""
+        records, top = self.records[slot, : self.fill[slot]], int(self.top[slot])
+        if records["top_id"].shape[1] == top:
+            return records.copy()
+        cut = np.zeros(len(records), sample_dtype(top))
+        for name in cut.dtype.names or ():
+            cut[name] = records[name][:, :top] if name.startswith("top") else records[name]
+        return cut
 
-    def sampled(self, slot: int) -> tuple[Array, Array]:
-        """Copies of the tokens and log-probabilities sampled since the node began."""
-        fill = self.fill[slot]
-        return self.tokens[slot, :fill].copy(), self.logprobs[slot, :fill].copy()
+    def _columns(self) -> list[tuple[str, Array]]:
+        return [(n, v) for n, v in vars(self).items() if isinstance(v, np.ndarray) and n != "records"]
 
     def _grow_capacity(self) -> None:
         old = len(self.branch)
-        for name, values in vars(self).items():
-            if isinstance(values, np.ndarray):
-                setattr(self, name, np.concatenate([values, np.zeros_like(values)]))
+        for name, values in [*self._columns(), ("records", self.records)]:
+            setattr(self, name, np.concatenate([values, np.zeros_like(values)]))
         self.branch += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
 
     def _grow_width(self) -> None:
-        self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)], axis=1)
-        self.logprobs = np.concatenate([self.logprobs, np.zeros_like(self.logprobs)], axis=1)
+        self.records = np.concatenate([self.records, np.zeros_like(self.records)], axis=1)
+
+    def _grow_top(self, top: int) -> None:
+        old, self.records = self.records, np.zeros(self.records.shape, sample_dtype(top))
+        for name in old.dtype.names or ():
+            if name.startswith("top"):
+                self.records[name][..., : old[name].shape[2]] = old[name]
+            else:
+                self.records[name] = old[name]

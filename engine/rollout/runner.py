@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,39 +16,37 @@ from rolltree.kernels import sample_tokens
 
 from ..integrations.transformers import MASK_STUB
 from ..model import head
+from .branch import Branch
 from .kv_cache import KvCache
+from .rows import RowTable, Sampled
 from .sampling_params import SamplingParams
 from .scheduler import Step
 
 Array = npt.NDArray[Any]
-
-
-class Sampled(NamedTuple):
-    """One entry a sample; a row that forks has several, one after the other."""
-
-    token: Array  # [E] int64
-    logprob: Array  # [E] float32, under the distribution sampled from
-    entropy: Array  # [E] float32, of softmax(logits / temperature)
+REMEMBERED = 64  # parameters whose biases are kept on the device
 
 
 class Runner:
-    """Runs steps of one ``generate`` call."""
+    """Runs the steps of a model. ``use_adapter`` is called with the number of the adapter that a step needs."""
 
-    def __init__(self, model: PreTrainedModel, cache: KvCache, params: SamplingParams) -> None:
+    def __init__(self, model: PreTrainedModel, cache: KvCache, use_adapter: Callable[[int], None]) -> None:
         self._decoder = model.get_decoder()
         self._head = head(model)
         self._device = self._head.weight.device
         self._cache = cache
-        self._params = params
-        self._bias = self._token_bias()
+        self._use_adapter = use_adapter
+        self.vocabulary = len(self._head.weight)
+        self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}
 
-    def run(
-        self,
-        step: Step,
-        samples: Array,  # [S] int64, samples to take from each of step.sample_rows
-        seed: Array,  # [E] int64
-        position: Array,  # [E] int64, of the sampled token in its response
-    ) -> Sampled:
+    def run(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
+        """Compute a step.
+
+        Args:
+            rows: the table of the branches, for how each of them is sampled.
+            samples: [S] int64, how many to take from each of ``step.sample_rows``.
+            seeds: [E] int64, one a sample.
+        """
+        self._use_adapter(step.adapter)
         self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
         output = self._decoder(
             input_ids=self._to_device(step.input_ids)[None],
@@ -59,23 +57,59 @@ class Runner:
         )
         if len(step.sample_rows) == 0:
             empty = np.zeros(0, np.float32)
-            return Sampled(np.zeros(0, np.int64), empty, empty)
+            return Sampled(np.zeros(0, np.int64), empty, empty, empty)
         logits = self._logits(output.last_hidden_state[0].index_select(0, self._to_device(step.sample_rows)))
-        if len(seed) > len(samples):
+        slots = np.repeat(step.sample_slots, samples)
+        if len(slots) > len(samples):
             logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
-        params = self._params
+        return self._sample(logits, rows, slots, seeds)
+
+    def check_tokens(self, ids: Array) -> None:
+        """Raises ValueError for a token that the model does not have."""
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocabulary):
+            raise ValueError(f"A response cannot hold tokens outside the model's vocabulary of {self.vocabulary}.")
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError where parameters name tokens that the model does not have."""
+        _inside("allowed_token_ids", params.allowed_token_ids or (), self.vocabulary)
+        _inside("logit_bias", list(params.logit_bias), self.vocabulary)
+
+    def _sample(self, logits: Tensor, rows: RowTable, slots: Array, seeds: Array) -> Sampled:
+        constrained = np.flatnonzero(rows.constrained[slots])
+        free = logits
+        if len(constrained):
+            logits = logits.clone()
+            for i in constrained.tolist():
+                self._constrain(logits[i], rows, int(slots[i]))
+
+        def column(values: Array, off: float) -> Tensor | None:
+            values = values[slots]
+            return None if (values == off).all() else self._to_device(values)
+
+        temperature = self._to_device(rows.temperature[slots])
         out = sample_tokens(
             logits,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p if params.top_p < 1 else None,
-            min_p=params.min_p,
-            seed=self._to_device(seed),
-            step=self._to_device(position),
+            temperature=temperature,
+            top_k=column(rows.top_k, 0),
+            top_p=column(rows.top_p, 1.0),
+            min_p=column(rows.min_p, 0.0),
+            seed=self._to_device(seeds),
+            step=self._to_device(rows.length[slots]),
         )
-        return Sampled(out.token.cpu().numpy(), out.logprob.cpu().numpy(), out.entropy.cpu().numpy())
+        raw = out.raw_logprob
+        if len(constrained):
+            raw = free.log_softmax(-1).gather(1, out.token.clamp(min=0)[:, None])[:, 0]
+        top_id = top_logprob = None
+        if most := int(rows.top[slots].max(initial=0)):
+            scaled = free / torch.where(temperature == 0, 1.0, temperature)[:, None]
+            top = scaled.topk(min(most, self.vocabulary), dim=-1)
+            top_id = top.indices.cpu().numpy()
+            top_logprob = (top.values - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()
+        token, logprob, raw_logprob, entropy = (x.cpu().numpy() for x in (out.token, out.logprob, raw, out.entropy))
+        return Sampled(token, logprob, raw_logprob, entropy, top_id, top_logprob)
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
+        """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
         weight, bias, softcap = self._head
         if weight.dtype == torch.float32:
             logits = F.linear(hidden, weight)
@@ -87,24 +121,49 @@ class Runner:
             logits = logits + bias.float()
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        return logits if self._bias is None else logits + self._bias
+        return logits
 
-    def _token_bias(self) -> Tensor | None:  # [V] fp32
-        params, vocabulary = self._params, len(self._head.weight)
-        if not params.logit_bias and params.allowed_token_ids is None:
-            return None
-        bias = np.zeros(vocabulary, np.float32)
+    def _constrain(self, logits: Tensor, rows: RowTable, slot: int) -> None:  # [V] fp32, in place
+        branch = rows.branch[slot]
+        assert branch is not None
+        params = branch.request.params
+        if id(params) not in self._biases:
+            if len(self._biases) >= REMEMBERED:
+                self._biases.clear()
+            self._biases[id(params)] = params, self._to_device(self._fixed_bias(params))
+        logits += self._biases[id(params)][1]
+        if params.prefix_allowed_tokens_fn is None:
+            return
+        try:
+            logits += self._to_device(self._grammar_mask(branch, rows, slot))
+        except Exception as error:  # a grammar of the user's: only the branch fails
+            branch.request.errors[branch.id] = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}"
+            logits.fill_(torch.nan)
+
+    def _grammar_mask(self, branch: Branch, rows: RowTable, slot: int) -> Array:  # [V] float32
+        allowed_after = branch.request.params.prefix_allowed_tokens_fn
+        assert allowed_after is not None
+        above = branch.node if branch.node.sealed else branch.node.parent
+        path = above.column("token") if above else np.zeros(0, np.int32)
+        fill = 0 if branch.node.sealed else int(rows.fill[slot])
+        response = np.concatenate([path, rows.records["token"][slot, :fill]])[len(branch.request.prompt) :]
+        mask = np.full(self.vocabulary, -np.inf, np.float32)
+        mask[_inside("prefix_allowed_tokens_fn", allowed_after(response), self.vocabulary)] = 0
+        return mask
+
+    def _fixed_bias(self, params: SamplingParams) -> Array:  # [V] float32
+        bias = np.zeros(self.vocabulary, np.float32)
         if params.allowed_token_ids is not None:
             bias[:] = -np.inf
-            bias[_in_vocabulary("allowed_token_ids", params.allowed_token_ids, vocabulary)] = 0
-        bias[_in_vocabulary("logit_bias", list(params.logit_bias), vocabulary)] += list(params.logit_bias.values())
-        return self._to_device(bias)
+            bias[list(params.allowed_token_ids)] = 0
+        bias[list(params.logit_bias)] += list(params.logit_bias.values())
+        return bias
 
     def _to_device(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
-def _in_vocabulary(name: str, ids: Sequence[int], vocabulary: int) -> Array:  # [*] int64
+def _inside(name: str, ids: Sequence[int], vocabulary: int) -> Array:  # [*] int64
     index = np.asarray(ids, np.int64)
     if len(index) and (index.min() < 0 or index.max() >= vocabulary):
         raise ValueError(f"SamplingParams.{name} names tokens outside the model's vocabulary of {vocabulary}.")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one ``generate`` call.
+    """How the responses of a prompt are sampled.
 
     Args:
         n: responses of each prompt (leaves of its tree).
@@ -19,6 +22,10 @@ class SamplingParams:
         stop_token_ids: tokens that end a response, besides the model's end-of-sequence tokens. The response keeps it.
         logit_bias: added to the logits of these tokens before the temperature divides them.
         allowed_token_ids: sample no other tokens; None allows all.
+        prefix_allowed_tokens_fn: given a response so far (int32 ids), the ids that may follow: a grammar. It runs on
+            the host for every token of every response that has one.
+        top_logprobs: how many of the likeliest tokens to keep beside each one sampled, for `Request.completions`.
+        adapter: name of the LoRA adapter to sample with (`NativeEngine.load_adapter`); None for the model as it is.
         ignore_eos: go on after the model's end-of-sequence tokens.
         seed: of every prompt; prompts that should differ though their tokens are equal need ``seeds`` of their own.
 
@@ -36,6 +43,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
+    prefix_allowed_tokens_fn: Callable[[npt.NDArray[Any]], Sequence[int]] | None = None
+    top_logprobs: int = 0
+    adapter: str | None = None
     ignore_eos: bool = False
     seed: int = 0
 
@@ -56,5 +66,13 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.stop is {self.stop!r}; give a sequence of strings, none of them empty.")
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise ValueError("SamplingParams.allowed_token_ids is empty; name the tokens allowed, or None for all.")
+        if self.top_logprobs < 0:
+            raise ValueError(f"SamplingParams.top_logprobs is {self.top_logprobs}; ask for 0 or more.")
         if any(not value < float("inf") for value in self.logit_bias.values()):
             raise ValueError("SamplingParams.logit_bias holds NaN or infinity; give finite numbers, or -inf to forbid.")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether some tokens are biased or forbidden."""
+        given = self.allowed_token_ids is not None or self.prefix_allowed_tokens_fn is not None
+        return given or bool(self.logit_bias)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rolltree.engine.rollout._host import KvExhaustedError, KvTree
 
-NAMES = ["root", "append", "append", "append", "fork", "rewind", "refill", "release"]
+NAMES = ["insert", "insert", "grow", "grow", "grow", "fork", "rewind", "refill", "release", "make_room"]
 EVENTS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999), st.integers(1, 7)), max_size=80)
 
 
@@ -17,81 +17,109 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+def path(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def fill(tree: KvTree, node: int) -> np.ndarray:
+    """Give every missing key of the path a slot; the slots, nodes nearest the root first."""
+    slots = [tree.append(ids(n), ids(count)) for n, _, count in zip(*tree.missing(node), strict=True)]
+    return np.concatenate([ids(), *slots])
+
+
 class Traced:
-    """A KvTree, what each slot of its pages holds, and the tokens on the path of each held node."""
+    """A KvTree, the token and the position whose key each slot holds, and the path of each held node."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.tree = KvTree(pages, page_size)
-        self.slots = np.full(pages * page_size, -1)
+        self.slots = np.full((pages * page_size, 2), -1)
         self.paths: dict[int, list[list[int]]] = {}  # held node -> one path a hold
-        self.sealed: set[int] = set()
-        self.next_token = 0
+        self.open: set[int] = set()
 
     def apply(self, event: str, pick: int, amount: int) -> None:
         held = sorted(self.paths)
-        if event == "root" or not held:
-            self.hold(self.tree.root(), [], sealed=False)
+        if event == "insert" or not held:
+            self.insert(pick, amount)
+        elif event == "make_room":
+            assert self.tree.make_room(amount) >= min(amount, self.tree.free_pages)
         else:
             getattr(self, event)(held[pick % len(held)], pick, amount)
 
-    def hold(self, node: int, path: list[int], *, sealed: bool) -> None:
-        self.paths.setdefault(node, []).append(list(path))
-        (self.sealed.add if sealed else self.sealed.discard)(node)
+    def insert(self, pick: int, amount: int) -> None:
+        """A path that begins as another one does, or not."""
+        known = [tokens for paths in self.paths.values() for tokens in paths] or [[]]
+        tokens = known[pick % len(known)][: pick % 9] + [(pick + i * i) % 3 for i in range(amount)]
+        before = self.tree.free_pages, self.tree.keys
+        self.hold(self.tree.insert(pick % 2, path(*tokens)), tokens)
+        assert (self.tree.free_pages, self.tree.keys) == before, "an insertion computes nothing"
+
+    def hold(self, node: int, tokens: list[int]) -> None:
+        self.paths.setdefault(node, []).append(list(tokens))
 
     def drop(self, node: int) -> list[int]:
-        path = self.paths[node].pop()
+        tokens = self.paths[node].pop()
         if not self.paths[node]:
             del self.paths[node]
-        return path
+        return tokens
 
-    def append(self, node: int, pick: int, amount: int) -> None:
-        pages, length = self.tree.free_pages, self.tree.length(node)
-        try:
-            slots = self.tree.append(ids(node), ids(amount))
-        except KvExhaustedError:
-            assert amount > pages * self.tree.page_size or self.tree.pages_needed(ids(node), ids(amount)) > pages
-            assert (self.tree.free_pages, self.tree.length(node)) == (pages, length)
-            return
-        except ValueError:
-            assert node in self.sealed
-            return
-        assert node not in self.sealed
-        self.slots[slots] = range(self.next_token, self.next_token + amount)
-        self.paths[node][0] += range(self.next_token, self.next_token + amount)
-        self.next_token += amount
+    def compute(self, node: int) -> bool:
+        """The missing keys of a path, as far as the pages reach."""
+        for n, begin, count in zip(*self.tree.missing(node), strict=True):
+            needed = self.tree.pages_needed(ids(n), ids(count))
+            room = self.tree.make_room(needed)
+            try:
+                slots = self.tree.append(ids(n), ids(count))
+            except KvExhaustedError:
+                assert room == self.tree.free_pages < needed
+                assert self.tree.length(n) == begin
+                return False
+            self.slots[slots, 0] = self.tree.tokens(n, begin, count)
+            self.slots[slots, 1] = self.tree.position(n) + begin + np.arange(count)
+        return True
+
+    def grow(self, node: int, pick: int, amount: int) -> None:
+        tokens = [pick % 3] * amount
+        if node in self.open:
+            self.tree.extend_by(node, tokens)
+            self.paths[node][0] += tokens
+        else:
+            with pytest.raises(ValueError, match="sealed"):
+                self.tree.extend_by(node, tokens)
+        self.compute(node)
 
     def fork(self, node: int, pick: int, amount: int) -> None:
-        before = self.tree.free_pages, self.tree.tokens
-        path = self.drop(node)
+        before = self.tree.free_pages, self.tree.keys
+        tokens = self.drop(node)
+        self.open.discard(node)
         for child in self.tree.fork(node, amount):
-            self.hold(child, path, sealed=False)
-        self.sealed.add(node)
-        assert (self.tree.free_pages, self.tree.tokens) == before, "a fork copies nothing"
+            self.hold(child, tokens)
+            self.open.add(child)
+        assert (self.tree.free_pages, self.tree.keys) == before, "a fork copies nothing"
 
     def rewind(self, node: int, pick: int, amount: int) -> None:
-        path = self.paths[node][0]
-        if path:
-            before = self.tree.free_pages, self.tree.tokens
-            keep = 1 + pick % len(path)
-            self.hold(self.tree.rewind(node, keep), path[:keep], sealed=True)
-            assert (self.tree.free_pages, self.tree.tokens) == before, "a rewind copies nothing"
+        tokens = self.paths[node][0]
+        if tokens:
+            before = self.tree.free_pages, self.tree.keys
+            keep = 1 + pick % len(tokens)
+            upper = self.tree.rewind(node, keep)
+            self.open.discard(upper)
+            self.hold(upper, tokens[:keep])
+            assert (self.tree.free_pages, self.tree.keys) == before, "a rewind copies nothing"
 
     def refill(self, node: int, pick: int, amount: int) -> None:
-        """Evict a node of the path, then give it its keys back, perhaps in two chunks."""
-        path = self.paths[node][0]
+        """Evict a node of the path, then give it its keys back."""
+        below = node
         for _ in range(pick % 4):
             node = node if self.tree.parent(node) < 0 else self.tree.parent(node)
-        length, position = self.tree.length(node), self.tree.position(node)
-        if length == 0 or self.tree.free_pages * self.tree.page_size < length + self.tree.page_size:
-            return
         self.tree.evict(node)
         self.tree.check()
-        for begin, end in ((0, min(amount, length)), (min(amount, length), length)):
-            self.slots[self.tree.append(ids(node), ids(end - begin))] = path[position + begin : position + end]
+        self.compute(below)
 
     def release(self, node: int, pick: int, amount: int) -> None:
         self.tree.release(node)
         self.drop(node)
+        if node not in self.paths:
+            self.open.discard(node)
 
     def read(self, node: int) -> list[int]:
         """The tokens whose keys a query at the end of ``node`` reads, in order of position."""
@@ -103,8 +131,28 @@ class Traced:
             at = np.arange(offset[k], offset[k] + length[k])
             page = pages[indptr[k] : indptr[k + 1]]
             assert len(page) == -(-(offset[k] + length[k]) // size)
-            tokens += self.slots[page[at // size] * size + at % size].tolist()
+            slots = page[at // size] * size + at % size
+            assert self.slots[slots, 1].tolist() == list(range(len(tokens), len(tokens) + length[k]))
+            tokens += self.slots[slots, 0].tolist()
         return tokens
+
+    def release_all(self) -> None:
+        for node in [node for node, paths in list(self.paths.items()) for _ in paths]:
+            self.tree.release(node)
+        self.paths.clear()
+        self.open.clear()
+        self.tree.check()
+        self.tree.forget()
+        self.tree.check()
+        assert (self.tree.free_pages, self.tree.nodes, self.tree.keys) == (self.tree.num_pages, 0, 0), "leak"
+
+
+def check_paths(traced: Traced) -> None:
+    for node, paths in traced.paths.items():
+        for tokens in paths:
+            assert traced.tree.end(node) == len(tokens)
+            if traced.compute(node):
+                assert traced.read(node) == tokens
 
 
 @settings(max_examples=400)
@@ -116,23 +164,33 @@ def test_random_traces_keep_the_invariants_and_every_path(
     for event in events:
         traced.apply(*event)
         traced.tree.check()
-    for node, paths in traced.paths.items():
-        for path in paths:
-            assert traced.read(node) == path
-    distinct = {token for paths in traced.paths.values() for path in paths for token in path}
-    assert traced.tree.tokens >= len(distinct)
-    for node in [node for node, paths in list(traced.paths.items()) for _ in paths]:
-        traced.tree.release(node)
+    check_paths(traced)
+    traced.release_all()
+
+
+@pytest.mark.slow
+def test_a_million_events() -> None:
+    """Invariants after every event, paths now and then; what is held is kept small, so that pages come and go."""
+    rng = np.random.default_rng(0)
+    traced = Traced(40, 3)
+    names, weights = np.unique(NAMES, return_counts=True)
+    for event in range(1_000_000):
+        name = "release" if len(traced.paths) > 12 else str(rng.choice(names, p=weights / weights.sum()))
+        traced.apply(name, int(rng.integers(1000)), int(rng.integers(1, 8)))
         traced.tree.check()
-    assert (traced.tree.free_pages, traced.tree.nodes, traced.tree.tokens) == (pages, 0, 0), "leak"
+        if event % 1000 == 0:
+            check_paths(traced)
+    traced.release_all()
 
 
 @given(events=EVENTS, seed=st.integers(0, 99))
 def test_a_plan_covers_each_row_with_its_path(events: list[tuple[str, int, int]], seed: int) -> None:
-    traced = Traced(200, 3)
+    traced = Traced(400, 3)
     for event in events:
         traced.apply(*event)
     nodes = np.array(sorted(traced.paths), np.int64)
+    for node in nodes.tolist():
+        assert traced.compute(node)
     np.random.default_rng(seed).shuffle(nodes)
     nodes = nodes[traced.tree.depth_first(nodes)]
     counts = np.arange(len(nodes)) % 3 + 1
@@ -149,10 +207,12 @@ def test_a_plan_covers_each_row_with_its_path(events: list[tuple[str, int, int]]
 
 def test_fork_in_mid_page_and_rewind_share_pages() -> None:
     tree = KvTree(10, 4)
-    root = tree.root()
-    tree.append(ids(root), ids(6))
+    root = tree.insert(0, path(1, 2, 3, 4, 5, 6))
+    fill(tree, root)
     a, b = tree.fork(root, 2)
     assert tree.free_pages == 8
+    tree.extend_by(a, [7])
+    tree.extend_by(b, [1, 2, 3, 4, 5])
     tree.append(ids(a, b), ids(1, 5))
     assert tree.free_pages == 5
     upper = tree.rewind(b, 9)  # keeps three of b's five tokens, so the halves share b's first page
@@ -161,44 +221,91 @@ def test_fork_in_mid_page_and_rewind_share_pages() -> None:
     assert (offset.tolist(), length.tolist(), position.tolist()) == ([0, 0, 3], [6, 3, 2], [0, 6, 9])
     assert np.diff(indptr).tolist() == [2, 1, 2]
     tree.release(b)
+    tree.forget()
     assert tree.free_pages == 6, "the straddled page is still the upper half's"
+    tree.check()
+
+
+def test_prompts_are_found_again_where_they_begin_alike_and_the_key_is_the_same() -> None:
+    tree = KvTree(20, 2)
+    first = tree.insert(0, path(1, 2, 3, 4))
+    fill(tree, first)
+    tree.release(first)
+    assert (tree.keys, tree.reused) == (4, 0)
+    second = tree.insert(0, path(1, 2, 3, 9, 9))  # shares three tokens, in mid-page
+    assert tree.reused == 3
+    assert [run[0] for run in tree.missing(second)[1:]] == [0, 2]
+    other = tree.insert(1, path(1, 2, 3, 4))  # other weights
+    assert (tree.reused, len(tree.missing(other)[0])) == (3, 1)
+    fill(tree, second)
+    child = tree.fork(second, 1)[0]
+    tree.extend_by(child, [5, 6])
+    fill(tree, child)
+    tree.release(child)
+    whole = tree.insert(0, path(1, 2, 3, 9, 9, 5, 6, 7))  # the next turn of a conversation
+    assert tree.reused == 3 + 7
+    assert tree.missing(whole)[2] == [1]
+    tree.check()
+
+
+def test_the_least_recently_used_goes_first_and_what_is_held_stays() -> None:
+    tree = KvTree(4, 2)
+    nodes = [tree.insert(0, path(10 * i, 1)) for i in range(4)]
+    for node in nodes:
+        fill(tree, node)
+    for node in (nodes[2], nodes[0], nodes[1]):  # node 3 stays held
+        tree.release(node)
+    kept = tree.insert(0, path(20, 1))  # used again
+    tree.release(kept)
+    assert tree.make_room(2) == 2
+    found = [tree.insert(0, path(10 * i, 1)) for i in range(4)]
+    assert [len(tree.missing(node)[0]) for node in found] == [1, 1, 0, 0]
+    assert tree.make_room(4) == 2
     tree.check()
 
 
 def test_misuse_is_refused_and_changes_nothing() -> None:
     tree = KvTree(2, 4)
-    root = tree.root()
+    root = tree.insert(0, path(*range(9)))
     with pytest.raises(KvExhaustedError, match="3 KV pages are needed and 2 are free"):
         tree.append(ids(root), ids(9))
-    tree.append(ids(root), ids(4))
     (child,) = tree.fork(root, 1)
+    tree.extend_by(child, [1])
     for misuse in (
-        lambda: tree.append(ids(root), ids(1)),  # sealed
+        lambda: tree.extend_by(root, [1]),  # sealed
+        lambda: tree.append(ids(root), ids(10)),  # more than it has
         lambda: tree.append(ids(child, child), ids(1, 1)),
         lambda: tree.release(root),  # held by nobody but its child
         lambda: tree.fork(root, 1),
         lambda: tree.fork(child, 0),
         lambda: tree.rewind(child, 0),
+        lambda: tree.rewind(child, 11),
         lambda: tree.length(7),
+        lambda: tree.insert(0, path()),
+        lambda: tree.tokens(child, 0, 2),
         lambda: KvTree(0, 4),
     ):
         with pytest.raises(ValueError, match=r"\w"):
             misuse()
-    sibling = tree.root()
-    with pytest.raises(ValueError, match="depth-first"):
-        tree.plan(ids(child, sibling, child), ids(1, 1, 1))
-    tree.evict(root)
+    sibling = tree.insert(1, path(1))
     with pytest.raises(ValueError, match="before the keys above it are back"):
         tree.plan(ids(child), ids(1))
+    tree.append(ids(sibling), ids(1))
+    tree.release(child)
+    other = tree.insert(2, path(1))
+    tree.append(ids(other), ids(1))
+    with pytest.raises(ValueError, match="depth-first"):
+        tree.plan(ids(other, sibling, other), ids(1, 1, 1))
     tree.check()
 
 
 def test_eviction_spares_the_paths_in_use() -> None:
     tree = KvTree(4, 2)
-    root = tree.root()
-    tree.append(ids(root), ids(2))
+    root = tree.insert(0, path(1, 2))
     a, b, c = tree.fork(root, 3)
-    tree.append(ids(a, b, c), ids(2, 2, 2))
+    for node in (a, b, c):
+        tree.extend_by(node, [1, 2])
+        fill(tree, node)
     assert tree.evict_others(ids(b), 1) == 1
     assert tree.evict_others(ids(b), 4) == 2
     assert (tree.length(root), tree.length(a), tree.length(b), tree.length(c)) == (2, 0, 2, 0)

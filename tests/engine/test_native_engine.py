@@ -69,6 +69,8 @@ def responses(tree: TokenTree) -> list[list[int]]:
 def assert_all_free(native: NativeEngine) -> None:
     tree = native.cache.tree
     tree.check()
+    native.forget_prefixes()
+    tree.check()
     assert (tree.free_pages, tree.nodes) == (tree.num_pages, 0)
 
 

@@ -1,0 +1,90 @@
+"""Where responses and segments end: tokens and texts, looked up for all rows of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..tree import Origin
+from .branch import Branch, Request
+from .rows import RowTable
+
+Array = npt.NDArray[Any]
+GO_ON, END_SEGMENT, END_RESPONSE = 0, 1, 2
+
+
+class Stops:
+    """What ends the responses of each request: ``params`` and the model say so, or its program for a segment."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self._eos: set[int] = set()
+        for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+            eos = getattr(source, "eos_token_id", None)
+            self._eos.update([eos] if isinstance(eos, int) else eos or [])
+        self._vocabulary = model.get_output_embeddings().weight.shape[0]
+        self._known: dict[tuple[frozenset[int], frozenset[int]], int] = {}
+        self._tables = np.zeros((0, self._vocabulary), np.int8)
+
+    def table(self, request: Request) -> int:
+        """The number of the request's table of tokens."""
+        ends = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
+        key = frozenset(ends), frozenset(request.program.segment_stop_token_ids)
+        if key not in self._known:
+            row = np.zeros((1, self._vocabulary), np.int8)
+            row[0, self._inside(key[0])] = END_RESPONSE
+            row[0, self._inside(key[1])] = END_SEGMENT  # so a program may go on behind an end-of-sequence token
+            self._known[key] = len(self._tables)
+            self._tables = np.concatenate([self._tables, row])
+        return self._known[key]
+
+    def tokens(self, tables: Array, token: Array) -> Array:  # [E] int64, [E] int64 -> [E] int8
+        return self._tables[tables, token]
+
+    def texts(self, rows: RowTable, slots: Array) -> dict[int, tuple[int, str]]:  # slots: [E] int64
+        """What the responses have just come to hold: index in ``slots`` -> (what ends, the text)."""
+        if self._tokenizer is None or not rows.stops_at_text[slots].any():
+            return {}
+        found: dict[int, tuple[int, str]] = {}
+        for i in np.flatnonzero(rows.stops_at_text[slots]).tolist():
+            slot = int(slots[i])
+            request = _branch(rows, slot).request
+            segment, response = request.program.segment_stop, request.params.stop
+            # a text that ended an earlier segment is behind the response, but does not end another segment
+            hit = self._found(rows, slot, segment, int(rows.segment_tokens[slot]))
+            if hit is not None:
+                found[i] = END_SEGMENT, hit
+            elif (hit := self._found(rows, slot, response, int(rows.length[slot]))) is not None:
+                found[i] = END_RESPONSE, hit
+        return found
+
+    def _found(self, rows: RowTable, slot: int, stops: Sequence[str], most: int) -> str | None:
+        if not stops or self._tokenizer is None:
+            return None
+        # A token is at least a byte of the text; the tail may begin within a character, which then does not decode.
+        tail = _last_sampled(rows, slot, min(most, max(len(text.encode()) for text in stops) + 4))
+        text = self._tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return next((stop for stop in stops if stop in text), None)
+
+    def _inside(self, tokens: Iterable[int]) -> list[int]:
+        return [token for token in tokens if 0 <= token < self._vocabulary]
+
+
+def _branch(rows: RowTable, slot: int) -> Branch:
+    branch = rows.branch[slot]
+    assert branch is not None
+    return branch
+
+
+def _last_sampled(rows: RowTable, slot: int, most: int) -> Array:
+    """The last tokens of the response, up to ``most``, back to where the policy did not sample."""
+    parts = [rows.records["token"][slot, : rows.fill[slot]][-most:] if most else np.zeros(0, np.int32)]
+    node = _branch(rows, slot).node.parent
+    while (wanted := most - sum(map(len, parts))) > 0 and node is not None and node.origin is Origin.SAMPLED:
+        parts.append(node.records["token"][-wanted:])
+        node = node.parent
+    return np.concatenate(parts[::-1])
