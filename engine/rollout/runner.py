@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,16 +63,6 @@ class Runner:
         if len(slots) > len(samples):
             logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
         return self._sample(logits, rows, slots, seeds)
-
-    def check_tokens(self, ids: Array) -> None:
-        """Raises ValueError for a token that the model does not have."""
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocabulary):
-            raise ValueError(f"A response cannot hold tokens outside the model's vocabulary of {self.vocabulary}.")
-
-    def check(self, params: SamplingParams) -> None:
-        """Raises ValueError where parameters name tokens that the model does not have."""
-        _inside("allowed_token_ids", params.allowed_token_ids or (), self.vocabulary)
-        _inside("logit_bias", list(params.logit_bias), self.vocabulary)
 
     def _sample(self, logits: Tensor, rows: RowTable, slots: Array, seeds: Array) -> Sampled:
         constrained = np.flatnonzero(rows.constrained[slots])
@@ -148,7 +138,10 @@ class Runner:
         fill = 0 if branch.node.sealed else int(rows.fill[slot])
         response = np.concatenate([path, rows.records["token"][slot, :fill]])[len(branch.request.prompt) :]
         mask = np.full(self.vocabulary, -np.inf, np.float32)
-        mask[_inside("prefix_allowed_tokens_fn", allowed_after(response), self.vocabulary)] = 0
+        allowed = np.asarray(allowed_after(response), np.int64)
+        if len(allowed) and (allowed.min() < 0 or allowed.max() >= self.vocabulary):
+            raise ValueError(f"it names tokens outside the model's vocabulary of {self.vocabulary}")
+        mask[allowed] = 0
         return mask
 
     def _fixed_bias(self, params: SamplingParams) -> Array:  # [V] float32
@@ -161,10 +154,3 @@ class Runner:
 
     def _to_device(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def _inside(name: str, ids: Sequence[int], vocabulary: int) -> Array:  # [*] int64
-    index = np.asarray(ids, np.int64)
-    if len(index) and (index.min() < 0 or index.max() >= vocabulary):
-        raise ValueError(f"SamplingParams.{name} names tokens outside the model's vocabulary of {vocabulary}.")
-    return index

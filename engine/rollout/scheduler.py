@@ -65,21 +65,25 @@ class TooLargeError(KvExhaustedError):  # type: ignore[misc, unused-ignore]
 class Scheduler:
     """The only one who allocates and drops keys."""
 
-    def __init__(self, cache: KvCache, rows: RowTable, *, max_batch_rows: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        rows: RowTable,
+        requests: list[Request],
+        *,
+        max_batch_rows: int,
+        max_prefill_tokens: int,
+    ) -> None:
         self.cache = cache
         self.rows = rows
         self.max_batch_rows = max_batch_rows
         self.max_prefill_tokens = max_prefill_tokens
         self.queue: deque[Request] = deque()
-        self.requests: list[Request] = []  # started and not done
+        self.requests = requests  # started and not done
         self.waiting: list[Branch] = []  # oldest first
         self.prefill_tokens = 0
         self.preemptions = 0
         self._adapter = 0
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.queue or self.requests)
 
     def resume(self, branch: Branch) -> None:
         """Let a branch run, or wait for what its path lacks."""

@@ -1,0 +1,223 @@
+"""The native rollout engine: it samples with the very module that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..integrations import transformers as integration
+from .branch import Request
+from .engine import Prompt, RolloutEngine
+from .kv_cache import KvCache
+from .loop import NativeLoop
+from .runner import Runner
+from .score import score
+from .stops import Stops
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the native engine.
+
+    Raises:
+        ValueError: one of them is too small.
+    """
+
+    page_size: int = 16
+    kv_tokens: int = 65536
+    """Capacity of the paged KV cache, in tokens."""
+    max_batch_rows: int = 512
+    """Branches decoded together."""
+    max_prefill_tokens: int = 2048
+    """Prompt tokens computed beside them in one step."""
+    debug: bool = False
+    """Check the KV tree after every step, and every layer's attention against the reference; slow."""
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"EngineConfig.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.kv_tokens < self.page_size:
+            raise ValueError(f"EngineConfig.kv_tokens is {self.kv_tokens}; it must hold a page of {self.page_size}.")
+
+
+class NativeEngine(RolloutEngine):
+    """Continuous batching over a KV cache whose pages form the tree of rollouts.
+
+    Args:
+        model: a causal language model; its attention implementation is set to "rolltree".
+        tokenizer: needed for prompts and stops given as text; its end-of-sequence token ends responses too.
+    """
+
+    loop: NativeLoop
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config or EngineConfig()
+        if model.config._attn_implementation != integration.NAME:
+            model.set_attn_implementation(integration.NAME)
+        device = model.get_output_embeddings().weight.device
+        self.cache = KvCache(self.config.kv_tokens, self.config.page_size, device, debug=self.config.debug)
+        self.loop = NativeLoop(
+            self.cache,
+            Runner(model, self.cache, self._use_adapter),
+            Stops(model, tokenizer),
+            max_batch_rows=self.config.max_batch_rows,
+            max_prefill_tokens=self.config.max_prefill_tokens,
+        )
+        self._home: torch.device | None = None  # where the weights belong, while they sleep
+        self._adapters: list[str] = []
+        self._adapter = 0
+
+    def step(self) -> list[Request]:
+        done = super().step()
+        if self.config.debug:
+            self.cache.tree.check()
+        return done
+
+    def score(self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
+        if len(prompts) != len(continuations):
+            raise ValueError(f"score got {len(prompts)} prompts and {len(continuations)} lists of continuations.")
+        tokens = [self._token_ids(i, prompt) for i, prompt in enumerate(prompts)]
+        with self._lock, self._computing():
+            self._use_adapter(0)
+            return score(self.model, tokens, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
+
+    def resume(self) -> None:
+        if self._home is not None:
+            raise RuntimeError("The engine is asleep; call wake() instead of resume().")
+        super().resume()
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
+    ) -> None:
+        with self._lock:
+            if weights is not None:
+                _copy_weights(self.model, weights)
+            self.loop.version = self.loop.version + 1 if version is None else version
+            if not keep_kv:
+                self.loop.preempt_all()
+
+    def sleep(self, *, weights: bool = False) -> None:
+        with self._lock:
+            self._paused = True
+            self.loop.preempt_all()
+            self.cache.free()
+            self._home = self.model.get_output_embeddings().weight.device
+            if weights:
+                self.model.to("cpu")
+
+    def wake(self) -> None:
+        with self._lock:
+            if self._home is not None:
+                self.model.to(self._home)
+                self._home = None
+            self._paused = False
+
+    def forget_prefixes(self) -> None:
+        with self._lock:
+            self.cache.tree.forget()
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.
+
+        A step computes with one adapter; requests with different ones take turns.
+        """
+        with self._lock:
+            if name in self._adapters:
+                raise ValueError(f"There is an adapter '{name}' already; give this one another name.")
+            self.model.load_adapter(path, adapter_name=name)
+            self.model.disable_adapters()
+            self._adapters.append(name)
+            self._adapter = 0
+
+    def _use_adapter(self, number: int) -> None:
+        if number == self._adapter:
+            return
+        if number == 0:
+            self.model.disable_adapters()
+        else:
+            self.model.enable_adapters()
+            self.model.set_adapter(self._adapters[number - 1])
+        self._adapter = number
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Also ``prefill_tokens`` (computed beside decoding), ``prefix_hit_tokens`` (of prompts, found in the cache),
+        ``preemptions``, and ``peak_pages`` and ``peak_kv_tokens`` of the KV cache."""
+        scheduler, tree = self.loop.scheduler, self.cache.tree
+        return {
+            **super().stats,
+            "prefill_tokens": scheduler.prefill_tokens,
+            "prefix_hit_tokens": tree.reused,
+            "preemptions": scheduler.preemptions,
+            "peak_pages": tree.peak_pages,
+            "peak_kv_tokens": tree.peak_keys,
+        }
+
+    def reset_stats(self) -> None:
+        super().reset_stats()
+        self.loop.scheduler.prefill_tokens = self.loop.scheduler.preemptions = 0
+        self.cache.tree.start_counting()
+
+    @property
+    def vocabulary(self) -> int:
+        return self.loop.vocabulary
+
+    @property
+    def longest(self) -> int | None:
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def _check(self, index: int, request: Request) -> None:
+        size, ids, most = self.config.page_size, request.prompt, request.params.max_new_tokens
+        if -(-len(ids) // size) - (-most // size) > self.cache.tree.num_pages:
+            raise ValueError(
+                f"Prompt {index} of {len(ids)} tokens and max_new_tokens={most} cannot fit into the KV cache; raise "
+                f"kv_tokens (now {self.config.kv_tokens}) or shorten them."
+            )
+        name = request.params.adapter
+        if name is not None:
+            if name not in self._adapters:
+                known = ", ".join(self._adapters) or "none"
+                raise ValueError(f"There is no adapter '{name}'; load_adapter has been called for: {known}.")
+            request.adapter = self._adapters.index(name) + 1
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self.model.train(was_training)
+
+
+def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in weights.items():
+        if name not in own:
+            raise ValueError(f"The model has no parameter '{name}'; nothing was updated.")
+        if own[name].shape != tensor.shape:
+            raise ValueError(
+                f"'{name}' has shape {list(tensor.shape)}, the model's {list(own[name].shape)}; nothing was updated."
+            )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)

@@ -1,0 +1,335 @@
+"""Between the programs and what samples for them: reports go up, answers come down, and trees come out.
+
+A backend says how its branches are sampled (`NativeLoop`, `VllmLoop`); what forks, rewinds, appended tokens and calls
+mean for the tree is here, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Rewind, SegmentReport
+from ..tree import LeafStatus, Origin
+from .branch import Branch, Node, Request, given
+from .seeds import child_seed
+
+Array = npt.NDArray[Any]
+WAIT_S = 0.05  # between looks at the requests while only calls are outstanding
+
+
+class Steering(ABC):
+    """The requests in flight, from prompts to finished trees.
+
+    Attributes:
+        version: of the policy, written to every token sampled.
+        requests: started and not done.
+        counts: steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long; ``row_steps`` (branches
+            that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches that did not).
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self.version = 0
+        self.requests: list[Request] = []
+        self.counts: Counter[str] = Counter()
+        self._calling: list[Request] = []
+        self._done: list[Request] = []
+        self._threads: ThreadPoolExecutor | None = None
+
+    # -- what a backend does ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def queued(self) -> Iterable[Request]:
+        """Requests that have not been started."""
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """Queue a new request, or take up an aborted one where it was."""
+
+    @abstractmethod
+    def step(self) -> list[Request]:
+        """Compute something, if there is anything to compute; the requests that are done since the last call."""
+
+    @abstractmethod
+    def abort(self, request: Request) -> None:
+        """Stop a request where it is; `add` takes it up again."""
+
+    @abstractmethod
+    def preempt_all(self) -> None:
+        """Drop every key: the weights have changed, or the memory is wanted. Branches in flight wait for theirs."""
+
+    @abstractmethod
+    def _length(self, branch: Branch) -> int:
+        """Response tokens of a resting branch."""
+
+    @abstractmethod
+    def _seal(self, branch: Branch) -> None:
+        """Put what a resting branch sampled into its node, which takes no more tokens."""
+
+    @abstractmethod
+    def _append(self, branch: Branch, node: Node) -> None:
+        """Move a resting branch, sealed, to the end of ``node``, a child of its node that holds the tokens given."""
+
+    @abstractmethod
+    def _open(self, branch: Branch, source: Branch, length: int) -> None:
+        """Make ``branch`` a resting one whose path is the first ``length`` response tokens of ``source``."""
+
+    @abstractmethod
+    def _sample(self, branch: Branch, n: int) -> None:
+        """Let a branch go on as ``n``, up to the end of its next segment."""
+
+    @abstractmethod
+    def _drop(self, branch: Branch) -> None:
+        """Give up what a branch, unfinished or a leaf, holds in the backend."""
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests) or bool(self._done) or any(True for _ in self.queued)
+
+    def _let_go(self, request: Request) -> None:
+        for branch in [*request.unfinished, *request.leaves.values()]:
+            self._drop(branch)
+        if request in self._calling:
+            self._calling.remove(request)
+        self.requests.remove(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.error = error
+        self._let_go(request)
+        self._done.append(request)
+
+    def _hand_out(self) -> list[Request]:
+        done, self._done = self._done, []
+        return done
+
+    def _complete(self, request: Request) -> None:
+        if not request.leaves:
+            raise RuntimeError(f"{_name(request)} pruned every branch of prompt {request.number}.")
+        request.tree = request.token_tree()
+        self._let_go(request)
+        self._done.append(request)
+
+    def first_branches(self, request: Request) -> int:
+        """How many branches the program wants from the prompt."""
+        forks = request.program.start(request.state())
+        if forks < 1:
+            raise RuntimeError(f"{_name(request)}.start answered {forks}; a prompt needs at least one branch.")
+        return forks
+
+    def children(self, parent: Branch, n: int) -> list[Branch]:
+        """The branches that take the place of ``parent``, whose node is sealed; a single one stays the same branch."""
+        start = parent.node.start + len(parent.node.records)
+        if n == 1 and parent.node.parent is not None:
+            child = Branch(
+                parent.request, parent.id, Node(parent.node, start), parent.seed, parent.order, parent.boundaries
+            )
+            child.rewinds = parent.rewinds
+            return [child]
+        self.counts["forks"] += 1
+        seeds = child_seed(parent.seed, np.arange(n)).tolist()
+        return [
+            Branch(
+                parent.request,
+                (*parent.id, i),
+                Node(parent.node, start),
+                seeds[i],
+                parent.request.next_order(),
+                parent.boundaries,
+            )
+            for i in range(n)
+        ]
+
+    @staticmethod
+    def segment_end(request: Request, length: int) -> int:
+        """Response length at which a segment that begins at ``length`` is full."""
+        tokens, most = request.program.segment_tokens, request.params.max_new_tokens
+        return most if tokens is None else min(length + tokens, most)
+
+    # -- ends of segments -------------------------------------------------------------------------------------------
+
+    def _end_segment(
+        self, branch: Branch, segment: Array, status: LeafStatus | None, stop: str | None
+    ) -> tuple[Request, SegmentReport]:
+        """What the program is told of a branch that has stopped sampling; ``segment`` are its records [tokens]."""
+        request, length = branch.request, self._length(branch)
+        report = SegmentReport(
+            branch=branch.id,
+            status=status,
+            stop=stop,
+            depth=len(branch.boundaries),
+            boundaries=branch.boundaries,
+            length=length,
+            response_ids=self._path(branch)[len(request.prompt) :],
+            token_ids=segment["token"],
+            logprobs=segment["logprob"],
+            entropies=segment["entropy"],
+            top_ids=segment["top_id"],
+            top_logprobs=segment["top_logprob"],
+        )
+        del request.sampling[branch.id]
+        request.resting[branch.id] = branch
+        if status is None:
+            branch.boundaries = (*branch.boundaries, length)
+        else:
+            self._finish(branch, status)
+        return request, report
+
+    @abstractmethod
+    def _path(self, branch: Branch) -> Array:  # [prompt + response] int32
+        """All tokens of a branch that has just stopped sampling."""
+
+    def _report(self, ended: Iterable[tuple[Request, SegmentReport]]) -> None:
+        """Ask the programs, each once a step."""
+        reports: dict[int, tuple[Request, list[SegmentReport]]] = {}
+        for request, report in ended:
+            reports.setdefault(request.number, (request, []))[1].append(report)
+        for request, finished in reports.values():
+            finished.sort(key=lambda report: report.branch)
+            self._ask(request, partial(request.program.decide, request.state(), finished))
+
+    def _finish(self, branch: Branch, status: LeafStatus) -> None:
+        branch.status, branch.length = status, self._length(branch)
+        self._seal(branch)
+        branch.request.leaves[branch.id] = branch.request.resting.pop(branch.id)
+        self._retire(branch)
+
+    @abstractmethod
+    def _retire(self, branch: Branch) -> None:
+        """A branch has become a leaf."""
+
+    # -- the program's answers --------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, question: Callable[[], Iterable[Action]]) -> None:
+        """Put a question to the program and do what it answers. A program that errs ends its own request only."""
+        try:
+            self._act(request, question())
+        except Exception as error:
+            self._fail(request, error)
+
+    def _act(self, request: Request, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Fork(key, n, append) if n >= 1:
+                    self._go_on(self._resting(request, key), n, append)
+                case Finish(key, status):
+                    self._finish(self._resting(request, key), status)
+                case Rewind(key, length, n, append) if n >= 1:
+                    self._rewind(request, key, length, n, append)
+                case Prune(key):
+                    self._prune(request, key)
+                case Call(key, function, arguments) if key in request.resting:
+                    self._call(request, key, function, arguments)
+                case _:
+                    raise RuntimeError(f"{_name(request)} answered {action}, which cannot be done.")
+        if request.finished:
+            self._complete(request)
+        elif not request.sampling and not request.calls:
+            raise RuntimeError(
+                f"{_name(request)} left {len(request.resting)} branches of prompt {request.number} resting with "
+                "nothing sampling; answer each full segment with Fork or Finish."
+            )
+
+    def _go_on(self, branch: Branch, n: int, append: Given | None) -> None:
+        request = branch.request
+        if append is not None and len(append.token_ids):
+            if self._length(branch) + len(append.token_ids) >= request.params.max_new_tokens:
+                self.counts["appends_too_long"] += 1
+                self._finish(branch, LeafStatus.LENGTH)  # no room to sample behind it
+                return
+            self._give(branch, append)
+        request.sampling[branch.id] = request.resting.pop(branch.id)
+        self._sample(branch, n)
+
+    def _give(self, branch: Branch, append: Given) -> None:
+        """Put tokens behind a resting branch, in a node of their own."""
+        tokens = np.asarray(append.token_ids, np.int32)
+        if tokens.min() < 0 or tokens.max() >= self.vocabulary:
+            raise ValueError(f"A response cannot hold tokens outside the model's vocabulary of {self.vocabulary}.")
+        logprobs: Any = np.nan if append.logprobs is None else append.logprobs
+        origin = append.origin if append.logprobs is None else Origin.SAMPLED
+        self._seal(branch)
+        start = branch.node.start + len(branch.node.records)
+        node = Node(branch.node, start, given(tokens, self.version, logprobs), origin, sealed=True)
+        self._append(branch, node)
+        branch.node = node
+
+    def _rewind(self, request: Request, key: BranchId, length: int, n: int, append: Given | None) -> None:
+        source = request.leaves.get(key) or request.resting.get(key)
+        if source is not None and source.status is None:
+            source.length = self._length(source)
+            self._seal(source)
+        if source is None or not 0 <= length < max(source.length, 1):
+            raise RuntimeError(f"{_name(request)} rewinds branch {key} to {length}, where it has no tokens.")
+        position = len(request.prompt) + length
+        node = next(node for node in source.node.path() if node.start < position)
+        if position - node.start < len(node.records):
+            node = node.split(position - node.start)
+        index = -1 - source.rewinds
+        source.rewinds += 1
+        boundaries = tuple(b for b in source.boundaries if b <= length)
+        seed = int(child_seed(source.seed, index))
+        branch = Branch(request, (*source.id, index), node, seed, request.next_order(), boundaries)
+        self._open(branch, source, length)
+        request.resting[branch.id] = branch
+        self.counts["rewinds"] += 1
+        self._go_on(branch, n, append)
+
+    def _prune(self, request: Request, key: BranchId) -> None:
+        for place in (request.leaves, request.resting, request.sampling):
+            if (branch := place.pop(key, None)) is not None:
+                self._drop(branch)
+                self.counts["pruned"] += 1
+                return
+        raise RuntimeError(f"{_name(request)} prunes branch {key}, which there is not.")
+
+    def _resting(self, request: Request, key: BranchId) -> Branch:
+        branch = request.resting.get(key)
+        if branch is None:
+            raise RuntimeError(f"{_name(request)} answered for branch {key}, which is not resting.")
+        return branch
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _call(self, request: Request, key: BranchId, function: Any, arguments: tuple[Any, ...]) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(thread_name_prefix="rolltree-call")
+        request.calls.append((key, self._threads.submit(function, *arguments)))
+        if request not in self._calling:
+            self._calling.append(request)
+
+    def _await_calls(self) -> None:
+        """Nothing can be computed: wait a little for a call to return, if any is outstanding."""
+        if self._calling:
+            wait([request.calls[0][1] for request in self._calling], WAIT_S, FIRST_COMPLETED)
+
+    def _collect_calls(self) -> None:
+        """Hand over the results that are there, those of one request in the order of its calls."""
+        for request in list(self._calling):
+            while request.calls and request.calls[0][1].done() and not request.done:
+                key, future = request.calls.popleft()
+                if not request.calls:
+                    self._calling.remove(request)
+                if key not in request.resting:
+                    continue  # pruned meanwhile
+                error = future.exception()
+                if error is None:
+                    self._ask(request, partial(request.program.returned, request.state(), key, future.result()))
+                else:
+                    request.errors[key] = f"{type(error).__name__}: {error}"
+                    self.counts["failed_calls"] += 1
+                    self._ask(request, partial(list, [Finish(key, LeafStatus.FAILED)]))
+
+
+def _name(request: Request) -> str:
+    return type(request.program).__name__
