@@ -26,6 +26,7 @@ first; then a group's responses do not depend on its batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ from transformers import PreTrainedTokenizerBase
 from ..tree import LeafStatus, Origin
 
 Array = npt.NDArray[Any]
+WHOLE = sys.maxsize
 BranchId = tuple[int, ...]
 """The way from the prompt to a branch: its index among the children at each fork. Sorts depth-first."""
 
@@ -112,11 +114,16 @@ class Given:
 
 @dataclass(frozen=True)
 class Fork:
-    """Let a resting branch go on as ``n`` branches, behind the tokens given; ``n=1`` continues it."""
+    """Let a resting branch go on as ``n`` branches, behind the tokens given; ``n=1`` continues it.
+
+    With ``n=0`` nothing more is sampled: the tokens given end the response.
+    """
 
     branch: BranchId
     n: int = 1
     append: Given | None = None
+    segment_tokens: int | None = None
+    """Length of the next segment, instead of the program's; `WHOLE` for no limit."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +138,14 @@ class Finish:
 class Rewind:
     """Sample ``n`` branches that share the first ``length`` response tokens of a leaf or a resting branch.
 
-    That one stays what it is; the new ones go on behind the tokens given, if any.
+    That one stays what it is; the new ones go on behind the tokens given, if any, as after a `Fork`.
     """
 
     branch: BranchId
     length: int
     n: int = 1
     append: Given | None = None
+    segment_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,10 +157,10 @@ class Prune:
 
 @dataclass(frozen=True)
 class Call:
-    """Let a resting branch wait for ``function(*arguments)``, run in a thread.
+    """Run ``function(*arguments)`` in a thread for a resting branch, or for a leaf.
 
     `RolloutProgram.returned` gets the result. No branch, of this prompt or another, waits with it. Where the function
-    raises, the branch ends as FAILED.
+    raises, a resting branch ends as FAILED without a question; a leaf becomes FAILED and the result is None.
     """
 
     branch: BranchId
@@ -175,7 +183,11 @@ class RolloutProgram:
     top_logprobs: int = 0
     """How many of the likeliest tokens are reported for each token sampled."""
     rewinds: bool = False
-    """Whether `Rewind` is used; the keys of finished branches are kept then, while there is room."""
+    """Whether leaves are rewound; their keys are kept then, while there is room."""
+    needs_entropies: bool = False
+    """Whether it looks at the entropies of reports, which not every backend knows."""
+    context: Any = None
+    """What ``generate(..., contexts=...)`` gave for the prompt."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """The engine's, set by it."""
 

@@ -1,4 +1,4 @@
-"""What every rollout engine does: batches, streams, and requests that stop and go on. How they are sampled is a backend's."""
+"""What every rollout engine does: batches, streams, requests that stop and go on. A backend samples."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class RolloutEngine(ABC):
         program: str | RolloutProgram = "flat",
         *,
         seeds: Sequence[int] | None = None,
+        contexts: Sequence[Any] | None = None,
     ) -> list[TokenTree]:
         """Sample responses: one tree a prompt, in their order, leaves in depth-first order.
 
@@ -61,6 +62,7 @@ class RolloutEngine(ABC):
             program: who forks and when; a name of `rolltree.engine.programs` or an object, copied for each prompt.
             seeds: one a prompt, instead of ``params.seed``. What a prompt's branches sample follows from its seed, its
                 tokens and the parameters, not from the batch.
+            contexts: one a prompt, for its program: an answer to verify with, hints.
 
         Raises:
             ValueError: a prompt is empty or cannot fit, or the arguments do not go together.
@@ -71,7 +73,7 @@ class RolloutEngine(ABC):
             raise RuntimeError("The engine is paused or asleep; call resume() or wake() before generate.")
         if not self.loop.busy:
             self.reset_stats()
-        requests = self.submit(prompts, params, program, seeds=seeds)
+        requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts)
         try:
             while not all(request.done for request in requests):
                 self.step()
@@ -104,10 +106,11 @@ class RolloutEngine(ABC):
         program: str | RolloutProgram = "flat",
         *,
         seeds: Sequence[int] | None = None,
+        contexts: Sequence[Any] | None = None,
     ) -> list[Request]:
         """Queue requests, arguments as for `generate`; a `Request` that was aborted goes on where it stopped."""
         with self._lock:
-            requests = self._requests_of(prompts, params, program, seeds)
+            requests = self._requests_of(prompts, params, program, seeds, contexts)
             for request in requests:
                 self.loop.add(request)
         return requests
@@ -134,12 +137,13 @@ class RolloutEngine(ABC):
         program: str | RolloutProgram = "flat",
         *,
         seeds: Sequence[int] | None = None,
+        contexts: Sequence[Any] | None = None,
     ) -> AsyncIterator[Request]:
         """Requests as they finish, ``request.tree`` or ``request.error`` set. Streams may run at the same time.
 
         Ending the iteration early aborts what is left.
         """
-        requests = self.submit(prompts, params, program, seeds=seeds)
+        requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts)
         try:
             left = list(requests)
             while left:
@@ -274,9 +278,10 @@ class RolloutEngine(ABC):
         params: SamplingParams | Sequence[SamplingParams] | None,
         program: str | RolloutProgram,
         seeds: Sequence[int] | None,
+        contexts: Sequence[Any] | None,
     ) -> list[Request]:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        for name, values in (("SamplingParams", each), ("seeds", seeds)):
+        for name, values in (("SamplingParams", each), ("seeds", seeds), ("contexts", contexts)):
             if values is not None and len(values) != len(prompts):
                 raise ValueError(f"Got {len(values)} {name} for {len(prompts)} prompts; give one a prompt.")
         if isinstance(program, str):
@@ -292,6 +297,7 @@ class RolloutEngine(ABC):
             self._check_tokens(i, tokens, own)
             mine = copy.deepcopy(program)
             mine.tokenizer = self.tokenizer
+            mine.context = None if contexts is None else contexts[i]
             if self.tokenizer is None and (own.stop or mine.segment_stop):
                 raise ValueError(
                     "Stops are given as texts but the engine has no tokenizer; pass one, or use stop_token_ids."

@@ -122,9 +122,10 @@ class NativeLoop(Steering):
         branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
         branch.kv = self.tree.insert(self._key(request), request.prompt)
         request.sampling[branch.id] = branch
-        return self._add(branch, 0, self._forks.pop(request.number))
+        end = self.segment_end(request, 0, request.program.segment_tokens)
+        return self._add(branch, 0, end, self._forks.pop(request.number))
 
-    def _add(self, branch: Branch, length: int, forks: int) -> Branch:
+    def _add(self, branch: Branch, length: int, segment_end: int, forks: int) -> Branch:
         request, params, program = branch.request, branch.request.params, branch.request.program
         branch.slot = self.rows.add(
             branch,
@@ -132,7 +133,7 @@ class NativeLoop(Steering):
             last_token=branch.node.records["token"][-1] if branch.node.sealed else 0,
             length=length,
             limit=params.max_new_tokens,
-            segment_end=self.segment_end(request, length),
+            segment_end=segment_end,
             forks=forks,
             temperature=params.temperature,
             top_k=params.top_k or 0,
@@ -167,12 +168,12 @@ class NativeLoop(Steering):
             parent = self._branch(slot)
             if not parent.node.sealed:
                 self._take_records(parent)
-            length = int(self.rows.length[slot])
+            length, end = int(self.rows.length[slot]), int(self.rows.segment_end[slot])
             del parent.request.sampling[parent.id]
             for child, kv in zip(self.children(parent, n), self.tree.fork(parent.kv, n), strict=True):
                 child.kv = kv
                 parent.request.sampling[child.id] = child
-                targets.append(self._add(child, length, 0).slot)
+                targets.append(self._add(child, length, end, 0).slot)
             self.rows.remove(slot)
         return np.array(targets, np.int64)
 
@@ -239,16 +240,16 @@ class NativeLoop(Steering):
             branch.kv = self.tree.rewind(source.kv, position)
         else:
             branch.kv = self.tree.insert(self._key(branch.request), source.node.column("token")[:position])
-        self._add(branch, length, 0)
+        self._add(branch, length, 0, 0)
 
-    def _sample(self, branch: Branch, n: int) -> None:
+    def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
         slot = branch.slot
-        self.rows.start_segment(slot, self.segment_end(branch.request, int(self.rows.length[slot])))
+        self.rows.start_segment(slot, segment_end)
         self.rows.forks[slot] = n if n > 1 or branch.node.sealed else 0
         self.scheduler.resume(branch)
 
     def _retire(self, branch: Branch) -> None:
-        """The keys of a leaf stay in the cache; they are held where the program rewinds, so that its splits find them."""
+        """The keys of a leaf stay in the cache; they are held where the program may rewind it."""
         self.rows.remove(branch.slot)
         branch.slot = -1
         if not branch.request.program.rewinds:

@@ -84,8 +84,8 @@ class Steering(ABC):
         """Make ``branch`` a resting one whose path is the first ``length`` response tokens of ``source``."""
 
     @abstractmethod
-    def _sample(self, branch: Branch, n: int) -> None:
-        """Let a branch go on as ``n``, up to the end of its next segment."""
+    def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
+        """Let a branch go on as ``n``, up to a response length at most."""
 
     @abstractmethod
     def _drop(self, branch: Branch) -> None:
@@ -151,9 +151,9 @@ class Steering(ABC):
         ]
 
     @staticmethod
-    def segment_end(request: Request, length: int) -> int:
-        """Response length at which a segment that begins at ``length`` is full."""
-        tokens, most = request.program.segment_tokens, request.params.max_new_tokens
+    def segment_end(request: Request, length: int, tokens: int | None) -> int:
+        """Response length at which a segment of ``tokens`` that begins at ``length`` is full."""
+        most = request.params.max_new_tokens
         return most if tokens is None else min(length + tokens, most)
 
     # -- ends of segments -------------------------------------------------------------------------------------------
@@ -220,19 +220,19 @@ class Steering(ABC):
     def _act(self, request: Request, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Fork(key, n, append) if n >= 1:
-                    self._go_on(self._resting(request, key), n, append)
+                case Fork(key, n, append, tokens) if n >= 1 or append:
+                    self._go_on(self._resting(request, key), n, append, tokens)
                 case Finish(key, status):
                     self._finish(self._resting(request, key), status)
-                case Rewind(key, length, n, append) if n >= 1:
-                    self._rewind(request, key, length, n, append)
+                case Rewind(key, length, n, append, tokens) if n >= 1 or append:
+                    self._go_on(self._rewind(request, key, length), n, append, tokens)
                 case Prune(key):
                     self._prune(request, key)
-                case Call(key, function, arguments) if key in request.resting:
+                case Call(key, function, arguments) if key in request.resting or key in request.leaves:
                     self._call(request, key, function, arguments)
                 case _:
                     raise RuntimeError(f"{_name(request)} answered {action}, which cannot be done.")
-        if request.finished:
+        if request.finished and not request.calls:
             self._complete(request)
         elif not request.sampling and not request.calls:
             raise RuntimeError(
@@ -240,16 +240,20 @@ class Steering(ABC):
                 "nothing sampling; answer each full segment with Fork or Finish."
             )
 
-    def _go_on(self, branch: Branch, n: int, append: Given | None) -> None:
+    def _go_on(self, branch: Branch, n: int, append: Given | None, segment_tokens: int | None) -> None:
         request = branch.request
         if append is not None and len(append.token_ids):
-            if self._length(branch) + len(append.token_ids) >= request.params.max_new_tokens:
+            if self._length(branch) + len(append.token_ids) + (n > 0) > request.params.max_new_tokens:
                 self.counts["appends_too_long"] += 1
                 self._finish(branch, LeafStatus.LENGTH)  # no room to sample behind it
                 return
             self._give(branch, append)
+        if n == 0:
+            self._finish(branch, LeafStatus.STOP)
+            return
         request.sampling[branch.id] = request.resting.pop(branch.id)
-        self._sample(branch, n)
+        tokens = request.program.segment_tokens if segment_tokens is None else segment_tokens
+        self._sample(branch, n, self.segment_end(request, self._length(branch), tokens))
 
     def _give(self, branch: Branch, append: Given) -> None:
         """Put tokens behind a resting branch, in a node of their own."""
@@ -264,7 +268,8 @@ class Steering(ABC):
         self._append(branch, node)
         branch.node = node
 
-    def _rewind(self, request: Request, key: BranchId, length: int, n: int, append: Given | None) -> None:
+    def _rewind(self, request: Request, key: BranchId, length: int) -> Branch:
+        """A new branch, resting at ``length`` response tokens of another one."""
         source = request.leaves.get(key) or request.resting.get(key)
         if source is not None and source.status is None:
             source.length = self._length(source)
@@ -283,7 +288,7 @@ class Steering(ABC):
         self._open(branch, source, length)
         request.resting[branch.id] = branch
         self.counts["rewinds"] += 1
-        self._go_on(branch, n, append)
+        return branch
 
     def _prune(self, request: Request, key: BranchId) -> None:
         for place in (request.leaves, request.resting, request.sampling):
@@ -320,7 +325,7 @@ class Steering(ABC):
                 key, future = request.calls.popleft()
                 if not request.calls:
                     self._calling.remove(request)
-                if key not in request.resting:
+                if key not in request.resting and key not in request.leaves:
                     continue  # pruned meanwhile
                 error = future.exception()
                 if error is None:
@@ -328,7 +333,11 @@ class Steering(ABC):
                 else:
                     request.errors[key] = f"{type(error).__name__}: {error}"
                     self.counts["failed_calls"] += 1
-                    self._ask(request, partial(list, [Finish(key, LeafStatus.FAILED)]))
+                    if key in request.leaves:
+                        request.leaves[key].status = LeafStatus.FAILED
+                        self._ask(request, partial(request.program.returned, request.state(), key, None))
+                    else:
+                        self._ask(request, partial(list, [Finish(key, LeafStatus.FAILED)]))
 
 
 def _name(request: Request) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -271,6 +271,7 @@ def test_train_mode_is_restored_and_gradients_are_left_alone() -> None:
 def letters() -> PreTrainedTokenizerFast:
     """One letter a token."""
     tokenizer = Tokenizer(models.WordLevel({chr(0x100 + i): i for i in range(211)}, unk_token=chr(0x100)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
@@ -344,7 +345,7 @@ def test_bad_requests_are_refused_in_a_sentence(
 
 
 def test_programs_are_known_by_name() -> None:
-    with pytest.raises(ValueError, match="no rollout program 'tree'; choose one of flat, treepo"):
+    with pytest.raises(ValueError, match="no rollout program 'tree'; choose one of flat, treepo, spo_tree"):
         engine().generate(PROMPTS, SamplingParams(), "tree")
     with pytest.raises(ValueError, match="one a prompt"):
         engine().generate(PROMPTS, SamplingParams(), seeds=[1])

@@ -1,0 +1,65 @@
+"""Hint ladders: where no response solves the problem, the group is sampled again behind more of a solution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..functions import import_function
+from .program import Action, BranchId, Call, Given, GroupState, Prune, Rewind, RolloutProgram, SegmentReport
+
+Judge = Callable[[str, Any], float]
+
+
+class HintLadder(RolloutProgram):
+    """Independent responses; if none is judged solved, as many again behind a prefix of the solution, and so on.
+
+    The prefix is appended to the prompt as injected tokens, which are not trained on. The prompt's context is a mapping
+    with the text ``solution``.
+
+    Args:
+        judge: reward of a response's text given the context, or its name as ``file.py:function``; solved from 1 on.
+        fractions: how much of the solution each rung gives away.
+        keep_failed: keep the responses of the rungs below; otherwise only the last rung's are leaves.
+
+    Raises:
+        ValueError: fractions do not rise within (0, 1].
+    """
+
+    rewinds = True
+
+    def __init__(
+        self, judge: Judge | str, fractions: Sequence[float] = (0.25, 0.5, 0.75), keep_failed: bool = True
+    ) -> None:
+        if list(fractions) != sorted(set(fractions)) or not all(0 < f <= 1 for f in fractions):
+            raise ValueError(f"hints needs fractions that rise within (0, 1], got {list(fractions)}.")
+        self.judge = import_function(judge) if isinstance(judge, str) else judge
+        self.fractions, self.keep_failed = tuple(fractions), keep_failed
+
+    def start(self, group: GroupState) -> int:
+        if self.tokenizer is None or not isinstance(self.context, Mapping) or "solution" not in self.context:
+            raise ValueError("hints needs a tokenizer, and contexts that are mappings with a 'solution'.")
+        self._rung, self._missing, self._solved = 0, group.width, False
+        self._leaves: list[BranchId] = []
+        return group.width
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        assert self.tokenizer is not None
+        for segment in finished:
+            text = self.tokenizer.decode(segment.response_ids, skip_special_tokens=True)
+            yield Call(segment.branch, self.judge, (text, self.context))
+
+    def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
+        self._leaves.append(branch)
+        self._solved |= result is not None and float(result) >= 1
+        self._missing -= 1
+        if self._missing or self._solved or self._rung == len(self.fractions):
+            return
+        assert self.tokenizer is not None
+        solution = self.tokenizer.encode(self.context["solution"], add_special_tokens=False)
+        hint = solution[: max(1, round(self.fractions[self._rung] * len(solution)))]
+        self._rung, self._missing = self._rung + 1, group.width
+        yield Rewind(min(self._leaves), 0, group.width, Given(hint))
+        if not self.keep_failed:
+            yield from (Prune(leaf) for leaf in self._leaves)
+            self._leaves = []

@@ -1,0 +1,176 @@
+"""Tree search over segments in the manner of DeepSearch (arXiv 2509.25454): expand the most promising frontier node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..functions import import_function
+from ..tree import LeafStatus
+from .hints import Judge
+from .program import (
+    WHOLE,
+    Action,
+    BranchId,
+    Call,
+    Fork,
+    Given,
+    GroupState,
+    Prune,
+    Rewind,
+    RolloutProgram,
+    SegmentReport,
+)
+
+
+class SolutionCache:
+    """Solved responses by prompt; all copies of a program share one."""
+
+    def __init__(self) -> None:
+        self._solved: dict[Any, tuple[list[int], list[float]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SolutionCache:
+        return self
+
+    def find(self, key: Any) -> tuple[list[int], list[float]] | None:
+        return self._solved.get(key)
+
+    def keep(self, key: Any, token_ids: list[int], logprobs: list[float]) -> None:
+        self._solved.setdefault(key, (token_ids, logprobs))
+
+
+class MCTS(RolloutProgram):
+    """Search for a solved response over segments of ``segment_tokens``.
+
+    The frontier is global: among all resting branches the one with the highest
+    ``value_weight * tanh(Q(parent)) + entropy_weight * H + depth_weight * sqrt(depth / max_depth)`` is expanded into
+    ``branch`` children, H being the mean entropy of its last segment (negative weights choose confident ones). An ended
+    response is judged +1 or -1, and each ancestor's Q takes that in, weighted by ``max(depth / leaf's depth,
+    min_decay)``. The search ends at the first solution, or after ``expansions``; then up to ``n`` leaves are made
+    from what is there: all ended responses stay, and the best of the frontier are sampled to their ends. A prompt with
+    a known solution (by its context's "id") gets it as a leaf beside ``n - 1`` plain responses.
+
+    Args:
+        judge: reward of a response's text given the context, or its name as ``file.py:function``; solved from 1 on.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    rewinds = True
+    needs_entropies = True
+
+    def __init__(
+        self,
+        judge: Judge | str,
+        segment_tokens: int = 256,
+        branch: int = 4,
+        expansions: int = 16,
+        max_depth: int = 16,
+        value_weight: float = 0.4,
+        entropy_weight: float = -0.5,
+        depth_weight: float = 0.01,
+        min_decay: float = 0.1,
+    ) -> None:
+        if min(segment_tokens, branch, expansions, max_depth) < 1:
+            raise ValueError("mcts needs segment_tokens, branch, expansions and max_depth >= 1.")
+        self.judge = import_function(judge) if isinstance(judge, str) else judge
+        self.segment_tokens, self.branch, self.expansions, self.max_depth = (
+            segment_tokens,
+            branch,
+            expansions,
+            max_depth,
+        )
+        self.value_weight, self.entropy_weight, self.depth_weight = value_weight, entropy_weight, depth_weight
+        self.min_decay = min_decay
+        self.solutions = SolutionCache()
+
+    def start(self, group: GroupState) -> int:
+        if self.tokenizer is None:
+            raise ValueError("mcts judges texts, so the engine needs a tokenizer.")
+        self._frontier: dict[BranchId, SegmentReport] = {}
+        self._value: dict[BranchId, float] = {}
+        self._ended: dict[BranchId, SegmentReport] = {}
+        self._asked: set[BranchId] = set()
+        self._logprobs: dict[BranchId, npt.NDArray[Any]] = {}  # of each branch's own segments
+        self._left, self._searching = self.expansions, True
+        self._solved: list[BranchId] = []
+        self._known = None if self._key() is None else self.solutions.find(self._key())
+        if self._known is not None:
+            self._searching = False
+            return max(group.width - 1, 1)
+        return self.branch
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        assert self.tokenizer is not None
+        for segment in finished:
+            known = self._logprobs.get(segment.branch, np.zeros(0, np.float32))
+            self._logprobs[segment.branch] = np.concatenate([known, segment.logprobs])
+            if segment.status is None and not self._searching:
+                yield Fork(segment.branch, segment_tokens=WHOLE)
+            elif segment.status is None and segment.depth < self.max_depth:
+                self._frontier[segment.branch] = segment
+            elif segment.status is None:
+                yield Fork(segment.branch, segment_tokens=WHOLE)  # too deep to expand
+            else:
+                self._ended[segment.branch] = segment
+                if self._searching and segment.status is not LeafStatus.FAILED:
+                    self._asked.add(segment.branch)
+                    text = self.tokenizer.decode(segment.response_ids, skip_special_tokens=True)
+                    yield Call(segment.branch, self.judge, (text, self.context))
+        if self._known is not None and self._ended:
+            token_ids, logprobs = self._known
+            self._known = None
+            yield Rewind(min(self._ended), 0, 0, Given(token_ids, logprobs=logprobs))
+        yield from self._search(group)
+
+    def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
+        self._asked.discard(branch)
+        solved = result is not None and float(result) >= 1
+        for depth in range(1, len(branch)):
+            node = branch[:depth]
+            share = max(depth / len(branch), self.min_decay)
+            self._value[node] = self._value.get(node, 0.0) + share * (1.0 if solved else -1.0)
+        if solved:
+            self._solved.append(branch)
+        yield from self._search(group)
+
+    def _search(self, group: GroupState) -> Iterable[Action]:
+        """Expand while the search goes on and nothing else is under way, else bring the group to its end."""
+        if group.sampling or self._asked:
+            return
+        if self._solved and self._searching:
+            self._searching = False
+            self._remember(self._ended[min(self._solved)])
+        if self._searching and self._left and self._frontier:
+            self._left -= 1
+            best = max(self._frontier, key=lambda branch: (self._score(branch), branch))
+            del self._frontier[best]
+            yield Fork(best, self.branch)
+            return
+        if not self._frontier:
+            return
+        self._searching = False
+        ranked = sorted(self._frontier, key=lambda branch: (-self._score(branch), branch))
+        room = max(group.width - group.finished, 1 if not group.finished else 0)
+        for i, branch in enumerate(ranked):
+            yield Fork(branch, segment_tokens=WHOLE) if i < room else Prune(branch)
+        self._frontier = {}
+
+    def _remember(self, leaf: SegmentReport) -> None:
+        path = [self._logprobs[leaf.branch[:k]] for k in range(1, len(leaf.branch) + 1)]
+        if self._key() is not None:
+            self.solutions.keep(self._key(), leaf.response_ids.tolist(), np.concatenate(path).tolist())
+
+    def _score(self, branch: BranchId) -> float:
+        segment = self._frontier[branch]
+        value = math.tanh(self._value.get(branch[:-1], 0.0))
+        depth = math.sqrt(segment.depth / self.max_depth)
+        return self.value_weight * value + self.entropy_weight * segment.entropy + self.depth_weight * depth
+
+    def _key(self) -> Any:
+        return self.context.get("id") if isinstance(self.context, dict) else None

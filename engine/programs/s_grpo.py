@@ -1,0 +1,59 @@
+"""S-GRPO: one response, and answers given early from points along it: a serial group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..tree import LeafStatus
+from .program import Action, Given, GroupState, Rewind, RolloutProgram, SegmentReport
+
+
+class SGRPO(RolloutProgram):
+    """A whole response, then ``n - 1`` exits: at random points of its thought, ``exit_text`` is put in (not trained on)
+    and an answer sampled behind it.
+
+    Args:
+        exit_text: ends the thought.
+        think_end: exits come before this text of the response, where it has it.
+
+    Raises:
+        ValueError: exit_text is empty.
+    """
+
+    rewinds = True
+
+    def __init__(self, exit_text: str = "\nTime is up. Answer now.\n</think>\n\n", think_end: str = "</think>") -> None:
+        if not exit_text:
+            raise ValueError("s_grpo needs an exit_text that ends the thought.")
+        self.exit_text, self.think_end = exit_text, think_end
+
+    def start(self, group: GroupState) -> int:
+        if self.tokenizer is None:
+            raise ValueError("s_grpo puts a text into responses, so the engine needs a tokenizer.")
+        self._exit = Given(self.tokenizer.encode(self.exit_text, add_special_tokens=False))
+        return 1
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        for segment in finished:
+            if len(segment.branch) > 1 or segment.status is LeafStatus.FAILED:
+                continue
+            rng = np.random.default_rng(group.seed & 0xFFFFFFFFFFFFFFFF)
+            points = np.arange(1, self._thought(segment.response_ids.tolist()))
+            for cut in np.sort(rng.permutation(points)[: group.width - 1]).tolist():
+                yield Rewind(segment.branch, cut, 1, self._exit)
+
+    def _thought(self, response: list[int]) -> int:
+        """Tokens of the response before its thought ends."""
+        assert self.tokenizer is not None
+        if self.think_end not in self.tokenizer.decode(response):
+            return len(response)
+        least, most = 0, len(response)
+        while least < most:  # the shortest beginning that holds the text
+            middle = (least + most) // 2
+            if self.think_end in self.tokenizer.decode(response[:middle]):
+                most = middle
+            else:
+                least = middle + 1
+        return max(least - 1, 1)

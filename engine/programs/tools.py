@@ -1,0 +1,68 @@
+"""Turns with tools: a call in the response is run, and what it returns is appended as an observation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..functions import import_function
+from ..tree import LeafStatus, Origin
+from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
+
+Tool = Callable[..., str]
+
+
+class ToolTurns(RolloutProgram):
+    """Every response of its own, in turns. Tools run beside the sampling, and nobody waits for another's.
+
+    Args:
+        tool: what runs a call: a function of the text between ``call_start`` and ``call_end`` and the prompt's context,
+            or its name as ``file.py:function``. It returns the observation's text.
+        call_start, call_end: the texts around a call.
+        observation: the text appended, with ``{}`` for what the tool returned.
+        max_turns: calls of one response; a further one ends it with status LENGTH.
+
+    Raises:
+        ValueError: max_turns is below 1, or the observation has no place for the tool's text.
+    """
+
+    def __init__(
+        self,
+        tool: Tool | str,
+        call_start: str = "<tool_call>",
+        call_end: str = "</tool_call>",
+        observation: str = "<tool_response>{}</tool_response>",
+        max_turns: int = 8,
+    ) -> None:
+        if max_turns < 1 or "{}" not in observation:
+            raise ValueError("tools needs max_turns >= 1 and an observation with {} for the tool's text.")
+        self.tool = import_function(tool) if isinstance(tool, str) else tool
+        self.call_start, self.observation, self.max_turns = call_start, observation, max_turns
+        self.segment_stop = (call_end,)
+
+    def start(self, group: GroupState) -> int:
+        self._turns: dict[BranchId, int] = {}
+        return group.width
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        for segment in finished:
+            if segment.status is None:
+                yield self.turn(segment)
+
+    def turn(self, segment: SegmentReport) -> Action:
+        """What follows a segment that ended with a call."""
+        turns = self._turns[segment.branch] = self._turns.get(segment.branch, 0) + 1
+        if turns > self.max_turns:
+            return Finish(segment.branch, LeafStatus.LENGTH)
+        assert self.tokenizer is not None  # the engine refuses texts without one
+        text = self.tokenizer.decode(segment.token_ids)
+        call = text.rpartition(self.call_start)[2].partition(self.segment_stop[0])[0]
+        return Call(segment.branch, self.tool, (call, self.context))
+
+    def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
+        yield Fork(branch, append=self.observed(result))
+
+    def observed(self, result: Any) -> Given:
+        assert self.tokenizer is not None
+        text = self.observation.replace("{}", str(result))
+        return Given(self.tokenizer.encode(text, add_special_tokens=False), Origin.OBSERVATION)
