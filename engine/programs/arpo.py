@@ -68,10 +68,10 @@ class ARPO(ToolTurns):
                     yield self._branch(branch, begin, more)
             if segment.status is None:
                 yield self.turn(segment) if segment.stop else Fork(branch, segment_tokens=WHOLE)
-        missing = group.width - group.leaves
-        if group.sampling + group.resting == 0 and missing and sum(self._room.values()) == missing:
-            self._room = {}
-            yield Rewind((0,), 0, missing, segment_tokens=WHOLE)
+
+    def ended(self, group: GroupState) -> Iterable[Action]:
+        if group.leaves < group.width:
+            yield Rewind((0,), 0, group.width - group.leaves, segment_tokens=WHOLE)
 
     def _branch(self, source: BranchId, length: int, n: int) -> Action:
         """``n`` more branches, which get their share of what the source may still branch."""

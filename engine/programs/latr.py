@@ -62,7 +62,7 @@ class LATR(RolloutProgram):
         if group.sampling:
             return
         reports, self._round = sorted(self._round, key=lambda segment: segment.branch), []
-        room, alive = group.width - group.leaves, group.resting
+        room = group.width - group.leaves
         for segment in reports:
             self._known[segment.branch] = segment.response_ids, segment.status is not None
             if segment.branch in self._origin and segment.depth == self._depth(segment):
@@ -72,7 +72,7 @@ class LATR(RolloutProgram):
                 for length, token, logprob in self._alternatives(segment):
                     if room == 0:
                         break
-                    room, alive = room - 1, alive + 1
+                    room -= 1
                     index = self._rewinds[segment.branch] = self._rewinds.get(segment.branch, 0) + 1
                     self._origin[(*segment.branch, -index)] = segment.branch, length
                     yield Rewind(segment.branch, length, 1, Given([token], logprobs=[logprob]))
@@ -85,13 +85,14 @@ class LATR(RolloutProgram):
             self._judging.remove(branch)
             response, ended = self._known[branch]
             if alike:
-                room, alive = room + 1, alive - (not ended)
                 self._known[branch] = response, True
                 yield Prune(branch)
             elif not ended:
                 yield Fork(branch)
-        if room and not alive:
-            yield Rewind((0,), 0, room)
+
+    def ended(self, group: GroupState) -> Iterable[Action]:
+        if group.leaves < group.width:
+            yield Rewind((0,), 0, group.width - group.leaves)
 
     def _depth(self, segment: SegmentReport) -> int:
         """Depth at which a branch's first segment ends."""

@@ -199,6 +199,10 @@ class RolloutProgram:
         """Called with the segments that ended in this step, in depth-first order."""
         raise NotImplementedError
 
+    def ended(self, group: GroupState) -> Iterable[Action]:
+        """Called when every branch has ended; its answer may begin more of them. Without one the group is complete."""
+        return ()
+
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
         """Called with the result of a `Call`; results come in the order of the calls."""
         raise NotImplementedError

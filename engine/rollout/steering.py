@@ -233,7 +233,10 @@ class Steering(ABC):
                 case _:
                     raise RuntimeError(f"{_name(request)} answered {action}, which cannot be done.")
         if request.finished and not request.calls:
-            self._complete(request)
+            if more := list(request.program.ended(request.state())):
+                self._act(request, more)
+            else:
+                self._complete(request)
         elif not request.sampling and not request.calls:
             raise RuntimeError(
                 f"{_name(request)} left {len(request.resting)} branches of prompt {request.number} resting with "
