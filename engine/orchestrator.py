@@ -30,6 +30,7 @@ from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
 from .prompts import Prompt, PromptSource, held_out
 from .report import write_report
 from .rewards import RewardItem, RewardPool, RewardResult
+from .rollout import NativeEngine
 from .self_check import tree_error, trees_fit
 from .trainer import Trainer
 from .tree import LeafStatus, TokenTree
@@ -72,7 +73,7 @@ class Orchestrator:
 
         console.phase("loading the model")
         self.model, self.tokenizer = setup.prepare_model(config)
-        self.engine = setup.make_engine(config.rollout, self.model, self.tokenizer)
+        self.engine = setup.make_engine(config, self.model, self.tokenizer)
         self.trainer = Trainer(self.model, config.trainer)
         self.problems = held_out(config, self.tokenizer)
         self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
@@ -127,9 +128,7 @@ class Orchestrator:
         self.console.phase("sampling")
         self.engine.forget_prefixes()  # so that what is sampled follows from this step alone
         with self.watch.part("gen"):
-            trees = self.engine.generate(
-                [p.token_ids for p in prompts], self.params, self.program, seeds=self._seeds(step, len(prompts))
-            )
+            trees = self._generate(prompts, self._seeds(step, len(prompts)))
         self.console.phase("waiting for rewards")
         with self.watch.part("reward"):
             texts = self._score(trees, prompts, sums)
@@ -152,6 +151,23 @@ class Orchestrator:
                 self._save(row)
         self.log.append(step, row)
         self.console.step(step, row)
+
+    def _generate(self, prompts: Sequence[Prompt], seeds: list[int]) -> list[TokenTree]:
+        try:
+            return self.engine.generate(
+                [p.token_ids for p in prompts],
+                self.params,
+                self.program,
+                seeds=seeds,
+                contexts=[p.entry for p in prompts],
+            )
+        except ValueError as error:
+            raise UserError(f"[rollout] cannot be done: {error}") from error
+
+    def _renew_policy(self) -> None:
+        """Let the engine sample with the trainer's weights."""
+        weights = None if isinstance(self.engine, NativeEngine) else dict(self.model.named_parameters())
+        self.engine.update_weights(weights, version=self.trainer.updates)
 
     def _due(self, every: int) -> bool:
         if not self.problems:
@@ -234,7 +250,8 @@ class Orchestrator:
             updated = True
             for name, (total, count) in metrics.items():
                 sums.add(name, total, count)
-        self.engine.policy_version = self.trainer.updates
+        if updated:
+            self._renew_policy()
 
     def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
         """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
@@ -323,7 +340,7 @@ class Orchestrator:
         self.trainer.load_state_dict(saved.tensors, state["trainer"])
         self.source.load_state_dict(state["prompts"])
         self.step = saved.step
-        self.engine.policy_version = self.trainer.updates
+        self._renew_policy()
         self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
         stamp = time.strftime("%Y%m%d-%H%M%S")
         if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from .errors import UserError
 from .functions import import_function
 from .model import load_model, load_tokenizer
 from .programs import RolloutProgram, make_program
-from .rollout import EngineConfig, NativeEngine, SamplingParams
+from .rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 
 
 def choose_device(name: str) -> torch.device:
@@ -47,10 +48,23 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     return model, load_tokenizer(config.model.path)
 
 
-def make_engine(config: RolloutConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
-    return NativeEngine(
-        model, tokenizer, EngineConfig(kv_tokens=config.kv_tokens, max_batch_rows=config.max_batch_rows)
-    )
+def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """What samples for a run.
+
+    Raises:
+        UserError: vLLM is asked for and not installed.
+    """
+    rollout = config.rollout
+    if rollout.backend == "native":
+        sizes = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows)
+        return NativeEngine(model, tokenizer, sizes)
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+    from .integrations.vllm import VllmEngine
+
+    longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
+    return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
@@ -61,6 +75,7 @@ def sampling_params(config: RolloutConfig) -> SamplingParams:
         top_k=config.top_k,
         min_p=config.min_p,
         max_new_tokens=config.max_new_tokens,
+        stop=tuple(config.stop),
     )
 
 

@@ -22,12 +22,18 @@ def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: 
     """Sample ``count`` training prompts with the configured program, judge the responses, print the trees."""
     console = console or Console(highlight=False)
     model, tokenizer = setup.prepare_model(config)
-    engine = setup.make_engine(config.rollout, model, tokenizer)
+    engine = setup.make_engine(config, model, tokenizer)
     source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer))
     prompts = source.next(count)
     program = setup.rollout_program(config.rollout)
     seeds = [int(s) for s in np.random.SeedSequence([config.seed]).generate_state(count)]
-    trees = engine.generate([p.token_ids for p in prompts], setup.sampling_params(config.rollout), program, seeds=seeds)
+    trees = engine.generate(
+        [p.token_ids for p in prompts],
+        setup.sampling_params(config.rollout),
+        program,
+        seeds=seeds,
+        contexts=[p.entry for p in prompts],
+    )
     texts = []
     with RewardPool(config.reward, config.data.tasks) as pool:
         for tree, prompt in zip(trees, prompts, strict=True):

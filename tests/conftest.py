@@ -1,7 +1,8 @@
 """Settings shared by every test.
 
 Without a CUDA device Triton kernels run in Triton's interpreter, which must be chosen before triton is imported; tests
-marked ``gpu`` are skipped and counted. Tests marked ``slow`` are left out unless the mark expression names them.
+marked ``gpu`` are skipped and counted. Tests marked ``slow`` or ``vllm`` are left out unless the mark expression names
+them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(no_gpu)
-    if "slow" not in config.option.markexpr:
-        slow = [item for item in items if "slow" in item.keywords]
-        items[:] = [item for item in items if "slow" not in item.keywords]
-        config.hook.pytest_deselected(items=slow)
+    for mark in ("slow", "vllm"):
+        if mark not in config.option.markexpr:
+            left_out = [item for item in items if mark in item.keywords]
+            items[:] = [item for item in items if mark not in item.keywords]
+            config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture

@@ -1,0 +1,216 @@
+"""vLLM behind the interface of the native engine: group sampling over its prefix cache, programs by re-submission."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+# before vllm is imported: weights are handed over in this process
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.inputs import TokensPrompt
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from ..rollout.branch import Request
+from ..rollout.engine import Prompt, RolloutEngine
+from .vllm_loop import VllmLoop
+
+Array = npt.NDArray[Any]
+TRANSFER = "rolltree"
+
+
+@dataclass
+class NoInfo:
+    """Nothing has to be known to begin."""
+
+
+@dataclass
+class Weights:
+    """Tensors by the names of a Hugging Face checkpoint."""
+
+    weights: list[tuple[str, Tensor]]
+
+
+class InProcessTransfer(WeightTransferEngine[NoInfo, Weights]):
+    """vLLM's weight updates where the tensors are at hand: no transport, only its loading."""
+
+    init_info_cls = NoInfo
+    update_info_cls = Weights
+
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Weights) -> None:
+        self.model.load_weights(update_info.weights)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # A head tied to the embedding has no weights of its own to be reloaded, but on the CPU a packed copy of them.
+        for module in self.model.modules():
+            if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        pass
+
+
+if TRANSFER not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(TRANSFER, InProcessTransfer)
+
+
+class VllmEngine(RolloutEngine):
+    """Samples with vLLM, in this process.
+
+    What differs from the native engine: entropies are not known, so programs that need them are refused; a program's
+    fork is a new request, whose path vLLM finds in its prefix cache; a seed repeats a sample only in the same version
+    of vLLM, and not over `abort`; there is no grammar hook and no adapter.
+
+    Args:
+        model: a Hugging Face directory.
+        tokenizer: needed for prompts and stops given as text.
+        raw_logprobs: also compute the log-probs under softmax(logits) where temperature, filters or biases make them
+            others than those sampled with: a prefill for each response.
+        engine_args: of ``vllm.LLM``.
+    """
+
+    loop: VllmLoop
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        raw_logprobs: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        arguments: dict[str, Any] = {
+            "tokenizer": None if tokenizer is None else tokenizer.name_or_path or model,
+            "skip_tokenizer_init": tokenizer is None,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": 64,
+            "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
+            **engine_args,
+        }
+        with _without_odd_modules():
+            self.llm = LLM(model=model, **arguments)
+        config = self.llm.model_config
+        eos: set[int] = set()
+        sources = (config.try_get_generation_config(), config.hf_text_config.to_dict(), vars(tokenizer or object))
+        for source in sources:
+            found = source.get("eos_token_id")
+            eos.update([found] if isinstance(found, int) else found or [])
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        self.loop = VllmLoop(self.llm, eos, raw_logprobs=raw_logprobs)
+        self._sleeping = False
+
+    def score(self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
+        if len(prompts) != len(continuations):
+            raise ValueError(f"score got {len(prompts)} prompts and {len(continuations)} lists of continuations.")
+        tokens = [self._token_ids(i, prompt).tolist() for i, prompt in enumerate(prompts)]
+        with self._lock:
+            if self.loop.busy:
+                raise RuntimeError(
+                    "VllmEngine.score needs vLLM to itself; finish or abort the requests in flight first."
+                )
+            paths = [p + list(c) for p, some in zip(tokens, continuations, strict=True) for c in some if len(c)]
+            asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+            outputs = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in paths], asked, use_tqdm=False)
+        known = iter(zip(paths, outputs, strict=True))
+        found: list[list[Array]] = []
+        for prompt, some in zip(tokens, continuations, strict=True):
+            found.append([np.zeros(0, np.float32) if not len(c) else _score(*next(known), len(prompt)) for c in some])
+        return found
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
+    ) -> None:
+        with self._lock:
+            if weights is not None:
+                self.llm.collective_rpc("start_weight_update")
+                self.llm.collective_rpc("update_weights", args=({"weights": list(weights.items())},))
+                self.llm.collective_rpc("finish_weight_update")
+            self.loop.version = self.loop.version + 1 if version is None else version
+            self.llm.llm_engine.set_weight_version(str(self.loop.version))
+            if not keep_kv:
+                self.loop.preempt_all()
+
+    def sleep(self, *, weights: bool = False) -> None:
+        """It needs ``enable_sleep_mode=True``. Requests in flight are aborted, and taken up again by `wake`."""
+        with self._lock:
+            self._stopped = self.pause("abort")
+            self.llm.sleep(level=1)
+            self._sleeping = True
+
+    def wake(self) -> None:
+        with self._lock:
+            self.llm.wake_up()
+            self._sleeping = self._paused = False
+            self.submit(self._stopped)
+
+    def forget_prefixes(self) -> None:
+        with self._lock:
+            self.llm.reset_prefix_cache()
+
+    @property
+    def vocabulary(self) -> int:
+        return self.loop.vocabulary
+
+    @property
+    def longest(self) -> int | None:
+        return self.llm.model_config.max_model_len
+
+    def _check(self, index: int, request: Request) -> None:
+        name = type(request.program).__name__
+        if request.program.needs_entropies:
+            raise ValueError(f"{name} looks at entropies, which vLLM does not tell; use the native engine.")
+        if request.params.prefix_allowed_tokens_fn is not None or request.params.adapter is not None:
+            raise ValueError("VllmEngine has no prefix_allowed_tokens_fn and no adapters; use the native engine.")
+
+
+@contextmanager
+def _without_odd_modules() -> Iterator[None]:
+    """On the CPU vLLM 0.32 looks into every object of every module, and trips over llvmlite's (numba's), whose
+    ``__dict__`` is no dictionary; such modules are out of its sight while it starts."""
+    odd = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name.startswith("llvmlite.")
+        and any(not isinstance(getattr(value, "__dict__", {}), Mapping) for value in vars(module).values())
+    }
+    for name in odd:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(odd)
+
+
+def _score(path: list[int], output: Any, prompt: int) -> Array:
+    logprobs = [
+        known[token].logprob for token, known in zip(path[prompt:], output.prompt_logprobs[prompt:], strict=True)
+    ]
+    return np.array(logprobs, np.float32)

@@ -1,0 +1,266 @@
+"""Branches as requests of vLLM: a segment is one, its prompt the path so far, found in vLLM's prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+
+from ..rollout.branch import Branch, Node, Request, given, sample_dtype
+from ..rollout.seeds import child_seed
+from ..rollout.steering import Steering
+from ..tree import LeafStatus, Origin
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(eq=False)
+class Flow:
+    """A branch in vLLM."""
+
+    branch: Branch
+    begin: int
+    """Records of the node before the segment."""
+    end: int
+    """Response length at which the segment is full."""
+    records: list[Array] = field(default_factory=list)
+
+
+class VllmLoop(Steering):
+    """Requests of vLLM on behalf of branches.
+
+    Args:
+        llm: an engine in this process, whose logprobs_mode is "processed_logprobs".
+        eos: tokens that end a response unless it ignores them.
+        raw_logprobs: score finished responses once more, by prefill, where their raw log-probs are not those sampled
+            with anyway.
+    """
+
+    def __init__(self, llm: LLM, eos: set[int], *, raw_logprobs: bool) -> None:
+        super().__init__(llm.model_config.get_vocab_size())
+        self._engine = llm.llm_engine
+        self._eos = eos
+        self._raw = raw_logprobs
+        self._flows: dict[str, Flow] = {}
+        self._ids: dict[Branch, str] = {}
+        self._scores: dict[str, Branch] = {}  # requests that score a leaf
+        self._unscored: dict[int, int] = {}  # leaves of a finished request, by its number
+        self._count = 0
+
+    @property
+    def queued(self) -> Iterable[Request]:
+        return ()  # vLLM has a queue of its own
+
+    def add(self, request: Request) -> None:
+        forks = 0 if request.started else self.first_branches(request)
+        self.requests.append(request)
+        if request.started:
+            self._attach(request)
+            return
+        request.started = True
+        root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
+        branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
+        request.sampling[branch.id] = branch
+        self._sample(branch, forks, self.segment_end(request, 0, request.program.segment_tokens))
+
+    def step(self) -> list[Request]:
+        self._collect_calls()
+        if not self._flows and not self._scores:
+            self._await_calls()
+            return self._hand_out()
+        ended, sampled = [], 0
+        for output in self._engine.step():
+            if output.request_id in self._scores:
+                self._take_score(self._scores.pop(output.request_id), output)
+            elif (flow := self._flows.get(output.request_id)) is not None:
+                sampled += self._take(flow, output.outputs[0])
+                if output.finished:
+                    ended.append(self._end(flow, output.outputs[0]))
+        self.counts["steps"] += 1
+        self.counts["sampled_tokens"] += sampled
+        self.counts["row_steps"] += sampled
+        unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
+        self.counts["idle_row_steps"] += max(unfinished - sampled, 0)
+        self._report(ended)
+        return self._hand_out()
+
+    def abort(self, request: Request) -> None:
+        for branch in request.sampling.values():
+            flow = self._flows[self._ids[branch]]
+            self._keep(flow)
+            branch.saved = {"begin": flow.begin, "end": flow.end}
+        self._let_go(request)
+
+    def preempt_all(self) -> None:
+        flows = list(self._flows.values())
+        for flow in flows:
+            self._keep(flow)
+            self._drop(flow.branch)
+        self._engine.reset_prefix_cache()
+        for flow in flows:
+            self._launch(flow.branch, flow.begin, flow.end)
+
+    def _attach(self, request: Request) -> None:
+        for branch in request.sampling.values():
+            assert branch.saved is not None
+            self._launch(branch, branch.saved["begin"], branch.saved["end"])
+            branch.saved = None
+        if request.calls:
+            self._calling.append(request)
+        if request.finished and not request.calls:
+            self._complete(request)
+
+    # -- to vLLM and back -------------------------------------------------------------------------------------------
+
+    def _launch(self, branch: Branch, begin: int, end: int) -> None:
+        params, program = branch.request.params, branch.request.program
+        length = self._length(branch)
+        stop_ids = set(params.stop_token_ids) | set(program.segment_stop_token_ids)
+        stop_ids |= set() if params.ignore_eos else self._eos
+        asked = SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or 0,
+            min_p=params.min_p or 0.0,
+            # its generator begins anew with every request, so the seed moves on with the response
+            seed=int(child_seed(branch.seed, length)) & 2**63 - 1,
+            max_tokens=end - length,
+            stop=[*params.stop, *program.segment_stop] or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=sorted(stop_ids),
+            ignore_eos=True,  # those that count are named
+            logprobs=max(params.top_logprobs, program.top_logprobs),
+            logit_bias=dict(params.logit_bias) or None,
+            allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+            detokenize=bool(params.stop or program.segment_stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+        id_ = self._add_to_vllm(branch.node.column("token"), asked)
+        self._flows[id_] = Flow(branch, begin, end)
+        self._ids[branch] = id_
+
+    def _add_to_vllm(self, tokens: Array, asked: SamplingParams) -> str:
+        self._count += 1
+        id_ = str(self._count)
+        self._engine.add_request(id_, TokensPrompt(prompt_token_ids=tokens.tolist()), asked)
+        return id_
+
+    def _take(self, flow: Flow, output: Any) -> int:
+        """New tokens of a flow; how many."""
+        params, program = flow.branch.request.params, flow.branch.request.program
+        top = max(params.top_logprobs, program.top_logprobs)
+        records = np.zeros(len(output.token_ids), sample_dtype(top))
+        for record, token, known in zip(records, output.token_ids, output.logprobs or (), strict=True):
+            record["token"], record["version"] = token, self.version
+            record["logprob"] = known[token].logprob if params.temperature else 0.0
+            record["raw_logprob"] = known[token].logprob if _plain(params) else np.nan
+            record["entropy"] = np.nan
+            ranked = sorted(known.items(), key=lambda item: item[1].rank)[:top]
+            record["top_id"] = [id_ for id_, _ in ranked]
+            record["top_logprob"] = [value.logprob for _, value in ranked]
+        flow.records.append(records)
+        return len(records)
+
+    def _keep(self, flow: Flow) -> None:
+        """Put what a flow has brought into its node."""
+        node = flow.branch.node
+        if flow.records:
+            node.records = np.concatenate([node.records, *flow.records]) if len(node.records) else flow.records[0]
+            if len(flow.records) > 1 and node.records is flow.records[0]:
+                node.records = np.concatenate(flow.records)
+            flow.records = []
+
+    def _end(self, flow: Flow, output: Any) -> Any:
+        branch, stop = flow.branch, output.stop_reason
+        self._keep(flow)
+        del self._flows[self._ids.pop(branch)]
+        request = branch.request
+        in_segment = stop in request.program.segment_stop_token_ids or stop in request.program.segment_stop
+        status = None
+        if output.finish_reason == "stop" and not in_segment:
+            status = LeafStatus.STOP
+        elif output.finish_reason not in ("stop", "length"):
+            status = LeafStatus.FAILED
+            request.errors[branch.id] = f"vLLM ended it with '{output.finish_reason}'"
+        elif self._length(branch) >= request.params.max_new_tokens:
+            status = LeafStatus.LENGTH
+        segment = branch.node.records[flow.begin :]
+        return self._end_segment(branch, segment, status, stop if isinstance(stop, str) else None)
+
+    # -- raw log-probs ----------------------------------------------------------------------------------------------
+
+    def _complete(self, request: Request) -> None:
+        params = request.params
+        if not self._raw or _plain(params) or request.number in self._unscored:
+            self._unscored.pop(request.number, None)
+            super()._complete(request)
+            return
+        leaves = [leaf for leaf in request.leaves.values() if leaf.length]
+        self._unscored[request.number] = len(leaves)
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        for leaf in leaves:
+            self._scores[self._add_to_vllm(leaf.node.column("token"), asked)] = leaf
+        if not leaves:
+            self._complete(request)
+
+    def _take_score(self, leaf: Branch, output: Any) -> None:
+        tokens = leaf.node.column("token").tolist()
+        raw = [
+            np.nan if known is None else known[t].logprob
+            for t, known in zip(tokens, output.prompt_logprobs, strict=True)
+        ]
+        for node in leaf.node.path():
+            if node.origin is Origin.SAMPLED:
+                node.records["raw_logprob"] = raw[node.start : node.start + len(node.records)]
+        request = leaf.request
+        self._unscored[request.number] -= 1
+        if not self._unscored[request.number] and request in self.requests:
+            self._complete(request)
+
+    # -- what programs ask for --------------------------------------------------------------------------------------
+
+    def _length(self, branch: Branch) -> int:
+        return branch.node.start + len(branch.node.records) - len(branch.request.prompt)
+
+    def _path(self, branch: Branch) -> Array:  # [prompt + response] int32
+        return branch.node.column("token")
+
+    def _seal(self, branch: Branch) -> None:
+        branch.node.sealed = True
+
+    def _append(self, branch: Branch, node: Node) -> None:
+        pass
+
+    def _open(self, branch: Branch, source: Branch, length: int) -> None:
+        pass
+
+    def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
+        if n == 1 and not branch.node.sealed:
+            self._launch(branch, len(branch.node.records), segment_end)
+            return
+        branch.node.sealed = True
+        request = branch.request
+        del request.sampling[branch.id]
+        for child in self.children(branch, n):
+            request.sampling[child.id] = child
+            self._launch(child, 0, segment_end)
+
+    def _drop(self, branch: Branch) -> None:
+        if (id_ := self._ids.pop(branch, None)) is not None:
+            del self._flows[id_]
+            self._engine.abort_request([id_])
+
+    def _retire(self, branch: Branch) -> None:
+        pass
+
+
+def _plain(params: Any) -> bool:
+    """Whether tokens are sampled from softmax(logits) itself."""
+    filtered = params.top_p < 1 or params.top_k or params.min_p
+    return params.temperature == 1 and not filtered and not params.constrained
