@@ -1,4 +1,4 @@
-"""The command line: ``rolltree train | rollout | bench | report | methods | doctor``.
+"""The command line: ``rolltree train | rollout | serve | bench | report | methods | doctor``.
 
 Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Failures are one sentence on stderr; the
 traceback comes with ``--debug``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import sys
 import traceback
@@ -84,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to sample for (default 2)")
     rollout.add_argument("--out", type=Path, metavar="FILE", help="also write the trees to this parquet file")
     rollout.epilog = keys
+    serve = command("serve", _serve, "Serve a model on this machine in the manner of OpenAI's API.")
+    serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
+    serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    serve.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    serve.add_argument("--kv_tokens", type=int, default=65536, help="capacity of the KV cache (default 65536)")
     report = command("report", _report, "Write report.html of a run.")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
@@ -146,6 +155,25 @@ def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
 
     _quiet_transformers()
     sample_and_show(load_config(args.config, overrides), args.prompts, args.out)
+    return 0
+
+
+def _serve(args: argparse.Namespace, _: list[str]) -> int:
+    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
+        raise UserError("serve needs fastapi and uvicorn; install rolltree[serve].")
+    import torch
+    import uvicorn
+
+    from . import setup
+    from .model import load_model, load_tokenizer
+    from .rollout import EngineConfig, NativeEngine
+    from .server import make_app
+
+    _quiet_transformers()
+    model = load_model(args.model, dtype=getattr(torch, args.dtype), device=setup.choose_device(args.device))
+    engine = NativeEngine(model, load_tokenizer(args.model), EngineConfig(kv_tokens=args.kv_tokens))
+    app = make_app(engine, args.name or Path(args.model).resolve().name)
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning" if not args.debug else "debug")
     return 0
 
 

@@ -228,8 +228,10 @@ class VllmLoop(Steering):
     def _length(self, branch: Branch) -> int:
         return branch.node.start + len(branch.node.records) - len(branch.request.prompt)
 
-    def _path(self, branch: Branch) -> Array:  # [prompt + response] int32
-        return branch.node.column("token")
+    def path_so_far(self, branch: Branch) -> Array:  # [prompt + response] int32
+        flow = self._flows.get(self._ids.get(branch, ""))
+        more = [records["token"] for records in flow.records] if flow else []
+        return np.concatenate([branch.node.column("token"), *more])
 
     def _seal(self, branch: Branch) -> None:
         branch.node.sealed = True

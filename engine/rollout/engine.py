@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..programs import RolloutProgram, make_program
+from ..programs import BranchId, RolloutProgram, make_program
 from ..tree import TokenTree
 from .branch import Request
 from .sampling_params import SamplingParams
@@ -156,6 +156,13 @@ class RolloutEngine(ABC):
                         await asyncio.sleep(0.005)
         finally:
             self.abort([request for request in requests if not request.done])
+
+    def progress(self, request: Request) -> dict[BranchId, Array]:
+        """The response so far of every branch of a request, finished ones included: token ids [tokens] int32."""
+        with self._lock:
+            branches = [*request.leaves.values(), *request.unfinished]
+            paths = {b.id: self.loop.path_so_far(b)[len(request.prompt) :] for b in branches if b.id}
+            return paths
 
     def abort(self, requests: Sequence[Request] | None = None) -> list[Request]:
         """Stop requests (None: all) where they are; returns them.

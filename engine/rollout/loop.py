@@ -210,8 +210,11 @@ class NativeLoop(Steering):
     def _length(self, branch: Branch) -> int:
         return int(self.rows.length[branch.slot])
 
-    def _path(self, branch: Branch) -> Array:  # [prompt + response] int32
-        above = branch.node.parent.column("token") if branch.node.parent else np.zeros(0, np.int32)
+    def path_so_far(self, branch: Branch) -> Array:  # [prompt + response] int32
+        if branch.node.sealed or branch.slot < 0:
+            return branch.node.column("token")
+        assert branch.node.parent is not None  # the prompt's node is sealed
+        above = branch.node.parent.column("token")
         return np.concatenate([above, self.rows.records["token"][branch.slot, : self.rows.fill[branch.slot]]])
 
     def _take_records(self, branch: Branch) -> None:

@@ -170,7 +170,7 @@ class Steering(ABC):
             depth=len(branch.boundaries),
             boundaries=branch.boundaries,
             length=length,
-            response_ids=self._path(branch)[len(request.prompt) :],
+            response_ids=self.path_so_far(branch)[len(request.prompt) :],
             token_ids=segment["token"],
             logprobs=segment["logprob"],
             entropies=segment["entropy"],
@@ -186,8 +186,8 @@ class Steering(ABC):
         return request, report
 
     @abstractmethod
-    def _path(self, branch: Branch) -> Array:  # [prompt + response] int32
-        """All tokens of a branch that has just stopped sampling."""
+    def path_so_far(self, branch: Branch) -> Array:  # [prompt + response] int32
+        """All tokens of a branch."""
 
     def _report(self, ended: Iterable[tuple[Request, SegmentReport]]) -> None:
         """Ask the programs, each once a step."""
