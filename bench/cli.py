@@ -23,6 +23,8 @@ OPS = (
     "sample_tokens",
     "tree_step",
     "rollout",
+    "treepo",
+    "tree_decode",
 )
 
 

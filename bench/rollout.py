@@ -1,7 +1,9 @@
-"""Groups of responses to fresh prompts, lengths forced, log-probs returned: the native engine and its peers."""
+"""Groups of responses to fresh prompts, log-probs returned: the native engine and its peers."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3Fo
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 
-from .runner import Bench, Calls, Case
+from .runner import Bench, Calls, Case, UnsupportedError
 
 PLAIN = "transformers generate"
 
@@ -22,14 +24,19 @@ class Inputs:
     prompts: list[list[int]]
     group: int
     new_tokens: int
+    stops: tuple[int, ...]
+    """Tokens that end a response; none where lengths are forced."""
+
+    @property
+    def tokens(self) -> int:
+        """With forced lengths."""
+        return len(self.prompts) * self.group * self.new_tokens
 
 
-def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """(prompts, prompt length, group, new tokens, layers, width, ffn, query heads, key heads, head dim, vocabulary)"""
-    small = (4, 512, 16, 64, 4, 256, 768, 8, 4, 32, 1024, torch.float32)
-    large = (16, 4096, 16, 512, 28, 1024, 3072, 16, 8, 128, 151936, torch.bfloat16)
-    shape = (1, 64, 4, 16, *small[4:]) if quick else small if device.type == "cpu" else large
-    count, prompt, group, new_tokens, layers, width, ffn, heads, kv_heads, dim, vocabulary, dtype = shape
+def make_model(device: torch.device, *, small: bool) -> PreTrainedModel:
+    """Of random weights: the four layers that the CPU is measured with, or the shape of Qwen3 0.6B."""
+    shape = (4, 256, 768, 8, 4, 32, 1024) if small else (28, 1024, 3072, 16, 8, 128, 151936)
+    layers, width, ffn, heads, kv_heads, dim, vocabulary = shape
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -39,25 +46,66 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=dim,
-        max_position_embeddings=prompt + new_tokens,
+        max_position_embeddings=16384,
         tie_word_embeddings=True,
     )
-    model = Qwen3ForCausalLM(config).to(device, dtype).eval()
+    return Qwen3ForCausalLM(config).to(device, torch.float32 if small else torch.bfloat16).eval()
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Lengths forced, then ended by tokens of which one comes up about every 64."""
+    small = device.type == "cpu"
+    model = make_model(device, small=small)
+    vocabulary = model.config.vocab_size
+    count, prompt, group, new_tokens = (1, 64, 4, 16) if quick else (4, 512, 16, 128) if small else (16, 4096, 16, 512)
     prompts = torch.randint(vocabulary, (count, prompt)).tolist()
-    name = f"{count} x ({prompt} + {group}x{new_tokens}) layers {layers} width {width} V={vocabulary}"
-    yield Case(f"{name} {str(dtype).removeprefix('torch.')}", Inputs(model, prompts, group, new_tokens))
+    name = f"{count} x ({prompt} + {group}x{new_tokens}) V={vocabulary} {str(model.dtype).removeprefix('torch.')}"
+    yield Case(f"{name} forced lengths", Inputs(model, prompts, group, new_tokens, ()))
+    if not quick:
+        yield Case(f"{name} natural lengths", Inputs(model, prompts, group, new_tokens, tuple(range(vocabulary // 64))))
 
 
 def native(x: Inputs) -> Calls:
     """Every call begins with an empty cache: prompts are fresh."""
-    tokens = sum(len(p) + x.group * x.new_tokens for p in x.prompts)
-    engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * tokens))
-    params = SamplingParams(n=x.group, max_new_tokens=x.new_tokens, ignore_eos=True)
+    engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * (x.tokens + sum(map(len, x.prompts)))))
+    params = SamplingParams(n=x.group, max_new_tokens=x.new_tokens, ignore_eos=True, stop_token_ids=x.stops)
 
     def call() -> None:
         engine.forget_prefixes()
         trees = engine.generate(x.prompts, params)
-        assert sum(int(tree.response_length.sum()) for tree in trees) == len(x.prompts) * x.group * x.new_tokens
+        assert x.stops or sum(int(tree.response_length.sum()) for tree in trees) == x.tokens
+
+    return {"generate": call}
+
+
+def vllm(x: Inputs) -> Calls:
+    """vLLM itself, as its users call it: `n` samples of each prompt, prefix caching, compiled."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm
+
+    from rolltree.engine.integrations.vllm import VllmEngine
+
+    directory = tempfile.mkdtemp(prefix="rolltree-bench-")
+    x.model.save_pretrained(directory)
+    longest = len(x.prompts[0]) + x.new_tokens
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.5} if x.model.device.type == "cuda" else {}
+    if not options:
+        options = {"kv_cache_memory_bytes": 1 << 30, "dtype": "float32"}
+    llm = VllmEngine(directory, max_model_len=longest, **options).llm
+    params = vllm.SamplingParams(
+        n=x.group,
+        max_tokens=x.new_tokens,
+        ignore_eos=True,
+        stop_token_ids=list(x.stops),
+        logprobs=0,
+        detokenize=False,
+    )
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in x.prompts]
+
+    def call() -> None:
+        llm.reset_prefix_cache()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert x.stops or sum(len(o.token_ids) for output in outputs for o in output.outputs) == x.tokens
 
     return {"generate": call}
 
@@ -71,7 +119,7 @@ def transformers_generate(x: Inputs) -> Calls:
         top_k=0,
         num_return_sequences=x.group,
         max_new_tokens=x.new_tokens,
-        min_new_tokens=x.new_tokens,
+        eos_token_id=list(x.stops) or None,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
@@ -82,7 +130,29 @@ def transformers_generate(x: Inputs) -> Calls:
         model.set_attn_implementation("sdpa")  # an engine may have set its own
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         logprob = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-        assert logprob.shape == (len(x.prompts) * x.group, x.new_tokens)
+        assert len(logprob) == len(x.prompts) * x.group
+        model.set_attn_implementation(attention)
+
+    return {"generate": call}
+
+
+def transformers_continuous(x: Inputs) -> Calls:
+    """Transformers' continuous batching, which returns no log-probs; every sample is a prompt of its own."""
+    model: Any = x.model
+    if not hasattr(model, "generate_batch"):
+        raise UnsupportedError("this version of Transformers has no generate_batch")
+    if model.device.type == "cpu":
+        raise UnsupportedError("it needs an accelerator")
+    config = GenerationConfig(
+        do_sample=True, max_new_tokens=x.new_tokens, eos_token_id=list(x.stops) or -1, pad_token_id=0
+    )
+    prompts = [prompt for prompt in x.prompts for _ in range(x.group)]
+
+    def call() -> None:
+        attention = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
+        outputs = model.generate_batch(inputs=prompts, generation_config=config)
+        assert len(outputs) == len(prompts)
         model.set_attn_implementation(attention)
 
     return {"generate": call}
@@ -91,6 +161,11 @@ def transformers_generate(x: Inputs) -> Calls:
 BENCH = Bench(
     op="rollout",
     cases=cases,
-    providers={"rolltree": native, PLAIN: transformers_generate},
+    providers={
+        "rolltree": native,
+        "vllm": vllm,
+        "transformers continuous batching": transformers_continuous,
+        PLAIN: transformers_generate,
+    },
     speedup_over=PLAIN,
 )

@@ -13,6 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -45,6 +47,15 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 rng = np.random.default_rng(0)
 PROMPTS: list[list[int]] = [rng.integers(10, 211, n).tolist() for n in (1, 2, 17, 40, 16, 31)]

@@ -1,0 +1,167 @@
+"""Decode attention over groups that share a prompt: shared keys read once, and read for every row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
+
+from .runner import Bench, Calls, Case, UnsupportedError
+
+FLAT = "flat paged decode"
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor  # [N, Hq, D]
+    k_pages: Tensor  # [P, page, Hkv, D]
+    v_pages: Tensor
+    prefix: int
+    unique: int
+    group: int
+    groups: int
+
+    def plan(self, *, shared: bool) -> DecodePlan:
+        """Nodes of all groups; without ``shared`` every row has the prefix's pages as a node of its own."""
+        prefix_pages, own_pages = self.prefix // PAGE, self.unique // PAGE
+        pages, length, position, begin, end = [], [], [], [], []
+        first = 0
+        for g in range(self.groups):
+            prefix = list(range(first, first + prefix_pages))
+            first += prefix_pages
+            row = g * self.group
+            if shared:
+                pages.append(prefix)
+                length.append(self.prefix)
+                position.append(0)
+                begin.append(row)
+                end.append(row + self.group)
+            for i in range(self.group):
+                own = list(range(first, first + own_pages))
+                first += own_pages
+                pages.append(own if shared else prefix + own)
+                length.append(self.unique + (0 if shared else self.prefix))
+                position.append(self.prefix if shared else 0)
+                begin.append(row + i)
+                end.append(row + i + 1)
+        device = self.q.device
+        indptr = [0]
+        for some in pages:
+            indptr.append(indptr[-1] + len(some))
+
+        def tensor(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        rows = self.group * self.groups
+        return DecodePlan(
+            page_indptr=tensor(indptr),
+            page_ids=tensor([page for some in pages for page in some]),
+            node_offset=tensor([0] * len(pages)),
+            node_length=tensor(length),
+            node_position=tensor(position),
+            row_begin=tensor(begin),
+            row_end=tensor(end),
+            query_position=tensor([self.prefix + self.unique - 1] * rows),
+        )
+
+    @property
+    def unique_tokens(self) -> int:
+        return self.groups * (self.prefix + self.group * self.unique)
+
+    @property
+    def byte_ratio(self) -> float:
+        return self.groups * self.group * (self.prefix + self.unique) / self.unique_tokens
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Prefix, own tokens, responses of a group, groups; the last ones are where sharing cannot win."""
+    cpu = device.type == "cpu"
+    heads, kv_heads, dim = (8, 4, 32) if cpu else (16, 8, 128)
+    dtype = torch.float32 if cpu else torch.bfloat16
+    shapes = [(512, 64, 16, 4), (1024, 128, 16, 4), (4096, 128, 16, 1), (128, 512, 2, 8), (1024, 1024, 1, 16)]
+    if not cpu:
+        shapes = [
+            (p, r, g, n) for p in (256, 1024, 4096, 16384) for r in (128, 2048) for g in (8, 16, 64) for n in (1, 16)
+        ]
+        shapes = [s for s in shapes if s[2] * s[3] * s[1] + s[0] * s[3] <= 1 << 20] + [
+            (128, 2048, 2, 16),
+            (1024, 1024, 1, 64),
+        ]
+    for prefix, unique, group, groups in shapes[:1] if quick else shapes:
+        torch.manual_seed(0)
+        pages = groups * (prefix + group * unique) // PAGE
+        k, v = (torch.randn(pages, PAGE, kv_heads, dim, dtype=dtype, device=device) for _ in range(2))
+        q = torch.randn(group * groups, heads, dim, dtype=dtype, device=device)
+        name = f"P={prefix} R={unique} G={group} x {groups} heads {heads}/{kv_heads} D={dim} {str(dtype)[6:]}"
+        yield Case(name, Inputs(q, k, v, prefix, unique, group, groups))
+
+
+def _op(x: Inputs, shared: bool) -> Calls:
+    plan = x.plan(shared=shared)
+    return {"forward": lambda: tree_decode_attention(x.q, x.k_pages, x.v_pages, plan)}
+
+
+def rolltree(x: Inputs) -> Calls:
+    return _op(x, shared=True)
+
+
+def flat(x: Inputs) -> Calls:
+    """The same op with nothing shared: what a paged decode kernel without trees reads."""
+    return _op(x, shared=False)
+
+
+def sdpa(x: Inputs) -> Calls:
+    """torch's attention over keys gathered beforehand, one contiguous copy a row; the copying is not timed."""
+    bytes_needed = 2 * x.q.shape[0] * (x.prefix + x.unique) * x.k_pages.shape[2] * x.q.shape[2] * x.q.element_size()
+    if bytes_needed > 32 << 30:
+        raise UnsupportedError(f"a copy of the keys for every row takes {bytes_needed >> 30} GiB")
+    plan = x.plan(shared=False)
+    pages = plan.page_ids.view(x.q.shape[0], -1).long()
+    keys, values = (p[pages].flatten(1, 2).transpose(1, 2) for p in (x.k_pages, x.v_pages))  # [N, Hkv, S, D]
+    query = x.q[:, :, None]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return {"forward": lambda: attention(query, keys, values, enable_gqa=True)}
+
+
+def flashinfer(x: Inputs) -> Calls:
+    import flashinfer
+
+    plan = x.plan(shared=False)
+    work = torch.empty(256 << 20, dtype=torch.uint8, device=x.q.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD")
+    last = torch.full((x.q.shape[0],), PAGE, dtype=torch.int32, device=x.q.device)
+    wrapper.plan(
+        plan.page_indptr,
+        plan.page_ids,
+        last,
+        x.q.shape[1],
+        x.k_pages.shape[2],
+        x.q.shape[2],
+        PAGE,
+        q_data_type=x.q.dtype,
+    )
+    return {"forward": lambda: wrapper.run(x.q, (x.k_pages, x.v_pages))}
+
+
+def copy(x: Inputs) -> Calls:
+    """Moving as many bytes as the unique keys and values have: half of them read, and written."""
+    half = torch.cat([x.k_pages.flatten(), x.v_pages.flatten()]).chunk(2)
+    target = torch.empty_like(half[0])
+    return {"forward": lambda: target.copy_(half[0])}
+
+
+BENCH = Bench(
+    op="tree_decode",
+    cases=cases,
+    providers={"rolltree": rolltree, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
+    ceiling=copy,
+    ceiling_is="moving the bytes of the unique keys and values",
+    speedup_over=FLAT,
+    speedup_ceiling=lambda x: x.byte_ratio,
+)

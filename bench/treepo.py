@@ -1,0 +1,89 @@
+"""Segment trees (TreePO) beside independent responses of the same number and length, by the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.programs import TreePO
+
+from .rollout import make_model
+from .runner import Bench, Calls, Case
+
+FLAT = "rolltree flat"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    model: Any
+    prompts: list[list[int]]
+    width: int
+    segment: int
+    depth: int
+
+    @property
+    def flat_tokens(self) -> int:
+        """Prompt tokens computed once, and every response in full."""
+        return sum(len(p) + self.width * self.segment * self.depth for p in self.prompts)
+
+    @property
+    def tree_tokens(self) -> int:
+        """Branches double from 2 until the tree is as wide as it may be."""
+        branches = sum(min(2 ** (level + 1), self.width) for level in range(self.depth))
+        return sum(len(p) + self.segment * branches for p in self.prompts)
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    model = make_model(device, small=device.type == "cpu")
+    shapes = [(1, 64, 4, 8, 4)] if quick else [(1, 1024, 16, 512, 7), (1, 1024, 16, 512, 14)]
+    if device.type == "cuda":
+        shapes = [(8, *shape[1:]) for shape in shapes]
+    for count, prompt, width, segment, depth in shapes:
+        prompts = torch.randint(model.config.vocab_size, (count, prompt)).tolist()
+        yield Case(
+            f"{count} x P={prompt} S={segment} D={depth} W={width}", Inputs(model, prompts, width, segment, depth)
+        )
+
+
+def _engine(x: Inputs) -> NativeEngine:
+    return NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * x.flat_tokens))
+
+
+def _params(x: Inputs) -> SamplingParams:
+    return SamplingParams(n=x.width, max_new_tokens=x.segment * x.depth, ignore_eos=True)
+
+
+def treepo(x: Inputs) -> Calls:
+    engine, program = _engine(x), TreePO(segment_tokens=x.segment, max_depth=x.depth)
+
+    def call() -> None:
+        engine.forget_prefixes()
+        trees = engine.generate(x.prompts, _params(x), program)
+        assert sum(tree.num_tokens for tree in trees) == x.tree_tokens
+        assert all(tree.num_leaves == x.width for tree in trees)
+
+    return {"generate": call}
+
+
+def flat(x: Inputs) -> Calls:
+    engine = _engine(x)
+
+    def call() -> None:
+        engine.forget_prefixes()
+        trees = engine.generate(x.prompts, _params(x))
+        assert sum(tree.num_tokens for tree in trees) == x.flat_tokens
+
+    return {"generate": call}
+
+
+BENCH = Bench(
+    op="treepo",
+    cases=cases,
+    providers={"rolltree treepo": treepo, FLAT: flat},
+    speedup_over=FLAT,
+    speedup_ceiling=lambda x: x.flat_tokens / x.tree_tokens,
+)
