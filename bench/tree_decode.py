@@ -86,13 +86,9 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     dtype = torch.float32 if cpu else torch.bfloat16
     shapes = [(512, 64, 16, 4), (1024, 128, 16, 4), (4096, 128, 16, 1), (128, 512, 2, 8), (1024, 1024, 1, 16)]
     if not cpu:
-        shapes = [
-            (p, r, g, n) for p in (256, 1024, 4096, 16384) for r in (128, 2048) for g in (8, 16, 64) for n in (1, 16)
-        ]
-        shapes = [s for s in shapes if s[2] * s[3] * s[1] + s[0] * s[3] <= 1 << 20] + [
-            (128, 2048, 2, 16),
-            (1024, 1024, 1, 64),
-        ]
+        grid = itertools.product((256, 1024, 4096, 16384), (128, 2048), (8, 16, 64), (1, 16))
+        shapes = [(p, r, g, n) for p, r, g, n in grid if n * (p + g * r) <= 1 << 20]
+        shapes += [(128, 2048, 2, 16), (1024, 1024, 1, 64)]
     for prefix, unique, group, groups in shapes[:1] if quick else shapes:
         torch.manual_seed(0)
         pages = groups * (prefix + group * unique) // PAGE

@@ -139,6 +139,7 @@ class Request:
         self.params = params
         self.program = program
         self.adapter = 0  # its number in the engine; 0 is the model as it is
+        self.forks = 0  # branches its program wants from the prompt
         self.tree: TokenTree | None = None
         self.error: Exception | None = None
         self.errors: dict[BranchId, str] = {}

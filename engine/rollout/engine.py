@@ -75,11 +75,11 @@ class RolloutEngine(ABC):
             self.reset_stats()
         requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts)
         try:
-            while not all(request.done for request in requests):
-                self.step()
-                for request in requests:
-                    if request.error is not None:
-                        raise request.error
+            with self._computing():
+                while not all(request.done for request in requests):
+                    for request in self.step():
+                        if request.error is not None and request in requests:
+                            raise request.error
         except BaseException:
             self.abort([request for request in requests if not request.done])
             raise

@@ -61,7 +61,7 @@ class KvCache:
         query_position: npt.NDArray[Any],  # [N] int32
     ) -> None:
         self._slots = torch.from_numpy(slots).to(self._device)
-        self._plan = DecodePlan(*(torch.from_numpy(x).to(self._device) for x in (*plan, query_position)))
+        self._plan = DecodePlan.from_host((*plan, query_position), self._device)
 
     def attend(
         self,

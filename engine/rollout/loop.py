@@ -39,7 +39,6 @@ class NativeLoop(Steering):
         self.scheduler = Scheduler(
             cache, self.rows, self.requests, max_batch_rows=max_batch_rows, max_prefill_tokens=max_prefill_tokens
         )
-        self._forks: dict[int, int] = {}  # of requests that wait in the queue
 
     @property
     def queued(self) -> Iterable[Request]:
@@ -49,7 +48,7 @@ class NativeLoop(Steering):
         if request.started:
             self._attach(request)
             return
-        self._forks[request.number] = self.first_branches(request)
+        request.forks = self.first_branches(request)
         self.scheduler.queue.append(request)
 
     def step(self) -> list[Request]:
@@ -123,7 +122,7 @@ class NativeLoop(Steering):
         branch.kv = self.tree.insert(self._key(request), request.prompt)
         request.sampling[branch.id] = branch
         end = self.segment_end(request, 0, request.program.segment_tokens)
-        return self._add(branch, 0, end, self._forks.pop(request.number))
+        return self._add(branch, 0, end, request.forks)
 
     def _add(self, branch: Branch, length: int, segment_end: int, forks: int) -> Branch:
         request, params, program = branch.request, branch.request.params, branch.request.program

@@ -201,12 +201,14 @@ class NativeEngine(RolloutEngine):
     @contextmanager
     def _computing(self) -> Iterator[None]:
         was_training = self.model.training
-        self.model.eval()
+        if was_training:  # a batch does it once, not at every step: it takes as long as a layer
+            self.model.eval()
         try:
             with torch.inference_mode():
                 yield
         finally:
-            self.model.train(was_training)
+            if was_training:
+                self.model.train()
 
 
 def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

@@ -163,13 +163,15 @@ class Scheduler:
     # -- waiting branches -------------------------------------------------------------------------------------------
 
     def _admit(self, start: Callable[[Request], Branch]) -> None:
-        """Start queued requests, as many as the batch has rows for. Their first nodes may split others."""
-        tips = sum(max(1, request.params.n - len(request.leaves)) for request in self.requests)
-        while self.queue and (tips + self.queue[0].params.n <= self.max_batch_rows or not self.requests):
+        """Start queued requests while the branches there are leave rows of the batch free."""
+        if not self.queue:
+            return
+        tips = sum(max(1, int(n)) for branch, n in zip(self.rows.branch, self.rows.forks, strict=True) if branch)
+        while self.queue and (tips + self.queue[0].forks <= self.max_batch_rows or not self.requests):
             request = self.queue.popleft()
             self.requests.append(request)
             insort(self.waiting, start(request), key=_order)
-            tips += request.params.n
+            tips += request.forks
 
     def _fill(self, taken: int, *, idle: bool) -> list[Fill]:
         """Chunks of waiting branches, oldest first, beside ``taken`` pages and for the budget of tokens."""
@@ -235,7 +237,7 @@ class Scheduler:
         return int((-(-tokens // self.cache.tree.page_size)).sum())
 
     def _tips(self, branch: Branch) -> int:
-        return branch.request.params.n if branch.node.parent is None else 1
+        return max(1, int(self.rows.forks[branch.slot]))
 
     # -- the step ---------------------------------------------------------------------------------------------------
 

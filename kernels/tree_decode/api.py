@@ -26,8 +26,7 @@ _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
-@torch.library.custom_op("rolltree::tree_decode_attention", mutates_args=())
-def tree_decode_op(
+def _decode(
     q: Tensor,  # [N, Hq, D]
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
@@ -42,6 +41,7 @@ def tree_decode_op(
     scale: float,
     window: int | None,
     softcap: float | None,
+    partials: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
     plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
@@ -50,7 +50,10 @@ def tree_decode_op(
         run = _BACKENDS["reference"]
     else:
         run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
-    return run(q, k_pages, v_pages, *plan, scale, window, softcap)
+    return run(q, k_pages, v_pages, *plan, scale, window, softcap, partials)
+
+
+tree_decode_op = torch.library.custom_op("rolltree::tree_decode_attention", _decode, mutates_args=())
 
 
 @tree_decode_op.register_fake
@@ -69,6 +72,7 @@ def _(
     scale: float,
     window: int | None,
     softcap: float | None,
+    partials: int | None,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
@@ -112,7 +116,9 @@ def tree_decode_attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"tree_decode_attention: softcap must be positive, not {softcap}; None means no cap.")
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return tree_decode_op(q, k_pages, v_pages, **plan.tensors(), scale=scale, window=window, softcap=softcap)
+    # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small step.
+    op: Callable[..., tuple[Tensor, Tensor]] = tree_decode_op if torch.compiler.is_compiling() else _decode
+    return op(q, k_pages, v_pages, *plan.tensors().values(), scale, window, softcap, plan.partials)
 
 
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:

@@ -21,6 +21,7 @@ def tree_decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    partials: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
     return torch.ops.rolltree_cpu.tree_decode(q, k_pages, v_pages, *plan, scale, window, softcap)

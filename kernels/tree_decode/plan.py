@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+CHUNK = 512
+"""Keys of a node that are summed up together; counted from its first, whoever else reads it."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,9 @@ class DecodePlan:
     row_begin: Tensor  # [K] first row that has the node on its path
     row_end: Tensor  # [K] one past the last
     query_position: Tensor  # [N] a row sees keys at positions up to its own
+    partials: int | None = None
+    """At least the number of (row, chunk of `CHUNK` keys of a node on its path). A backend that needs it and is not
+    told counts on the device, and waits for that once a plan."""
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors().items():
@@ -38,4 +48,15 @@ class DecodePlan:
             raise ValueError(f"DecodePlan.page_indptr has {self.page_indptr.numel()} entries for {nodes} nodes.")
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "partials"}
+
+    @staticmethod
+    def from_host(
+        arrays: Sequence[npt.NDArray[Any]],  # int32, the tensors above in order
+        device: torch.device,
+    ) -> DecodePlan:
+        """The plan of arrays on the host, whose partial results are counted there."""
+        length, begin, end = arrays[3].astype(np.int64), arrays[5], arrays[6]
+        partials = int(((end - begin) * -(-length // CHUNK)).sum())
+        tensors: list[Any] = [torch.from_numpy(x).to(device) for x in arrays]
+        return DecodePlan(*tensors, partials=partials)

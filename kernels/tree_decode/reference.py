@@ -28,6 +28,7 @@ def tree_decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    partials: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [N, Hq, D] in q's dtype and the log-sum-exp [N, Hq] in float32 (float64 for float64)."""
     length = node_length.long()

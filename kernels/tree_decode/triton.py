@@ -23,8 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..dispatch import interpreting
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
+from .plan import CHUNK
 
-CHUNK = 512  # keys of an item
 QUERIES = 64  # rows x query heads of an item
 PROGRAMS_A_PROCESSOR = 4
 
@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
     item_end: Tensor  # [K] int32, running count of items
     partial_base: Tensor  # [K] int64, a node's first partial; partials run over its chunks, then its rows
-    partial_ids: Tensor  # [partials] int64, by row, along its path
+    partial_ids: Tensor  # [at least the partials] int64, by row, along its path
     partial_begin: Tensor  # [N + 1] int64, where each row's partials begin there
 
 
@@ -158,23 +158,24 @@ _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """row_begin of a plan -> its work: the layers of a step ask for the same one."""
 
 
-def work_of(row_begin: Tensor, row_end: Tensor, node_length: Tensor, rows: int, group: int) -> Work:
-    """Items and partials of a plan, found once. Waits for the device once, to know how many partials there are."""
+def work_of(row_begin: Tensor, row_end: Tensor, node_length: Tensor, rows: int, group: int, most: int | None) -> Work:
+    """Items and partials of a plan, found once, with room for ``most`` partials; None counts, and waits for that."""
     known = _found.setdefault(row_begin, {})
     if group not in known:
         below = (row_end - row_begin).clamp(min=0).long()
         chunks = -(-node_length.long() // CHUNK)
         tiles = -(-below // (QUERIES // group))
         partials = below * chunks
-        base = partials.cumsum(0) - partials
-        total = int(partials.sum())
-        node = torch.repeat_interleave(partials, output_size=total)
-        place = torch.arange(total, device=row_begin.device) - base[node]
-        row = row_begin[node] + place % below[node].clamp(min=1)
+        end = partials.cumsum(0)
+        base = end - partials
+        index = torch.arange(int(end[-1]) if most is None else most, device=row_begin.device)
+        node = torch.searchsorted(end, index, right=True).clamp(max=len(end) - 1)
+        row = row_begin[node] + (index - base[node]) % below[node].clamp(min=1)
+        row = torch.where(index < end[-1], row, rows)  # room that is left goes to a row beyond the last
         ids = row.argsort(stable=True)  # a row's partials lie in the order of nodes, parents first, and of chunks
-        counts = torch.zeros(rows + 1, dtype=torch.int64, device=row.device)
-        counts[1:] = torch.zeros_like(counts[1:]).index_add_(0, row.long(), torch.ones_like(row, dtype=torch.int64))
-        known[group] = Work((chunks * tiles).cumsum(0).int(), base, ids, counts.cumsum(0))
+        counts = torch.zeros(rows + 2, dtype=torch.int64, device=row.device)
+        counts[1:] = torch.zeros_like(counts[1:]).index_add_(0, row.long(), torch.ones_like(index))
+        known[group] = Work((chunks * tiles).cumsum(0).int(), base, ids, counts.cumsum(0)[:-1])
     return known[group]
 
 
@@ -193,30 +194,30 @@ def tree_decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
     if interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
-        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), *plan, scale, window, softcap)
+        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), *plan, scale, window, softcap, most)
         return out.to(q.dtype), lse
     rows, heads, dim = q.shape
     kv_heads, nodes = k_pages.shape[2], len(node_length)
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
-    if rows == 0:
-        return out, lse
+    if rows == 0 or nodes == 0:
+        return out.zero_(), lse.fill_(-float("inf"))
     group = heads // kv_heads
-    work = work_of(row_begin, row_end, node_length, rows, group)
+    work = work_of(row_begin, row_end, node_length, rows, group, most)
     partial_out = q.new_empty((len(work.partial_ids), heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((len(work.partial_ids), heads), dtype=torch.float32)
     width = padded_width(dim)
     keys, warps = tile_of(width, q.dtype)
-    if nodes:
-        partial_kernel[(_programs(q.device), kv_heads)](
-            q, k_pages, v_pages, *plan, work.item_end, work.partial_base, partial_out, partial_lse,
-            nodes, *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], scale, window or 0, softcap or 0.0,
-            PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=QUERIES,
-            KEYS=keys, CHUNK=CHUNK, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-            num_warps=warps, num_stages=2,
-        )  # fmt: skip
+    partial_kernel[(_programs(q.device), kv_heads)](
+        q, k_pages, v_pages, *plan, work.item_end, work.partial_base, partial_out, partial_lse,
+        nodes, *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], scale, window or 0, softcap or 0.0,
+        PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=QUERIES,
+        KEYS=keys, CHUNK=CHUNK, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        num_warps=warps, num_stages=2,
+    )  # fmt: skip
     some = min(8, triton.next_power_of_2(heads))
     merge_kernel[(rows, triton.cdiv(heads, some))](
         partial_out, partial_lse, work.partial_ids, work.partial_begin, out, lse,

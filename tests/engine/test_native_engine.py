@@ -22,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rolltree.engine import batch_logprob, pack
 from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport, TreePO
 from rolltree.engine.rollout import EngineConfig, KvExhaustedError, NativeEngine, SamplingParams
 from rolltree.engine.rollout.seeds import child_seed
@@ -150,6 +151,35 @@ def test_seeds_tell_branches_and_prompts_apart() -> None:
     assert responses(same) != responses(other)
     seeds = child_seed(np.arange(100)[:, None], np.arange(100))
     assert len(np.unique(seeds)) == 10_000
+
+
+def test_behaviour_logprob_of_a_bf16_model() -> None:
+    """The policy that trains and the one that samples are one: in bf16 they differ by less than its roundings."""
+    net = Qwen3ForCausalLM(Qwen3Config(**SIZES)).to(torch.bfloat16).eval()
+    net.load_state_dict(model("qwen3").state_dict())
+    native = NativeEngine(net, config=EngineConfig(page_size=4, kv_tokens=4096))
+    trees = native.generate(PROMPTS, SamplingParams(n=8, max_new_tokens=40), TREEPO)
+    (batch,) = pack(trees, max_tokens=1 << 16)
+    with torch.no_grad():
+        leaves = batch.to_leaves(batch_logprob(net, batch).logprob)
+    order = [trees[i].flatten() for i in batch.tree_index]
+    differences = [
+        np.abs(values.numpy() - leaf.behaviour_logprob)
+        for sequences, some in zip(order, leaves, strict=True)
+        for leaf, values in zip(sequences, some, strict=True)
+    ]
+    assert np.concatenate(differences).mean() <= 5e-3
+
+
+@pytest.mark.parametrize("new_tokens", [64, 128])
+def test_the_cache_holds_little_more_than_the_unique_tokens(new_tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    long = type(model("qwen3"))(type(model("qwen3").config)(**{**SIZES, "max_position_embeddings": 1024}))
+    native = NativeEngine(long.eval(), config=EngineConfig(kv_tokens=32768))
+    prompts = [rng.integers(10, 211, 512).tolist() for _ in range(4)]
+    trees = native.generate(prompts, SamplingParams(n=16, max_new_tokens=new_tokens, ignore_eos=True))
+    unique = sum(tree.num_tokens for tree in trees)
+    assert native.stats["peak_pages"] * native.config.page_size <= 1.1 * unique
 
 
 def test_forks_share_keys_and_leave_none_behind() -> None:

@@ -178,13 +178,29 @@ def test_nodes_of_many_chunks_and_tiles(
     step = forest(seed=11, roots=1, chunk=chunk, longest=150)
     q, k, v = tensors(step, heads, kv_heads, 16)
     work = triton_backend.work_of(
-        step.plan.row_begin, step.plan.row_end, step.plan.node_length, len(step.keys), heads // kv_heads
+        step.plan.row_begin, step.plan.row_end, step.plan.node_length, len(step.keys), heads // kv_heads, None
     )
     assert work.partial_begin.diff().max() > 5
     assert work.item_end[-1] > 2 * len(step.plan.node_length)
     want = by_paths(q.double(), k.double(), v.double(), step, window)
     for got, w in zip(run("triton", q, k, v, step.plan, window), want, strict=True):
         torch.testing.assert_close(got.double(), w, rtol=1e-5, atol=2e-6)
+
+
+@needs_interpreter
+def test_room_for_more_partials_than_there_are_changes_nothing() -> None:
+    """A bound known on the host spares a wait for the device; what is beyond the count is of no row."""
+    step = forest(seed=7)
+    q, k, v = tensors(step, 4, 2, 32)
+    plan = step.plan
+    arrays = [x.numpy() for x in plan.tensors().values()]
+    exact = DecodePlan.from_host(arrays, torch.device("cpu"))
+    want = run("triton", q, k, v, plan)
+    for most in (exact.partials, exact.partials + 1, 3 * exact.partials + 50):  # type: ignore[operator]
+        # tensors of its own: work is remembered by them
+        bounded = DecodePlan(**{n: x.clone() for n, x in plan.tensors().items()}, partials=most)
+        got = run("triton", q, k, v, bounded)
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -294,7 +310,7 @@ def test_opcheck(backend: str) -> None:
     step = forest(seed=8, longest=9)
     q, k, v = tensors(step, 2, 1, 16)
     with dispatch.use_backend(backend):
-        torch.library.opcheck(tree_decode_op, (q, k, v, *step.plan.tensors().values(), 0.25, 7, None))
+        torch.library.opcheck(tree_decode_op, (q, k, v, *step.plan.tensors().values(), 0.25, 7, None, None))
 
 
 def test_errors_name_the_argument() -> None:
