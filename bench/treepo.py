@@ -24,6 +24,8 @@ class Inputs:
     width: int
     segment: int
     depth: int
+    rows: int
+    """Branches decoded together: fewer than there are, so that time goes with tokens."""
 
     @property
     def flat_tokens(self) -> int:
@@ -39,18 +41,17 @@ class Inputs:
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     model = make_model(device, small=device.type == "cpu")
-    shapes = [(1, 64, 4, 8, 4)] if quick else [(1, 1024, 16, 512, 7), (1, 1024, 16, 512, 14)]
+    shapes = [(1, 64, 4, 8, 4, 4)] if quick else [(2, 1024, 16, 512, 7, 16)]
     if device.type == "cuda":
-        shapes = [(8, *shape[1:]) for shape in shapes]
-    for count, prompt, width, segment, depth in shapes:
+        shapes = [(32, 1024, 16, 512, 7, 256), (32, 1024, 16, 512, 14, 256)]
+    for count, prompt, width, segment, depth, rows in shapes:
         prompts = torch.randint(model.config.vocab_size, (count, prompt)).tolist()
-        yield Case(
-            f"{count} x P={prompt} S={segment} D={depth} W={width}", Inputs(model, prompts, width, segment, depth)
-        )
+        name = f"{count} x P={prompt} S={segment} D={depth} W={width}, {rows} rows"
+        yield Case(name, Inputs(model, prompts, width, segment, depth, rows))
 
 
 def _engine(x: Inputs) -> NativeEngine:
-    return NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * x.flat_tokens))
+    return NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * x.flat_tokens, max_batch_rows=x.rows))
 
 
 def _params(x: Inputs) -> SamplingParams:

@@ -58,5 +58,6 @@ class DecodePlan:
         """The plan of arrays on the host, whose partial results are counted there."""
         length, begin, end = arrays[3].astype(np.int64), arrays[5], arrays[6]
         partials = int(((end - begin) * -(-length // CHUNK)).sum())
+        names = [f.name for f in fields(DecodePlan)]  # the tensors, then the count
         tensors: list[Any] = [torch.from_numpy(x).to(device) for x in arrays]
-        return DecodePlan(*tensors, partials=partials)
+        return DecodePlan(**dict(zip(names, [*tensors, partials], strict=True)))
