@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from .runner import Bench, Calls, Case, UnsupportedError
@@ -107,6 +108,19 @@ def rolltree(x: Inputs) -> Calls:
     return _op(x, shared=True)
 
 
+def cuda(x: Inputs) -> Calls:
+    """The CUDA C++ twin of the Triton kernels."""
+    if x.q.device.type != "cuda":
+        raise UnsupportedError("it needs a GPU")
+    plan = x.plan(shared=True)
+
+    def call() -> object:
+        with use_backend("cuda"):
+            return tree_decode_attention(x.q, x.k_pages, x.v_pages, plan)
+
+    return {"forward": call}
+
+
 def flat(x: Inputs) -> Calls:
     """The same op with nothing shared: what a paged decode kernel without trees reads."""
     return _op(x, shared=False)
@@ -155,7 +169,7 @@ def copy(x: Inputs) -> Calls:
 BENCH = Bench(
     op="tree_decode",
     cases=cases,
-    providers={"rolltree": rolltree, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
+    providers={"rolltree": rolltree, "rolltree, cuda": cuda, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
     ceiling=copy,
     ceiling_is="moving the bytes of the unique keys and values",
     speedup_over=FLAT,

@@ -60,8 +60,11 @@ class KvCache:
         plan: tuple[npt.NDArray[Any], ...],  # see KvTree.plan
         query_position: npt.NDArray[Any],  # [N] int32
     ) -> None:
-        self._slots = torch.from_numpy(slots).to(self._device)
-        self._plan = DecodePlan.from_host((*plan, query_position), self._device)
+        on_device = torch.from_numpy(slots).to(self._device)
+        self.begin_step_on_device(on_device, DecodePlan.from_host((*plan, query_position), self._device))
+
+    def begin_step_on_device(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
+        self._slots, self._plan = slots, plan
 
     def attend(
         self,

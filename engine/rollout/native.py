@@ -39,6 +39,8 @@ class EngineConfig:
     """Branches decoded together."""
     max_prefill_tokens: int = 2048
     """Prompt tokens computed beside them in one step."""
+    cuda_graphs: bool = True
+    """On a CUDA device, replay steps that only decode."""
     debug: bool = False
     """Check the KV tree after every step, and every layer's attention against the reference; slow."""
 
@@ -76,7 +78,7 @@ class NativeEngine(RolloutEngine):
         self.cache = KvCache(self.config.kv_tokens, self.config.page_size, device, debug=self.config.debug)
         self.loop = NativeLoop(
             self.cache,
-            Runner(model, self.cache, self._use_adapter),
+            Runner(model, self.cache, self._use_adapter, cuda_graphs=self.config.cuda_graphs and not self.config.debug),
             Stops(model, tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
@@ -119,6 +121,8 @@ class NativeEngine(RolloutEngine):
             self._paused = True
             self.loop.preempt_all()
             self.cache.free()
+            if self.loop.runner.graphs is not None:
+                self.loop.runner.graphs.clear()
             self._home = self.model.get_output_embeddings().weight.device
             if weights:
                 self.model.to("cpu")
@@ -145,6 +149,8 @@ class NativeEngine(RolloutEngine):
             self.model.load_adapter(path, adapter_name=name)
             self.model.disable_adapters()
             self._adapters.append(name)
+            if self.loop.runner.graphs is not None:
+                self.loop.runner.graphs.clear()
             self._adapter = 0
 
     def _use_adapter(self, number: int) -> None:

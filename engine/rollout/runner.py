@@ -17,6 +17,7 @@ from rolltree.kernels import sample_tokens
 from ..integrations.transformers import MASK_STUB
 from ..model import head
 from .branch import Branch
+from .graphs import DecodeGraphs
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .sampling_params import SamplingParams
@@ -27,15 +28,30 @@ REMEMBERED = 64  # parameters whose biases are kept on the device
 
 
 class Runner:
-    """Runs the steps of a model. ``use_adapter`` is called with the number of the adapter that a step needs."""
+    """Runs the steps of a model.
 
-    def __init__(self, model: PreTrainedModel, cache: KvCache, use_adapter: Callable[[int], None]) -> None:
+    Args:
+        use_adapter: called with the number of the adapter that a step needs.
+        cuda_graphs: replay steps that only decode, on a CUDA device.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KvCache,
+        use_adapter: Callable[[int], None],
+        *,
+        cuda_graphs: bool = True,
+    ) -> None:
         self._decoder = model.get_decoder()
         self._head = head(model)
         self._device = self._head.weight.device
         self._cache = cache
         self._use_adapter = use_adapter
         self.vocabulary = len(self._head.weight)
+        self.graphs: DecodeGraphs | None = None
+        if cuda_graphs and self._device.type == "cuda":
+            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
         self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}
 
     def run(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
@@ -47,22 +63,31 @@ class Runner:
             seeds: [E] int64, one a sample.
         """
         self._use_adapter(step.adapter)
+        slots = np.repeat(step.sample_slots, samples)
+        if self.graphs is not None and len(step.sample_rows) == len(step.input_ids) == len(slots):
+            return self._sample(self.graphs.logits(step), rows, slots, seeds)
         self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
+        hidden = self._decode(self._to_device(step.input_ids), self._to_device(step.position_ids))
+        if len(step.sample_rows) == 0:
+            empty = np.zeros(0, np.float32)
+            return Sampled(np.zeros(0, np.int64), empty, empty, empty)
+        logits = self._logits(hidden.index_select(0, self._to_device(step.sample_rows)))
+        if len(slots) > len(samples):
+            logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
+        return self._sample(logits, rows, slots, seeds)
+
+    def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
         output = self._decoder(
-            input_ids=self._to_device(step.input_ids)[None],
-            position_ids=self._to_device(step.position_ids)[None],
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
             attention_mask=MASK_STUB,
             use_cache=False,
             kv_store=self._cache,
         )
-        if len(step.sample_rows) == 0:
-            empty = np.zeros(0, np.float32)
-            return Sampled(np.zeros(0, np.int64), empty, empty, empty)
-        logits = self._logits(output.last_hidden_state[0].index_select(0, self._to_device(step.sample_rows)))
-        slots = np.repeat(step.sample_slots, samples)
-        if len(slots) > len(samples):
-            logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
-        return self._sample(logits, rows, slots, seeds)
+        return output.last_hidden_state[0]
+
+    def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
+        return self._logits(self._decode(input_ids, position_ids))
 
     def _sample(self, logits: Tensor, rows: RowTable, slots: Array, seeds: Array) -> Sampled:
         constrained = np.flatnonzero(rows.constrained[slots])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, reference
+from . import cpu, cuda, reference
 from .plan import DecodePlan
 
 
@@ -21,6 +21,7 @@ def _triton(*args: Any) -> tuple[Tensor, Tensor]:
 
 _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "triton": _triton,
+    "cuda": cuda.tree_decode,
     "cpu": cpu.tree_decode,
     "reference": reference.tree_decode,
 }

@@ -51,13 +51,18 @@ class DecodePlan:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "partials"}
 
     @staticmethod
+    def count_partials(
+        node_length: npt.NDArray[Any], row_begin: npt.NDArray[Any], row_end: npt.NDArray[Any]
+    ) -> int:  # all [K]
+        return int(((row_end - row_begin).astype(np.int64) * -(-node_length // CHUNK)).sum())
+
+    @staticmethod
     def from_host(
         arrays: Sequence[npt.NDArray[Any]],  # int32, the tensors above in order
         device: torch.device,
     ) -> DecodePlan:
         """The plan of arrays on the host, whose partial results are counted there."""
-        length, begin, end = arrays[3].astype(np.int64), arrays[5], arrays[6]
-        partials = int(((end - begin) * -(-length // CHUNK)).sum())
+        partials = DecodePlan.count_partials(arrays[3], arrays[5], arrays[6])
         names = [f.name for f in fields(DecodePlan)]  # the tensors, then the count
         tensors: list[Any] = [torch.from_numpy(x).to(device) for x in arrays]
         return DecodePlan(**dict(zip(names, [*tensors, partials], strict=True)))

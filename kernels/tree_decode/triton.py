@@ -12,30 +12,16 @@ bisection, so no list of items exists.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..dispatch import interpreting
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
 from .plan import CHUNK
-
-QUERIES = 64  # rows x query heads of an item
-PROGRAMS_A_PROCESSOR = 4
-
-
-class Work(NamedTuple):
-    """What follows from a plan's nodes and rows, for every layer of a step."""
-
-    item_end: Tensor  # [K] int32, running count of items
-    partial_base: Tensor  # [K] int64, a node's first partial; partials run over its chunks, then its rows
-    partial_ids: Tensor  # [at least the partials] int64, by row, along its path
-    partial_begin: Tensor  # [N + 1] int64, where each row's partials begin there
+from .work import QUERIES, programs, work_of
 
 
 @triton.jit(do_not_specialize=["nodes", "window"])
@@ -154,31 +140,6 @@ def merge_kernel(
     tl.store(lse + to, log_sum, mask=exists)
 
 
-_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""row_begin of a plan -> its work: the layers of a step ask for the same one."""
-
-
-def work_of(row_begin: Tensor, row_end: Tensor, node_length: Tensor, rows: int, group: int, most: int | None) -> Work:
-    """Items and partials of a plan, found once, with room for ``most`` partials; None counts, and waits for that."""
-    known = _found.setdefault(row_begin, {})
-    if group not in known:
-        below = (row_end - row_begin).clamp(min=0).long()
-        chunks = -(-node_length.long() // CHUNK)
-        tiles = -(-below // (QUERIES // group))
-        partials = below * chunks
-        end = partials.cumsum(0)
-        base = end - partials
-        index = torch.arange(int(end[-1]) if most is None else most, device=row_begin.device)
-        node = torch.searchsorted(end, index, right=True).clamp(max=len(end) - 1)
-        row = row_begin[node] + (index - base[node]) % below[node].clamp(min=1)
-        row = torch.where(index < end[-1], row, rows)  # room that is left goes to a row beyond the last
-        ids = row.argsort(stable=True)  # a row's partials lie in the order of nodes, parents first, and of chunks
-        counts = torch.zeros(rows + 2, dtype=torch.int64, device=row.device)
-        counts[1:] = torch.zeros_like(counts[1:]).index_add_(0, row.long(), torch.ones_like(index))
-        known[group] = Work((chunks * tiles).cumsum(0).int(), base, ids, counts.cumsum(0)[:-1])
-    return known[group]
-
-
 def tree_decode(
     q: Tensor,  # [N, Hq, D]
     k_pages: Tensor,  # [P, page, Hkv, D]
@@ -211,7 +172,7 @@ def tree_decode(
     partial_lse = q.new_empty((len(work.partial_ids), heads), dtype=torch.float32)
     width = padded_width(dim)
     keys, warps = tile_of(width, q.dtype)
-    partial_kernel[(_programs(q.device), kv_heads)](
+    partial_kernel[(programs(q.device), kv_heads)](
         q, k_pages, v_pages, *plan, work.item_end, work.partial_base, partial_out, partial_lse,
         nodes, *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], scale, window or 0, softcap or 0.0,
         PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=QUERIES,
@@ -231,9 +192,3 @@ def tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
     if dtype == torch.float32:
         return 16, 4
     return 64 if width <= 128 else 32, 4 if width <= 64 else 8
-
-
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PROGRAMS_A_PROCESSOR
-    return PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

@@ -266,8 +266,9 @@ def test_plain_sequences_by_the_varlen_kernel() -> None:
         assert relative(plain, tree) < 1e-2
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_tree_decode(dim: int) -> None:
+def test_tree_decode(dim: int, backend: str) -> None:
     """Prompts shared by 16 rows each, against fp64 by the reference and no further from it than twice plain bf16."""
     groups, rows, prompt, tail, page = 4, 16, 1500, 70, 16
     pages_of = lambda length: -(-length // page)  # noqa: E731
@@ -291,7 +292,8 @@ def test_tree_decode(dim: int) -> None:
     generator = torch.Generator(CUDA).manual_seed(0)
     q = torch.randn(groups * rows, 8, dim, generator=generator, device=CUDA).bfloat16()
     k, v = torch.randn(2, total, page, 2, dim, generator=generator, device=CUDA).bfloat16()
-    found, lse = tree_decode_attention(q, k, v, plan)
+    with use_backend(backend):
+        found, lse = tree_decode_attention(q, k, v, plan)
     exact, exact_lse = tree_decode_attention(q.double(), k.double(), v.double(), plan)
     with use_backend("reference"):
         plain, _ = tree_decode_attention(q, k, v, plan)

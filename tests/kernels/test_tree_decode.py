@@ -13,6 +13,7 @@ from torch import Tensor
 from rolltree.kernels import dispatch
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 from rolltree.kernels.tree_decode import triton as triton_backend
+from rolltree.kernels.tree_decode import work as work_list
 from rolltree.kernels.tree_decode.api import tree_decode_op
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
@@ -174,10 +175,11 @@ def test_nodes_of_many_chunks_and_tiles(
 ) -> None:
     """Many partials a row, more rows below a node than an item takes, fewer programs than items."""
     for name, small in {"CHUNK": 32, "QUERIES": 16, "PROGRAMS_A_PROCESSOR": 3}.items():
-        monkeypatch.setattr(triton_backend, name, small)
+        for module in (triton_backend, work_list):
+            monkeypatch.setattr(module, name, small, raising=False)
     step = forest(seed=11, roots=1, chunk=chunk, longest=150)
     q, k, v = tensors(step, heads, kv_heads, 16)
-    work = triton_backend.work_of(
+    work = work_list.work_of(
         step.plan.row_begin, step.plan.row_end, step.plan.node_length, len(step.keys), heads // kv_heads, None
     )
     assert work.partial_begin.diff().max() > 5

@@ -1,7 +1,9 @@
 """Decode attention over pages: head sizes 64, 128 and 256 in bf16 with groups of 4 heads, the options, and fp32."""
 
 from rolltree.kernels.tree_attention.blocks import padded_width
-from rolltree.kernels.tree_decode.triton import CHUNK, QUERIES, merge_kernel, partial_kernel, tile_of
+from rolltree.kernels.tree_decode.plan import CHUNK
+from rolltree.kernels.tree_decode.triton import merge_kernel, partial_kernel, tile_of
+from rolltree.kernels.tree_decode.work import QUERIES
 
 from .harness import AotCase
 from .tree_attention import DTYPES

@@ -1,0 +1,70 @@
+"""Decode steps padded for CUDA graphs: the numbers are those of the steps themselves. Replays need a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rolltree.engine.rollout import NativeEngine, SamplingParams
+from rolltree.engine.rollout.graphs import DecodeGraphs, _bucket
+from rolltree.engine.rollout.scheduler import Step
+
+from .test_native_engine import MODELS, PROMPTS, TREEPO, assert_all_free, engine, model, responses
+
+
+class Uncaptured(DecodeGraphs):
+    """Pads as the graphs do, and computes at once."""
+
+    steps = 0
+
+    def logits(self, step: Step) -> torch.Tensor:
+        self.steps += 1
+        return self.run(self.pad(step, _bucket(len(step.input_ids), 8), 1024))[: len(step.input_ids)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}])
+def test_padding_changes_nothing(name: str, sizes: dict[str, int]) -> None:
+    params = SamplingParams(n=5, max_new_tokens=20)
+    expected = engine(name).generate(PROMPTS, params, TREEPO)
+    native = engine(name, **sizes)
+    runner = native.loop.runner
+    runner.graphs = Uncaptured(native.cache, runner.decode_logits, torch.device("cpu"))
+    trees = native.generate(PROMPTS, params, TREEPO)
+    assert runner.graphs.steps > 0
+    assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
+    for tree, other in zip(trees, expected, strict=True):
+        torch.testing.assert_close(
+            torch.from_numpy(tree.behaviour_logprob),
+            torch.from_numpy(other.behaviour_logprob),
+            atol=2e-6,
+            rtol=0,
+            equal_nan=True,
+        )
+    assert_all_free(native)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
+def test_replays_sample_what_steps_do_and_wait_for_nothing(program: Any) -> None:
+    net = type(model("qwen3"))(model("qwen3").config)
+    net.load_state_dict(model("qwen3").state_dict())
+    net.cuda().eval()
+    params = SamplingParams(n=16, max_new_tokens=60, ignore_eos=True)
+    with_graphs, without = (
+        NativeEngine(net, config=type(engine().config)(kv_tokens=65536, cuda_graphs=on)) for on in (True, False)
+    )
+    expected = without.generate(PROMPTS, params, program)
+    trees = with_graphs.generate(PROMPTS, params, program)
+    assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
+    graphs = with_graphs.loop.runner.graphs
+    assert graphs is not None
+    padded, graph, _ = next(iter(graphs._graphs.values()))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        padded._device.copy_(padded._host, non_blocking=True)
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
