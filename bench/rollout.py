@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,9 +66,10 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield Case(f"{name} natural lengths", Inputs(model, prompts, group, new_tokens, tuple(range(vocabulary // 64))))
 
 
-def native(x: Inputs) -> Calls:
+def native(x: Inputs, *, compile: bool = False) -> Calls:
     """Every call begins with an empty cache: prompts are fresh."""
-    engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * (x.tokens + sum(map(len, x.prompts)))))
+    kv_tokens = 2 * (x.tokens + sum(map(len, x.prompts)))
+    engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=kv_tokens, compile=compile))
     params = SamplingParams(n=x.group, max_new_tokens=x.new_tokens, ignore_eos=True, stop_token_ids=x.stops)
 
     def call() -> None:
@@ -163,6 +165,7 @@ BENCH = Bench(
     cases=cases,
     providers={
         "rolltree": native,
+        "rolltree compiled": partial(native, compile=True),
         "vllm": vllm,
         "transformers continuous batching": transformers_continuous,
         PLAIN: transformers_generate,

@@ -123,6 +123,8 @@ class RolloutConfig(Section):
     """Sequences decoded together."""
     kv_tokens: PositiveInt = 65536
     """Capacity of the paged KV cache, in tokens."""
+    compile: bool = False
+    """Sample with torch.compile: faster steps after some seconds of compilation."""
 
 
 class RewardConfig(Section):
@@ -227,6 +229,8 @@ class TrainConfig(Section):
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
+        if rollout.compile and rollout.backend == "vllm":
+            raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; vLLM compiles by its own options')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
         sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
         if rollout.n == 1 and self.algorithm.drop_zero_variance:

@@ -56,8 +56,8 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     """
     rollout = config.rollout
     if rollout.backend == "native":
-        sizes = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows)
-        return NativeEngine(model, tokenizer, sizes)
+        own = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, compile=rollout.compile)
+        return NativeEngine(model, tokenizer, own)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
     from .integrations.vllm import VllmEngine

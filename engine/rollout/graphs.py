@@ -29,7 +29,7 @@ class Padded:
     """A step's numbers on the device, with room for ``rows`` rows and ``partials`` partial results."""
 
     def __init__(self, rows: int, partials: int, pages: int, device: torch.device) -> None:
-        self.rows, self.partials = rows, partials
+        self.partials = partials
         nodes = partials  # a node that some row reads has at least one
         sizes = {
             "input_ids": rows,
@@ -44,6 +44,14 @@ class Padded:
         self._host = torch.zeros(int(end[-1]), dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(int(end[-1]), dtype=torch.int32, device=device)
         self._places = {n: slice(int(e) - size, int(e)) for (n, size), e in zip(sizes.items(), end, strict=True)}
+
+    @staticmethod
+    def at_least_two(step: Step, spare_slot: int, device: torch.device) -> Padded:
+        """For compilers, to whom a size of one is another program."""
+        partials = max(count_partials(step), len(step.plan[2]), 2)
+        padded = Padded(max(len(step.input_ids), 2), partials, max(len(step.plan[1]), 2), device)
+        padded.load(step, spare_slot)
+        return padded
 
     def load(self, step: Step, spare_slot: int) -> None:
         """Take a step's numbers over."""
@@ -74,7 +82,7 @@ class DecodeGraphs:
     """Graphs by size, captured when a step first needs them.
 
     Args:
-        forward: computes the logits of all rows from their ids and positions [N], after `KvCache.begin_step_on_device`.
+        forward: the logits of all rows from their ids and positions [N] int64, after `KvCache.begin_step_on_device`.
     """
 
     def __init__(self, cache: KvCache, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
@@ -85,8 +93,7 @@ class DecodeGraphs:
 
     def logits(self, step: Step) -> Tensor:  # [S, V] fp32, valid until the next step
         """Of the rows of a step that only decodes: each of them samples."""
-        partials = DecodePlan.count_partials(*(step.plan[i] for i in (3, 5, 6)))
-        size = _bucket(len(step.input_ids), LEAST_ROWS), _bucket(partials, LEAST_PARTIALS), step.adapter
+        size = _bucket(len(step.input_ids), LEAST_ROWS), _bucket(count_partials(step), LEAST_PARTIALS), step.adapter
         if size not in self._graphs:
             self._graphs[size] = self._capture(step, *size[:2])
         padded, graph, logits = self._graphs[size]
@@ -97,7 +104,7 @@ class DecodeGraphs:
     def run(self, padded: Padded) -> Tensor:  # [rows, V] fp32
         """The step without a graph."""
         self._cache.begin_step_on_device(padded.view("slots").long(), padded.plan())
-        return self._forward(padded.view("input_ids"), padded.view("position"))
+        return self._forward(padded.view("input_ids").long(), padded.view("position").long())
 
     def pad(self, step: Step, rows: int, partials: int) -> Padded:
         pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys
@@ -120,6 +127,11 @@ class DecodeGraphs:
         with torch.cuda.graph(graph):
             logits = self.run(padded)
         return padded, graph, logits
+
+
+def count_partials(step: Step) -> int:
+    _, _, _, lengths, _, begins, ends = step.plan
+    return DecodePlan.count_partials(lengths, begins, ends)
 
 
 def _bucket(n: int, least: int) -> int:

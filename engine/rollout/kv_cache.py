@@ -54,6 +54,11 @@ class KvCache:
         self._slots: Tensor | None = None  # [N] int64
         self._plan: DecodePlan | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether the layers have their pages."""
+        return bool(self._pages)
+
     def begin_step(
         self,
         slots: npt.NDArray[Any],  # [N] int64

@@ -41,6 +41,8 @@ class EngineConfig:
     """Prompt tokens computed beside them in one step."""
     cuda_graphs: bool = True
     """On a CUDA device, replay steps that only decode."""
+    compile: bool = False
+    """Let torch.compile fuse what lies between the matrix products; the first steps wait for it."""
     debug: bool = False
     """Check the KV tree after every step, and every layer's attention against the reference; slow."""
 
@@ -78,7 +80,13 @@ class NativeEngine(RolloutEngine):
         self.cache = KvCache(self.config.kv_tokens, self.config.page_size, device, debug=self.config.debug)
         self.loop = NativeLoop(
             self.cache,
-            Runner(model, self.cache, self._use_adapter, cuda_graphs=self.config.cuda_graphs and not self.config.debug),
+            Runner(
+                model,
+                self.cache,
+                self._use_adapter,
+                compiled=self.config.compile and not self.config.debug,
+                cuda_graphs=self.config.cuda_graphs and not self.config.debug,
+            ),
             Stops(model, tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,

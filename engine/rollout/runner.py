@@ -17,7 +17,7 @@ from rolltree.kernels import sample_tokens
 from ..integrations.transformers import MASK_STUB
 from ..model import head
 from .branch import Branch
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, Padded
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .sampling_params import SamplingParams
@@ -32,6 +32,7 @@ class Runner:
 
     Args:
         use_adapter: called with the number of the adapter that a step needs.
+        compiled: let torch.compile fuse what lies between the matrix products, the writing of new keys included.
         cuda_graphs: replay steps that only decode, on a CUDA device.
     """
 
@@ -41,7 +42,8 @@ class Runner:
         cache: KvCache,
         use_adapter: Callable[[int], None],
         *,
-        cuda_graphs: bool = True,
+        compiled: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         self._decoder = model.get_decoder()
         self._head = head(model)
@@ -49,6 +51,7 @@ class Runner:
         self._cache = cache
         self._use_adapter = use_adapter
         self.vocabulary = len(self._head.weight)
+        self._compiled = torch.compile(self._decode, dynamic=True) if compiled else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
@@ -66,8 +69,7 @@ class Runner:
         slots = np.repeat(step.sample_slots, samples)
         if self.graphs is not None and len(step.sample_rows) == len(step.input_ids) == len(slots):
             return self._sample(self.graphs.logits(step), rows, slots, seeds)
-        self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
-        hidden = self._decode(self._to_device(step.input_ids), self._to_device(step.position_ids))
+        hidden = self._hidden(step)
         if len(step.sample_rows) == 0:
             empty = np.zeros(0, np.float32)
             return Sampled(np.zeros(0, np.int64), empty, empty, empty)
@@ -75,6 +77,20 @@ class Runner:
         if len(slots) > len(samples):
             logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
         return self._sample(logits, rows, slots, seeds)
+
+    def _hidden(self, step: Step) -> Tensor:  # [N, H]
+        small = min(len(step.input_ids), len(step.plan[1]), len(step.plan[2])) < 2
+        if self._compiled is not None and self._cache.ready and small:
+            padded = Padded.at_least_two(step, self._cache.spare_slot, self._device)
+            self._cache.begin_step_on_device(padded.view("slots").long(), padded.plan())
+            return self._compiled(padded.view("input_ids").long(), padded.view("position").long())
+        self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
+        ids, positions = self._to_device(step.input_ids), self._to_device(step.position_ids)
+        if self._compiled is None:
+            return self._decode(ids, positions)
+        if not self._cache.ready:  # pages are made outside of what is compiled
+            self._decode(ids, positions)
+        return self._compiled(ids, positions)
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
         output = self._decoder(
@@ -87,7 +103,7 @@ class Runner:
         return output.last_hidden_state[0]
 
     def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
-        return self._logits(self._decode(input_ids, position_ids))
+        return self._logits((self._compiled or self._decode)(input_ids, position_ids))
 
     def _sample(self, logits: Tensor, rows: RowTable, slots: Array, seeds: Array) -> Sampled:
         constrained = np.flatnonzero(rows.constrained[slots])
@@ -120,8 +136,9 @@ class Runner:
             top = scaled.topk(min(most, self.vocabulary), dim=-1)
             top_id = top.indices.cpu().numpy()
             top_logprob = (top.values - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()
-        token, logprob, raw_logprob, entropy = (x.cpu().numpy() for x in (out.token, out.logprob, raw, out.entropy))
-        return Sampled(token, logprob, raw_logprob, entropy, top_id, top_logprob)
+        columns = (out.token.int().view(torch.float32), out.logprob, raw, out.entropy)
+        token, logprob, raw_logprob, entropy = torch.stack(columns).cpu().numpy()  # one copy, one wait
+        return Sampled(token.view(np.int32).astype(np.int64), logprob, raw_logprob, entropy, top_id, top_logprob)
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""

@@ -1,13 +1,16 @@
-"""Decode steps padded for CUDA graphs: the numbers are those of the steps themselves. Replays need a GPU."""
+"""Steps compiled, and padded for CUDA graphs: the numbers are those of the steps themselves. Replays need a GPU."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
-from rolltree.engine.rollout import NativeEngine, SamplingParams
+from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.rollout.graphs import DecodeGraphs, _bucket
 from rolltree.engine.rollout.scheduler import Step
 
@@ -44,6 +47,37 @@ def test_padding_changes_nothing(name: str, sizes: dict[str, int]) -> None:
             equal_nan=True,
         )
     assert_all_free(native)
+
+
+def test_compiled_once_for_all_sizes() -> None:
+    """Tokens, log-probs, and a second run with other sizes, a single row among them, compiles nothing."""
+    compiled = NativeEngine(model("qwen3"), config=EngineConfig(page_size=4, kv_tokens=4096, compile=True))
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    cases: list[tuple[list[list[int]], int, Any]] = [
+        (PROMPTS, 5, TREEPO),
+        (PROMPTS[2:5], 3, "flat"),
+        (PROMPTS[:1], 1, "flat"),
+        (PROMPTS[3:4], 2, "flat"),
+        (PROMPTS * 4, 4, TREEPO),
+    ]
+    graphs = 0
+    for i, (prompts, n, program) in enumerate(cases):
+        params = SamplingParams(n=n, max_new_tokens=20)
+        expected = engine().generate(prompts, params, program)
+        if i == 0:
+            trees, sources = run_and_get_code(compiled.generate, prompts, params, program)
+            fused = re.findall(r"cpp_fused\w+", "".join(sources))
+            assert any("_sin_" in name and "index_copy" in name for name in fused), "rotary and the write of keys"
+        else:
+            trees = compiled.generate(prompts, params, program)
+        assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
+        for tree, other in zip(trees, expected, strict=True):
+            np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, atol=2e-6, rtol=0)
+        if i == 0:
+            graphs = counters["stats"]["unique_graphs"]
+    assert 0 < counters["stats"]["unique_graphs"] == graphs
+    assert_all_free(compiled)
 
 
 @pytest.mark.gpu
