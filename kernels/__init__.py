@@ -21,7 +21,7 @@ if __name__ == "rolltree.kernels":
         random_share,
         value_loss,
     )
-    from .sampling import SampleOutput, sample_tokens
+    from .sampling import SampleOutput, kept_tokens, sample_tokens
     from .tree_attention import tree_attention
     from .tree_decode import DecodePlan, tree_decode_attention
 
@@ -40,6 +40,7 @@ if __name__ == "rolltree.kernels":
         "calm_tokens",
         "entropy_quantile",
         "gae",
+        "kept_tokens",
         "linear_logprob",
         "linear_policy_loss",
         "logprob_from_logits",

@@ -134,7 +134,7 @@ struct Settings {
 };
 
 struct Draw {
-  int64_t token = -1;
+  int64_t token = -1, last_kept = -1;
   float logprob = NAN, raw_logprob = NAN, entropy = NAN;
 };
 
@@ -155,7 +155,7 @@ class Row {
     Draw out;
     if (s.temperature < kTiny) {
       const Sums sums = softmax(1.0f);
-      out.token = std::find(x_, x_ + vocab_, best_) - x_;
+      out.token = out.last_kept = std::find(x_, x_ + vocab_, best_) - x_;
       out.logprob = 0, out.entropy = 0, out.raw_logprob = static_cast<float>(-std::log(sums.mass));
       return out;
     }
@@ -163,7 +163,7 @@ class Row {
     const Sums raw = s.temperature == 1.0f ? Sums{} : softmax(1.0f);
     const Sums sums = softmax(scale_);
     const Prefix kept = filter(s, sums.mass);
-    const double mass = race(kept, s, &out.token);
+    const double mass = race(kept, s, &out);
     const double below = static_cast<double>(x_[out.token]) - best_;
     out.logprob = static_cast<float>(below / s.temperature - std::log(mass));
     out.raw_logprob = static_cast<float>(below - std::log(s.temperature == 1.0f ? sums.mass : raw.mass));
@@ -271,11 +271,11 @@ class Row {
     return vocab_;
   }
 
-  // Draws the token and returns the mass of the kept ones.
-  double race(const Prefix& kept, const Settings& s, int64_t* token) const {
+  // Draws the token, finds the last one kept, and returns the mass of the kept ones.
+  double race(const Prefix& kept, const Settings& s, Draw* out) const {
     const int32_t tie_end = static_cast<int32_t>(last_tie(kept));
-    Float best = Float{} - 1.0f;
-    Int best_index{}, lane{};
+    Float best = Float{} - 1.0f, least = Float{} + kInf;
+    Int best_index{}, last{}, lane{};
     for (int l = 0; l < kLanes; ++l) lane[l] = l;
     const float min_weight = std::min(s.min_p, 1.0f);  // the best token, of weight 1, always stays
     double mass = 0;
@@ -289,6 +289,9 @@ class Row {
         const Int in = (w >= min_weight) & ((x > kept.last) | ((x == kept.last) & (index <= tie_end)));
         const Float masked = in ? w : Float{};
         store(weight + i, masked);
+        const Int later = (masked > 0.0f) & (x <= least);
+        least = later ? x : least;
+        last = later ? index : last;
         block_mass += masked;
       }
       const double added = sum(block_mass);
@@ -305,7 +308,10 @@ class Row {
     int winner = 0;
     for (int l = 1; l < kLanes; ++l)
       if (best[l] > best[winner] || (best[l] == best[winner] && best_index[l] < best_index[winner])) winner = l;
-    *token = best_index[winner];
+    int end = 0;
+    for (int l = 1; l < kLanes; ++l)
+      if (least[l] < least[end] || (least[l] == least[end] && last[l] > last[end])) end = l;
+    out->token = best_index[winner], out->last_kept = last[end];
     return mass;
   }
 
@@ -317,7 +323,8 @@ class Row {
 
 template <class T>
 void sample_rows(const Tensor& logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
-                 const int64_t* seed, const int64_t* step, int64_t* token, float* logprob, float* raw, float* entropy) {
+                 const int64_t* seed, const int64_t* step, int64_t* token, float* logprob, float* raw, float* entropy,
+                 int64_t* last_kept) {
   const int64_t rows = logits.size(0), vocab = logits.size(1), stride = logits.stride(0);
   const int64_t padded = (vocab + kBlock - 1) / kBlock * kBlock;
   const T* data = reinterpret_cast<const T*>(logits.const_data_ptr());
@@ -329,17 +336,18 @@ void sample_rows(const Tensor& logits, const float* temperature, const int32_t* 
                               min_p ? min_p[n] : 0.0f, seed[n],              step[n]};
       const Draw draw = Row(x.data(), w.data(), vocab, padded).draw(settings);
       token[n] = draw.token, logprob[n] = draw.logprob, raw[n] = draw.raw_logprob, entropy[n] = draw.entropy;
+      last_kept[n] = draw.last_kept;
     }
   });
 }
 
 // All but logits contiguous, as api.py passes them.
-std::tuple<Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& temperature,
-                                                         const std::optional<Tensor>& top_k,
-                                                         const std::optional<Tensor>& top_p,
-                                                         const std::optional<Tensor>& min_p, const Tensor& seed,
-                                                         const Tensor& step) {
-  Tensor token = torch::stable::empty_like(seed);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& temperature,
+                                                                 const std::optional<Tensor>& top_k,
+                                                                 const std::optional<Tensor>& top_p,
+                                                                 const std::optional<Tensor>& min_p, const Tensor& seed,
+                                                                 const Tensor& step) {
+  Tensor token = torch::stable::empty_like(seed), last_kept = torch::stable::empty_like(seed);
   Tensor logprob = torch::stable::empty_like(temperature), raw = torch::stable::empty_like(temperature);
   Tensor entropy = torch::stable::empty_like(temperature);
   const auto run = [&](auto element) {
@@ -347,7 +355,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& logits, c
         logits, temperature.const_data_ptr<float>(), top_k ? top_k->const_data_ptr<int32_t>() : nullptr,
         top_p ? top_p->const_data_ptr<float>() : nullptr, min_p ? min_p->const_data_ptr<float>() : nullptr,
         seed.const_data_ptr<int64_t>(), step.const_data_ptr<int64_t>(), token.mutable_data_ptr<int64_t>(),
-        logprob.mutable_data_ptr<float>(), raw.mutable_data_ptr<float>(), entropy.mutable_data_ptr<float>());
+        logprob.mutable_data_ptr<float>(), raw.mutable_data_ptr<float>(), entropy.mutable_data_ptr<float>(),
+        last_kept.mutable_data_ptr<int64_t>());
   };
   using torch::headeronly::ScalarType;
   switch (logits.scalar_type()) {
@@ -356,7 +365,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& logits, c
     case ScalarType::Half: run(torch::headeronly::Half{}); break;
     default: STD_TORCH_CHECK(false, "sample_tokens takes float32, bfloat16 or float16 logits.");
   }
-  return {token, logprob, raw, entropy};
+  return {token, logprob, raw, entropy, last_kept};
 }
 
 }  // namespace
@@ -364,7 +373,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& logits, c
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
   m.def(
       "sample_tokens(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, "
-      "Tensor step) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor step) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) { m.impl("sample_tokens", TORCH_BOX(&sample_tokens)); }

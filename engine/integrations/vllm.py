@@ -187,8 +187,11 @@ class VllmEngine(RolloutEngine):
         name = type(request.program).__name__
         if request.program.needs_entropies:
             raise ValueError(f"{name} looks at entropies, which vLLM does not tell; use the native engine.")
-        if request.params.prefix_allowed_tokens_fn is not None or request.params.adapter is not None:
-            raise ValueError("VllmEngine has no prefix_allowed_tokens_fn and no adapters; use the native engine.")
+        params = request.params
+        if params.prefix_allowed_tokens_fn is not None or params.kept_tokens or params.adapter is not None:
+            raise ValueError(
+                "VllmEngine has no prefix_allowed_tokens_fn, kept_tokens and adapters; use the native engine."
+            )
 
 
 @contextmanager

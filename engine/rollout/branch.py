@@ -27,6 +27,7 @@ def sample_dtype(top: int) -> np.dtype[Any]:
             ("raw_logprob", np.float32),  # under softmax(logits)
             ("entropy", np.float32),  # of softmax(logits / temperature)
             ("version", np.int32),  # of the policy
+            ("kept", np.int32),  # i: it was drawn from Request.kept[i - 1]; 0: not recorded
             ("top_id", np.int32, (top,)),
             ("top_logprob", np.float32, (top,)),
         ]
@@ -119,6 +120,9 @@ class Completion:
     policy_versions: Array  # int32
     top: list[dict[int, float]]
     """The likeliest tokens in each one's place and their log-probs, likeliest first, as ``top_logprobs`` asked for."""
+    kept: tuple[Array, Array] | None
+    """The ids each token was drawn from, as ``kept_tokens`` asked for: indptr [tokens + 1] int64, ids int32. None are
+    listed for a token that was not sampled."""
     status: LeafStatus
     error: str | None
 
@@ -146,6 +150,7 @@ class Request:
         self.leaves: dict[BranchId, Branch] = {}
         self.sampling: dict[BranchId, Branch] = {}
         self.resting: dict[BranchId, Branch] = {}
+        self.kept: list[Array] = []  # see sample_dtype
         self.calls: deque[tuple[BranchId, Future[Any]]] = deque()
         self.started = False
         self._branches = 0
@@ -188,6 +193,10 @@ class Request:
         ]
         origin = np.concatenate([np.zeros(0, np.int8), *(np.full(len(n.records), n.origin, np.int8) for n in nodes)])
         status = LeafStatus.ABORTED if leaf.status is None else leaf.status
+        kept = None
+        if self.params.kept_tokens:
+            ids = [self.kept[i - 1] if i else np.zeros(0, np.int32) for i in column("kept").tolist()]
+            kept = np.cumsum([0, *map(len, ids)]), np.concatenate([np.zeros(0, np.int32), *ids])
         return Completion(
             column("token"),
             origin,
@@ -196,6 +205,7 @@ class Request:
             column("entropy"),
             column("version"),
             tops,
+            kept,
             status,
             self.errors.get(leaf.id),
         )

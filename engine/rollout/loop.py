@@ -139,6 +139,7 @@ class NativeLoop(Steering):
             top_p=params.top_p,
             min_p=params.min_p or 0.0,
             top=max(params.top_logprobs, program.top_logprobs),
+            keeps=params.kept_tokens,
             stop_table=self.stops.table(request),
             stops_at_text=bool(params.stop or program.segment_stop),
             constrained=params.constrained,

@@ -21,6 +21,7 @@ class Sampled(NamedTuple):
     entropy: Array  # [E] float32
     top_id: Array | None = None  # [E, K] int64
     top_logprob: Array | None = None  # [E, K] float32
+    kept: Array | None = None  # [E] object: the ids it was drawn from, int32, where they are asked for
 
 
 class RowTable:
@@ -44,6 +45,7 @@ class RowTable:
         self.top_p = np.zeros(capacity, np.float32)
         self.min_p = np.zeros(capacity, np.float32)
         self.top = np.zeros(capacity, np.int64)  # likeliest tokens to keep
+        self.keeps = np.zeros(capacity, np.bool_)  # the ids that each token was drawn from
         self.stop_table = np.zeros(capacity, np.int64)
         self.stops_at_text = np.zeros(capacity, np.bool_)
         self.constrained = np.zeros(capacity, np.bool_)  # has biased or forbidden tokens
@@ -114,6 +116,13 @@ class RowTable:
             top = sampled.top_id.shape[1]
             records["top_id"][slots, fill, :top] = sampled.top_id
             records["top_logprob"][slots, fill, :top] = sampled.top_logprob
+        records["kept"][slots, fill] = 0
+        if sampled.kept is not None:
+            for i in np.flatnonzero(self.keeps[slots]).tolist():
+                branch = self.branch[slots[i]]
+                assert branch is not None
+                branch.request.kept.append(sampled.kept[i])
+                records["kept"][slots[i], fill[i]] = len(branch.request.kept)
         self.fill[slots] = fill + 1
         self.position[slots] += 1
         self.length[slots] += 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rolltree.kernels import sample_tokens
+from rolltree.kernels import kept_tokens, sample_tokens
 
 from ..integrations.transformers import MASK_STUB
 from ..model import head
@@ -136,9 +136,18 @@ class Runner:
             top = scaled.topk(min(most, self.vocabulary), dim=-1)
             top_id = top.indices.cpu().numpy()
             top_logprob = (top.values - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()
+        kept = None
+        if len(keeping := np.flatnonzero(rows.keeps[slots])):
+            some = self._to_device(keeping)
+            indptr, ids = kept_tokens(logits.index_select(0, some), out.last_kept.index_select(0, some))
+            kept = np.empty(len(slots), object)
+            for i, of_row in zip(
+                keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
+            ):
+                kept[i] = of_row
         columns = (out.token.int().view(torch.float32), out.logprob, raw, out.entropy)
         token, logprob, raw_logprob, entropy = torch.stack(columns).cpu().numpy()  # one copy, one wait
-        return Sampled(token.view(np.int32).astype(np.int64), logprob, raw_logprob, entropy, top_id, top_logprob)
+        return Sampled(token.view(np.int32).astype(np.int64), logprob, raw_logprob, entropy, top_id, top_logprob, kept)
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""

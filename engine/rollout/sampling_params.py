@@ -25,6 +25,8 @@ class SamplingParams:
         prefix_allowed_tokens_fn: given a response so far (int32 ids), the ids that may follow: a grammar. It runs on
             the host for every token of every response that has one.
         top_logprobs: how many of the likeliest tokens to keep beside each one sampled, for `Request.completions`.
+        kept_tokens: also keep which ids each token was drawn from, for `Request.completions`: what was not filtered
+            out or forbidden, as ``kept`` of `linear_logprob` takes it.
         adapter: name of the LoRA adapter to sample with (`NativeEngine.load_adapter`); None for the model as it is.
         ignore_eos: go on after the model's end-of-sequence tokens.
         seed: of every prompt; prompts that should differ though their tokens are equal need ``seeds`` of their own.
@@ -45,6 +47,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     prefix_allowed_tokens_fn: Callable[[npt.NDArray[Any]], Sequence[int]] | None = None
     top_logprobs: int = 0
+    kept_tokens: bool = False
     adapter: str | None = None
     ignore_eos: bool = False
     seed: int = 0
@@ -68,6 +71,10 @@ class SamplingParams:
             raise ValueError("SamplingParams.allowed_token_ids is empty; name the tokens allowed, or None for all.")
         if self.top_logprobs < 0:
             raise ValueError(f"SamplingParams.top_logprobs is {self.top_logprobs}; ask for 0 or more.")
+        if self.kept_tokens and not (self.top_p < 1 or self.top_k or self.min_p or self.constrained):
+            raise ValueError(
+                "SamplingParams.kept_tokens needs top_p, top_k, min_p or forbidden tokens: else all are kept."
+            )
         if any(not value < float("inf") for value in self.logit_bias.values()):
             raise ValueError("SamplingParams.logit_bias holds NaN or infinity; give finite numbers, or -inf to forbid.")
 

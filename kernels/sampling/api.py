@@ -20,6 +20,7 @@ class SampleOutput(NamedTuple):
     logprob: Tensor  # [N] float32, of the token under the distribution it was drawn from
     raw_logprob: Tensor  # [N] float32, of the token under softmax(logits)
     entropy: Tensor  # [N] float32, of softmax(logits / temperature), nats
+    last_kept: Tensor  # [N] int64, the last token that the filters left, in their order; -1 for a failed row
 
 
 def sample_tokens(
@@ -41,7 +42,7 @@ def sample_tokens(
     The draw is Gumbel-max over Philox4x32-10 noise of (seed, step, vocabulary index) and depends on nothing else: not
     on the other rows, the batch size, the device or the backend. Backends use bit-equal noise; two tokens whose scores
     differ by a rounding error (about 1e-6 relative) may still be told apart differently by two backends. Not
-    differentiable.
+    differentiable. `kept_tokens` lists what the filters left.
 
     Args:
         logits: last dimension contiguous, rows at any stride. ``-inf`` forbids a token.
@@ -70,6 +71,25 @@ def sample_tokens(
     return SampleOutput(*_sample(logits, *parameters))
 
 
+def kept_tokens(logits: Tensor, last_kept: Tensor) -> tuple[Tensor, Tensor]:  # [N, V], [N] int64
+    """The ids that each row was sampled from, for ``kept`` of `linear_logprob`; a GPU is waited for.
+
+    Args:
+        logits: those given to `sample_tokens`.
+        last_kept: found by it.
+
+    Returns:
+        CSR of int64: ``indptr [N + 1]`` and ``ids [nnz]``, rising within a row. A failed row has none.
+    """
+    last = last_kept[:, None]
+    least = logits.gather(1, last.clamp(min=0))
+    index = torch.arange(logits.shape[1], device=logits.device)
+    kept = ((logits > least) | ((logits == least) & (index <= last))) & (last >= 0)
+    indptr = torch.zeros(len(logits) + 1, dtype=torch.int64, device=logits.device)
+    torch.cumsum(kept.sum(1), 0, out=indptr[1:])
+    return indptr, kept.nonzero()[:, 1]
+
+
 @torch.library.custom_op("rolltree::sample_tokens", mutates_args=())
 def _sample(
     logits: Tensor,
@@ -79,7 +99,7 @@ def _sample(
     min_p: Tensor | None,
     seed: Tensor,
     step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = choose("sample_tokens", _BACKENDS, logits.device)
     return run(logits, temperature, top_k, top_p, min_p, seed, step)
 
@@ -93,18 +113,18 @@ def _(
     min_p: Tensor | None,
     seed: Tensor,
     step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     per_row = [torch.empty_like(temperature) for _ in range(3)]
-    return torch.empty_like(seed), *per_row  # type: ignore[return-value]
+    return torch.empty_like(seed), *per_row, torch.empty_like(seed)  # type: ignore[return-value]
 
 
-def _sample_triton(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sample_triton(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from .triton import sample_triton  # imported late: triton is absent on some platforms
 
     return sample_triton(*arguments)  # type: ignore[arg-type]
 
 
-_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]] = {
     "triton": _sample_triton,
     "cpu": sample_cpu,
     "reference": sample_reference,

@@ -14,5 +14,5 @@ def sample_cpu(
     min_p: Tensor | None,  # [N] float32
     seed: Tensor,  # [N] int64
     step: Tensor,  # [N] int64
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.rolltree_cpu.sample_tokens(logits, temperature, top_k, top_p, min_p, seed, step)

@@ -9,6 +9,8 @@ For a row of logits x at temperature T, with m = max x and w_v = exp((x_v - m) /
     token       argmax over the kept of w_v / E_v,   E_v = -log(1 - t_v),  lowest index among equals
     t_v         word v % 4 of Philox4x32-10(key = seed, counter = (v // 4, 0, step, step >> 32)), in (0, 1)
 
+    last_kept   the last one kept that has a weight (w >= 2^-126): it and those before it in the order could be drawn
+
 w_v / E_v is the exponential of the Gumbel-max score x_v / T - log(-log(u_v)) with u_v = 1 - t_v. Keeping t instead of u
 keeps the small E, which decide between unlikely tokens, at full precision: a 32-bit draw resolves them down to 1e-10.
 """
@@ -59,8 +61,8 @@ def sample_reference(
     min_p: Tensor | None,  # [N] float32
     seed: Tensor,  # [N] int64
     step: Tensor,  # [N] int64
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token [N] int64; logprob, raw_logprob and entropy [N] float32."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Token [N] int64; logprob, raw_logprob and entropy [N] float32; last_kept [N] int64."""
     x = logits.double()
     best = x.amax(-1, keepdim=True)
     failed = ~(best.isfinite().squeeze(-1) & temperature.isfinite())
@@ -86,6 +88,8 @@ def sample_reference(
         kept &= (before < limit * total) | (rank == 0) | (limit >= 1)
     if min_p is not None:
         kept &= ranked >= min_p.double()[:, None].clamp(max=1)
+    count = (kept & (ranked >= TINY)).sum(-1, keepdim=True)
+    last_kept = order.gather(1, count - 1).squeeze(-1)
     kept = torch.zeros_like(kept).scatter(1, order, kept)
 
     arrival = -torch.log1p(-uniforms(seed, step, x.shape[1]).double())
@@ -101,4 +105,5 @@ def sample_reference(
     logprob, raw_logprob, entropy = (
         torch.where(failed, nan, value).float() for value in (logprob, raw_logprob, entropy)
     )
-    return token.masked_fill(failed, -1), logprob, raw_logprob, entropy
+    last_kept = torch.where(greedy, token, last_kept)
+    return token.masked_fill(failed, -1), logprob, raw_logprob, entropy, last_kept.masked_fill(failed, -1)

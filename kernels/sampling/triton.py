@@ -109,6 +109,7 @@ def sample_kernel(
     logprob,  # [N] float32, out
     raw_logprob,  # [N] float32, out
     entropy,  # [N] float32, out
+    last_kept,  # [N] int64, out
     row_stride,
     vocab,
     BLOCK: tl.constexpr,
@@ -143,6 +144,7 @@ def sample_kernel(
     if not valid:
         nan = float("nan")
         tl.store(token + n, tl.full((), -1, tl.int64))
+        tl.store(last_kept + n, tl.full((), -1, tl.int64))
         tl.store(logprob + n, nan)
         tl.store(raw_logprob + n, nan)
         tl.store(entropy + n, nan)
@@ -178,6 +180,8 @@ def sample_kernel(
         lane_mass = tl.zeros((BLOCK,), tl.float32)
         lane_score = tl.full((BLOCK,), -1.0, tl.float32)
         lane_index = tl.zeros((BLOCK,), tl.int32)
+        lane_least = tl.full((BLOCK,), float("inf"), tl.float32)
+        lane_last = tl.zeros((BLOCK,), tl.int32)
         seen = 0  # tokens equal to `last` so far
         for begin in range(0, vocab, BLOCK):
             x = load_block(row, begin, vocab, BLOCK)
@@ -186,15 +190,22 @@ def sample_kernel(
             kept = (x > last) | ((tied == 1) & (seen + tl.cumsum(tied, 0) <= ties))
             seen += tl.sum(tied, 0)
             w = tl.where(kept & (w >= least_weight), w, 0.0)
+            index = begin + tl.arange(0, BLOCK)
+            later = (w >= 1.1754943508222875e-38) & (x <= lane_least)
+            lane_least = tl.where(later, x, lane_least)
+            lane_last = tl.where(later, index, lane_last)
             score = w / arrival(uniforms(row_seed, row_step, begin, BLOCK))
             score = tl.where(greedy, (x == best).to(tl.float32), score)
-            lane_index = tl.where(score > lane_score, begin + tl.arange(0, BLOCK), lane_index)
+            lane_index = tl.where(score > lane_score, index, lane_index)
             lane_score = tl.maximum(score, lane_score)
             lane_mass += w
         score = tl.max(lane_score, 0)
         chosen = tl.min(tl.where(lane_score == score, lane_index, vocab), 0)
         below = tl.load(row + chosen).to(tl.float32) - best
+        least = tl.min(lane_least, 0)
+        last_of_all = tl.max(tl.where(lane_least == least, lane_last, 0), 0)
         tl.store(token + n, chosen.to(tl.int64))
+        tl.store(last_kept + n, tl.where(greedy, chosen, last_of_all).to(tl.int64))
         tl.store(logprob + n, tl.where(greedy, 0.0, below * scale - tl.log(tl.sum(lane_mass, 0))))
         tl.store(raw_logprob + n, below - tl.log(raw_mass))
         tl.store(entropy + n, tl.where(greedy, 0.0, tl.log(mass) - moment / mass))
@@ -208,11 +219,12 @@ def sample_triton(
     min_p: Tensor | None,  # [N] float32
     seed: Tensor,  # [N] int64
     step: Tensor,  # [N] int64
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, vocab = logits.shape
-    token = torch.empty_like(seed)
+    token, last_kept = torch.empty_like(seed), torch.empty_like(seed)
     logprob, raw_logprob, entropy = (torch.empty_like(temperature) for _ in range(3))
     if rows:
-        arguments = (logits, temperature, top_k, top_p, min_p, seed, step, token, logprob, raw_logprob, entropy)
-        sample_kernel[(rows,)](*arguments, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=8)
-    return token, logprob, raw_logprob, entropy
+        given = (logits, temperature, top_k, top_p, min_p, seed, step)
+        found = (token, logprob, raw_logprob, entropy, last_kept)
+        sample_kernel[(rows,)](*given, *found, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=8)
+    return token, logprob, raw_logprob, entropy, last_kept

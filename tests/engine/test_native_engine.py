@@ -375,6 +375,7 @@ def test_biased_and_allowed_tokens() -> None:
         ([[5]], {"allowed_token_ids": [5, 211]}, {}, "allowed_token_ids names tokens outside .* vocabulary of 211"),
         ([[5]], {"logit_bias": {-1: 2.0}}, {}, "logit_bias names tokens outside"),
         ([[5]], {"logit_bias": {3: float("nan")}}, {}, "logit_bias holds NaN"),
+        ([[5]], {"kept_tokens": True}, {}, "kept_tokens needs top_p"),
         ([[5]], {}, {"max_batch_rows": 0}, "max_batch_rows is 0"),
     ],
 )

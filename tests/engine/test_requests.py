@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from rolltree.engine.programs import (
 )
 from rolltree.engine.rollout import EngineConfig, KvExhaustedError, NativeEngine, Request, SamplingParams
 from rolltree.engine.tree import LeafStatus, Origin
+from rolltree.kernels import linear_logprob
 
 from .test_native_engine import PROMPTS, TREEPO, assert_all_free, engine, letters, model, responses
 
@@ -250,6 +252,39 @@ def test_completions_tell_all_of_each_token() -> None:
             assert list(known) == ids_.tolist()
             np.testing.assert_allclose(list(known.values()), values.numpy(), rtol=0, atol=1e-5)
         assert leaf.error is None
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_p": 0.8},
+        {"top_k": 5, "temperature": 0.7},
+        {"min_p": 0.05, "logit_bias": {30: 2.0, 31: -math.inf}},
+        {"prefix_allowed_tokens_fn": lambda ids: range(20, 40 + len(ids))},
+    ],
+    ids=["top_p", "top_k", "min_p", "grammar"],
+)
+def test_kept_tokens_give_the_trainer_the_very_distribution(filters: dict[str, Any], sizes: dict[str, int]) -> None:
+    """The head over the ids that were recorded gives the log-probs that were sampled with."""
+    params = SamplingParams(n=4, max_new_tokens=20, kept_tokens=True, **filters)
+    native, net = engine(**sizes), model("qwen3")
+    requests = native.submit(PROMPTS[:4], params, TREEPO)
+    finish(native, requests)
+    for request in requests:
+        for leaf in request.completions():
+            assert leaf.kept is not None
+            indptr, ids = (torch.from_numpy(x) for x in leaf.kept)
+            tokens = torch.from_numpy(np.concatenate([request.prompt, leaf.token_ids])).long()
+            with torch.no_grad():
+                hidden = net.model(tokens[None]).last_hidden_state[0, len(request.prompt) - 1 : -1]
+                bias = torch.zeros(len(net.lm_head.weight))
+                bias[30] = filters.get("logit_bias", {}).get(30, 0.0)
+                options = {"bias": bias, "temperature": filters.get("temperature", 1.0), "kept": (indptr, ids)}
+                out = linear_logprob(hidden, net.lm_head.weight, tokens[len(request.prompt) :], **options)
+            np.testing.assert_allclose(leaf.logprobs, out.logprob.numpy(), rtol=0, atol=1e-5)
+            assert indptr.diff().max() < 211
+    assert (native.stats["preemptions"] > 0) == bool(sizes)
 
 
 class Asks(RolloutProgram):

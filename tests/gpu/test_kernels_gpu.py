@@ -111,6 +111,7 @@ def test_sample_tokens(filters: dict[str, float]) -> None:
     on_gpu = seed.to(CUDA)
     found = sample_tokens(logits.to(CUDA), temperature=0.9, seed=on_gpu, step=on_gpu * 7, **filters)  # type: ignore[arg-type]
     assert torch.equal(found.token.cpu(), expected.token)
+    assert torch.equal(found.last_kept.cpu(), expected.last_kept)
     for name in ("logprob", "raw_logprob", "entropy"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
 

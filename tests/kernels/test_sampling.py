@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rolltree.kernels.dispatch import load_library, use_backend
-from rolltree.kernels.sampling import SampleOutput, sample_tokens
+from rolltree.kernels.sampling import SampleOutput, kept_tokens, sample_tokens
 from rolltree.kernels.sampling.reference import philox, uniforms
 from rolltree.kernels.sampling.triton import uniforms as triton_uniforms
 
@@ -157,10 +157,12 @@ def test_support_is_exact(backend: str) -> None:
         "min_p": torch.rand(rows, generator=generator) * 0.3,
     }
     found = sample(backend, logits, **options)
+    indptr, ids = kept_tokens(logits, found.last_kept)
     for n in range(rows):
         settings = [float(options[name][n]) for name in ("temperature", "top_k", "top_p", "min_p")]
         expected = expected_distribution(logits[n].tolist(), settings[0], int(settings[1]), *settings[2:])
         assert expected[int(found.token[n])] > 0, (n, settings)
+        assert ids[indptr[n] : indptr[n + 1]].tolist() == [v for v in range(vocab) if expected[v] > 0], (n, settings)
         assert math.isclose(math.log(expected[int(found.token[n])]), float(found.logprob[n]), abs_tol=3e-6), n
 
 
@@ -176,7 +178,10 @@ def test_ties_go_to_the_lower_index(backend: str) -> None:
         ({"temperature": 0.0}, {1}),
         ({"min_p": 2.0}, {1, 2, 5, 6}),  # as likely as the best, at most
     ):
-        found = set(draws(backend, row, count, **options).token.tolist())
+        drawn = draws(backend, row, count, **options)
+        _, ids = kept_tokens(row.expand(count, -1), drawn.last_kept)
+        assert ids.tolist() == sorted(kept) * count
+        found = set(drawn.token.tolist())
         assert found <= kept, options
         assert backend == "triton" or found == kept, options
 
@@ -201,6 +206,7 @@ def test_backends_agree(vocab: int, dtype: torch.dtype) -> None:
     for backend in BACKENDS[1:]:
         found = sample(backend, logits, **options)
         assert torch.equal(found.token, expected.token), backend
+        assert torch.equal(found.last_kept, expected.last_kept), backend
         for name in ("logprob", "raw_logprob", "entropy"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
 
@@ -308,6 +314,9 @@ def test_bad_rows_fail_alone(backend: str) -> None:
         top_p=torch.tensor([0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, nan]),
     )
     assert found.token.tolist() == [int(good.token[0])] + [-1] * 7
+    assert found.last_kept.tolist() == [int(good.last_kept[0])] + [-1] * 7
+    indptr, ids = kept_tokens(bad, found.last_kept)
+    assert indptr.tolist() == [0] + [len(ids)] * 8
     for name in ("logprob", "raw_logprob", "entropy"):
         value = getattr(found, name)
         assert value[0] == getattr(good, name)[0]
@@ -319,6 +328,7 @@ def test_greedy_rows(backend: str) -> None:
     logits = torch.randn(4, 333, generator=torch.Generator().manual_seed(9))
     found = sample(backend, logits, temperature=0.0, top_k=2)
     assert torch.equal(found.token, logits.argmax(-1))
+    assert torch.equal(found.last_kept, found.token)
     assert found.logprob.tolist() == found.entropy.tolist() == [0.0] * 4
     torch.testing.assert_close(found.raw_logprob, logits.log_softmax(-1).amax(-1))
 
@@ -326,7 +336,7 @@ def test_greedy_rows(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_rows(backend: str) -> None:
     found = sample(backend, torch.zeros(0, 9), top_k=3)
-    assert [tuple(value.shape) for value in found] == [(0,)] * 4
+    assert [tuple(value.shape) for value in found] == [(0,)] * 5
     assert found.token.dtype == torch.int64
 
 
