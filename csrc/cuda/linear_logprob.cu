@@ -8,22 +8,21 @@
 //
 // Compiled with --use_fast_math, so what needs more than 2^-21 is spelled out: the logarithm in fp64 (one a row), tanh from
 // exp.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime.h>
 
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
+#include "launch.cuh"
+
 namespace {
 
+using namespace rolltree;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -235,17 +234,6 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
   for (int64_t j = head + packs * kPack + threadIdx.x; j < V; j += kThreads) g[j] = gradient(u[j], j);
 }
 
-cudaStream_t current_stream(const Tensor& t) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-void check_launch() {
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "launch failed: ", cudaGetErrorString(error));
-}
-
 template <class T>
 T* data_or_null(const Tensor& t) {
   return t.numel() ? static_cast<T*>(t.data_ptr()) : nullptr;
@@ -277,17 +265,17 @@ void logit_statistics(
   check_tile(logits, start, target);
   const int64_t rows = logits.sizes()[0];
   if (rows == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const OnDevice on(logits);
   with_type(logits, [&](auto zero) {
     using T = decltype(zero);
-    statistics_kernel<T><<<static_cast<unsigned>(rows), kThreads, 0, current_stream(logits)>>>(
+    statistics_kernel<T><<<static_cast<unsigned>(rows), kThreads, 0, on.stream()>>>(
         static_cast<const T*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
         static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
         static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target), data_or_null<float>(logprob),
         data_or_null<float>(logsumexp), data_or_null<float>(correction), data_or_null<float>(entropy),
         data_or_null<float>(sum_p2));
   });
-  check_launch();
+  check(cudaGetLastError());
 }
 
 void logit_gradient(
@@ -297,13 +285,13 @@ void logit_gradient(
   STD_TORCH_CHECK(out.is_contiguous(), "out must be contiguous");
   const int64_t rows = logits.sizes()[0];
   if (rows == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const OnDevice on(logits);
   with_type(logits, [&](auto in) {
     with_type(out, [&](auto zero) {
       using In = decltype(in);
       using Out = decltype(zero);
       if constexpr (std::is_same_v<In, Out> || std::is_same_v<In, float>) {
-        gradient_kernel<In, Out><<<static_cast<unsigned>(rows), kThreads, 0, current_stream(logits)>>>(
+        gradient_kernel<In, Out><<<static_cast<unsigned>(rows), kThreads, 0, on.stream()>>>(
             static_cast<const In*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
             static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
             static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target),
@@ -315,7 +303,7 @@ void logit_gradient(
       }
     });
   });
-  check_launch();
+  check(cudaGetLastError());
 }
 
 }  // namespace

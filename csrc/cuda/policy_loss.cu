@@ -6,18 +6,16 @@
 // Masked elements are computed on zeros and multiplied away by selection, so whatever stands there reaches no sum.
 //
 // Compiled with --use_fast_math; differences of exponentials near 1 are taken by expm1f, which it leaves alone.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <cuda_runtime.h>
 
 #include <cmath>
 #include <cstdint>
 
+#include "launch.cuh"
+
 namespace {
 
+using namespace rolltree;
 using torch::stable::Tensor;
 
 constexpr int kThreads = 256;
@@ -222,13 +220,10 @@ void clipped_loss(
     aligned = aligned && is_aligned(p);
   const int64_t blocks = (M + kThreads * kPack - 1) / (kThreads * kPack);
   STD_TORCH_CHECK(partial.numel() == kSums * blocks, "partial must be [", kSums, ", ", blocks, "]");
-  const torch::stable::accelerator::DeviceGuard guard(logprob.get_device_index());
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(logprob.get_device_index(), &stream));
-  clipped_loss_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+  const OnDevice on(logprob);
+  clipped_loss_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, on.stream()>>>(
       in, numbers, M, aligned, gradient, gradient_h, static_cast<float*>(partial.data_ptr()), blocks);
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "launch failed: ", cudaGetErrorString(error));
+  check(cudaGetLastError());
 }
 
 }  // namespace

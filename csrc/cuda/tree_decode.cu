@@ -6,21 +6,18 @@
 //
 // The work list is kernels/tree_decode/work.py's. Chunks are counted from a node's first key and partials are added in a
 // fixed order, so a row's bits do not depend on the other rows.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
+#include <cmath>
 #include <cstdint>
-#include <type_traits>
+
+#include "launch.cuh"
+#include "tensor_core.cuh"
 
 namespace {
 
+using namespace rolltree;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -41,46 +38,6 @@ struct Problem {
   int nodes, page, heads, group, window;  // window 0: none
   float scale, softcap;                   // softcap 0: none
 };
-
-template <typename T>
-__device__ uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
-template <typename T>
-__device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
-// 16 bytes to shared memory; zeros where `bytes` is 0.
-__device__ void copy_async(void* to, const void* from, int bytes) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes));
-}
-
-// Four 8x8 matrices, transposed: of lane l, row l % 8 of matrix l / 8.
-__device__ void load_transposed(uint32_t (&r)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
 
 __device__ float of_quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -118,7 +75,7 @@ __device__ void fetch(Tiles<T, D>& tiles, int half, const Problem& p, int node, 
     copy_async(&tiles.k[half][key][column], from_k, held ? 16 : 0);
     copy_async(&tiles.v[half][key][column], from_v, held ? 16 : 0);
   }
-  asm volatile("cp.async.commit_group;");
+  commit_copies();
 }
 
 template <typename T, int D>
@@ -164,9 +121,9 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const Problem p) {
     for (int tile = begin, half = 0; tile < end; tile += kKeys, half ^= 1) {
       if (tile + kKeys < end) {
         fetch<T, D>(tiles, half ^ 1, p, node, tile + kKeys, kv_head);
-        asm volatile("cp.async.wait_group 1;");
+        wait_for_copies<1>();
       } else {
-        asm volatile("cp.async.wait_group 0;");
+        wait_for_copies<0>();
       }
       __syncthreads();
 
@@ -275,10 +232,6 @@ __global__ void merge_kernel(
   if (lane == 0) lse[query] = saw ? (top + log2f(total)) * kLn2 : -INFINITY;
 }
 
-void check(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "launch failed: ", cudaGetErrorString(error));
-}
-
 template <typename T, int D>
 void launch(
     const Problem& p, int kv_heads, int programs, const Tensor& partial_ids, const Tensor& partial_begin, Tensor& out, Tensor& lse,
@@ -332,15 +285,12 @@ void tree_decode(
       k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), v_pages.stride(0), v_pages.stride(1), v_pages.stride(2),
       static_cast<int>(node_length.numel()), static_cast<int>(k_pages.size(1)), heads, heads / kv_heads,
       static_cast<int>(window), static_cast<float>(scale), static_cast<float>(softcap)};
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream));
-  const auto on = static_cast<cudaStream_t>(stream);
+  const OnDevice on(q);
   const int blocks = static_cast<int>(programs);
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch_by_dim<__nv_bfloat16>(p, q.size(2), kv_heads, blocks, partial_ids, partial_begin, out, lse, on);
+    launch_by_dim<__nv_bfloat16>(p, q.size(2), kv_heads, blocks, partial_ids, partial_begin, out, lse, on.stream());
   else
-    launch_by_dim<__half>(p, q.size(2), kv_heads, blocks, partial_ids, partial_begin, out, lse, on);
+    launch_by_dim<__half>(p, q.size(2), kv_heads, blocks, partial_ids, partial_begin, out, lse, on.stream());
 }
 
 }  // namespace

@@ -202,6 +202,13 @@ int KvTree::split(int id, int64_t keep) {
 // -- keys -------------------------------------------------------------------------------------------------------------
 
 void KvTree::drop_keys(Node& node) {
+  if (records_drops_ && node.length > 0 && node.holds + node.children.size() > 0) {
+    dropped_.serial.push_back(node.serial);
+    dropped_.position.push_back(node.position);
+    dropped_.count.push_back(node.length);
+    for (int64_t at = node.offset; at < node.offset + node.length; ++at)
+      dropped_.slots.push_back(static_cast<int64_t>(node.pages[at / page_size_]) * page_size_ + at % page_size_);
+  }
   for (const int page : node.pages)
     if (--page_count_[page] == 0) free_pages_.push_back(page);
   keys_ -= node.length;

@@ -38,6 +38,11 @@ struct Missing {
   std::vector<int64_t> node, begin, count;
 };
 
+// Runs of keys that held nodes have lost. Their slots, one run after the other, hold them until another key is written there.
+struct Dropped {
+  std::vector<int64_t> serial, position, count, slots;
+};
+
 class KvTree {
  public:
   KvTree(int num_pages, int page_size);
@@ -61,6 +66,8 @@ class KvTree {
   // The same, then evicts held nodes that lie on the path of none of `keep`, deepest first.
   int64_t evict_others(const int64_t* keep, int64_t n, int64_t pages);
   void forget();                      // frees every cached node
+  void record_drops() { records_drops_ = true; }
+  Dropped take_dropped() { return std::exchange(dropped_, {}); }  // since the last call
 
   // The order of `nodes` in which the rows below any node are adjacent.
   std::vector<int64_t> depth_first(const int64_t* nodes, int64_t n) const;
@@ -71,6 +78,7 @@ class KvTree {
   int64_t position(int node) const { return at(node).position; }
   int64_t end(int node) const { return at(node).position + at(node).size(); }  // one past its last token
   int parent(int node) const { return at(node).parent; }
+  int64_t serial(int node) const { return at(node).serial; }  // with a position it names a key for all time
   int refs(int node) const { return at(node).holds + static_cast<int>(at(node).children.size()); }
   int num_pages() const { return static_cast<int>(page_count_.size()); }
   int page_size() const { return page_size_; }
@@ -118,6 +126,8 @@ class KvTree {
   std::map<int64_t, std::vector<int>> roots_;   // key -> first nodes of its paths
   std::map<int, int64_t> root_key_;             // the same, backwards
   std::set<std::pair<int64_t, int>> cached_;    // (used, node)
+  bool records_drops_ = false;
+  Dropped dropped_;
   int64_t clock_ = 0, keys_ = 0, peak_keys_ = 0, peak_pages_ = 0, reused_ = 0;
 };
 

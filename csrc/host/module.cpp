@@ -70,6 +70,13 @@ PYBIND11_MODULE(_host, m) {
            py::arg("keep"), py::arg("pages"))
       .def("make_room", &KvTree::make_room, py::arg("pages"))
       .def("forget", &KvTree::forget)
+      .def("record_drops", &KvTree::record_drops)
+      .def("take_dropped",
+           [](KvTree& tree) {
+             rolltree::Dropped d = tree.take_dropped();
+             return py::make_tuple(to_numpy(std::move(d.serial)), to_numpy(std::move(d.position)), to_numpy(std::move(d.count)),
+                                   to_numpy(std::move(d.slots)));
+           })
       .def("start_counting", &KvTree::start_counting)
       .def("release", &KvTree::release, py::arg("node"))
       .def("append",
@@ -89,6 +96,7 @@ PYBIND11_MODULE(_host, m) {
       .def("position", &KvTree::position, py::arg("node"))
       .def("end", &KvTree::end, py::arg("node"))
       .def("parent", &KvTree::parent, py::arg("node"))
+      .def("serial", &KvTree::serial, py::arg("node"))
       .def("refs", &KvTree::refs, py::arg("node"))
       .def("check", &KvTree::check)
       .def_property_readonly("num_pages", &KvTree::num_pages)

@@ -90,6 +90,7 @@ class DecodeGraphs:
         self._forward = forward
         self._device = device
         self._graphs: dict[tuple[int, int, int], tuple[Padded, torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # one graph runs at a time
 
     def logits(self, step: Step) -> Tensor:  # [S, V] fp32, valid until the next step
         """Of the rows of a step that only decodes: each of them samples."""
@@ -124,7 +125,7 @@ class DecodeGraphs:
             self.run(padded)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             logits = self.run(padded)
         return padded, graph, logits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from ..errors import UserError
+from .host_keys import HostKeys
 
 try:
     from ._host import KvExhaustedError, KvTree
@@ -33,13 +35,16 @@ class KvCache:
     The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go
     and which nodes its rows read. A layer's pages are made when it first attends, as its heads are known only then.
 
-    With ``debug`` the attention of every layer and step is compared with the reference's.
+    With ``debug`` the attention of every layer and step is compared with the reference's. The keys of ``host_tokens``
+    tokens that preemption dropped are kept in host memory.
 
     Raises:
         UserError: the compiled module is missing.
     """
 
-    def __init__(self, kv_tokens: int, page_size: int, device: torch.device, *, debug: bool = False) -> None:
+    def __init__(
+        self, kv_tokens: int, page_size: int, device: torch.device, *, host_tokens: int = 0, debug: bool = False
+    ) -> None:
         if not BUILT:
             raise UserError(
                 "Rollouts need the compiled module rolltree.engine.rollout._host; install a C++ compiler, reinstall "
@@ -50,6 +55,9 @@ class KvCache:
         """A slot no node reads: keys of tokens that are only queried again are written here."""
         self._device = device
         self._debug = debug
+        self._host = HostKeys(host_tokens) if host_tokens else None
+        if self._host is not None:
+            self.tree.record_drops()
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v: [P + 1, page, Hkv, D]
         self._slots: Tensor | None = None  # [N] int64
         self._plan: DecodePlan | None = None
@@ -97,8 +105,37 @@ class KvCache:
             _compare(layer_idx, out, expected)
         return out
 
+    def save_dropped(self) -> None:
+        """Copy keys that were dropped to the host; before their pages are written again."""
+        if self._host is not None:
+            self._host.save(self.tree.take_dropped(), self._pages)
+
+    def restore(self, node: int, begin: int, count: int) -> int:
+        """Append those of a node's missing keys [begin, begin + count) that the host has, up to the first it lacks.
+
+        Returns:
+            How many they are. There must be pages for all.
+        """
+        if self._host is None:
+            return 0
+        self.save_dropped()
+        serial, position, done = self.tree.serial(node), self.tree.position(node) + begin, 0
+        while done < count and (run := self._host.find(serial, position + done)) is not None:
+            some = min(count - done, run.end - position - done)
+            slots = self.tree.append(np.array([node]), np.array([some]))
+            self._host.restore(run, position + done, torch.from_numpy(slots).to(self._device), self._pages)
+            done += some
+        return done
+
+    def forget_dropped(self) -> None:
+        """For new weights: the keys on the host are of the old ones."""
+        if self._host is not None:
+            self.tree.take_dropped()
+            self._host.clear()
+
     def free(self) -> None:
         """Give the memory of the pages back; they are made again, empty, when a layer next attends."""
+        self.forget_dropped()
         self._pages.clear()
 
     def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]

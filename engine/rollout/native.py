@@ -35,6 +35,8 @@ class EngineConfig:
     page_size: int = 16
     kv_tokens: int = 65536
     """Capacity of the paged KV cache, in tokens."""
+    host_kv_tokens: int = 0
+    """Keys of preempted branches kept in host memory, in tokens, instead of being computed again."""
     max_batch_rows: int = 512
     """Branches decoded together."""
     max_prefill_tokens: int = 2048
@@ -50,6 +52,8 @@ class EngineConfig:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.host_kv_tokens < 0:
+            raise ValueError(f"EngineConfig.host_kv_tokens is {self.host_kv_tokens}; it must be 0 or more.")
         if self.kv_tokens < self.page_size:
             raise ValueError(f"EngineConfig.kv_tokens is {self.kv_tokens}; it must hold a page of {self.page_size}.")
 
@@ -77,7 +81,13 @@ class NativeEngine(RolloutEngine):
         if model.config._attn_implementation != integration.NAME:
             model.set_attn_implementation(integration.NAME)
         device = model.get_output_embeddings().weight.device
-        self.cache = KvCache(self.config.kv_tokens, self.config.page_size, device, debug=self.config.debug)
+        self.cache = KvCache(
+            self.config.kv_tokens,
+            self.config.page_size,
+            device,
+            host_tokens=self.config.host_kv_tokens,
+            debug=self.config.debug,
+        )
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -123,6 +133,7 @@ class NativeEngine(RolloutEngine):
             self.loop.version = self.loop.version + 1 if version is None else version
             if not keep_kv:
                 self.loop.preempt_all()
+                self.cache.forget_dropped()
 
     def sleep(self, *, weights: bool = False) -> None:
         with self._lock:
@@ -174,20 +185,23 @@ class NativeEngine(RolloutEngine):
     @property
     def stats(self) -> dict[str, float]:
         """Also ``prefill_tokens`` (computed beside decoding), ``prefix_hit_tokens`` (of prompts, found in the cache),
-        ``preemptions``, and ``peak_pages`` and ``peak_kv_tokens`` of the KV cache."""
+        ``preemptions``, ``restored_tokens`` (whose keys came back from the host), ``peak_pages`` and ``peak_kv_tokens``
+        of the KV cache."""
         scheduler, tree = self.loop.scheduler, self.cache.tree
         return {
             **super().stats,
             "prefill_tokens": scheduler.prefill_tokens,
             "prefix_hit_tokens": tree.reused,
             "preemptions": scheduler.preemptions,
+            "restored_tokens": scheduler.restored_tokens,
             "peak_pages": tree.peak_pages,
             "peak_kv_tokens": tree.peak_keys,
         }
 
     def reset_stats(self) -> None:
         super().reset_stats()
-        self.loop.scheduler.prefill_tokens = self.loop.scheduler.preemptions = 0
+        scheduler = self.loop.scheduler
+        scheduler.prefill_tokens = scheduler.restored_tokens = scheduler.preemptions = 0
         self.cache.tree.start_counting()
 
     @property

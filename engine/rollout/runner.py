@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from rolltree.kernels import kept_tokens, sample_tokens
+from rolltree.kernels.linear_logprob.head import Head
 
 from ..integrations.transformers import MASK_STUB
 from ..model import head
@@ -152,12 +152,8 @@ class Runner:
     def _logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
         weight, bias, softcap = self._head
-        if weight.dtype == torch.float32:
-            logits = F.linear(hidden, weight)
-        elif weight.is_cuda:
-            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        else:
-            logits = F.linear(hidden.float(), weight.float())
+        logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
+        Head(weight, None, None, torch.float32).logits(hidden, logits)
         if bias is not None:
             logits = logits + bias.float()
         if softcap is not None:

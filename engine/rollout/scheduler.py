@@ -82,6 +82,7 @@ class Scheduler:
         self.requests = requests  # started and not done
         self.waiting: list[Branch] = []  # oldest first
         self.prefill_tokens = 0
+        self.restored_tokens = 0
         self.preemptions = 0
         self._adapter = 0
 
@@ -116,6 +117,7 @@ class Scheduler:
             slots = self._reclaim(pages)
             pages = self._pages_for(slots)
         fills = self._fill(pages, idle=not self.rows.running.any())
+        self.cache.save_dropped()
         return self._assemble(slots, fills) if len(slots) or fills else None
 
     def preempt(self, branch: Branch) -> None:
@@ -191,6 +193,9 @@ class Scheduler:
                 needed = taken + pages + growth + headroom
                 if tree.free_pages < needed and tree.make_room(needed) < needed:
                     break
+            if self._restore(missing, planned):
+                missing = self._missing(branch, planned)
+                pages = self._pages_of(missing)
             taken += pages
             headroom += growth
             for fill in missing:
@@ -207,6 +212,14 @@ class Scheduler:
             if budget == 0:
                 break
         return fills
+
+    def _restore(self, missing: list[Fill], planned: Mapping[int, int]) -> bool:
+        """Bring back what the host has of missing keys; their pages are there. Whether it had any."""
+        before = self.restored_tokens
+        for fill in missing:
+            if not fill.keys_held and fill.node not in planned:
+                self.restored_tokens += self.cache.restore(fill.node, fill.begin, fill.count)
+        return self.restored_tokens > before
 
     def _missing(self, branch: Branch, planned: Mapping[int, int]) -> list[Fill]:
         """What must be computed before ``branch`` is sampled, nodes nearest the root first."""

@@ -14,7 +14,7 @@ MISMATCH = ("none", "truncate", "mask")
 
 
 def knows(x: Elements, kind: Kind) -> bool:
-    return kind.surrogate == "ppo" and x.extra is None and x.pos_weight is None
+    return kind.surrogate == "ppo" and x.pos_weight is None
 
 
 def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

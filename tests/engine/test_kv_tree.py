@@ -310,3 +310,27 @@ def test_eviction_spares_the_paths_in_use() -> None:
     assert tree.evict_others(ids(b), 4) == 2
     assert (tree.length(root), tree.length(a), tree.length(b), tree.length(c)) == (2, 0, 2, 0)
     tree.check()
+
+
+def test_keys_lost_by_held_nodes_are_told_with_the_slots_they_lie_in() -> None:
+    tree = KvTree(8, 4)
+    tree.record_drops()
+    prompt = tree.insert(0, path(*range(6)))
+    slots = fill(tree, prompt)
+    (node,) = tree.fork(prompt, 1)
+    tree.extend_by(node, path(7, 8, 9))
+    own = fill(tree, node)
+    serial = tree.serial(node)
+    tree.evict(node)
+    found = tree.take_dropped()
+    assert [x.tolist() for x in found] == [[serial], [6], [3], own.tolist()]
+    upper = tree.rewind(node, 4)  # splits the prompt: its keys keep their name
+    assert (tree.serial(upper), tree.position(upper)) == (tree.serial(tree.parent(node)), 0)
+    tree.evict_others(ids(), 8)
+    serials, positions, counts, lie = tree.take_dropped()
+    assert set(serials.tolist()) == {tree.serial(upper)}
+    assert sorted(zip(positions.tolist(), counts.tolist(), strict=True)) == [(0, 4), (4, 2)]
+    assert sorted(lie.tolist()) == sorted(slots.tolist())
+    tree.release(upper)
+    tree.release(node)
+    assert [len(x) for x in tree.take_dropped()] == [0] * 4, "nobody held what was dropped"

@@ -243,6 +243,24 @@ def test_pages_run_out_and_everything_still_completes() -> None:
     assert_all_free(tight)
 
 
+@pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
+@pytest.mark.parametrize("host_tokens", [60, 4096])
+def test_dropped_keys_come_back_from_the_host(program: str | RolloutProgram, host_tokens: int) -> None:
+    """The same responses, with fewer tokens computed again; the attention is compared with the reference throughout."""
+    params = SamplingParams(n=8, max_new_tokens=40, ignore_eos=True)
+    recomputing = engine(kv_tokens=120)
+    expected = recomputing.generate(PROMPTS, params, program)
+    native = engine(kv_tokens=120, host_kv_tokens=host_tokens, debug=True)
+    trees = native.generate(PROMPTS, params, program)
+    assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
+    for tree, other in zip(trees, expected, strict=True):
+        np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=0, atol=2e-6)
+    assert native.stats["restored_tokens"] > 0
+    computed, before = native.stats["prefill_tokens"], recomputing.stats["prefill_tokens"]
+    assert computed < (before if host_tokens == 60 else before // 2)
+    assert_all_free(native)
+
+
 class ForkWhenUnsure(RolloutProgram):
     segment_tokens = 4
 

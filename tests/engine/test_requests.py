@@ -125,16 +125,19 @@ def test_streams_run_side_by_side_and_yield_what_is_finished() -> None:
     assert_all_free(native)
 
 
-def test_new_weights_in_the_middle_of_responses() -> None:
+@pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120, "host_kv_tokens": 4096}], ids=["roomy", "tight"])
+def test_new_weights_in_the_middle_of_responses(sizes: dict[str, int]) -> None:
     """Each token has the version, and the log-prob, of the weights that sampled it."""
     old, new = copy.deepcopy(model("qwen3")), copy.deepcopy(model("qwen3"))
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.mul_(1.05)
-    native = NativeEngine(copy.deepcopy(old), config=EngineConfig(page_size=4, kv_tokens=4096))
+    native = NativeEngine(copy.deepcopy(old), config=EngineConfig(**{"page_size": 4, "kv_tokens": 4096, **sizes}))
     native.policy_version = 7
     requests = native.submit(PROMPTS, PARAMS, TREEPO)
     for _ in range(9):
+        native.step()
+    while sizes and native.stats["restored_tokens"] == 0:
         native.step()
     native.pause()
     assert native.step() == []
@@ -146,7 +149,8 @@ def test_new_weights_in_the_middle_of_responses() -> None:
     for request in requests:
         assert request.tree is not None
         for leaf in request.tree.flatten():
-            assert set(leaf.policy_version.tolist()) == {7, 8}
+            versions = set(leaf.policy_version.tolist())
+            assert versions <= {7, 8} if sizes else versions == {7, 8}
             assert (np.diff(leaf.policy_version) >= 0).all()
             ids = torch.tensor([leaf.prompt + leaf.response])
             for version, net in ((7, old), (8, new)):

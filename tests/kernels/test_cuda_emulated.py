@@ -1,0 +1,109 @@
+"""The CUDA C++ kernels where there is no GPU: thread by thread in `emulation`, by the tests of the other backends."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rolltree.kernels import Objective, dispatch
+from rolltree.kernels.tree_decode import DecodePlan
+
+from . import test_linear_logprob as linear
+from . import test_logprob_from_logits as logits
+from . import test_policy_loss as loss
+from .emulation.build import build
+from .test_tree_decode import by_paths, forest, run, tensors
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Backend "cuda" takes tensors on the CPU."""
+    torch.ops.load_library(str(build(tmp_path_factory.mktemp("emulated"))))
+    unusable = dispatch._unusable
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_unusable", lambda name, device: None if name == "cuda" else unusable(name, device))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
+    [
+        (torch.bfloat16, 8, 2, 64, 1, None, None),
+        (torch.float16, 8, 1, 64, 7, 30, None),
+        (torch.bfloat16, 6, 2, 128, 1, None, 4.0),
+        (torch.float16, 2, 2, 128, 40, 17, None),
+        (torch.bfloat16, 4, 1, 256, 5, None, None),
+        (torch.float16, 2, 1, 256, 1, 25, 3.0),
+    ],
+)
+def test_tree_decode(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, chunk: int, window: int | None, softcap: float | None
+) -> None:
+    step = forest(seed=heads, roots=2, longest=70, chunk=chunk)
+    q, k, v = tensors(step, heads, kv_heads, dim, dtype)
+    truth = by_paths(q.double(), k.double(), v.double(), step, window, softcap)
+    plain = by_paths(q, k, v, step, window, softcap)
+    found = run("cuda", q, k, v, step.plan, window, softcap)
+    for got, theirs, want in zip(found, plain, truth, strict=True):
+        error, bound = ((x.double() - want).norm() / want.norm() for x in (got, theirs))
+        assert error <= 2 * bound + 2 * torch.finfo(dtype).eps
+
+
+def chain(length: int, rows: int) -> DecodePlan:
+    """One node of ``length`` keys in pages of 16, read by ``rows`` rows at its end."""
+    pages, full = -(-length // 16), torch.full((rows,), length - 1, dtype=torch.int32)
+    numbers = ([0, pages], list(range(pages)), [0], [length], [0], [0], [rows])
+    return DecodePlan(*(torch.tensor(x, dtype=torch.int32) for x in numbers), query_position=full)
+
+
+def test_tree_decode_of_long_nodes_and_many_rows() -> None:
+    """Several chunks of keys and tiles of rows; a row's bits are the same alone."""
+    length, rows, heads = 1100, 19, 8
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(rows, heads, 64, generator=generator).bfloat16()
+    k, v = torch.randn(2, -(-length // 16), 16, 2, 64, generator=generator).bfloat16()
+    out, lse = run("cuda", q, k, v, chain(length, rows))
+    exact, exact_lse = run("reference", q.double(), k.double(), v.double(), chain(length, rows))
+    plain, _ = run("reference", q, k, v, chain(length, rows))
+    error, bound = ((x.double() - exact).norm() / exact.norm() for x in (out, plain))
+    assert error <= 2 * bound
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    for row in (0, 9, 18):
+        alone, alone_lse = run("cuda", q[row : row + 1], k, v, chain(length, 1))
+        assert torch.equal(alone[0], out[row])
+        assert torch.equal(alone_lse[0], lse[row])
+
+
+def test_tree_decode_that_sees_nothing() -> None:
+    step = forest(seed=3, roots=1)
+    q, k, v = tensors(step, 4, 2, 64, torch.bfloat16)
+    hidden = DecodePlan(**step.plan.tensors() | {"query_position": torch.full_like(step.plan.query_position, -1)})
+    out, lse = run("cuda", q, k, v, hidden)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    with pytest.raises(ValueError, match="head dimensions"):
+        run("cuda", q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., :32].contiguous(), step.plan)
+
+
+@pytest.mark.parametrize("case", ["plain", "bias", "temperature of rows", "softcap", "everything", "several blocks"])
+def test_linear_logprob(case: str) -> None:
+    linear.compare("cuda", linear.CASES[case])
+
+
+@pytest.mark.parametrize("name", [n for n in loss.PRESETS if Objective.preset(n).surrogate in ("ppo", "clip_cov")])
+def test_clipped_loss(name: str) -> None:
+    loss.test_compiled_equals_reference("cuda", name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["plain", "everything", "several blocks"])
+def test_logprob_from_logits(case: str, dtype: torch.dtype) -> None:
+    logits.test_against_fp64("cuda", case, dtype, True)
