@@ -169,7 +169,7 @@ def copy(x: Inputs) -> Calls:
 BENCH = Bench(
     op="tree_decode",
     cases=cases,
-    providers={"rolltree": rolltree, "rolltree, cuda": cuda, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
+    providers={"rolltree": rolltree, "cuda (rolltree)": cuda, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
     ceiling=copy,
     ceiling_is="moving the bytes of the unique keys and values",
     speedup_over=FLAT,
