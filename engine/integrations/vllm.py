@@ -190,7 +190,7 @@ class VllmEngine(RolloutEngine):
         params = request.params
         if params.prefix_allowed_tokens_fn is not None or params.kept_tokens or params.adapter is not None:
             raise ValueError(
-                "VllmEngine has no prefix_allowed_tokens_fn, kept_tokens and adapters; use the native engine."
+                "VllmEngine has no prefix_allowed_tokens_fn, no kept_tokens and no adapters; use the native engine."
             )
 
 

@@ -163,6 +163,7 @@ def test_new_weights_in_the_middle_of_responses(engine: Any) -> None:
     [
         ({}, "mcts", "looks at entropies, which vLLM does not tell"),
         ({"prefix_allowed_tokens_fn": lambda ids: [1]}, "flat", "has no prefix_allowed_tokens_fn"),
+        ({"kept_tokens": True, "top_p": 0.9}, "flat", "no kept_tokens"),
         ({"adapter": "a"}, "flat", "no adapters"),
         ({"max_new_tokens": 600}, "flat", "512 positions"),
     ],
