@@ -64,6 +64,8 @@ OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("math_verify", 'reward.verifier = "math"', "pip install 'rolltree[tasks]'"),
     ("trl", "training with TRL's trainers", "pip install trl"),
     ("vllm", "rollouts by vLLM", "pip install vllm"),
+    ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
+    ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),
     ("flash_attn", "a peer in the benchmarks", "pip install flash-attn --no-build-isolation"),
 )
 """Module, what it is for, command."""

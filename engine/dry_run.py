@@ -19,7 +19,7 @@ from . import setup
 from .advantages import ADVANTAGES, find_advantage
 from .config import TrainConfig
 from .model import check_model_dir
-from .programs import PROGRAMS
+from .programs import NEEDED, PROGRAMS, program_options
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -102,7 +102,8 @@ def method_lines() -> Iterator[str]:
         yield f"  {name:18} {_first_line(function)}"
     yield "rollout programs (rollout.program)"
     for name, program in PROGRAMS.items():
-        options = ", ".join(f"{p.name}={p.default}" for p in inspect.signature(program).parameters.values())
+        known = program_options(program).items()
+        options = ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
         yield f"  {name:18} {_first_line(program)}{f' [{options}]' if options else ''}"
 
 

@@ -46,6 +46,10 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
 }
 
 
+NEEDED = inspect.Parameter.empty
+"""Stands for the default of an option that has none."""
+
+
 def make_program(name: str, **options: Any) -> RolloutProgram:
     """The program called ``name``.
 
@@ -54,18 +58,18 @@ def make_program(name: str, **options: Any) -> RolloutProgram:
     """
     if name not in PROGRAMS:
         raise ValueError(f"There is no rollout program '{name}'; choose one of {', '.join(PROGRAMS)}.")
-    known = _options(PROGRAMS[name])
+    known = program_options(PROGRAMS[name])
     if unknown := sorted(set(options) - set(known)):
         takes = ", ".join(known) or "none"
         raise ValueError(f"The rollout program '{name}' has no option '{unknown[0]}'; it takes: {takes}.")
-    needed = [option for option, default in known.items() if default is inspect.Parameter.empty]
+    needed = [option for option, default in known.items() if default is NEEDED]
     if missing := [option for option in needed if option not in options]:
         raise ValueError(f"The rollout program '{name}' needs the option '{missing[0]}'.")
     return PROGRAMS[name](**options)
 
 
-def _options(program: type[RolloutProgram]) -> dict[str, Any]:
-    """Names and defaults; a program that takes any takes those of its parent too."""
+def program_options(program: type[RolloutProgram]) -> dict[str, Any]:
+    """Names and defaults (`NEEDED` where there is none); a program that takes any takes those of its parent too."""
     found: dict[str, Any] = {}
     for cls in program.__mro__:
         parameters = inspect.signature(cls).parameters.values() if issubclass(cls, RolloutProgram) else []
@@ -82,6 +86,7 @@ __all__ = [
     "CURE",
     "LATR",
     "MCTS",
+    "NEEDED",
     "PROGRAMS",
     "SGRPO",
     "WHOLE",
@@ -104,4 +109,5 @@ __all__ = [
     "ToolTurns",
     "TreePO",
     "make_program",
+    "program_options",
 ]

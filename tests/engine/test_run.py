@@ -211,5 +211,9 @@ def test_rollout_and_report_and_methods(finished, capsys):
     assert main(["rollout", str(toml), "--prompts", "1"]) == 0
     assert "unique tokens" in " ".join(capsys.readouterr().out.split())
     assert main(["report", str(directory)]) == 0
+    capsys.readouterr()
     assert main(["methods"]) == 0
-    assert "tree_path_mean" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "tree_path_mean" in listed
+    assert "[tool, initial=8, beam=2" in listed
+    assert all(line.startswith((" ", "objectives", "advantages", "rollout")) for line in listed.splitlines())
