@@ -92,7 +92,7 @@ def vllm(x: Inputs) -> Calls:
     longest = len(x.prompts[0]) + x.new_tokens
     options: dict[str, Any] = {"gpu_memory_utilization": 0.5} if x.model.device.type == "cuda" else {}
     if not options:
-        options = {"kv_cache_memory_bytes": 1 << 30, "dtype": "float32"}
+        options = {"kv_cache_memory_bytes": 1 << 30, "dtype": "float32", "enable_chunked_prefill": True}
     llm = VllmEngine(directory, max_model_len=longest, **options).llm
     params = vllm.SamplingParams(
         n=x.group,

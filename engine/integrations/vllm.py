@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from ..rollout.branch import Request
 from ..rollout.engine import Prompt, RolloutEngine
@@ -112,8 +113,10 @@ class VllmEngine(RolloutEngine):
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": 64,
             "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
-            **engine_args,
         }
+        if current_platform.is_cpu():  # there vLLM cannot rewind the seed of a prompt that it computes in parts
+            arguments["enable_chunked_prefill"] = False
+        arguments |= engine_args
         with _without_odd_modules():
             self.llm = LLM(model=model, **arguments)
         config = self.llm.model_config

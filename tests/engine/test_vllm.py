@@ -70,6 +70,14 @@ def test_leaves_of_every_program_are_what_the_model_says(engine: Any, name: str)
     assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
+def test_more_prompts_than_a_step_of_vllm_takes(engine: Any) -> None:
+    """vLLM must not cut a prompt in parts on the CPU: it fails at the seed of one."""
+    most = engine.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompts = np.random.default_rng(3).integers(10, 211, (most // 190 + 2, 201)).tolist()
+    trees = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=4, ignore_eos=True))
+    assert [tree.num_leaves for tree in trees] == [2] * len(prompts)
+
+
 def test_log_probs_processed_and_raw(engine: Any) -> None:
     params = SamplingParams(n=3, temperature=0.7, top_k=10, max_new_tokens=12, ignore_eos=True, top_logprobs=2)
     (request,) = engine.submit([PROMPTS[3]], params, TreePO(segment_tokens=4, max_depth=3))
