@@ -81,14 +81,16 @@ def test_compiled_once_for_all_sizes() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
-def test_replays_sample_what_steps_do_and_wait_for_nothing(program: Any) -> None:
+def test_replays_sample_what_steps_do_and_wait_for_nothing(program: Any, compiled: bool) -> None:
     net = type(model("qwen3"))(model("qwen3").config)
     net.load_state_dict(model("qwen3").state_dict())
     net.cuda().eval()
     params = SamplingParams(n=16, max_new_tokens=60, ignore_eos=True)
     with_graphs, without = (
-        NativeEngine(net, config=type(engine().config)(kv_tokens=65536, cuda_graphs=on)) for on in (True, False)
+        NativeEngine(net, config=EngineConfig(kv_tokens=65536, cuda_graphs=on, compile=on and compiled))
+        for on in (True, False)
     )
     expected = without.generate(PROMPTS, params, program)
     trees = with_graphs.generate(PROMPTS, params, program)
