@@ -178,6 +178,10 @@ class Rows {
 
   void load_row(int64_t offset, float scale, float* dst) const { load_rows(&offset, 1, 0, scale, dst); }
 
+  // Whether rows can be used where they are: fp32, whole vectors.
+  bool in_place() const { return type_ == ScalarType::Float && width_ % kLanes == 0; }
+  const float* at(int64_t offset) const { return static_cast<const float*>(base_) + offset; }
+
   void store_row(int64_t offset, const float* src, float scale) const {
     if (type_ == ScalarType::Float) store_as<float>(offset, src, scale);
     else if (type_ == ScalarType::BFloat16) store_as<torch::headeronly::BFloat16>(offset, src, scale);
@@ -223,13 +227,29 @@ class Rows {
   int64_t width_, stride_[3] = {};
 };
 
+// A matrix of rows [width] that follow each other.
+struct Packed {
+  const float* first;
+  int64_t width;
+  const float* operator()(int64_t row) const { return first + row * width; }
+  Packed from(int64_t row) const { return {first + row * width, width}; }
+};
+
+// A matrix of rows that lie anywhere.
+struct Scattered {
+  const float* const* rows;
+  const float* operator()(int64_t row) const { return rows[row]; }
+  Scattered from(int64_t row) const { return {rows + row}; }
+};
+
 // dst [width, ld] = transpose of src [rows, width]; rows and width are whole vectors.
-inline void transpose(const float* src, int64_t rows, int64_t width, float* dst, int64_t ld) {
+template <class Matrix>
+inline void transpose(Matrix src, int64_t rows, int64_t width, float* dst, int64_t ld) {
   for (int64_t r = 0; r < rows; r += kLanes)
     for (int64_t d = 0; d < width; d += kLanes) {
       Vec block[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) block[i] = load(src + (r + i) * width + d);
+      for (int i = 0; i < kLanes; ++i) block[i] = load(src(r + i) + d);
       transpose_block(block);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) store(dst + (d + i) * ld + r, block[i]);
@@ -238,19 +258,20 @@ inline void transpose(const float* src, int64_t rows, int64_t width, float* dst,
 
 // ---- GEMM ------------------------------------------------------------------------------------------------------------
 
-// C [kRows, kVectors * kLanes] (+)= A B in registers. A(r, k) = a[r * lda + k], or a[k * lda + r] where transposed.
-template <int kRows, int kVectors, bool kTransposed>
-inline void gemm_registers(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
-                           bool add) {
+// C [kRows, kVectors * kLanes] (+)= A B in registers, with B from column `first`. A(r, k) = a[r * lda + k], or
+// a[k * lda + r] where transposed.
+template <int kRows, int kVectors, bool kTransposed, class Matrix>
+inline void gemm_registers(int64_t depth, const float* a, int64_t lda, Matrix b, int64_t first, float* c, int64_t ldc, bool add) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 32
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n) sum[r][n] = add ? load(c + r * ldc + n * kLanes) : Vec{};
   for (int64_t k = 0; k < depth; ++k) {
+    const float* from = b(k) + first;
     Vec row[kVectors];
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) row[n] = load(b + k * ldb + n * kLanes);
+    for (int n = 0; n < kVectors; ++n) row[n] = load(from + n * kLanes);
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
       const float x = kTransposed ? a[k * lda + r] : a[r * lda + k];
@@ -264,35 +285,35 @@ inline void gemm_registers(int64_t depth, const float* a, int64_t lda, const flo
     for (int n = 0; n < kVectors; ++n) store(c + r * ldc + n * kLanes, sum[r][n]);
 }
 
-template <int kRows, int kVectors, bool kTransposed>
-inline void gemm_last_rows(int64_t rows, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+template <int kRows, int kVectors, bool kTransposed, class Matrix>
+inline void gemm_last_rows(int64_t rows, int64_t depth, const float* a, int64_t lda, Matrix b, int64_t first, float* c,
                            int64_t ldc, bool add) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) gemm_registers<kRows, kVectors, kTransposed>(depth, a, lda, b, ldb, c, ldc, add);
-    else gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows, depth, a, lda, b, ldb, c, ldc, add);
+    if (rows == kRows) gemm_registers<kRows, kVectors, kTransposed>(depth, a, lda, b, first, c, ldc, add);
+    else gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows, depth, a, lda, b, first, c, ldc, add);
   }
 }
 
-template <int kVectors, bool kTransposed>
-void gemm_panel(int64_t rows, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+template <int kVectors, bool kTransposed, class Matrix>
+void gemm_panel(int64_t rows, int64_t depth, const float* a, int64_t lda, Matrix b, int64_t first, float* c, int64_t ldc,
                 bool add) {
   constexpr int kRows = std::min(kAccumulators / kVectors, 12);
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows)
-    gemm_registers<kRows, kVectors, kTransposed>(depth, a + r * (kTransposed ? 1 : lda), lda, b, ldb, c + r * ldc, ldc, add);
-  gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows - r, depth, a + r * (kTransposed ? 1 : lda), lda, b, ldb,
+    gemm_registers<kRows, kVectors, kTransposed>(depth, a + r * (kTransposed ? 1 : lda), lda, b, first, c + r * ldc, ldc, add);
+  gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows - r, depth, a + r * (kTransposed ? 1 : lda), lda, b, first,
                                                    c + r * ldc, ldc, add);
 }
 
 // C [rows, cols] = A [rows, depth] B [depth, cols], added to C where `add`; cols is whole vectors.
-template <bool kTransposed = false>
-inline void gemm(int64_t rows, int64_t cols, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                 int64_t ldc, bool add) {
+template <bool kTransposed = false, class Matrix>
+inline void gemm(int64_t rows, int64_t cols, int64_t depth, const float* a, int64_t lda, Matrix b, float* c, int64_t ldc,
+                 bool add) {
   int64_t n = 0;
   for (; n + kPanelVectors * kLanes <= cols; n += kPanelVectors * kLanes)
-    gemm_panel<kPanelVectors, kTransposed>(rows, depth, a, lda, b + n, ldb, c + n, ldc, add);
-  for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2, kTransposed>(rows, depth, a, lda, b + n, ldb, c + n, ldc, add);
-  for (; n < cols; n += kLanes) gemm_panel<1, kTransposed>(rows, depth, a, lda, b + n, ldb, c + n, ldc, add);
+    gemm_panel<kPanelVectors, kTransposed>(rows, depth, a, lda, b, n, c + n, ldc, add);
+  for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2, kTransposed>(rows, depth, a, lda, b, n, c + n, ldc, add);
+  for (; n < cols; n += kLanes) gemm_panel<1, kTransposed>(rows, depth, a, lda, b, n, c + n, ldc, add);
 }
 
 // ---- softmax ---------------------------------------------------------------------------------------------------------
@@ -323,9 +344,10 @@ struct Running {
 
   Running from(int64_t row) const { return {max + row, sum + row * kLanes, out + row * width, width}; }
 
-  // Takes keys [first, last) of a tile: scores become probabilities, then out += probabilities * values [keys, width].
+  // Takes keys [first, last) of a tile: scores become probabilities, then out += probabilities * values (keys of [width]).
   // `first` is a whole number of vectors; scores up to the next whole vector after `last` are -inf where masked.
-  void take(float* scores, int64_t rows, int64_t first, int64_t last, const float* values) const {
+  template <class Matrix>
+  void take(float* scores, int64_t rows, int64_t first, int64_t last, Matrix values) const {
     const int64_t end = padded(last);
     for (int64_t r = 0; r < rows; ++r) {
       float* s = scores + r * kTileKeys;
@@ -347,7 +369,7 @@ struct Running {
       }
       store(sum + r * kLanes, total);
     }
-    gemm(rows, width, last - first, scores + first, kTileKeys, values + first * width, width, out, width, true);
+    gemm(rows, width, last - first, scores + first, kTileKeys, values.from(first), out, width, true);
   }
 
   // Log-sum-exp of a row (natural), and what its accumulated output is to be multiplied by; -inf and 0 if it saw no key.

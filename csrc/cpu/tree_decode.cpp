@@ -1,8 +1,9 @@
 // Decode attention over a paged tree, node-major: a node's keys and values are read once for all rows below it.
 //
 // A work item is a contiguous group of rows. It goes through the nodes in the plan's order and through each node in tiles
-// of 64 keys counted from the node's first key, and folds every tile into the running softmax of the rows that see it. Tiles depend on the node alone and a row's arithmetic does not depend on the rows beside it
-// (attention_tiles.h), so a row's result is the same bits whoever else is in the batch.
+// of 64 keys counted from the node's first key, and folds every tile into the running softmax of the rows that see it. Tiles
+// depend on the node alone and a row's arithmetic does not depend on the rows beside it (attention_tiles.h), so a row's
+// result is the same bits whoever else is in the batch. fp32 keys and values are used where they lie, others widened first.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -124,6 +125,8 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
   const int64_t block_rows = std::max<int64_t>(kBlockQueries / group, 1);
   const Rows q_rows(q), k_rows(k_pages), v_rows(v_pages), out_rows(out);
   float* lse_data = lse.mutable_data_ptr<float>();
+  const Buffer zeros(width);
+  std::fill_n(zeros.at(0), width, 0.f);
 
   work_queue(groups * parts, [&] {
     return [&, key_tile = Buffer(kTileKeys * width), keys = Buffer(kTileKeys * width), values = Buffer(kTileKeys * width),
@@ -143,6 +146,7 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
 
       const std::vector<Tile> tiles = tiles_of(plan, r0, r1);
       int64_t k_offset[kTileKeys], v_offset[kTileKeys];
+      const float *key_rows[kTileKeys], *value_rows[kTileKeys];
       for (size_t i = 0; i < tiles.size(); ++i) {
         const auto [node, t, tile_keys, first_row, last_row] = tiles[i];
         const int64_t end = padded(tile_keys), tile_position = plan.position[node] + t;
@@ -167,18 +171,31 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
             if (tile_position > *newest) continue;
             if (window && *oldest - (tile_position + tile_keys - 1) >= *window) continue;
             if (!packed) {
-              k_rows.load_rows(k_offset, tile_keys, k_rows.offset(0, 0, head), 1.f, key_tile.at(0));
-              v_rows.load_rows(v_offset, tile_keys, v_rows.offset(0, 0, head), 1.f, values.at(0));
-              transpose(key_tile.at(0), end, width, keys.at(0), kTileKeys);
+              const int64_t k_head = k_rows.offset(0, 0, head);
+              if (k_rows.in_place()) {
+                for (int64_t j = 0; j < end; ++j) key_rows[j] = j < tile_keys ? k_rows.at(k_offset[j] + k_head) : zeros.at(0);
+                transpose(Scattered{key_rows}, end, width, keys.at(0), kTileKeys);
+              } else {
+                k_rows.load_rows(k_offset, tile_keys, k_head, 1.f, key_tile.at(0));
+                transpose(Packed{key_tile.at(0), width}, end, width, keys.at(0), kTileKeys);
+              }
+              const int64_t v_head = v_rows.offset(0, 0, head);
+              if (v_rows.in_place())
+                for (int64_t j = 0; j < tile_keys; ++j) value_rows[j] = v_rows.at(v_offset[j] + v_head);
+              else
+                v_rows.load_rows(v_offset, tile_keys, v_head, 1.f, values.at(0));
               packed = true;
             }
             const int64_t at = (head - h0) * count + (row - r0) * group, queries = block * group;
-            gemm(queries, end, width, query.at(at * width), width, keys.at(0), kTileKeys, scores.at(0), kTileKeys, false);
+            gemm(queries, end, width, query.at(at * width), width, Packed{keys.at(0), kTileKeys}, scores.at(0), kTileKeys, false);
             if (cap != 0.f) soft_cap(scores.at(0), queries, 0, end, cap);
             const bool all_seen = tile_position + tile_keys - 1 <= *oldest && !(window && *newest - tile_position >= *window);
             if (!all_seen || end != tile_keys)
               mask_positions(scores.at(0), positions, block, group, tile_keys, tile_position, window.value_or(0));
-            running.from(at).take(scores.at(0), queries, 0, tile_keys, values.at(0));
+            if (v_rows.in_place())
+              running.from(at).take(scores.at(0), queries, 0, tile_keys, Scattered{value_rows});
+            else
+              running.from(at).take(scores.at(0), queries, 0, tile_keys, Packed{values.at(0), width});
           }
         }
       }
