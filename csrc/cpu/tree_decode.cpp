@@ -150,13 +150,17 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
       for (size_t i = 0; i < tiles.size(); ++i) {
         const auto [node, t, tile_keys, first_row, last_row] = tiles[i];
         const int64_t end = padded(tile_keys), tile_position = plan.position[node] + t;
-        if (i + 1 < tiles.size()) {
-          SlotWalk next(plan, tiles[i + 1].node, tiles[i + 1].first, page_size);
-          for (int64_t j = 0; j < tiles[i + 1].keys; ++j, next.next()) {
+        // The next tile is asked for bit by bit: what is asked for all at once is waited for.
+        const Tile& later = tiles[std::min(i + 1, tiles.size() - 1)];
+        SlotWalk next(plan, later.node, later.first, page_size);
+        int64_t left = i + 1 < tiles.size() ? later.keys : 0;
+        const auto look_ahead = [&](int64_t count) {
+          for (count = std::min(count, left), left -= count; count > 0; --count, next.next()) {
             k_rows.prefetch(k_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
             v_rows.prefetch(v_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
           }
-        }
+        };
+        const int64_t step = kTileKeys / (3 * (h1 - h0)) + 1;
         SlotWalk walk(plan, node, t, page_size);
         for (int64_t j = 0; j < tile_keys; ++j, walk.next()) {
           k_offset[j] = k_rows.offset(walk.page(), walk.slot());
@@ -164,6 +168,7 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
         }
         for (int64_t head = h0; head < h1; ++head) {
           bool packed = false;
+          look_ahead(step);
           for (int64_t row = first_row; row < last_row; row += block_rows) {
             const int64_t block = std::min(block_rows, last_row - row);
             const int32_t* positions = plan.query_position + row;
@@ -188,6 +193,7 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
             }
             const int64_t at = (head - h0) * count + (row - r0) * group, queries = block * group;
             gemm(queries, end, width, query.at(at * width), width, Packed{keys.at(0), kTileKeys}, scores.at(0), kTileKeys, false);
+            look_ahead(step);
             if (cap != 0.f) soft_cap(scores.at(0), queries, 0, end, cap);
             const bool all_seen = tile_position + tile_keys - 1 <= *oldest && !(window && *newest - tile_position >= *window);
             if (!all_seen || end != tile_keys)
@@ -197,6 +203,7 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
             else
               running.from(at).take(scores.at(0), queries, 0, tile_keys, Packed{values.at(0), width});
           }
+          look_ahead(step);
         }
       }
 
