@@ -122,7 +122,7 @@ class RolloutConfig(Section):
     max_batch_rows: PositiveInt = 512
     """Sequences decoded together."""
     kv_tokens: PositiveInt = 65536
-    """Capacity of the paged KV cache, in tokens."""
+    """Capacity of the native backend's paged KV cache, in tokens."""
     compile: bool = False
     """Sample with torch.compile: faster steps after some seconds of compilation."""
 

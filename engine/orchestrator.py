@@ -30,7 +30,6 @@ from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
 from .prompts import Prompt, PromptSource, held_out
 from .report import write_report
 from .rewards import RewardItem, RewardPool, RewardResult
-from .rollout import NativeEngine
 from .self_check import tree_error, trees_fit
 from .trainer import Trainer
 from .tree import LeafStatus, TokenTree
@@ -166,8 +165,7 @@ class Orchestrator:
 
     def _renew_policy(self) -> None:
         """Let the engine sample with the trainer's weights."""
-        weights = None if isinstance(self.engine, NativeEngine) else dict(self.model.named_parameters())
-        self.engine.update_weights(weights, version=self.trainer.updates)
+        self.engine.update_weights(dict(self.model.named_parameters()), version=self.trainer.updates)
 
     def _due(self, every: int) -> bool:
         if not self.problems:

@@ -27,7 +27,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from ..rollout.branch import Request
-from ..rollout.engine import Prompt, RolloutEngine
+from ..rollout.engine import RolloutEngine
+from ..rollout.stops import eos_token_ids
 from .vllm_loop import VllmLoop
 
 Array = npt.NDArray[Any]
@@ -120,32 +121,20 @@ class VllmEngine(RolloutEngine):
         with _without_odd_modules():
             self.llm = LLM(model=model, **arguments)
         config = self.llm.model_config
-        eos: set[int] = set()
-        sources = (config.try_get_generation_config(), config.hf_text_config.to_dict(), vars(tokenizer or object))
-        for source in sources:
-            found = source.get("eos_token_id")
-            eos.update([found] if isinstance(found, int) else found or [])
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos.add(tokenizer.eos_token_id)
+        eos = eos_token_ids(config.try_get_generation_config(), config.hf_text_config, tokenizer)
         self.loop = VllmLoop(self.llm, eos, raw_logprobs=raw_logprobs)
-        self._sleeping = False
+        self._stopped: list[Request] = []  # in flight when it went to sleep
 
-    def score(self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
-        if len(prompts) != len(continuations):
-            raise ValueError(f"score got {len(prompts)} prompts and {len(continuations)} lists of continuations.")
-        tokens = [self._token_ids(i, prompt).tolist() for i, prompt in enumerate(prompts)]
-        with self._lock:
-            if self.loop.busy:
-                raise RuntimeError(
-                    "VllmEngine.score needs vLLM to itself; finish or abort the requests in flight first."
-                )
-            paths = [p + list(c) for p, some in zip(tokens, continuations, strict=True) for c in some if len(c)]
-            asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
-            outputs = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in paths], asked, use_tqdm=False)
+    def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
+        if self.loop.busy:
+            raise RuntimeError("VllmEngine.score needs vLLM to itself; finish or abort the requests in flight first.")
+        paths = [[*p.tolist(), *c] for p, some in zip(prompts, continuations, strict=True) for c in some if len(c)]
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in paths], asked, use_tqdm=False)
         known = iter(zip(paths, outputs, strict=True))
         found: list[list[Array]] = []
-        for prompt, some in zip(tokens, continuations, strict=True):
-            found.append([np.zeros(0, np.float32) if not len(c) else _score(*next(known), len(prompt)) for c in some])
+        for prompt, some in zip(prompts, continuations, strict=True):
+            found.append([np.zeros(0, np.float32) if not len(c) else _known(*next(known), len(prompt)) for c in some])
         return found
 
     def update_weights(
@@ -166,13 +155,15 @@ class VllmEngine(RolloutEngine):
         with self._lock:
             self._stopped = self.pause("abort")
             self.llm.sleep(level=1)
-            self._sleeping = True
+            self._asleep = True
 
     def wake(self) -> None:
         with self._lock:
-            self.llm.wake_up()
-            self._sleeping = self._paused = False
+            if self._asleep:
+                self.llm.wake_up()
+            self._asleep = self._paused = False
             self.submit(self._stopped)
+            self._stopped = []
 
     def forget_prefixes(self) -> None:
         with self._lock:
@@ -215,7 +206,7 @@ def _without_odd_modules() -> Iterator[None]:
         sys.modules.update(odd)
 
 
-def _score(path: list[int], output: Any, prompt: int) -> Array:
+def _known(path: list[int], output: Any, prompt: int) -> Array:
     logprobs = [
         known[token].logprob for token, known in zip(path[prompt:], output.prompt_logprobs[prompt:], strict=True)
     ]

@@ -171,9 +171,8 @@ class VllmLoop(Steering):
         """Put what a flow has brought into its node."""
         node = flow.branch.node
         if flow.records:
-            node.records = np.concatenate([node.records, *flow.records]) if len(node.records) else flow.records[0]
-            if len(flow.records) > 1 and node.records is flow.records[0]:
-                node.records = np.concatenate(flow.records)
+            # records of a node that has none yet have no room for likely tokens
+            node.records = np.concatenate([*([node.records] if len(node.records) else []), *flow.records])
             flow.records = []
 
     def _end(self, flow: Flow, output: Any) -> Any:

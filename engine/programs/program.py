@@ -27,6 +27,7 @@ first; then a group's responses do not depend on its batch.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,7 +172,7 @@ class Call:
 Action = Fork | Finish | Rewind | Prune | Call
 
 
-class RolloutProgram:
+class RolloutProgram(ABC):
     """Base of all programs; override `decide`, and what else differs."""
 
     segment_tokens: int | None = None
@@ -195,9 +196,9 @@ class RolloutProgram:
         """Branches sampled from the prompt."""
         return group.width
 
+    @abstractmethod
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         """Called with the segments that ended in this step, in depth-first order."""
-        raise NotImplementedError
 
     def ended(self, group: GroupState) -> Iterable[Action]:
         """Called when every branch has ended; its answer may begin more of them. Without one the group is complete."""
@@ -205,4 +206,4 @@ class RolloutProgram:
 
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
         """Called with the result of a `Call`; results come in the order of the calls."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} answers with Call but does not define `returned`.")

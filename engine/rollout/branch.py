@@ -187,9 +187,9 @@ class Request:
             return np.concatenate([node.records[name] for node in nodes] or [given([])[name]])
 
         tops = [
-            dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
+            dict(zip(ids, logprobs, strict=True))
             for node in nodes
-            for ids, logprobs in zip(node.records["top_id"], node.records["top_logprob"], strict=True)
+            for ids, logprobs in zip(node.records["top_id"].tolist(), node.records["top_logprob"].tolist(), strict=True)
         ]
         origin = np.concatenate([np.zeros(0, np.int8), *(np.full(len(n.records), n.origin, np.int8) for n in nodes)])
         status = LeafStatus.ABORTED if leaf.status is None else leaf.status

@@ -40,6 +40,7 @@ class RolloutEngine(ABC):
         self._lock = threading.RLock()
         self._numbers = 0
         self._paused = False
+        self._asleep = False
         self._logical = self._unique = 0
         self._seconds = 0.0
 
@@ -85,7 +86,6 @@ class RolloutEngine(ABC):
             raise
         return [request.tree for request in requests if request.tree is not None]
 
-    @abstractmethod
     def score(self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
         """Log-probs of given continuations, by prefill alone; their shared prefixes are computed once.
 
@@ -96,6 +96,11 @@ class RolloutEngine(ABC):
         Returns:
             for each prompt and continuation the log-probs [len(continuation)] float32, at temperature 1.
         """
+        if len(prompts) != len(continuations):
+            raise ValueError(f"score got {len(prompts)} prompts and {len(continuations)} lists of continuations.")
+        tokens = [self._token_ids(i, prompt) for i, prompt in enumerate(prompts)]
+        with self._lock, self._computing():
+            return self._score(tokens, continuations)
 
     # -- requests as they come --------------------------------------------------------------------------------------
 
@@ -184,6 +189,8 @@ class RolloutEngine(ABC):
 
     def resume(self) -> None:
         """Go on after `pause`."""
+        if self._asleep:
+            raise RuntimeError("The engine is asleep; call wake() instead of resume().")
         self._paused = False
 
     # -- weights and memory -----------------------------------------------------------------------------------------
@@ -273,6 +280,12 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _check(self, index: int, request: Request) -> None:
         """Raises ValueError where the backend cannot serve the request of prompt ``index``."""
+
+    @abstractmethod
+    def _score(
+        self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[Array]]:  # prompts: each [P] int32
+        """See `score`."""
 
     def _computing(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -70,6 +70,11 @@ class Padded:
     def view(self, name: str) -> Tensor:
         return self._device[self._places[name]]
 
+    def begin(self, cache: KvCache) -> tuple[Tensor, Tensor]:
+        """Begin the step; its ids and positions [rows] int64."""
+        cache.begin_step_on_device(self.view("slots").long(), self.plan())
+        return self.view("input_ids").long(), self.view("position").long()
+
     def plan(self) -> DecodePlan:
         """New views each time: what a backend derives from a plan it remembers by its tensors."""
         names = ("page_indptr", "page_ids", "node_offset", "node_length", "node_position", "row_begin", "row_end")
@@ -104,8 +109,7 @@ class DecodeGraphs:
 
     def run(self, padded: Padded) -> Tensor:  # [rows, V] fp32
         """The step without a graph."""
-        self._cache.begin_step_on_device(padded.view("slots").long(), padded.plan())
-        return self._forward(padded.view("input_ids").long(), padded.view("position").long())
+        return self._forward(*padded.begin(self._cache))
 
     def pad(self, step: Step, rows: int, partials: int) -> Padded:
         pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys

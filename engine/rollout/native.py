@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..integrations import transformers as integration
 from .branch import Request
-from .engine import Prompt, RolloutEngine
+from .engine import RolloutEngine
 from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
@@ -52,6 +52,8 @@ class EngineConfig:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.compile and self.debug:
+            raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
         if self.host_kv_tokens < 0:
             raise ValueError(f"EngineConfig.host_kv_tokens is {self.host_kv_tokens}; it must be 0 or more.")
         if self.kv_tokens < self.page_size:
@@ -80,11 +82,11 @@ class NativeEngine(RolloutEngine):
         self.config = config or EngineConfig()
         if model.config._attn_implementation != integration.NAME:
             model.set_attn_implementation(integration.NAME)
-        device = model.get_output_embeddings().weight.device
+        self._device = model.get_output_embeddings().weight.device
         self.cache = KvCache(
             self.config.kv_tokens,
             self.config.page_size,
-            device,
+            self._device,
             host_tokens=self.config.host_kv_tokens,
             debug=self.config.debug,
         )
@@ -94,14 +96,13 @@ class NativeEngine(RolloutEngine):
                 model,
                 self.cache,
                 self._use_adapter,
-                compiled=self.config.compile and not self.config.debug,
+                compiled=self.config.compile,
                 cuda_graphs=self.config.cuda_graphs and not self.config.debug,
             ),
             Stops(model, tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
         )
-        self._home: torch.device | None = None  # where the weights belong, while they sleep
         self._adapters: list[str] = []
         self._adapter = 0
 
@@ -111,18 +112,9 @@ class NativeEngine(RolloutEngine):
             self.cache.tree.check()
         return done
 
-    def score(self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
-        if len(prompts) != len(continuations):
-            raise ValueError(f"score got {len(prompts)} prompts and {len(continuations)} lists of continuations.")
-        tokens = [self._token_ids(i, prompt) for i, prompt in enumerate(prompts)]
-        with self._lock, self._computing():
-            self._use_adapter(0)
-            return score(self.model, tokens, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
-
-    def resume(self) -> None:
-        if self._home is not None:
-            raise RuntimeError("The engine is asleep; call wake() instead of resume().")
-        super().resume()
+    def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
+        self._use_adapter(0)
+        return score(self.model, prompts, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
 
     def update_weights(
         self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
@@ -140,18 +132,15 @@ class NativeEngine(RolloutEngine):
             self._paused = True
             self.loop.preempt_all()
             self.cache.free()
-            if self.loop.runner.graphs is not None:
-                self.loop.runner.graphs.clear()
-            self._home = self.model.get_output_embeddings().weight.device
+            self.loop.runner.forget_graphs()
             if weights:
                 self.model.to("cpu")
+            self._asleep = True
 
     def wake(self) -> None:
         with self._lock:
-            if self._home is not None:
-                self.model.to(self._home)
-                self._home = None
-            self._paused = False
+            self.model.to(self._device)
+            self._asleep = self._paused = False
 
     def forget_prefixes(self) -> None:
         with self._lock:
@@ -168,8 +157,7 @@ class NativeEngine(RolloutEngine):
             self.model.load_adapter(path, adapter_name=name)
             self.model.disable_adapters()
             self._adapters.append(name)
-            if self.loop.runner.graphs is not None:
-                self.loop.runner.graphs.clear()
+            self.loop.runner.forget_graphs()
             self._adapter = 0
 
     def _use_adapter(self, number: int) -> None:
@@ -250,4 +238,5 @@ def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
             )
     with torch.no_grad():
         for name, tensor in weights.items():
-            own[name].copy_(tensor)
+            if own[name] is not tensor:  # a trainer of the same module hands over what is there
+                own[name].copy_(tensor)

@@ -78,12 +78,16 @@ class Runner:
             logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
         return self._sample(logits, rows, slots, seeds)
 
+    def forget_graphs(self) -> None:
+        """The weights or the pages have moved."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
     def _hidden(self, step: Step) -> Tensor:  # [N, H]
         small = min(len(step.input_ids), len(step.plan[1]), len(step.plan[2])) < 2
         if self._compiled is not None and self._cache.ready and small:
             padded = Padded.at_least_two(step, self._cache.spare_slot, self._device)
-            self._cache.begin_step_on_device(padded.view("slots").long(), padded.plan())
-            return self._compiled(padded.view("input_ids").long(), padded.view("position").long())
+            return self._compiled(*padded.begin(self._cache))
         self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
         ids, positions = self._to_device(step.input_ids), self._to_device(step.position_ids)
         if self._compiled is None:
@@ -110,8 +114,7 @@ class Runner:
         free = logits
         if len(constrained):
             logits = logits.clone()
-            for i in constrained.tolist():
-                self._constrain(logits[i], rows, int(slots[i]))
+            self._constrain(logits, rows, slots, constrained)
 
         def column(values: Array, off: float) -> Tensor | None:
             values = values[slots]
@@ -160,22 +163,30 @@ class Runner:
             logits = softcap * torch.tanh(logits / softcap)
         return logits
 
-    def _constrain(self, logits: Tensor, rows: RowTable, slot: int) -> None:  # [V] fp32, in place
-        branch = rows.branch[slot]
-        assert branch is not None
-        params = branch.request.params
+    def _constrain(self, logits: Tensor, rows: RowTable, slots: Array, constrained: Array) -> None:
+        """Add biases to the rows ``constrained`` of logits [S, V] fp32, in place; those with the same parameters at once."""
+        alike: dict[int, tuple[SamplingParams, list[int]]] = {}
+        for i in constrained.tolist():
+            branch = rows.branch[slots[i]]
+            assert branch is not None
+            params = branch.request.params
+            alike.setdefault(id(params), (params, []))[1].append(i)
+            if params.prefix_allowed_tokens_fn is None:
+                continue
+            try:
+                logits[i] += self._to_device(self._grammar_mask(branch, rows, int(slots[i])))
+            except Exception as error:  # a grammar of the user's: only the branch fails
+                branch.request.errors[branch.id] = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}"
+                logits[i] = torch.nan
+        for params, some in alike.values():
+            logits[self._to_device(np.array(some))] += self._bias(params)
+
+    def _bias(self, params: SamplingParams) -> Tensor:  # [V] float32
         if id(params) not in self._biases:
             if len(self._biases) >= REMEMBERED:
                 self._biases.clear()
             self._biases[id(params)] = params, self._to_device(self._fixed_bias(params))
-        logits += self._biases[id(params)][1]
-        if params.prefix_allowed_tokens_fn is None:
-            return
-        try:
-            logits += self._to_device(self._grammar_mask(branch, rows, slot))
-        except Exception as error:  # a grammar of the user's: only the branch fails
-            branch.request.errors[branch.id] = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}"
-            logits.fill_(torch.nan)
+        return self._biases[id(params)][1]
 
     def _grammar_mask(self, branch: Branch, rows: RowTable, slot: int) -> Array:  # [V] float32
         allowed_after = branch.request.params.prefix_allowed_tokens_fn

@@ -30,7 +30,7 @@ def score(
     device = model.get_output_embeddings().weight.device
     for batch in pack(trees, max_tokens=max_tokens, device=device, in_pieces=True):
         with torch.no_grad():
-            logprob = batch_logprob(model, batch).logprob
+            logprob = batch_logprob(model, batch).logprob.cpu()
         for index, leaves in zip(batch.tree_index, batch.to_leaves(logprob), strict=True):
-            found[asked[index]] = [values.cpu().numpy() for values in leaves]
+            found[asked[index]] = [values.numpy() for values in leaves]
     return found

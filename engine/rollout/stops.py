@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,21 @@ Array = npt.NDArray[Any]
 GO_ON, END_SEGMENT, END_RESPONSE = 0, 1, 2
 
 
+def eos_token_ids(*sources: Any) -> set[int]:
+    """The end-of-sequence tokens that configurations and tokenizers name: each one, several or none."""
+    found: set[int] = set()
+    for source in sources:
+        eos = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
+        found.update([eos] if isinstance(eos, int) else eos or [])
+    return found
+
+
 class Stops:
     """What ends the responses of each request: ``params`` and the model say so, or its program for a segment."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._eos: set[int] = set()
-        for source in (model.generation_config, model.config.get_text_config(), tokenizer):
-            eos = getattr(source, "eos_token_id", None)
-            self._eos.update([eos] if isinstance(eos, int) else eos or [])
+        self._eos = eos_token_ids(model.generation_config, model.config.get_text_config(), tokenizer)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._known: dict[tuple[frozenset[int], frozenset[int]], int] = {}
         self._tables = np.zeros((0, self._vocabulary), np.int8)

@@ -395,6 +395,8 @@ def test_biased_and_allowed_tokens() -> None:
         ([[5]], {"logit_bias": {3: float("nan")}}, {}, "logit_bias holds NaN"),
         ([[5]], {"kept_tokens": True}, {}, "kept_tokens needs top_p"),
         ([[5]], {}, {"max_batch_rows": 0}, "max_batch_rows is 0"),
+        ([[5]], {}, {"host_kv_tokens": -1}, "host_kv_tokens is -1"),
+        ([[5]], {}, {"compile": True, "debug": True}, "debug looks into every layer"),
     ],
 )
 def test_bad_requests_are_refused_in_a_sentence(
