@@ -164,7 +164,7 @@ class Runner:
         return logits
 
     def _constrain(self, logits: Tensor, rows: RowTable, slots: Array, constrained: Array) -> None:
-        """Add biases to the rows ``constrained`` of logits [S, V] fp32, in place; those with the same parameters at once."""
+        """Add biases to the rows ``constrained`` of logits [S, V] fp32, in place; rows of equal parameters at once."""
         alike: dict[int, tuple[SamplingParams, list[int]]] = {}
         for i in constrained.tolist():
             branch = rows.branch[slots[i]]

@@ -24,7 +24,9 @@ class Uncaptured(DecodeGraphs):
 
     def logits(self, step: Step) -> torch.Tensor:
         self.steps += 1
-        return self.run(self.pad(step, _bucket(len(step.input_ids), 8), 1024))[: len(step.input_ids)]
+        padded = self.pad(step, _bucket(len(step.input_ids), 8), 1024)
+        assert (padded.plan().page_indptr.diff() >= 0).all()
+        return self.run(padded)[: len(step.input_ids)]
 
 
 @pytest.mark.parametrize("name", MODELS)

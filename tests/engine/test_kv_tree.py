@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.rollout._host import KvExhaustedError, KvTree
+from rolltree.engine.rollout.kv_cache import KvCache
 
 NAMES = ["insert", "insert", "grow", "grow", "grow", "fork", "rewind", "refill", "release", "make_room"]
 EVENTS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999), st.integers(1, 7)), max_size=80)
@@ -334,3 +336,42 @@ def test_keys_lost_by_held_nodes_are_told_with_the_slots_they_lie_in() -> None:
     tree.release(upper)
     tree.release(node)
     assert [len(x) for x in tree.take_dropped()] == [0] * 4, "nobody held what was dropped"
+
+
+def test_keys_come_back_from_the_host_to_nodes_that_were_split_meanwhile() -> None:
+    """Each half gets its own keys, and what the host has no more is not restored."""
+    cache = KvCache(64, 4, torch.device("cpu"), host_tokens=20)
+    k, v = cache._pages[0] = torch.zeros(17, 4, 1, 2), torch.zeros(17, 4, 1, 2)
+
+    def keys(node: int) -> list[float]:
+        plan = cache.tree.plan(ids(node), ids(1))
+        slots = [
+            page * 4 + slot
+            for pages in np.split(plan[1], plan[0][1:-1])
+            for page in pages.tolist()
+            for slot in range(4)
+        ]
+        assert len(plan[3]) == 1
+        begin = int(plan[2][0])
+        return k.view(-1, 2)[slots][begin : begin + int(plan[3][0]), 0].tolist()
+
+    node = cache.tree.insert(0, path(*range(10)))
+    slots = torch.from_numpy(fill(cache.tree, node))
+    k.view(-1, 2)[slots] = torch.arange(10.0)[:, None]
+    v.view(-1, 2)[slots] = -torch.arange(10.0)[:, None]
+    cache.tree.evict(node)
+    cache.save_dropped()
+    k.zero_()
+    upper = cache.tree.rewind(node, 3)
+    assert cache.restore(upper, 0, 3) == 3
+    assert keys(upper) == [0, 1, 2]
+    assert cache.restore(node, 0, 7) == 7
+    written = k.view(-1, 2)[:, 0]
+    assert sorted(written[written > 0].tolist()) == list(range(1, 10))
+    last = cache.tree.plan(ids(node), ids(1))
+    page, offset = int(last[1][int(last[0][1])]), int(last[2][1])
+    assert k.view(-1, 2)[page * 4 + offset, 0] == 3, "the lower half begins with its own first key"
+    cache.forget_dropped()
+    cache.tree.evict(node)
+    cache.forget_dropped()
+    assert cache.restore(node, 0, 7) == 0
