@@ -31,7 +31,9 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     Raises:
         UserError: as the run itself would.
     """
-    objective = setup.objective(config)
+    setup.loss_terms(config)
+    algorithm = config.algorithm
+    objective = setup.objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options)
     setup.rollout_program(config.rollout)
     setup.credit(config)
     device = setup.choose_device(config.model.device)

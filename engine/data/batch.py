@@ -8,9 +8,9 @@ of leaves, which is why a tree larger than the budget can be split by its leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -88,52 +88,96 @@ class TreeBatch:
         """Response tokens in the loss, counted once a leaf: the normaliser of ``token_mean``."""
         return sum(tree.loss_tokens for tree in self.trees)
 
+    def paths(self, weight: Tensor | None = None, length: Tensor | None = None) -> PathIndex:
+        """Which pairs lie on which leaf's path.
+
+        Args:
+            weight: ``[L]`` of each leaf, 1 where not given.
+            length: ``[L]`` tokens of each leaf that count; those in the loss where not given.
+        """
+        one = self.leaf_advantage.new_ones(self.num_leaves) if weight is None else weight
+        return PathIndex(
+            pair_end=self.pair_end,
+            leaf_pair=self.leaf_pair,
+            leaf_start=self.leaf_start,
+            leaf_length=self.leaf_length if length is None else length,
+            leaf_weight=one.float(),
+            leaf_advantage=self.leaf_advantage.float() if self.path_advantage is None else None,
+        )
+
     def fields(
         self,
         objective: Objective,
         *,
         normalizer: float | Tensor | None = None,
-        old_logprob: Tensor | None = None,  # [M]
+        old_logprob: Tensor | Literal["behaviour"] | None = None,  # [M]
         ref_logprob: Tensor | None = None,  # [M]
+        select: str | None = None,
     ) -> PolicyFields:
         """What :func:`rolltree.kernels.policy_loss` needs of each pair, exact for shared tokens.
 
         A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``. With ``normalizer`` the
         weights are divided by it, and ``policy_loss`` is then called with normalizer 1.
+
+        Args:
+            old_logprob: as in :func:`rolltree.engine.batch_loss`.
+            ref_logprob: in place of the column of that name.
+            select: of a loss term, whose selection says what counts instead of ``loss_mask``.
+
+        Raises:
+            ValueError: ``old_logprob`` is "behaviour", the objective needs it, and a token in the loss has none.
         """
-        weight = torch.ones_like(self.leaf_advantage)
+        mask, length, weight, share = self._selected(select)
+        given = {name: values for name, values in self.columns.items() if name in FIELDS}
+        if isinstance(old_logprob, str):
+            old_logprob = given.get("old_logprob", self.behaviour_logprob)
+            if old_logprob is None and objective.needs_old:
+                raise ValueError(
+                    "A token in the loss has no recorded log-prob to compare with; give old_logprob, or None for a "
+                    "single on-policy update."
+                )
+        given |= {name: t for name, t in (("ref_logprob", ref_logprob),) if t is not None}
+        given = {name: t for name, t in given.items() if name != "old_logprob"}
         if objective.aggregation == "seq_mean_token_mean":
-            weight = weight / self.leaf_length.clamp(min=1)
+            weight = weight / length.clamp(min=1)
         if normalizer is not None:
             weight = weight / normalizer
-
-        paths = PathIndex(
-            pair_end=self.pair_end,
-            leaf_pair=self.leaf_pair,
-            leaf_start=self.leaf_start,
-            leaf_length=self.leaf_length,
-            leaf_weight=weight.float(),
-            leaf_advantage=self.leaf_advantage.float() if self.path_advantage is None else None,
-        )
+        paths = self.paths(weight, length)
         weighed, credit, spread = weight, self.leaf_advantage, paths.spread
         if self.path_advantage is not None:
             assert self.path_leaf is not None
             weighed, credit, spread = weight[self.path_leaf], self.path_advantage, self.sum_paths
         signed = weighed * credit
-        given = {"old_logprob": old_logprob, "ref_logprob": ref_logprob}
-        known = {name: values for name, values in self.columns.items() if name in FIELDS}
+
+        def sums(values: Tensor, over: Callable[[Tensor], Tensor] = spread) -> Tensor:  # -> [M]
+            return over(values).float() if share is None else (over(values) * share).float()
+
         return PolicyFields(
-            adv_pos=spread(signed.clamp(min=0)).float(),
-            adv_neg=spread(signed.clamp(max=0)).float(),
-            weight=paths.spread(weight).float(),
-            mask=self.loss_mask,
-            pos_weight=spread(weighed * (credit > 0)).float() if self.mixed else None,
-            neg_weight=spread(weighed * (credit < 0)).float() if self.mixed else None,
+            adv_pos=sums(signed.clamp(min=0)),
+            adv_neg=sums(signed.clamp(max=0)),
+            weight=sums(weight, paths.spread),
+            mask=mask,
+            old_logprob=old_logprob,
+            pos_weight=sums(weighed * (credit > 0)) if self.mixed else None,
+            neg_weight=sums(weighed * (credit < 0)) if self.mixed else None,
             segment=self.segment if objective.ratio_level == "segment" else None,
             paths=paths,
             aggregation=objective.aggregation,
-            **(known | {name: values for name, values in given.items() if values is not None}),
+            **given,
         )
+
+    def _selected(self, select: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Mask ``[M]``, tokens ``[L]`` and weight ``[L]`` of each leaf, and the share ``[M]`` of each token, if any."""
+        one = torch.ones_like(self.leaf_advantage)
+        if select is None:
+            return self.loss_mask, self.leaf_length, one, None
+        of_leaves, of_tokens = (self.columns.get(f"select_{per}/{select}") for per in ("leaf", "token"))
+        if of_leaves is not None and of_tokens is None:
+            return self.loss_mask, self.leaf_length, of_leaves.double(), None
+        if of_tokens is None:
+            return torch.zeros_like(self.loss_mask), torch.zeros_like(self.leaf_length), 0 * one, None
+        mask = of_tokens != 0
+        return mask, self.paths().sum(mask.double()).long(), one, of_tokens.double()
 
     def sum_paths(self, values: Tensor) -> Tensor:  # [P] -> [M]
         """At each pair the sum of ``values`` over the leaves below it, in a fixed order."""
