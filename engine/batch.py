@@ -95,8 +95,8 @@ class TreeBatch:
             weight = weight / normalizer
 
         paths = PathIndex(
-            pair_end=self.pair_end,
-            leaf_pair=self.leaf_pair,
+            target_end=self.pair_end,
+            leaf_target=self.leaf_pair,
             leaf_start=self.leaf_start,
             leaf_length=self.leaf_length,
             leaf_weight=weight.float(),

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.kernels import Objective
 from rolltree.kernels.dispatch import load_library
-from rolltree.kernels.policy_loss import PRESETS
+from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from . import setup
 from .advantages import ADVANTAGES, find_advantage
@@ -94,9 +93,14 @@ def _size(count: float) -> str:
 def method_lines() -> Iterator[str]:
     """Objectives, advantage estimators and rollout programs, each with a line of its own words."""
     yield "objectives (algorithm.objective)"
-    for name in PRESETS:
-        preset = Objective.preset(name)
-        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}"
+    for name, preset in PRESETS.items():
+        if name in ALIASES:
+            other, how = ALIASES[name]
+            yield f"  {name:18} {other} {how}"
+            continue
+        needs = ", ".join(preset.needs_fields)
+        with_fields = f", needs {needs}" if needs else ""
+        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}"
     yield "advantages (algorithm.advantage)"
     for name, function in ADVANTAGES.items():
         yield f"  {name:18} {_first_line(function)}"

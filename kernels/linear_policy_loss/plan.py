@@ -216,7 +216,7 @@ def _aligned_cuts(
     """
     if fields.paths is None or not len(pair):
         return None
-    end = fields.paths.pair_end.long()
+    end = fields.paths.target_end.long()
     inside = torch.arange(1, len(end), device=end.device)
     edge = torch.cat([inside.new_zeros(1), inside[end.cummax(0).values[:-1] <= inside], inside.new_tensor([len(end)])])
     block = torch.searchsorted(edge[1:], pair, right=True)
