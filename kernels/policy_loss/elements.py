@@ -66,29 +66,26 @@ class Sums(NamedTuple):
 class _Surrogate(NamedTuple):
     value: Tensor
     d_logprob: Tensor
-    clipped: Tensor | float
-    clipped_lower: Tensor | float
+    clipped: Tensor | float = 0.0
+    clipped_lower: Tensor | float = 0.0
 
 
 class _Mismatch(NamedTuple):
-    factor: Tensor | None = None  # of the surrogate; None: 1
+    factor: Tensor | float = 1.0  # of the surrogate
     k3: Tensor | float = 0.0
     probability: Tensor | float = 0.0
+    known: Tensor | float = 0.0
     weight: Tensor | float = 0.0
     rejected: Tensor | float = 0.0
-    known: Tensor | float = 0.0
-
-
-class _Term(NamedTuple):
-    value: Tensor | None = None  # what is added to the loss; None: nothing
-    derivative: Tensor | float = 0.0
-    metric: Tensor | float = 0.0
 
 
 def losses(
     x: Elements,
     n: Spec,
     surrogate: Formula,
+    signed: bool,  # these three: what the surrogate has
+    of_all: bool,
+    bounded: bool,
     kl: Estimator,
     straight_through: bool,
     kl_importance: bool,
@@ -97,29 +94,32 @@ def losses(
     """``(d/dlogprob, d/dentropy, what is to be added up)``, of each element; numbers stand for all of them."""
     old = x.logprob if x.old_logprob is None else x.old_logprob
     d = zeros_like(x.logprob) if x.log_ratio is None else x.log_ratio
-    of = _surrogate(x, n, d, surrogate)
+    g = _surrogate(x, n, d, surrogate, signed, of_all, bounded)
+    pg = g.value
+    grad = g.d_logprob
     sampler = _mismatch(x, n, old, mismatch)
-    pg = of.value
-    grad = of.d_logprob
-    if sampler.factor is not None:
+    if mismatch != "none" and x.behaviour_logprob is not None:
         pg = sampler.factor * pg
         grad = sampler.factor * grad
     loss = pg
-    penalty = _penalty(x, n, d, kl, straight_through, kl_importance)
-    if penalty.value is not None:
-        loss = loss + penalty.value
-        grad = grad + penalty.derivative
-    bonus = _bonus(x, n)
-    if bonus.value is not None:
-        loss = loss - bonus.value
+    kl_estimate, d_kl = _kl(x, d, kl, straight_through, kl_importance)
+    if n.kl_coef is not None and x.ref_logprob is not None:
+        loss = loss + x.weight * n.kl_coef * kl_estimate
+        grad = grad + x.weight * n.kl_coef * d_kl
+    d_entropy, entropy = 0.0, 0.0
+    if x.entropy is not None:
+        entropy = x.weight * x.entropy  # type: ignore[assignment]
+        if n.entropy_coef is not None:
+            loss = loss - x.weight * n.entropy_coef * x.entropy
+            d_entropy = -n.entropy_coef * x.weight  # type: ignore[assignment]
     sums = Sums(
         loss=loss,
         pg_loss=pg,
-        clipped=of.clipped,
-        clipped_lower=of.clipped_lower,
+        clipped=g.clipped,
+        clipped_lower=g.clipped_lower,
         ppo_kl=x.weight * (old - x.logprob),
-        entropy=bonus.metric,
-        kl=penalty.metric,
+        entropy=entropy,
+        kl=0.0 if x.ref_logprob is None else x.weight * kl_estimate,
         mismatch_k3=sampler.k3,
         mismatch_probability=sampler.probability,
         mismatch_weight=sampler.weight,
@@ -127,79 +127,75 @@ def losses(
         behaviour_count=sampler.known,
         tokens=x.weight,
     )
-    return grad, bonus.derivative, sums
+    return grad, d_entropy, sums
 
 
-def _surrogate(x: Elements, n: Spec, d: Tensor, surrogate: Formula) -> _Surrogate:
+def _surrogate(
+    x: Elements, n: Spec, d: Tensor, surrogate: Formula, signed: bool, of_all: bool, bounded: bool
+) -> _Surrogate:
     low = 1 - n.eps_low if x.low is None else x.low
     high = 1 + n.eps_high if x.high is None else x.high
     g = surrogate(Token(x.logprob, d, low, high, x.extra), n)  # type: ignore[arg-type]
-    of_all = x.weight if x.all_weight is None else x.all_weight
-    if g.pos is None or g.neg is None:
-        return _Surrogate(of_all * g.all, of_all * g.d_all, 0.0, 0.0)  # type: ignore[operator]
-    pg = x.adv_pos * g.pos - x.adv_neg * g.neg
-    grad = x.adv_pos * g.d_pos - x.adv_neg * g.d_neg
-    if g.all is not None:
-        pg = pg + of_all * g.all
-        grad = grad + of_all * g.d_all
-    if g.clipped_neg is None:
-        return _Surrogate(pg, grad, 0.0, 0.0)
-    # A shared token counts as clipped for the leaves of the side that is.
-    if x.pos_weight is None or x.neg_weight is None:
-        size = x.adv_pos - x.adv_neg
-        size = where(size > 0, size, 1.0)
-        of_pos = x.weight * (x.adv_pos / size)
-        of_neg = x.weight * (-x.adv_neg / size)
+    weight = x.weight if x.all_weight is None else x.all_weight
+    if signed:
+        value = x.adv_pos * g.pos - x.adv_neg * g.neg
+        derivative = x.adv_pos * g.d_pos - x.adv_neg * g.d_neg
+        if of_all:
+            value = value + weight * g.all
+            derivative = derivative + weight * g.d_all
     else:
-        of_pos = where(x.adv_pos > 0, x.pos_weight, 0.0)
-        of_neg = where(x.adv_neg < 0, x.neg_weight, 0.0)
-    clipped = where(g.clipped_neg, of_neg, 0.0)
-    if g.clipped_pos is not None:
-        clipped = where(g.clipped_pos, of_pos, 0.0) + clipped
-    return _Surrogate(pg, grad, clipped, 0.0 if g.clipped_lower is None else where(g.clipped_lower, of_neg, 0.0))
+        value = weight * g.all
+        derivative = weight * g.d_all
+    if bounded:
+        # A shared token counts as clipped for the leaves of the side that is.
+        if x.pos_weight is None or x.neg_weight is None:
+            size = x.adv_pos - x.adv_neg
+            size = where(size > 0, size, 1.0)
+            of_pos = x.weight * (x.adv_pos / size)
+            of_neg = x.weight * (-x.adv_neg / size)
+        else:
+            of_pos = where(x.adv_pos > 0, x.pos_weight, 0.0)
+            of_neg = where(x.adv_neg < 0, x.neg_weight, 0.0)
+        clipped = of_pos * g.clipped_pos + of_neg * g.clipped_neg
+        return _Surrogate(value, derivative, clipped, of_neg * g.clipped_lower)
+    else:
+        return _Surrogate(value, derivative)
 
 
 def _mismatch(x: Elements, n: Spec, old: Tensor, mismatch: str) -> _Mismatch:
     if x.behaviour_logprob is None:
         return _Mismatch()
-    finite = isfinite(x.behaviour_logprob)
-    behaviour = where(finite, x.behaviour_logprob, old)
-    gap = clamp(old - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    known = where(finite, x.weight, 0.0)
-    k3 = where(known != 0, known * (expm1(gap) - gap), 0.0)
-    probability = where(known != 0, known * abs(exp(old) - exp(behaviour)), 0.0)
-    if mismatch == "none":
-        return _Mismatch(k3=k3, probability=probability, known=known)
-    w = exp(gap)
-    if mismatch == "truncate":
-        w = clamp(w, n.mismatch_low, n.mismatch_cap)
-        return _Mismatch(w, k3, probability, x.weight * w, 0.0, known)
-    outside = (w > n.mismatch_cap) | (w < n.mismatch_low)
-    w = where(outside, 0.0, w)
-    return _Mismatch(w, k3, probability, x.weight * w, where(outside, x.weight, 0.0), known)
+    else:
+        finite = isfinite(x.behaviour_logprob)
+        behaviour = where(finite, x.behaviour_logprob, old)
+        gap = clamp(old - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        known = where(finite, x.weight, 0.0)
+        k3 = where(known != 0, known * (expm1(gap) - gap), 0.0)
+        probability = where(known != 0, known * abs(exp(old) - exp(behaviour)), 0.0)
+        if mismatch == "none":
+            return _Mismatch(1.0, k3, probability, known)
+        elif mismatch == "truncate":
+            w = clamp(exp(gap), n.mismatch_low, n.mismatch_cap)
+            return _Mismatch(w, k3, probability, known, x.weight * w)
+        else:
+            w = exp(gap)
+            outside = (w > n.mismatch_cap) | (w < n.mismatch_low)
+            w = where(outside, 0.0, w)
+            return _Mismatch(w, k3, probability, known, x.weight * w, where(outside, x.weight, 0.0))
 
 
-def _penalty(x: Elements, n: Spec, d: Tensor, kl: Estimator, straight_through: bool, kl_importance: bool) -> _Term:
+def _kl(
+    x: Elements, d: Tensor, kl: Estimator, straight_through: bool, kl_importance: bool
+) -> tuple[Tensor | float, Tensor | float]:
     if x.ref_logprob is None:
-        return _Term()
-    gap = x.ref_logprob - x.logprob
-    estimate, derivative = kl(gap)
-    if straight_through:
-        derivative = -gap
-    if kl_importance:
-        r, dr = ratio(d)
-        derivative = r * derivative + dr * estimate
-        estimate = r * estimate
-    if n.kl_coef is None:
-        return _Term(metric=x.weight * estimate)
-    weight = x.weight * n.kl_coef
-    return _Term(weight * estimate, weight * derivative, x.weight * estimate)
-
-
-def _bonus(x: Elements, n: Spec) -> _Term:
-    """Its derivative is the loss's, by the entropy."""
-    if x.entropy is None:
-        return _Term()
-    if n.entropy_coef is None:
-        return _Term(metric=x.weight * x.entropy)
-    return _Term(x.weight * n.entropy_coef * x.entropy, -n.entropy_coef * x.weight, x.weight * x.entropy)
+        return 0.0, 0.0
+    else:
+        gap = x.ref_logprob - x.logprob
+        estimate, derivative = kl(gap)
+        if straight_through:
+            derivative = -gap
+        if kl_importance:
+            r, dr = ratio(d)
+            derivative = r * derivative + dr * estimate
+            estimate = r * estimate
+        return estimate, derivative

@@ -1,7 +1,8 @@
 """The words that formulas on elements are written in, as torch has them; `triton` has the same words in its language.
 
 A function of these, of arithmetic and comparisons, of ``abs`` and of tests against None or an option's name has one
-text that PyTorch runs and Triton compiles (`triton.compiled`). Conditions on elements are joined by ``&`` and ``|``.
+text that PyTorch runs and Triton compiles (`triton.compiled`). Conditions on elements are joined by ``&`` and ``|``;
+what must not be compiled where an ``if`` returns stands in its ``else``.
 """
 
 from __future__ import annotations

@@ -15,10 +15,14 @@ SUMS = Sums._fields[1:]
 
 def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(sum of the losses [], d/dlogprob [M], d/dentropy [M] or [0], sums [len(SUMS)] fp64)``."""
+    of = SURROGATES[kind.surrogate]
     grad, d_entropy, parts = losses(
         x,
         spec,
-        SURROGATES[kind.surrogate].formula,
+        of.formula,
+        of.signed,
+        of.of_all,
+        of.bounded,
         ESTIMATORS[kind.kl.removesuffix("+")],
         kind.kl.endswith("+"),
         kind.kl_importance,

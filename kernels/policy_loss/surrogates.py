@@ -47,17 +47,17 @@ class Token(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Values of g and derivatives by the log-prob, and where a bound acts, each [M]; None for what there is not."""
+    """Values of g and derivatives by the log-prob, and where a bound acts, each [M] or a number for all."""
 
-    pos: Tensor | None = None  # g_pos and g_neg: both or none
+    pos: Tensor | float = 0.0
     d_pos: Tensor | float = 0.0
-    neg: Tensor | None = None
+    neg: Tensor | float = 0.0
     d_neg: Tensor | float = 0.0
-    all: Tensor | None = None
+    all: Tensor | float = 0.0
     d_all: Tensor | float = 0.0
-    clipped_pos: Tensor | None = None  # bool: r > 1 + eps_high, or what stands for it
-    clipped_neg: Tensor | None = None  # bool: r < 1 - eps_low
-    clipped_lower: Tensor | None = None  # bool: dual clip, above clip_ratio_c
+    clipped_pos: Tensor | float = 0.0  # bool: r > 1 + eps_high, or what stands for it
+    clipped_neg: Tensor | float = 0.0  # bool: r < 1 - eps_low
+    clipped_lower: Tensor | float = 0.0  # bool: dual clip, above clip_ratio_c
 
 
 Formula = Callable[[Token, Spec], Terms]
@@ -84,10 +84,26 @@ class Surrogate:
         return frozenset(names)
 
     @functools.cached_property
+    def gives(self) -> frozenset[str]:
+        """Names of the `Terms` that it has."""
+        x = torch.full((1,), -1.0)
+        of = self.formula(Token(x, 0 * x, x, x, x), Spec(*[1.0] * len(Spec._fields)))
+        return frozenset(name for name, value in of._asdict().items() if isinstance(value, Tensor))
+
+    @property
     def of_all(self) -> bool:
         """Whether there is a g_all, whose weight is not an advantage."""
-        x = torch.full((1,), -1.0)
-        return self.formula(Token(x, 0 * x, x, x, x), Spec(*[1.0] * len(Spec._fields))).all is not None
+        return "all" in self.gives
+
+    @property
+    def signed(self) -> bool:
+        """Whether there are g_pos and g_neg."""
+        return "pos" in self.gives
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a bound may act."""
+        return not self.gives.isdisjoint(("clipped_pos", "clipped_neg", "clipped_lower"))
 
     @property
     def of_ratio(self) -> bool:

@@ -161,6 +161,9 @@ def _terms(
     mismatch_low,
     mismatch_cap,
     SURROGATE: tl.constexpr,
+    SIGNED: tl.constexpr,
+    OF_ALL: tl.constexpr,
+    BOUNDED: tl.constexpr,
     KL: tl.constexpr,
     STRAIGHT_THROUGH: tl.constexpr,
     KL_IMPORTANCE: tl.constexpr,
@@ -192,7 +195,9 @@ def _terms(
         neg_weight=None if neg_weight is None else tl.load(neg_weight + i, mask=live, other=0.0),
     )
     n = Spec(eps_low, eps_high, clip_ratio_c, tau_pos, tau_neg, beta, kl_coef, entropy_coef, mismatch_low, mismatch_cap)
-    grad, by_entropy, sums = _losses(x, n, SURROGATE, KL, STRAIGHT_THROUGH, KL_IMPORTANCE, MISMATCH)
+    grad, by_entropy, sums = _losses(
+        x, n, SURROGATE, SIGNED, OF_ALL, BOUNDED, KL, STRAIGHT_THROUGH, KL_IMPORTANCE, MISMATCH
+    )
     tl.store(d_logprob + i, tl.where(live, grad, 0.0), mask=inside)
     if entropy is not None:
         tl.store(d_entropy + i, by_entropy, mask=inside)
@@ -210,6 +215,7 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
     d_logprob = torch.empty_like(x.logprob, memory_format=torch.contiguous_format)
     d_entropy = d_logprob.new_empty(0 if x.entropy is None else M)
     partial = d_logprob.new_empty(len(Sums._fields), blocks)
+    of = SURROGATES[kind.surrogate]
     mask = None if x.mask is None else x.mask.view(torch.uint8)
     if M:
         _terms[(blocks,)](
@@ -220,7 +226,10 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
             M,
             blocks,
             *spec,
-            SURROGATE=compiled(SURROGATES[kind.surrogate].formula),
+            SURROGATE=compiled(of.formula),
+            SIGNED=of.signed,
+            OF_ALL=of.of_all,
+            BOUNDED=of.bounded,
             KL=compiled(ESTIMATORS[kind.kl.removesuffix("+")]),
             STRAIGHT_THROUGH=kind.kl.endswith("+"),
             KL_IMPORTANCE=kind.kl_importance,

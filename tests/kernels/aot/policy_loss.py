@@ -21,8 +21,12 @@ SIGNATURE = {
 
 
 def _case(surrogate: str, kl: str, options: bool, mismatch: str = "mask") -> AotCase:
+    of = SURROGATES[surrogate]
     constexprs: dict[str, Any] = {
-        "SURROGATE": triton.compiled(SURROGATES[surrogate].formula),
+        "SURROGATE": triton.compiled(of.formula),
+        "SIGNED": of.signed,
+        "OF_ALL": of.of_all,
+        "BOUNDED": of.bounded,
         "KL": triton.compiled(ESTIMATORS[kl.removesuffix("+")]),
         "STRAIGHT_THROUGH": kl.endswith("+"),
         "KL_IMPORTANCE": options,
