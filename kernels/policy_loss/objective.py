@@ -40,24 +40,13 @@ class Objective:
     """A policy objective; see ``Objective.preset`` for the named ones.
 
     Args:
-        surrogate: with r the ratio and sg a stop-gradient,
-            ``ppo``: g_pos = -min(r, high), g_neg = max(r, low), the latter at most ``clip_ratio_c`` where given (dual
-            clip; TRL's delta, from 1 + eps_high on). ``unclipped``: -+ r. ``cispo``: -+ sg(clip(r, low, high)) logprob
-            (TRL's bound is ``1 + eps_high`` with ``eps_low`` 1). ``sapo``: -+ (4 / tau) sigmoid(tau (r - 1)).
-            ``reinforce``:
-            -+ logprob. ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
+        surrogate: a function in `surrogates`, whose docstring has the formula, or made of one by what looks beyond a
+            token: ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
             reinforce times sg(e^lam W^k e^(-lam W)), W the ratio of the sequence (times the corrected mismatch of its
-            tokens), (k, lam) by sign. ``geo_mean``: -+ r
-            of the sequence, from log-ratios clamped to [-eps_low, eps_high] on the side that acts. ``dppo_tv``,
-            ``dppo_kl``: -+ sg(min(r, clip_ratio_c or 20)) logprob, 0 where the probability (the binary KL) has moved
-            by more than eps in the direction of the advantage. ``dro``: reinforce + (beta / 2) (log r)^2.
-            ``clip_cov``: ppo without a random ``covariance_share`` of the tokens whose covariance of advantage and
-            log-prob is in (covariance_low, covariance_high). ``kl_cov``: unclipped + beta |log r| on the
-            ``covariance_share`` of largest covariance. ``nft``: -log r, and -log max((1 - q r) / (1 - q), beta), q the
-            prompt's ``pass_rate`` and +-w(q) the advantages, not normalised by the group. ``nll``: -logprob, whatever
-            the advantage. ``distill_reverse``: sg(logprob - teacher) logprob, whose value is no KL.
-            ``distill_forward``: -sg(min(e^(teacher - logprob), clip_ratio_c)) logprob.
-            Each is a function in `surrogates`, or made of one by `paths` or `selection`.
+            tokens), (k, lam) by sign. ``geo_mean``: unclipped r of the sequence, from log-ratios clamped to
+            [-eps_low, eps_high] on the side that acts. ``clip_cov``: ppo without a random ``covariance_share`` of the
+            tokens whose covariance of advantage and log-prob is in (covariance_low, covariance_high). ``kl_cov``: its
+            penalty is for the ``covariance_share`` of largest covariance.
         ratio_level: r of the ``token``; of the ``segment`` or ``sequence``: the exponential of the mean token
             log-ratio; ``sequence_token``: the sequence's value with the token's derivative (and advantage).
         ratio_base: ``old``: r against ``old_logprob`` (against the current policy, r = 1, where that is None).

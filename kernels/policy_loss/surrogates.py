@@ -1,9 +1,10 @@
 """Surrogates: pure elementwise formulas, each with its derivative, in the words of `elementwise`.
 
-A surrogate is one function from log-prob and log-ratio ``d`` (r = exp d) to the values of g and their derivatives by
-the log-prob, which differ where a stop-gradient stands in the formula. Its text is all there is of it: PyTorch runs it,
-Triton compiles it, and what an objective with it needs and takes follows from what it reads. To add one, write the
-function here, with the options of its preset if it has one of its name, and its row in the test table.
+A surrogate is one function from log-prob and log-ratio ``d`` (r = exp d) to the values of g (g_pos and g_neg together:
+-+) and their derivatives by the log-prob, which differ where a stop-gradient sg stands in the formula. Its text is all
+there is of it: PyTorch runs it, Triton compiles it, and what an objective with it needs and takes follows from what it
+reads. To add one, write the function here, with the options of its preset if it has one of its name, and its row in the
+test table.
 """
 
 from __future__ import annotations
@@ -126,6 +127,9 @@ def surrogate(**of: Any) -> Callable[[Formula], Formula]:
 
 @surrogate(preset={})
 def ppo(x: Token, n: Spec) -> Terms:
+    """g_pos = -min(r, high), g_neg = max(r, low), the latter at most clip_ratio_c (dual clip; TRL's delta, from
+    1 + eps_high on).
+    """
     r, dr = ratio(x.d)
     over = r > x.high
     under = r < x.low
@@ -144,12 +148,14 @@ def ppo(x: Token, n: Spec) -> Terms:
 
 @surrogate()
 def unclipped(x: Token, n: Spec) -> Terms:
+    """-+ r."""
     r, dr = ratio(x.d)
     return Terms(pos=-r, d_pos=-dr, neg=r, d_neg=dr)
 
 
 @surrogate(preset={})
 def cispo(x: Token, n: Spec) -> Terms:
+    """-+ sg(clip(r, low, high)) logprob. TRL's bound is 1 + eps_high with eps_low 1."""
     r, _ = ratio(x.d)
     over = r > x.high
     under = r < x.low
@@ -159,6 +165,7 @@ def cispo(x: Token, n: Spec) -> Terms:
 
 @surrogate(preset={"aggregation": "seq_mean_token_mean"})
 def sapo(x: Token, n: Spec) -> Terms:
+    """-+ (4 / tau) sigmoid(tau (r - 1))."""
     r, dr = ratio(x.d)
     pos = sigmoid(n.tau_pos * (r - 1))
     neg = sigmoid(n.tau_neg * (r - 1))
@@ -172,6 +179,7 @@ def sapo(x: Token, n: Spec) -> Terms:
 
 @surrogate(preset={})
 def reinforce(x: Token, n: Spec) -> Terms:
+    """-+ logprob."""
     return Terms(pos=-x.logprob, d_pos=-1.0, neg=x.logprob, d_neg=1.0)
 
 
@@ -187,12 +195,14 @@ def _masked_importance(x: Token, n: Spec, bad_pos: Tensor, bad_neg: Tensor) -> T
 
 @surrogate(cap=20.0, preset={})
 def dppo_tv(x: Token, n: Spec) -> Terms:
+    """-+ sg(min(r, clip_ratio_c)) logprob, 0 where the probability has moved by more than eps with the advantage."""
     moved = exp(x.logprob) - exp(x.logprob - x.d)
     return _masked_importance(x, n, moved > n.eps_high, moved < -n.eps_low)
 
 
 @surrogate(cap=20.0, preset={})
 def dppo_kl(x: Token, n: Spec) -> Terms:
+    """As dppo_tv, by the binary KL."""
     p = exp(x.logprob)
     q = exp(x.logprob - x.d)
     divergence = -q * x.d + (1 - q) * log((1 - q + TINY) / (1 - p + TINY))
@@ -201,17 +211,22 @@ def dppo_kl(x: Token, n: Spec) -> Terms:
 
 @surrogate(preset={})  # beta is the user's to set
 def dro(x: Token, n: Spec) -> Terms:
+    """reinforce + (beta / 2) (log r)^2."""
     return Terms(pos=-x.logprob, d_pos=-1.0, neg=x.logprob, d_neg=1.0, all=0.5 * n.beta * x.d * x.d, d_all=n.beta * x.d)
 
 
 @surrogate(preset={})
 def kl_cov(x: Token, n: Spec) -> Terms:
+    """-+ r + beta |log r|, the latter on tokens of large covariance alone (`selection`)."""
     r, dr = ratio(x.d)
     return Terms(pos=-r, d_pos=-dr, neg=r, d_neg=dr, all=n.beta * abs(x.d), d_all=n.beta * sign(x.d))
 
 
 @surrogate(extra="pass_rate", preset={"beta": 1e-2})  # the floor of the implicit negative policy, [inf]
 def nft(x: Token, n: Spec) -> Terms:
+    """-log r, and -log max((1 - q r) / (1 - q), beta), q the prompt's pass rate and +-w(q) the advantages, not
+    normalised by the group.
+    """
     r, dr = ratio(x.d)
     q = minimum(x.extra, 1 - 1e-6)
     rest = (1 - q * r) / (1 - q)
@@ -224,16 +239,19 @@ def nft(x: Token, n: Spec) -> Terms:
 
 @surrogate()
 def nll(x: Token, n: Spec) -> Terms:
+    """-logprob, whatever the advantage."""
     return Terms(all=-x.logprob, d_all=-1.0)
 
 
 @surrogate(extra="teacher_logprob")
 def distill_reverse(x: Token, n: Spec) -> Terms:
+    """sg(logprob - teacher) logprob, whose value is no KL."""
     away = x.logprob - x.extra
     return Terms(all=away * x.logprob, d_all=away)
 
 
 @surrogate(extra="teacher_logprob")
 def distill_forward(x: Token, n: Spec) -> Terms:
+    """-sg(min(e^(teacher - logprob), clip_ratio_c)) logprob."""
     w = minimum(exp(clamp(x.extra - x.logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)), n.clip_ratio_c)
     return Terms(all=-w * x.logprob, d_all=-w)
