@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.kernels import Objective
 from rolltree.kernels.dispatch import load_library
-from rolltree.kernels.policy_loss import PRESETS
+from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from ..loop import setup
 from ..methods.credit import ADVANTAGES
 from ..methods.resolve import NEEDED, options_of
+from ..methods.selections import PAIRINGS, SELECTIONS
 from ..model.decoder import check_model_dir
 from ..programs import PROGRAMS
 from ..settings import TrainConfig
@@ -33,7 +33,9 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     """
     setup.loss_terms(config)
     algorithm = config.algorithm
-    objective = setup.objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options)
+    objective = setup.objective(
+        config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select
+    )
     setup.rollout_program(config.rollout)
     setup.credit(config)
     device = setup.choose_device(config.model.device)
@@ -97,12 +99,23 @@ def _size(count: float) -> str:
 def method_lines() -> Iterator[str]:
     """Objectives, advantage estimators and rollout programs, each with a line of its own words."""
     yield "objectives (algorithm.objective)"
-    for name in PRESETS:
-        preset = Objective.preset(name)
-        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}"
+    for name, preset in PRESETS.items():
+        if name in ALIASES:
+            other, how = ALIASES[name]
+            yield f"  {name:18} {other} {how}"
+            continue
+        needs = ", ".join(preset.needs_fields)
+        with_fields = f", needs {needs}" if needs else ""
+        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}"
     yield "advantages (algorithm.advantage)"
     for name, function in ADVANTAGES.items():
         yield _method_line(name, function, ("trees",))
+    yield "selections (algorithm.select, algorithm.terms.select)"
+    for name, selection in SELECTIONS.items():
+        yield _method_line(name, selection, ("tree",))
+    yield "pairs of preference losses (algorithm.terms.pairs)"
+    for name, pairing in PAIRINGS.items():
+        yield _method_line(name, pairing, ("tree",))
     yield "rollout programs (rollout.program)"
     for name, program in PROGRAMS.items():
         yield _method_line(name, program, ())

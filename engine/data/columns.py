@@ -110,7 +110,7 @@ for _column in (
         to_device=True,
     ),
     Column(
-        "old_logprob",
+        "proximal_logprob",
         np.float32,
         "token",
         "log-probability under the policy at the start of the update",
@@ -118,6 +118,7 @@ for _column in (
         merge="first",
         to_device=True,
     ),
+    Column("pass_rate", np.float32, "token", "mean reward of its prompt's responses", to_device=True, merge="first"),
     Column("ref_logprob", np.float32, "token", "of the reference", fill=np.nan, merge="first", to_device=True),
     Column("teacher_logprob", np.float32, "token", "of the teacher", fill=np.nan, merge="first", to_device=True),
     Column("policy_version", np.int32, "token", "optimiser steps behind the policy that sampled it"),

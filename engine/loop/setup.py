@@ -107,6 +107,8 @@ def credit(config: TrainConfig) -> CreditFunction:
         UserError: there is no such estimator, file or function, or it has no such option.
     """
     algorithm = config.algorithm
+    if (algorithm.advantage == "gae") != (config.roles.critic is not None):
+        raise UserError('algorithm.advantage = "gae" and [roles.critic] need each other; give the run both or neither.')
     found: CreditFunction = resolve(
         "algorithm.advantage", algorithm.advantage, algorithm.advantage_options, known=ADVANTAGES, inputs=("trees",)
     )
@@ -117,7 +119,9 @@ FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value":
 """Fields of objectives, and the role that scores them."""
 
 
-def objective(config: TrainConfig, key: str, name: str, options: dict[str, Any]) -> Objective:
+def objective(
+    config: TrainConfig, key: str, name: str, options: dict[str, Any], select: str | None = None
+) -> Objective:
     """The objective that ``key`` names.
 
     Raises:
@@ -128,6 +132,15 @@ def objective(config: TrainConfig, key: str, name: str, options: dict[str, Any])
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{key} = '{name}': {error}") from error
     for field, why in chosen.needs_fields.items():
+        if field == "token_weight":
+            if select is None:
+                raise UserError(f"{key} = '{name}' learns from chosen tokens; say which with `select` ({why}).")
+            continue
+        if field == "proximal_logprob" and config.algorithm.old_logprob != "recompute":
+            raise UserError(
+                f"{key} = '{name}' needs the policy's own log-probs before the update ({why}); set "
+                'algorithm.old_logprob to "recompute".'
+            )
         role = FROM_ROLES.get(field)
         if role is not None and getattr(config.roles, role) is None:
             raise UserError(f"{key} = '{name}' needs {field} ({why}); give the run a [roles.{role}].")
@@ -147,7 +160,7 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
     """
     algorithm = config.algorithm
     main = TokenTerm(
-        objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options),
+        objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select),
         select=_selection("algorithm.select", algorithm.select, algorithm.select_options),
         length_limit=config.rollout.max_new_tokens,
     )
@@ -162,7 +175,7 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
             continue
         assert term.objective is not None
         of_tokens = TokenTerm(
-            objective(config, f"{key}.objective", term.objective, term.objective_options),
+            objective(config, f"{key}.objective", term.objective, term.objective_options, term.select),
             term.name,
             _selection(f"{key}.select", term.select, term.select_options),
             config.rollout.max_new_tokens,
@@ -191,7 +204,7 @@ def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
     """
     found = []
     if config.algorithm.old_logprob == "recompute":
-        found.append(Role("old_logprob", model))
+        found.append(Role("proximal_logprob", model))
     if (reference := config.roles.reference) is not None:
         if reference.path is None:
             weights = Role.snapshot(model)
