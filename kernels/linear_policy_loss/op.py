@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import dispatch
 from ..linear_logprob import chunked, reference
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
-from ..linear_logprob.op import row_kernels
+from ..linear_logprob.op import check_values, row_kernels
 from ..linear_logprob.pairs import Pairs
 from ..policy_loss import SUMS, Objective, PolicyFields
 from . import fused
@@ -47,11 +47,7 @@ def linear_policy_loss_op(
 
     Gradients of the head are in the accumulation dtype; what is not needed is empty.
     """
-    if hidden.device.type == "cpu" and len(target) and (target.min() < 0 or target.max() >= len(weight)):
-        raise IndexError(
-            f"linear_policy_loss: target must be in 0..{len(weight) - 1}, got {target.min().item()}.."
-            f"{target.max().item()}; mask pairs that are not to be scored."
-        )
+    check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
     lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
     head = Head(weight, bias, lora, temperature.dtype)
     gradient = HeadGradient(head, need[1], need[2], need[3] or need[4])

@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
 from ..policy_loss import Objective, PolicyFields
 
@@ -140,11 +141,21 @@ def plan_policy_loss(
             for what a GPU does about the others.
 
     Raises:
-        ValueError: without ``row`` there must be as many pairs as rows.
+        ValueError: a shape, dtype or device does not fit; without ``row`` there must be as many pairs as rows.
+        IndexError: a row is out of range (CPU only; on a GPU the program stops).
     """
+    check = Arguments("plan_policy_loss", "the fields", fields.adv_pos)
     M = len(fields.adv_pos)
-    if row is None and num_rows != M:
-        raise ValueError(f"plan_policy_loss: {M} pairs for {num_rows} rows; give row= to pair them otherwise.")
+    for name, size in (("num_rows", num_rows), ("vocabulary", vocabulary), ("hidden_size", hidden_size)):
+        check.size(name, size, least=0 if name == "num_rows" else 1)
+    check.number("gradient_share", gradient_share, least=0)
+    if fields.paths is not None:
+        fields.paths.check(check, M)
+    if row is None:
+        check.require(num_rows == M, f"{M} pairs for {num_rows} rows; give row= to pair them otherwise")
+    else:
+        check.integers("row", row, (M,), " like the fields")
+        check.index("row", row, num_rows)
     C = chunk_rows(num_rows, vocabulary, torch.device(device))
     pair = objective.live(fields).nonzero().flatten()
     of_pair = pair if row is None else row[pair].long()
