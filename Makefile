@@ -27,7 +27,7 @@ slow: $(VENV)/.ready-dev
 vllm: $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
 	PYTHONPATH=build/vllm VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
-		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/test_vllm.py $(ARGS)
+		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/integrations/test_vllm.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

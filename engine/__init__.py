@@ -1,21 +1,58 @@
-"""rolltree.engine: trees of rollouts, from the sampler to the optimiser."""
+"""rolltree.engine: trees of rollouts, from the sampler to the optimiser.
 
-from .batch import TreeBatch, pack
-from .config import TrainConfig, load_config
-from .cost import CostModel
-from .distribute import distribute
-from .errors import RunError, UserError
-from .integrations.transformers import register as _register
-from .loss import backward
-from .model import batch_logprob, batch_loss, load_model, load_tokenizer
-from .orchestrator import Orchestrator
-from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
-from .self_check import tree_error
-from .sharding import shard
-from .trainer import Trainer
-from .tree import LeafStatus, Origin, Segment, Sequence, TokenTree
+Names load when they are first used, so that importing the package costs nothing and needs no extra.
+"""
 
-_register()
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .app.config import load_config
+    from .data.batch import TreeBatch, pack
+    from .data.cost import CostModel
+    from .data.distribute import distribute
+    from .data.tree import LeafStatus, Origin, Segment, Sequence, TokenTree
+    from .errors import RunError, UserError
+    from .loop.orchestrator import Orchestrator
+    from .model.decoder import batch_logprob, batch_loss, load_model, load_tokenizer
+    from .model.loss import backward
+    from .model.self_check import tree_error
+    from .model.sharding import shard
+    from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
+    from .settings import TrainConfig
+    from .train.trainer import Trainer
+
+_HOME = {
+    "Completion": "rollout",
+    "CostModel": "data.cost",
+    "EngineConfig": "rollout",
+    "LeafStatus": "data.tree",
+    "NativeEngine": "rollout",
+    "Orchestrator": "loop.orchestrator",
+    "Origin": "data.tree",
+    "Request": "rollout",
+    "RunError": "errors",
+    "SamplingParams": "rollout",
+    "Segment": "data.tree",
+    "Sequence": "data.tree",
+    "TokenTree": "data.tree",
+    "TrainConfig": "settings",
+    "Trainer": "train.trainer",
+    "TreeBatch": "data.batch",
+    "UserError": "errors",
+    "backward": "model.loss",
+    "batch_logprob": "model.decoder",
+    "batch_loss": "model.decoder",
+    "distribute": "data.distribute",
+    "load_config": "app.config",
+    "load_model": "model.decoder",
+    "load_tokenizer": "model.decoder",
+    "pack": "data.batch",
+    "shard": "model.sharding",
+    "tree_error": "model.self_check",
+}
 
 __all__ = [
     "Completion",
@@ -46,3 +83,15 @@ __all__ = [
     "shard",
     "tree_error",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,10 +19,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import TokenTree, pack
-from rolltree.engine.config import TrainConfig, TrainerConfig
-from rolltree.engine.prompts import PromptSource, held_out
+from rolltree.engine.app.config import TrainConfig, TrainerConfig
+from rolltree.engine.loop.sources import PromptSource, held_out
 from rolltree.engine.tasks import GymProblems
-from rolltree.engine.trainer import Trainer
+from rolltree.engine.train.trainer import Trainer
 from rolltree.kernels import Objective
 
 SEED = 1234

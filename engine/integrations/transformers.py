@@ -1,4 +1,4 @@
-"""``attn_implementation="rolltree"`` for every decoder of Hugging Face Transformers.
+"""``attn_implementation="rolltree"`` for every decoder of Hugging Face Transformers: importing this registers it.
 
 The registered attention function serves three calls, told apart by keyword arguments of the model's ``forward``:
 
@@ -145,7 +145,5 @@ def _ordinary(
     return eager(module, query, key, value, made, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
 
 
-def register() -> None:
-    """Make ``attn_implementation="rolltree"`` known to Transformers; importing ``rolltree.engine`` does it."""
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..functions import import_function
+from ..methods.resolve import import_function
 from .program import Action, BranchId, Call, Given, GroupState, Prune, Rewind, RolloutProgram, SegmentReport
 
 Judge = Callable[[str, Any], float]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..functions import import_function
-from ..tree import LeafStatus
+from ..data.tree import LeafStatus
+from ..methods.resolve import import_function
 from .hints import Judge
 from .program import (
     WHOLE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..functions import import_function
-from ..tree import LeafStatus, Origin
+from ..data.tree import LeafStatus, Origin
+from ..methods.resolve import import_function
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 
 Tool = Callable[..., str]

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..config import RewardConfig, TaskConfig
 from ..errors import UserError
+from ..settings import RewardConfig, TaskConfig
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 120.0

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..data.tree import LeafStatus, Origin, Segment, TokenTree
 from ..programs import BranchId, GroupState, RolloutProgram
-from ..tree import LeafStatus, Origin, Segment, TokenTree
 from .sampling_params import SamplingParams
 
 Array = npt.NDArray[Any]

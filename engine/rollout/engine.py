@@ -16,8 +16,8 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
-from ..tree import TokenTree
 from .branch import Request
 from .sampling_params import SamplingParams
 from .steering import Steering

@@ -15,7 +15,7 @@ from rolltree.kernels import kept_tokens, sample_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
 from ..integrations.transformers import MASK_STUB
-from ..model import head
+from ..model.decoder import head
 from .branch import Branch
 from .graphs import DecodeGraphs, Padded
 from .kv_cache import KvCache

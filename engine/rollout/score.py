@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from ..batch import pack
-from ..model import batch_logprob
-from ..tree import TokenTree
+from ..data.batch import pack
+from ..data.tree import TokenTree
+from ..model.decoder import batch_logprob
 
 Array = npt.NDArray[Any]
 

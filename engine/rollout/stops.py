@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..tree import Origin
+from ..data.tree import Origin
 from .branch import Branch, Request
 from .rows import RowTable
 

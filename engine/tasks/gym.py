@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config import TaskConfig
 from ..errors import UserError
+from ..settings import TaskConfig
 from .problem import Problem
 
 CHUNK = 1024

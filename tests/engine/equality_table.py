@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .test_tree_equals_flat import CONFIGS, make_models, random_tree
-from .test_tree_objectives import AGGREGATIONS, LEVELS, Errors, compare, conversations
+from .model.test_tree_equals_flat import CONFIGS, make_models, random_tree
+from .model.test_tree_objectives import AGGREGATIONS, LEVELS, Errors, compare, conversations
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.engine.config import load_config
+from rolltree.engine.app.config import load_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -129,7 +129,7 @@ def same(got: dict[str, Any], expected: dict[str, Any], tolerance: float, droppe
 def flat_or_tree(shape: str, objective: Objective, **options: Any) -> tuple[Inputs, PolicyFields]:
     given, fields = batch(shape, **options)
     if shape == "tree" and objective.aggregation == "seq_mean_token_mean":
-        pytest.skip("trees fold this aggregation when they merge tokens: in tests/engine/test_tree_equals_flat.py")
+        pytest.skip("trees fold this aggregation as they merge tokens: tests/engine/model/test_tree_equals_flat.py")
     return given, cast(fields, torch.float32, objective.aggregation)
 
 

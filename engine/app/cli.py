@@ -1,0 +1,205 @@
+"""The command line: ``rolltree train | rollout | serve | bench | report | methods | doctor``.
+
+Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Failures are one sentence on stderr; the
+traceback comes with ``--debug``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import RunError, UserError
+from ..settings import TrainConfig, resolved_toml
+from .config import load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:  # it has a command line of its own, and the engine never imports it
+        return int(importlib.import_module("rolltree.bench.cli").main(argv[1:]))
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    if rest and args.command not in ("train", "rollout"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
+    run: Callable[[argparse.Namespace, list[str]], int] = args.run
+    try:
+        return run(args, rest)
+    except UserError as error:
+        return _fail(args, error, 2)
+    except KeyboardInterrupt:
+        print("rolltree: interrupted; a training run goes on from its last checkpoint with --resume.", file=sys.stderr)
+        return 130
+    except (RunError, OSError, MemoryError, RuntimeError, ValueError) as error:
+        return _fail(args, error, 1)
+
+
+def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
+    if args.debug:
+        traceback.print_exception(error)
+    message = " ".join(str(error).split()) or type(error).__name__
+    hint = "" if isinstance(error, UserError | RunError) or args.debug else " (--debug shows the traceback)"
+    print(f"rolltree: {message}{hint}", file=sys.stderr)
+    return code
+
+
+class _Version(argparse.Action):
+    def __call__(self, *_: object) -> None:
+        print(f"rolltree {importlib.metadata.version('rolltree')}")
+        sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rolltree", description="Reinforcement learning on trees of rollouts.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace, list[str]], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.add_argument("--debug", action="store_true", help="show tracebacks")
+        sub.set_defaults(run=run, command=name)
+        return sub
+
+    keys = "any key of the configuration can be given too, as in --trainer.lr 1e-6 or --seed 1"
+    train = command("train", _train, "Run the training that a TOML file describes.")
+    train.add_argument("config", metavar="CONFIG", help="TOML file")
+    train.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the plan; write nothing"
+    )
+    train.epilog = keys
+    rollout = command("rollout", _rollout, "Sample trees for some training prompts and show them; nothing is trained.")
+    rollout.add_argument("config", metavar="CONFIG", help="TOML file")
+    rollout.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to sample for (default 2)")
+    rollout.add_argument("--out", type=Path, metavar="FILE", help="also write the trees to this parquet file")
+    rollout.epilog = keys
+    serve = command("serve", _serve, "Serve a model on this machine in the manner of OpenAI's API.")
+    serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
+    serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    serve.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    serve.add_argument("--kv_tokens", type=int, default=65536, help="capacity of the KV cache (default 65536)")
+    report = command("report", _report, "Write report.html of a run.")
+    report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
+    command("doctor", _doctor, "Show what was found on this machine and what is missing.")
+    commands.add_parser("bench", help="Time the ops beside their peers and limits; see `rolltree bench --help`.")
+    return parser
+
+
+def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+    if args.dry_run:
+        from .dry_run import plan_lines
+
+        print(resolved_toml(config))
+        print("\n".join(plan_lines(config)))
+        return 0
+    from ..loop.orchestrator import Orchestrator
+    from .console import Console
+    from .report import write_report
+
+    _quiet_transformers()
+    with Console() as console:
+        summary = Orchestrator(config, console=console, resume=args.resume).run()
+        console.phase("writing the report")
+        report = write_report(config.run_dir)
+        program = sys.argv[0] if Path(sys.argv[0]).name == "rolltree" else "rolltree"
+        lines = [f"{summary.steps} steps in {summary.seconds / 60:.1f} minutes."]
+        if summary.accuracy_before is not None and summary.accuracy_after is not None:
+            gain = 100 * (summary.accuracy_after - summary.accuracy_before)
+            lines.append(
+                f"Held-out accuracy on {summary.problems} problems: {100 * summary.accuracy_before:.1f} % before, "
+                f"{100 * summary.accuracy_after:.1f} % after ({gain:+.1f} points)."
+            )
+        lines += [
+            f"Report: {report}",
+            f"Model:  {summary.export} (a Hugging Face directory)",
+            f"Next:   {program} rollout {args.config} --model.path {summary.export}   to see what it answers,",
+            f"        {program} train {args.config} --seed {config.seed + 1} --name {_next_name(config)}   again",
+        ]
+        console.finish(lines)
+    return 0
+
+
+def _quiet_transformers() -> None:
+    """Its progress bars of loading and saving would tear the run's own."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def _next_name(config: TrainConfig) -> str:
+    stem, _, last = config.name.rpartition("_seed")
+    return f"{stem if stem and last.isdigit() else config.name}_seed{config.seed + 1}"
+
+
+def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.prompts < 1:
+        raise UserError(f"--prompts is {args.prompts}; ask for at least one.")
+    if args.out is not None and args.out.exists():
+        raise UserError(f"'{args.out}' exists already; choose another --out.")
+    from .show import sample_and_show
+
+    _quiet_transformers()
+    sample_and_show(load_config(args.config, overrides), args.prompts, args.out)
+    return 0
+
+
+def _serve(args: argparse.Namespace, _: list[str]) -> int:
+    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
+        raise UserError("serve needs fastapi and uvicorn; install rolltree[serve].")
+    import torch
+    import uvicorn
+
+    from ..loop import setup
+    from ..model.decoder import load_model, load_tokenizer
+    from ..rollout import EngineConfig, NativeEngine
+    from .server import make_app
+
+    _quiet_transformers()
+    model = load_model(args.model, dtype=getattr(torch, args.dtype), device=setup.choose_device(args.device))
+    engine = NativeEngine(model, load_tokenizer(args.model), EngineConfig(kv_tokens=args.kv_tokens))
+    app = make_app(engine, args.name or Path(args.model).resolve().name)
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning" if not args.debug else "debug")
+    return 0
+
+
+def _report(args: argparse.Namespace, _: list[str]) -> int:
+    from .report import write_report
+
+    print(write_report(args.run_dir))
+    return 0
+
+
+def _methods(_: argparse.Namespace, __: list[str]) -> int:
+    from .dry_run import method_lines
+
+    print("\n".join(method_lines()))
+    return 0
+
+
+def _doctor(_: argparse.Namespace, __: list[str]) -> int:
+    from .doctor import run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The configuration of a run: a TOML file, checked by pydantic, with dotted overrides from the command line.
+
+Precedence: defaults < TOML file < ``--section.key value``. Every mistake is a :class:`UserError` of one sentence that
+names the file (or the flag), the key, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeGuard, cast, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import UserError
+from ..settings import Section, TrainConfig
+
+
+class ConfigKey(NamedTuple):
+    """One key of the configuration, as documented."""
+
+    key: str
+    """Dotted: ``trainer.lr``; keys of the list `data.tasks` read ``data.tasks.name``."""
+    type: str
+    default: str
+    """As TOML; empty where there is none."""
+    doc: str
+
+
+def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """The checked configuration of TOML file ``path``.
+
+    Args:
+        path: the TOML file. `model.create` and a `file.py:function` verifier in it are relative to its directory.
+        overrides: ``["--trainer.lr", "1e-6", "--seed=1"]`` or ``[("trainer.lr", "1e-6"), ("seed", "1")]``. Values are
+            TOML (numbers, booleans, strings, arrays, inline tables); what is not TOML is taken as a string. Paths in
+            them are relative to the working directory.
+
+    Raises:
+        UserError: unreadable or broken file, unknown key, wrong type or range, keys that contradict each other.
+    """
+    path = Path(path)
+    data = _read_toml(path)
+    _resolve_callables(data, path.parent)
+    given = _parse_overrides(overrides)
+    types = {k.key: k.type for k in config_keys()}
+    for key, text in given.items():
+        _put(data, key, _parse_value(text, types.get(key, "any")))
+    if given:
+        _resolve_callables(data, Path())
+    try:
+        return _validate(data)
+    except ValidationError as error:
+        raise UserError(_sentence(error, path, given)) from None
+
+
+def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[ConfigKey]:
+    """Every key of the configuration in the order of the models; the tables of the documentation come from here."""
+    for name, field in (section or TrainConfig).model_fields.items():
+        inner = field.annotation
+        if _is_section(inner):
+            yield from config_keys(inner, f"{prefix}{name}.")
+            continue
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        doc = " ".join((field.description or "").split())
+        yield ConfigKey(f"{prefix}{name}", _type_name(inner), "" if default is None else _toml_value(default), doc)
+        if get_origin(inner) is tuple and _is_section(item := get_args(inner)[0]):
+            yield from config_keys(item, f"{prefix}{name}.")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no configuration file '{path}'; give the path of a TOML file.") from None
+    except OSError as error:
+        raise UserError(f"The configuration file '{path}' cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"The configuration file '{path}' is not a TOML file: line {line} is not UTF-8 text.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The configuration file '{path}' is not valid TOML: {error}.") from None
+
+
+def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, str]:
+    """``{dotted key: text}``; the last of several values for a key wins, as on any command line."""
+    given: dict[str, str] = {}
+    waiting: str | None = None
+    for item in overrides:
+        if isinstance(item, tuple):
+            given[_known_override(item[0])] = item[1]
+        elif waiting is not None:
+            given[waiting], waiting = item, None
+        elif not item.startswith("--"):
+            raise UserError(f"'{item}' stands alone on the command line; overrides look like --trainer.lr 1e-6.")
+        else:
+            name, equals, text = item.removeprefix("--").partition("=")
+            name = _known_override(name)
+            if equals:
+                given[name] = text
+            else:
+                waiting = name
+    if waiting is not None:
+        raise UserError(f"--{waiting} needs a value, as in --{waiting} VALUE.")
+    return given
+
+
+def _known_override(key: str) -> str:
+    tables = [k.key for k in config_keys() if k.type == "table"]
+    if key in {k.key for k in config_keys() if not k.key.startswith("data.tasks.")}:
+        return key
+    if any(key.startswith(f"{table}.") for table in tables):
+        return key
+    if key.startswith("data.tasks."):
+        raise UserError(
+            f"--{key} reaches into the list `data.tasks`; give the whole list as --data.tasks '[{{name = \"...\"}}]'."
+        )
+    raise UserError(f"--{key} is not a key of the configuration; {_nearest(key)}.")
+
+
+def _nearest(key: str) -> str:
+    """'the nearest is `trainer.lr`': the right name in the wrong table first, then the nearest spelling."""
+    keys = [k.key for k in config_keys()]
+    leaf = key.rpartition(".")[2]
+    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
+    found = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    if not found:
+        by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
+        found = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.0)]
+    return f"the nearest is `{found[0]}`"
+
+
+def _parse_value(text: str, kind: str) -> Any:
+    """``text`` as a TOML value; a string where it is not one, where it is a date, or where the key wants a string."""
+    try:
+        found = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = found["v"]
+    one_value = len(found) == 1 and not isinstance(value, datetime.date | datetime.time)
+    wanted = isinstance(value, str) or not (kind == "string" or kind.startswith('"'))
+    return value if one_value and wanted else text
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key; a table in the way of it that is none is left for the validation to name."""
+    *tables, leaf = key.split(".")
+    for table in tables:
+        inner = data.setdefault(table, {})
+        if not isinstance(inner, dict):
+            return
+        data = inner
+    data[leaf] = value
+
+
+def _resolve_callables(data: dict[str, Any], base: Path) -> None:
+    """Make the file of each `file.py:function` absolute, so that worker processes find it wherever they run."""
+    for table, key in (("model", "create"), ("reward", "verifier")):
+        section = data.get(table)
+        value = section.get(key) if isinstance(section, dict) else None
+        if isinstance(value, str) and ".py:" in value:
+            file, _, function = value.rpartition(":")
+            cast(dict[str, Any], section)[key] = f"{(base / file).resolve()}:{function}"
+
+
+def _validate(data: dict[str, Any]) -> TrainConfig:
+    # JSON mode is strict about types ("5" is no number, true is no 1) and yet takes arrays as tuples.
+    return TrainConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+
+
+def _sentence(error: ValidationError, path: Path, given: dict[str, str]) -> str:
+    """The most telling of the mistakes in one sentence: an unknown key often explains the missing one."""
+    rank = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
+    mistakes = sorted(error.errors(), key=lambda e: rank.get(e["type"], 1))
+    first, more = mistakes[0], len(mistakes) - 1
+    key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
+    flag = next((k for k in given if key and (key == k or key.startswith(f"{k}."))), None)
+    where = f"--{flag}" if flag else f"'{path}'"
+    rest = f" ({more} more {'mistake' if more == 1 else 'mistakes'} after this one)" if more else ""
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+    if first["type"] == "extra_forbidden":
+        return f"{where}: there is no key `{key}`; {_nearest(key)}{rest}."
+    if first["type"] == "missing":
+        needed = [k for k in _required() if k == key or k.startswith(f"{key}.")] or [key]
+        return (
+            f"{where} lacks {' and '.join(f'`{k}`' for k in needed)}; add {'it' if len(needed) == 1 else 'them'}{rest}."
+        )
+    if isinstance(first["input"], dict) and first["type"] == "value_error":
+        return f"'{path}'{_flags(given)}: {message}{rest}."
+    return f"{where}: `{key}` = {_toml_value(first['input'])} is not allowed: {message}{rest}."
+
+
+def _flags(given: dict[str, str]) -> str:
+    return f" with {', '.join(f'--{key}' for key in given)}" if given else ""
+
+
+def _required(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[str]:
+    for name, field in (section or TrainConfig).model_fields.items():
+        if _is_section(field.annotation):
+            yield from _required(field.annotation, f"{prefix}{name}.")
+        elif field.is_required():
+            yield f"{prefix}{name}"
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _toml_value(value: Any) -> str:
+    """``value`` as it would stand in the file, on one line."""
+    if isinstance(value, BaseModel | dict):
+        return "{...}" if value else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _type_name(annotation: Any) -> str:
+    """integer, number, string, boolean, table, list of ..., or the allowed values."""
+    plain = {int: "integer", float: "number", str: "string", bool: "boolean"}
+    if annotation in plain:
+        return plain[annotation]
+    origin, args = get_origin(annotation), [a for a in get_args(annotation) if a is not type(None)]
+    if origin is Literal:
+        return " | ".join(json.dumps(a) for a in args)
+    if origin is tuple:
+        return "list of tables" if _is_section(args[0]) else f"list of {_type_name(args[0])}s"
+    if origin is dict:
+        return "table"
+    return _type_name(args[0])  # Annotated[...] or ... | None

@@ -1,0 +1,225 @@
+"""``rolltree doctor``: what was found on this machine, what is missing, and the exact command that gets it.
+
+Everything is looked up anew and nothing is imported from the package's native parts, so the doctor also works where the
+rest does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+COMPILER = os.environ.get("CXX", "g++")
+REBUILD = "pip install --no-build-isolation -e . (in the source directory)"
+
+Level = Literal["ok", "optional", "slow", "bad"]
+MARKS: dict[Level, tuple[str, str]] = {
+    "ok": ("ok", "green"),
+    "optional": ("absent", "dim"),
+    "slow": ("slower", "yellow"),
+    "bad": ("MISSING", "bold red"),
+}
+"""``bad`` makes rolltree unusable; ``slow`` costs speed; ``optional`` is only for those who want it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    group: str
+    name: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+Version = tuple[int, ...]
+
+REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
+    ("torch", (2, 11), (2, 14)),
+    ("triton", (3, 6), (3, 10)),
+    ("transformers", (5, 16), (5, 20)),
+    ("numpy", (1, 26), None),
+    ("pyarrow", (17,), None),
+)
+"""Package, first supported version, first one that is not; the ranges of pyproject.toml."""
+
+OPTIONAL: tuple[tuple[str, str, str], ...] = (
+    ("reasoning_gym", "procedural tasks with verifiers", "pip install 'rolltree[tasks]'"),
+    ("math_verify", 'reward.verifier = "math"', "pip install 'rolltree[tasks]'"),
+    ("trl", "training with TRL's trainers", "pip install trl"),
+    ("vllm", "rollouts by vLLM", "pip install vllm"),
+    ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
+    ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),
+    ("flash_attn", "a peer in the benchmarks", "pip install flash-attn --no-build-isolation"),
+)
+"""Module, what it is for, command."""
+
+
+def run(console: Console | None = None) -> int:
+    """Print what was found; 0 where rolltree is usable, 1 where it is not."""
+    console = console or Console(highlight=False)
+    findings = list(examine())
+    table = Table(box=None, pad_edge=False, header_style="bold", title="rolltree doctor", title_justify="left")
+    for column in ("", "what", "", "found"):
+        table.add_column(column)
+    group = ""
+    for finding in findings:
+        mark, style = MARKS[finding.level]
+        shown = finding.group if finding.group != group else ""
+        group = finding.group
+        table.add_row(f"[bold]{shown}", finding.name, f"[{style}]{mark}", escape(finding.found))
+    console.print(table)
+    for level, title in (("bad", "Needed"), ("slow", "For speed"), ("optional", "If wanted")):
+        lines = [f for f in findings if f.level == level and f.remedy]
+        if lines:
+            console.print(f"\n[bold]{title}")
+        for finding in lines:
+            console.print(f"  {finding.name}: {finding.remedy}", markup=False, soft_wrap=True)
+    bad = [f.name for f in findings if f.level == "bad"]
+    verdict = f"Not usable yet: {', '.join(bad)}." if bad else "Usable."
+    console.print(f"\n{verdict}", style="bold red" if bad else "bold green", markup=False, soft_wrap=True)
+    return 1 if bad else 0
+
+
+def examine() -> Iterable[Finding]:
+    """All findings, in the order of the table."""
+    yield python_version(sys.version_info[:3])
+    for package, low, high in REQUIRED:
+        if package != "triton" or sys.platform == "linux":
+            yield required_package(package, low, high)
+    yield from devices()
+    yield from compiled_parts(Path(__file__).parents[2])
+    yield from compilers()
+    yield triton_mode()
+    for module, purpose, command in OPTIONAL:
+        yield optional_package(module, purpose, command)
+
+
+def python_version(version: Version) -> Finding:
+    text = ".".join(map(str, version))
+    if (3, 11) <= version < (3, 13):
+        return Finding("versions", "python", "ok", text)
+    return Finding("versions", "python", "bad", f"{text} is not supported", "use Python 3.11 or 3.12")
+
+
+def required_package(package: str, low: Version, high: Version | None) -> Finding:
+    supported = f">={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
+    remedy = f"pip install '{package}{supported}'"
+    found = _version(package)
+    if found is None:
+        return Finding("versions", package, "bad", f"not installed (supported: {supported})", remedy)
+    version = parse_version(found)
+    if version < low or (high and version >= high):
+        return Finding("versions", package, "bad", f"{found} is outside {supported}", remedy)
+    return Finding("versions", package, "ok", found)
+
+
+def optional_package(module: str, purpose: str, command: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding("optional", module, "optional", purpose, command)
+    return Finding("optional", module, "ok", f"{_version(module) or 'installed'}: {purpose}")
+
+
+def devices() -> Iterable[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:  # a broken torch fails in many ways, and the doctor is who says so
+        text = " ".join(str(error).split())[:120]
+        yield Finding("devices", "torch", "bad", f"cannot be imported: {text}", "reinstall torch")
+        return
+    isa = torch.backends.cpu.get_cpu_capability()
+    yield Finding(
+        "devices", "cpu", "ok", f"{platform.machine()}, {isa}, {cores} cores, {torch.get_num_threads()} threads"
+    )
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        found = f"torch is built for CUDA {built} but sees no device" if built else "this torch is a CPU build"
+        has_driver = shutil.which("nvidia-smi") is not None
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if built else "pip install --force-reinstall torch"
+        yield Finding("devices", "cuda", "slow" if has_driver else "optional", found, remedy if has_driver else "")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        yield Finding("devices", f"cuda:{index}", "ok", found)
+
+
+def compiled_parts(package: Path) -> Iterable[Finding]:
+    """The libraries of setup.py under ``package`` (the directory that holds kernels/ and engine/)."""
+    kernels = package / "kernels"
+    compile_cpp = REBUILD if shutil.which(COMPILER) else f"apt-get install g++, then {REBUILD}"
+    compile_cuda = REBUILD if shutil.which("nvcc") else f"put nvcc on PATH, then {REBUILD}"
+    yield _library("_host (KV tree)", package / "engine" / "rollout", "_host*.so", "bad", compile_cpp)
+    yield _library("_cpu (CPU kernels)", kernels, "_cpu_*.so", "slow", compile_cpp)
+    yield _library("_cuda (CUDA kernels)", kernels, "_cuda*.so", "optional", compile_cuda)
+
+
+def compilers() -> Iterable[Finding]:
+    yield _program(COMPILER, "apt-get install g++", _last_word)
+    yield _program("nvcc", "install the CUDA toolkit and put its bin directory on PATH", _nvcc_release)
+
+
+def triton_mode() -> Finding:
+    on = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    found = "on (TRITON_INTERPRET): kernels run on the CPU, slowly, for tests" if on else "off"
+    return Finding("build", "triton interpreter", "ok", found)
+
+
+def parse_version(text: str) -> Version:
+    """'2.13.0+cpu' -> (2, 13, 0); what follows the numbers is left out."""
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+def _library(name: str, folder: Path, pattern: str, level: Level, remedy: str) -> Finding:
+    files = sorted(folder.glob(pattern))
+    if not files:
+        return Finding("build", name, level, "not built", remedy)
+    return Finding("build", name, "ok", ", ".join(f.name for f in files))
+
+
+def _program(name: str, remedy: str, describe: Callable[[str], str]) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding("build", name, "optional", "not on PATH", remedy)
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+    return Finding("build", name, "ok", f"{describe(done.stdout)} ({path})")
+
+
+def _last_word(version: str) -> str:
+    """'g++ (Debian 12.2.0-14) 12.2.0\\n...' -> '12.2.0'."""
+    first = version.splitlines()[:1]
+    return first[0].split()[-1] if first and first[0].split() else "unknown version"
+
+
+def _nvcc_release(version: str) -> str:
+    """The line 'Cuda compilation tools, release 13.0, V13.0.88' -> '13.0'."""
+    _, found, rest = version.partition("release ")
+    return rest.split(",")[0] if found else "unknown version"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))

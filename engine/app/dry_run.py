@@ -1,0 +1,111 @@
+"""What a run would do, told without doing it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rolltree.kernels import Objective
+from rolltree.kernels.dispatch import load_library
+from rolltree.kernels.policy_loss import PRESETS
+
+from ..loop import setup
+from ..methods.credit import ADVANTAGES, find_advantage
+from ..model.decoder import check_model_dir
+from ..programs import NEEDED, PROGRAMS, program_options
+from ..settings import TrainConfig
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def plan_lines(config: TrainConfig) -> Iterator[str]:
+    """The plan of a run, a line each. The names the configuration uses are looked up, so a wrong one is found here.
+
+    Raises:
+        UserError: as the run itself would.
+    """
+    objective = setup.objective(config)
+    setup.rollout_program(config.rollout)
+    find_advantage(config.algorithm.advantage)
+    device = setup.choose_device(config.model.device)
+    rollout, trainer = config.rollout, config.trainer
+    yield "# plan"
+    taken = "exists: the run would need --resume or another name" if config.run_dir.exists() else "would be made"
+    yield f"run directory      {config.run_dir} ({taken})"
+    compiled = [name for name in ("cpu", "cuda") if load_library(name)]
+    found = ", ".join(compiled) or "none, see `rolltree doctor`"
+    yield f"device             {device}; compiled backends: {found}"
+    path = Path(config.model.path)
+    if config.model.create is not None and not path.exists():
+        yield f"model              {path} does not exist yet; {config.model.create} would make it"
+    else:
+        yield from _model_lines(config, path)
+    sampled = trainer.prompts_per_step * rollout.n
+    most = sampled * rollout.max_new_tokens
+    yield (
+        f"a step             {trainer.prompts_per_step} prompts x {rollout.n} responses by '{rollout.program}', at "
+        f"most {most} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
+    )
+    packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
+    yield (
+        f"update             {objective.surrogate} loss, {objective.aggregation}; at most "
+        f"{math.ceil(packed / trainer.max_tokens)} micro-batches of {trainer.max_tokens} packed tokens, "
+        f"{trainer.updates_per_step} optimiser step(s)"
+    )
+    yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"
+    every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
+    yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"
+
+
+def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
+    if path.exists() or str(path).count("/") != 1:
+        check_model_dir(path)
+    else:
+        yield f"model              {path} from the hub, fetched when the run starts"
+        return
+    hf = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    parameters = sum(p.numel() for p in model.parameters())
+    weight = BYTES[config.model.dtype]
+    state = parameters * (weight * 2 + 8 + (0 if weight == 4 else 8))
+    text = hf.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv = 2 * text.num_hidden_layers * heads * size * weight * config.rollout.kv_tokens
+    kind = f"{type(model).__name__}, {parameters / 1e6:.2f} M parameters, {config.model.dtype}"
+    yield f"model              {path}: {kind}"
+    yield (
+        f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
+        f"{config.rollout.kv_tokens} tokens; activations come on top"
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
+
+
+def method_lines() -> Iterator[str]:
+    """Objectives, advantage estimators and rollout programs, each with a line of its own words."""
+    yield "objectives (algorithm.objective)"
+    for name in PRESETS:
+        preset = Objective.preset(name)
+        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}"
+    yield "advantages (algorithm.advantage)"
+    for name, function in ADVANTAGES.items():
+        yield f"  {name:18} {_first_line(function)}"
+    yield "rollout programs (rollout.program)"
+    for name, program in PROGRAMS.items():
+        known = program_options(program).items()
+        options = ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
+        yield f"  {name:18} {_first_line(program)}{f' [{options}]' if options else ''}"
+
+
+def _first_line(thing: Callable[..., Any]) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")

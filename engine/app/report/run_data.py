@@ -1,0 +1,96 @@
+"""Reads a run directory for the report: whatever is there, and a sentence for whatever is not."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import UserError
+
+
+@dataclass
+class RunData:
+    """What was found in a run directory."""
+
+    run_dir: Path
+    config: dict[str, Any]
+    """Tables of config.toml; empty where it is missing."""
+    config_text: str
+    rows: list[dict[str, float]]
+    """One a step, ascending, numbers only."""
+    rollout_files: list[Path]
+    missing: list[str] = field(default_factory=list)
+    """One sentence for each thing the report cannot show."""
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values where ``key`` was recorded and finite."""
+        found = [(int(r["step"]), r[key]) for r in self.rows if key in r and math.isfinite(r[key])]
+        return [s for s, _ in found], [v for _, v in found]
+
+    def total(self, key: str) -> float:
+        return math.fsum(self.series(key)[1])
+
+
+def read_run(run_dir: Path) -> RunData:
+    """
+    Raises:
+        UserError: ``run_dir`` is no directory, or holds nothing a run writes.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"There is no run directory '{run_dir}'; give the directory of a run, such as runs/NAME.")
+    config_file, metrics_file = run_dir / "config.toml", run_dir / "metrics.jsonl"
+    rollout_files = sorted((run_dir / "rollouts").glob("*.parquet"))
+    if not (config_file.exists() or metrics_file.exists() or rollout_files):
+        raise UserError(
+            f"'{run_dir}' is not the directory of a run: it holds no config.toml, metrics.jsonl or rollouts/*.parquet."
+        )
+    missing: list[str] = []
+    config_text, config = _read_config(config_file, missing)
+    rows = _read_metrics(metrics_file, missing)
+    if not rollout_files:
+        missing.append("There are no rollouts/*.parquet, so there are no trees to explore.")
+    return RunData(run_dir, config, config_text, rows, rollout_files, missing)
+
+
+def _read_config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except FileNotFoundError:
+        missing.append("There is no config.toml, so the settings of this run are not shown.")
+    except (OSError, ValueError) as error:
+        missing.append(f"config.toml cannot be read ({error}), so the settings of this run are not shown.")
+    return "", {}
+
+
+def _read_metrics(path: Path, missing: list[str]) -> list[dict[str, float]]:
+    """The rows by step; a step written twice (a resumed run) counts once, as it was written last."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        reason = (
+            "There is no metrics.jsonl" if isinstance(error, FileNotFoundError) else f"metrics.jsonl: {error.strerror}"
+        )
+        missing.append(f"{reason}, so there are no curves and no account of time.")
+        return []
+    rows: dict[int, dict[str, float]] = {}
+    broken: list[int] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            broken.append(number)
+            continue
+        numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
+        rows[step] = {**numbers, "step": float(step)}
+    if broken:
+        shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
+        missing.append(f"{len(broken)} of {len(lines)} lines of metrics.jsonl are not a step's JSON (line {shown}).")
+    if not rows and not broken:
+        missing.append("metrics.jsonl is empty, so there are no curves and no account of time.")
+    return [rows[step] for step in sorted(rows)]

@@ -1,0 +1,73 @@
+"""``rolltree rollout``: sample some trees and print them, shared text once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.tree import Tree as RichTree
+from transformers import PreTrainedTokenizerBase
+
+from ..data.tree import LeafStatus, TokenTree
+from ..loop import setup
+from ..loop.metrics import write_rollouts
+from ..loop.sources import PromptSource, held_out
+from ..rewards import RewardItem, RewardPool
+from ..settings import TrainConfig
+
+
+def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: Console | None = None) -> None:
+    """Sample ``count`` training prompts with the configured program, judge the responses, print the trees."""
+    console = console or Console(highlight=False)
+    model, tokenizer = setup.prepare_model(config)
+    engine = setup.make_engine(config, model, tokenizer)
+    source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer))
+    prompts = source.next(count)
+    program = setup.rollout_program(config.rollout)
+    seeds = [int(s) for s in np.random.SeedSequence([config.seed]).generate_state(count)]
+    trees = engine.generate(
+        [p.token_ids for p in prompts],
+        setup.sampling_params(config.rollout),
+        program,
+        seeds=seeds,
+        contexts=[p.entry for p in prompts],
+    )
+    texts = []
+    with RewardPool(config.reward, config.data.tasks) as pool:
+        for tree, prompt in zip(trees, prompts, strict=True):
+            leaves = [tokenizer.decode(s.response, skip_special_tokens=True) for s in tree.flatten()]
+            results = pool.score([RewardItem(text, prompt.entry) for text in leaves])
+            tree.rewards["reward"] = np.array([np.nan if r.value is None else r.value for r in results], np.float32)
+            tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+            texts.append(leaves)
+            console.print(draw(tree, tokenizer))
+            console.print(
+                f"reward {np.nanmean(tree.rewards['reward']):.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
+                f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)\n"
+            )
+    if out is not None:
+        write_rollouts(out, 0, trees, texts)
+        console.print(f"Written to {out}.")
+
+
+def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:
+    """The tree as rich draws trees: a branch a node, leaves with their reward and how they ended."""
+
+    def text(node: int) -> str:
+        ids = tree.token_id[tree.start[node] : tree.start[node] + tree.length[node]]
+        return escape(tokenizer.decode(ids)).rstrip("\n")
+
+    ends: dict[int, list[int]] = {}
+    for leaf, node in enumerate(tree.leaf_node.tolist()):
+        ends.setdefault(node, []).append(leaf)
+    drawn: list[RichTree] = []
+    for node in range(tree.num_nodes):
+        label = f"[bold]{text(node)}[/bold]" if node == 0 else text(node)
+        for leaf in ends.get(node, []):
+            reward = float(tree.rewards["reward"][leaf])
+            colour = "green" if reward >= 1 else "red"
+            label += f"  [{colour}]{reward:g}[/{colour}] [dim]{LeafStatus(int(tree.status[leaf])).name.lower()}[/dim]"
+        drawn.append(RichTree(label) if node == 0 else drawn[tree.parent[node]].add(label))
+    return drawn[0]

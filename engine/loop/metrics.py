@@ -1,0 +1,240 @@
+"""What a run records: metrics as sums and counts, an account of each step's time, metrics.jsonl and the rollouts.
+
+A mean of means is wrong as soon as the parts differ in size, so everything is added up as (sum, count) and divided
+once, at the end of a step. Names follow verl's and TRL's spelling.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from ..data.tree import Array, LeafStatus, TokenTree
+from ..errors import UserError
+
+Number = float | Tensor
+
+TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "eval", "checkpoint")
+"""Parts of ``timing_s/step``; ``other`` is the rest, so that the account sums to the step."""
+
+
+class Sums:
+    """Named sums and counts. Tensors stay on their device until :meth:`means` fetches all of them at once."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[Number, Number]] = {}
+        self._counts: dict[str, float] = {}
+        self._maxima: dict[str, Number] = {}
+
+    def add(self, name: str, total: Number, count: Number = 1) -> None:
+        """Add ``total``, the sum over ``count`` things."""
+        old_total, old_count = self._totals.get(name, (0.0, 0.0))
+        self._totals[name] = (old_total + total, old_count + count)
+
+    def add_values(self, name: str, values: Array) -> None:
+        """Add each of ``values``."""
+        self.add(name, float(np.sum(values, dtype=np.float64)), values.size)
+
+    def count(self, name: str, number: float = 1) -> None:
+        """Count ``number`` occurrences; means() gives how many there were, 0 included."""
+        self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def maximum(self, name: str, value: Number) -> None:
+        """Record ``value`` if it is the largest under ``name``; means() gives it as it is."""
+        old = self._maxima.get(name)
+        if old is None:
+            self._maxima[name] = value
+        elif isinstance(old, Tensor) or isinstance(value, Tensor):
+            self._maxima[name] = torch.maximum(torch.as_tensor(old), torch.as_tensor(value))
+        else:
+            self._maxima[name] = max(old, value)
+
+    def means(self) -> dict[str, float]:
+        """Sum / count of each name, the occurrences and the maxima; without a name whose count is 0: not measured."""
+        values: list[Number] = [v for pair in self._totals.values() for v in pair]
+        numbers = _fetch([*values, *self._maxima.values()])
+        out = {}
+        for i, name in enumerate(self._totals):
+            total, count = numbers[2 * i : 2 * i + 2]
+            if count != 0:
+                out[name] = total / count
+        return out | self._counts | dict(zip(self._maxima, numbers[len(values) :], strict=True))
+
+
+def _fetch(values: Sequence[Number]) -> list[float]:
+    """The values as Python numbers, with one transfer for all tensors."""
+    tensors = [v.detach().reshape(()).double() for v in values if isinstance(v, Tensor)]
+    fetched = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(fetched) if isinstance(v, Tensor) else float(v) for v in values]
+
+
+class Stopwatch:
+    """Accounts for the seconds since :meth:`restart`: named parts, and ``other`` for what is in none."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        self._begin = self._clock()
+        self._parts = dict.fromkeys(TIMED_PARTS, 0.0)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the block as part ``name``; parts do not nest."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._parts[name] += self._clock() - begin
+
+    def read(self) -> dict[str, float]:
+        """``timing_s/<part>``, ``timing_s/other`` and ``timing_s/step``, which is the sum of the others."""
+        step = self._clock() - self._begin
+        parts = self._parts | {"other": step - math.fsum(self._parts.values())}
+        return {f"timing_s/{name}": seconds for name, seconds in (parts | {"step": step}).items()}
+
+
+class MetricsLog:
+    """``metrics.jsonl``: one JSON object a step, appended and flushed; steps ascend, a non-finite number is null."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        row: dict[str, Any] = {"step": step}
+        row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps(row, allow_nan=False) + "\n"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def rewind(self, step: int, aside: Path) -> bool:
+        """Drop the rows after ``step``; if there are any, the whole file is first copied to ``aside``.
+
+        Returns:
+            Whether the row of ``step`` is there.
+
+        Raises:
+            UserError: a row up to ``step`` cannot be read.
+        """
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        kept, last = 0, None
+        for number, line in enumerate(text.splitlines(keepends=True), start=1):
+            if not line.endswith("\n"):
+                break  # the writer was killed in the middle of its last line
+            try:
+                row_step = int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"Line {number} of '{self.path}' is not a step's JSON object; repair or remove the line to resume."
+                ) from None
+            if row_step > step:
+                break
+            kept, last = kept + len(line), row_step
+        if kept < len(text):
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(text, encoding="utf-8")
+            replace_file(self.path, text[:kept].encode())
+        return last == step
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write ``path`` so that a crash leaves either the old content or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+# -- rollouts ----------------------------------------------------------------------------------------------------------
+
+_ROLLOUT_SCHEMA = pa.schema(
+    {
+        "step": pa.int32(),
+        "prompt_id": pa.string(),
+        "task": pa.string(),
+        "leaf": pa.int32(),
+        "prompt_text": pa.string(),
+        "response_text": pa.string(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "response_ids": pa.list_(pa.int32()),
+        "node_ids": pa.list_(pa.int32()),
+        "behaviour_logprob": pa.list_(pa.float32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "policy_version": pa.list_(pa.int32()),
+        "advantage": pa.float32(),
+        "reward": pa.float32(),
+        "status": pa.string(),
+    }
+)
+
+
+def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses: Sequence[Sequence[str]]) -> None:
+    """Write ``trees`` as parquet, one row a leaf path.
+
+    ``node_ids`` names the tree node of each response token, so leaves share a prefix as far as their node ids agree.
+    A reward that is NaN (its verifier failed) is null.
+
+    Args:
+        trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``.
+        responses: text of each leaf of each tree, in leaf-index order.
+    """
+    tables = [_rollout_table(step, tree, texts) for tree, texts in zip(trees, responses, strict=True)]
+    table = pa.concat_tables(tables) if tables else _ROLLOUT_SCHEMA.empty_table()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    pq.write_table(table, temporary, compression="zstd")
+    temporary.replace(path)
+
+
+def _rollout_table(step: int, tree: TokenTree, texts: Sequence[str]) -> pa.Table:
+    leaves = tree.num_leaves
+    paths = [tree.response_rows(leaf) for leaf in range(leaves)]
+    rows = np.concatenate(paths)
+    offsets = pa.array(np.cumsum([0] + [len(p) for p in paths]), pa.int32())
+    node = np.repeat(np.arange(tree.num_nodes), tree.length)
+
+    def per_token(values: Array) -> pa.ListArray:  # [T] values of the tree's tokens
+        return pa.ListArray.from_arrays(offsets, pa.array(values[rows]))
+
+    reward = tree.rewards["reward"]
+    columns = {
+        "step": pa.array(np.full(leaves, step)),
+        "prompt_id": [tree.meta["prompt_id"]] * leaves,
+        "task": [tree.meta["task"]] * leaves,
+        "leaf": pa.array(np.arange(leaves)),
+        "prompt_text": [tree.meta["prompt_text"]] * leaves,
+        "response_text": list(texts),
+        "prompt_ids": [tree.token_id[tree.path_rows(leaf)[: tree.leaf_prompt[leaf]]] for leaf in range(leaves)],
+        "response_ids": per_token(tree.token_id),
+        "node_ids": per_token(node.astype(np.int32)),
+        "behaviour_logprob": per_token(tree.behaviour_logprob),
+        "loss_mask": per_token(tree.loss_mask),
+        "policy_version": per_token(tree.policy_version),
+        "advantage": pa.array(tree.advantage),
+        "reward": pa.array(reward, mask=np.isnan(reward)),
+        "status": [LeafStatus(int(status)).name.lower() for status in tree.status],
+    }
+    return pa.table({name: _cast(columns[name], field.type) for name, field in _by_name()}, schema=_ROLLOUT_SCHEMA)
+
+
+def _by_name() -> Iterator[tuple[str, pa.Field]]:
+    return ((field.name, field) for field in _ROLLOUT_SCHEMA)
+
+
+def _cast(column: Any, kind: pa.DataType) -> pa.Array:
+    return column.cast(kind) if isinstance(column, pa.Array) else pa.array(column, kind)

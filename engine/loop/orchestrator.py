@@ -1,0 +1,407 @@
+"""The loop of a run: prompts, rollouts, rewards, advantages, one update, and again.
+
+Synchronous: every batch is sampled by the weights it updates. Whatever is random follows from (seed, step, prompt),
+never from time or order, so a resumed run repeats the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from ..data.batch import pack
+from ..data.cost import CostModel
+from ..data.tree import LeafStatus, TokenTree
+from ..errors import RunError, UserError
+from ..integrations import varlen
+from ..methods.credit import find_advantage
+from ..model.self_check import tree_error, trees_fit
+from ..rewards import RewardItem, RewardPool, RewardResult
+from ..settings import TrainConfig, resolved_toml
+from ..train import checkpoint
+from ..train.trainer import Trainer
+from . import setup
+from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
+from .progress import Progress
+from .sources import Prompt, PromptSource, held_out
+
+SOLVED = 1.0 - 1e-6
+"""A reward from here on counts as a correct answer in the evaluation."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run achieved."""
+
+    steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    problems: int
+    seconds: float
+    export: Path
+
+
+class Orchestrator:
+    """A training run in its directory; see the module's description.
+
+    Raises:
+        UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
+            something that does not exist.
+    """
+
+    def __init__(self, config: TrainConfig, *, console: Progress, resume: bool = False) -> None:
+        self.config = config
+        self.console = console
+        self.objective = setup.objective(config)
+        self.program = setup.rollout_program(config.rollout)
+        self.advantage = find_advantage(config.algorithm.advantage)
+        self.params = setup.sampling_params(config.rollout)
+        _check_old_logprobs(config)
+        self._saved = self._check_directory(resume)
+        set_seed(config.seed)
+
+        console.phase("loading the model")
+        self.model, self.tokenizer = setup.prepare_model(config)
+        self.engine = setup.make_engine(config, self.model, self.tokenizer)
+        self.trainer = Trainer(self.model, config.trainer)
+        self.problems = held_out(config, self.tokenizer)
+        self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
+        self.log = MetricsLog(config.run_dir / "metrics.jsonl")
+        self.watch = Stopwatch()
+        self.step = 0
+        self._flat: bool | None = None  # None: not known yet
+        self.first_accuracy: float | None = None
+        self.last_accuracy: float | None = None
+
+    def run(self) -> RunSummary:
+        """Train to the last step, then evaluate and export."""
+        begin = time.perf_counter()
+        steps = self.config.trainer.steps
+        self.console.start(steps)
+        # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
+        with RewardPool(self.config.reward, self.config.data.tasks) as self.rewards, _held(self.config.run_dir):
+            if self._saved is None:
+                self._begin()
+            else:
+                self._restore(self._saved)
+            self.watch.restart()
+            while self.step < steps:
+                self._step()
+            self.console.phase("exporting")
+            export = self._export()
+        return RunSummary(
+            steps=self.step,
+            accuracy_before=self.first_accuracy,
+            accuracy_after=self.last_accuracy,
+            problems=len(self.problems),
+            seconds=time.perf_counter() - begin,
+            export=export,
+        )
+
+    def _begin(self) -> None:
+        (self.config.run_dir / "config.toml").write_text(resolved_toml(self.config), encoding="utf-8")
+        self.watch.restart()
+        row = self._evaluate() | self.watch.read()
+        self._save(row)  # from here on there is something to resume
+        self.log.append(0, row)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        step = self.step + 1
+        sums = Sums()
+        prompts = self.source.next(self.config.trainer.prompts_per_step)
+        self.console.phase("sampling")
+        self.engine.forget_prefixes()  # so that what is sampled follows from this step alone
+        with self.watch.part("gen"):
+            trees = self._generate(prompts, self._seeds(step, len(prompts)))
+        self.console.phase("waiting for rewards")
+        with self.watch.part("reward"):
+            texts = self._score(trees, prompts, sums)
+        _describe(trees, self.config.rollout.max_new_tokens, sums)
+        self.console.phase("updating")
+        self._update(trees, sums)
+        write_rollouts(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, texts)
+        self.step = step
+        metrics = sums.means()
+        if self._due(self.config.evaluation.every):
+            metrics |= self._evaluate()
+        times = self.watch.read()
+        self.watch.restart()
+        metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
+        metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
+        row = metrics | times
+        if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps:
+            self.console.phase("saving a checkpoint")
+            with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
+                self._save(row)
+        self.log.append(step, row)
+        self.console.step(step, row)
+
+    def _generate(self, prompts: Sequence[Prompt], seeds: list[int]) -> list[TokenTree]:
+        try:
+            return self.engine.generate(
+                [p.token_ids for p in prompts],
+                self.params,
+                self.program,
+                seeds=seeds,
+                contexts=[p.entry for p in prompts],
+            )
+        except ValueError as error:
+            raise UserError(f"[rollout] cannot be done: {error}") from error
+
+    def _renew_policy(self) -> None:
+        """Let the engine sample with the trainer's weights."""
+        self.engine.update_weights(dict(self.model.named_parameters()), version=self.trainer.updates)
+
+    def _due(self, every: int) -> bool:
+        if not self.problems:
+            return False
+        return self.step == self.config.trainer.steps or (every > 0 and self.step % every == 0)
+
+    def _seeds(self, step: int, count: int) -> list[int]:
+        sequence = np.random.SeedSequence([self.config.seed, step])
+        return sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
+
+    def _score(self, trees: list[TokenTree], prompts: Sequence[Prompt], sums: Sums) -> list[list[str]]:
+        """Put rewards and names on the trees; the leaves' texts."""
+        texts = [_decode(self.tokenizer, tree) for tree in trees]
+        items = [RewardItem(text, p.entry) for p, leaves in zip(prompts, texts, strict=True) for text in leaves]
+        results = iter(self.rewards.score(items))
+        for tree, prompt, leaves in zip(trees, prompts, texts, strict=True):
+            verdicts = [next(results) for _ in leaves]
+            values = [self._value(verdict, prompt, sums) for verdict in verdicts]
+            tree.rewards["reward"] = np.array(values, np.float32)
+            tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
+            tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        return texts
+
+    def _value(self, verdict: RewardResult, prompt: Prompt, sums: Sums) -> float:
+        if verdict.value is not None:
+            sums.add("reward/mean", verdict.value)
+            return verdict.value
+        if self.config.reward.on_failure == "raise":
+            raise RunError(
+                f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
+                "reward.on_failure to 'drop' or 'zero'."
+            )
+        kind = verdict.reason if verdict.reason in ("timeout", "died") else "raised"
+        sums.count(f"reward/failed_{kind}")
+        return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
+
+    def _update(self, trees: list[TokenTree], sums: Sums) -> None:
+        """Advantages, filter, pack, and `updates_per_step` optimiser steps on disjoint shares of the trees."""
+        config = self.config
+        with self.watch.part("pack"):
+            kept: list[TokenTree] = []
+            for tree in trees:
+                failed = np.isnan(tree.rewards["reward"])
+                judged = tree.without_leaves(failed)
+                if judged is not None:
+                    judged.advantage[:] = self.advantage(judged)
+                    tree.advantage[~failed] = judged.advantage
+                    kept.append(judged)
+            flat = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
+            sums.count("filter/zero_variance_groups", sum(flat))
+            sums.count("filter/failed_groups", len(trees) - len(kept))
+            updates = config.trainer.updates_per_step
+            shares = [range(i, len(kept), updates) for i in range(updates)]
+        updated = False
+        for share in shares:
+            with self.watch.part("pack"):
+                members = [kept[i] for i in share]
+                normalizer = self._normalizer(members)
+                live = [kept[i] for i in share if not (config.algorithm.drop_zero_variance and flat[i])]
+                batches = pack(
+                    live,
+                    max_tokens=config.trainer.max_tokens,
+                    in_pieces=True,
+                    flat=self._shares_nothing(live),
+                    unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
+                )
+            if not batches or normalizer == 0:
+                sums.count("actor/empty_updates")
+                continue
+            for tree in live:
+                sums.add_values("policy/lag", self.trainer.updates - tree.policy_version[tree.loss_mask])
+            with self.watch.part("update_actor"):
+                metrics = self.trainer.step(
+                    batches,
+                    self.objective,
+                    normalizer=normalizer,
+                    temperature=config.rollout.temperature,
+                    on_policy=not updated,
+                )
+            updated = True
+            for name, (total, count) in metrics.items():
+                sums.add(name, total, count)
+        if updated:
+            self._renew_policy()
+
+    def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
+        """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
+        if self._flat is None and trees:
+            error = tree_error(self.model, trees) if self.config.trainer.self_check else None
+            self._flat = not trees_fit(error, self.model.dtype)
+            if self._flat:
+                self.console.note(
+                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
+                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
+                    "nevertheless."
+                )
+        return bool(self._flat)
+
+    def _normalizer(self, trees: Sequence[TokenTree]) -> float:
+        """What the loss divides by. Groups left out for equal rewards count: their advantage is zero all the same."""
+        aggregation = self.objective.aggregation
+        leaves = sum(tree.num_leaves for tree in trees)
+        if aggregation == "token_mean":
+            return float(sum(int(tree.loss_length.sum()) for tree in trees))
+        if aggregation == "token_sum":
+            return 1.0
+        if aggregation == "seq_mean_token_sum_norm":
+            return float(leaves * self.config.rollout.max_new_tokens)
+        return float(leaves)
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> dict[str, float]:
+        if not self.problems:
+            return {}
+        self.console.phase("evaluating")
+        with self.watch.part("eval"):
+            trees = self.engine.generate([p.token_ids for p in self.problems], setup.greedy_params(self.config))
+            items = [
+                RewardItem(_decode(self.tokenizer, tree)[0], p.entry)
+                for tree, p in zip(trees, self.problems, strict=True)
+            ]
+            results = self.rewards.score(items)
+        solved = [r.value is not None and r.value >= SOLVED for r in results]
+        accuracy = float(np.mean(solved))
+        self.last_accuracy = accuracy
+        if self.first_accuracy is None:
+            self.first_accuracy = accuracy
+        self.console.evaluation(self.step, accuracy, len(solved))
+        return {
+            "eval/accuracy": accuracy,
+            "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
+            "eval/failed": float(sum(r.value is None for r in results)),
+        }
+
+    # -- directory, checkpoints -------------------------------------------------------------------------------------
+
+    def _check_directory(self, resume: bool) -> checkpoint.Checkpoint | None:
+        """What is to be resumed; without ``resume``, refuse a directory that holds another run."""
+        directory = self.config.run_dir
+        if resume:
+            return checkpoint.load_latest(directory / "checkpoints", self.config)
+        if directory.exists() and any(directory.iterdir()):
+            raise UserError(
+                f"'{directory}' already holds a run; continue it with --resume, or choose another --name or "
+                "--output_dir."
+            )
+        return None
+
+    def _save(self, row: dict[str, float]) -> None:
+        tensors, counters = self.trainer.state_dict()
+        state: dict[str, Any] = {
+            "trainer": counters,
+            "prompts": self.source.state_dict(),
+            "metrics": row,
+            "first_accuracy": self.first_accuracy,
+            "last_accuracy": self.last_accuracy,
+        }
+        checkpoint.save(
+            self.config.run_dir / "checkpoints",
+            self.step,
+            tensors=tensors,
+            state=state,
+            config=self.config,
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _restore(self, saved: checkpoint.Checkpoint) -> None:
+        state = saved.state
+        self.trainer.load_state_dict(saved.tensors, state["trainer"])
+        self.source.load_state_dict(state["prompts"])
+        self.step = saved.step
+        self._renew_policy()
+        self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):
+            self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
+        checkpoint.restore_generators(*saved.generators)
+        self.console.note(f"Resuming after step {saved.step}.")
+
+    def _export(self) -> Path:
+        """A Hugging Face directory that plain transformers loads."""
+        target = self.config.run_dir / "export"
+        temporary = target.with_name("export.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        self.model.save_pretrained(temporary)
+        self.tokenizer.save_pretrained(temporary)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        return target
+
+
+@contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """Make the run's directory and hold it against other processes; the lock goes with the process, however it ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another process is writing the run '{directory}'; wait for it, or choose another --name."
+            ) from None
+        yield
+
+
+def _check_old_logprobs(config: TrainConfig) -> None:
+    """With several updates the sampler's log-probs are the old ones, so they must be those of the whole softmax.
+
+    Raises:
+        UserError: sampling leaves tokens out.
+    """
+    rollout = config.rollout
+    if config.trainer.updates_per_step > 1 and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        raise UserError(
+            f"`trainer.updates_per_step` = {config.trainer.updates_per_step} compares with the sampler's log-probs, "
+            "which top_p, top_k and min_p change; leave these out of [rollout] or set updates_per_step to 1."
+        )
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
+    """The text of each leaf's response."""
+    responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
+    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+
+
+def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
+    """Lengths, reward spread and what the tree saved."""
+    for tree in trees:
+        length = tree.response_length
+        sums.add_values("response_length/mean", length)
+        sums.maximum("response_length/max", float(length.max()))
+        sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
+        sums.add("prompt_length/mean", float(tree.prompt_length))
+        rewards = tree.rewards["reward"]
+        if not np.isnan(rewards).any():
+            sums.add("reward/group_std", float(rewards.std()))
+    logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
+    sums.add("tree/token_ratio", float(logical), float(unique))

@@ -1,0 +1,111 @@
+"""From a configuration to the parts of a run: model, rollout engine, sampling parameters, objective."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rolltree.kernels import Objective
+
+from ..errors import UserError
+from ..methods.resolve import import_function
+from ..model.decoder import load_model, load_tokenizer
+from ..programs import RolloutProgram, make_program
+from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..settings import RolloutConfig, TrainConfig
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `model.device`.
+
+    Raises:
+        UserError: cuda is asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or see `rolltree doctor`."
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
+    path = Path(config.model.path)
+    if config.model.create is not None and not path.exists():
+        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
+        shutil.rmtree(unfinished, ignore_errors=True)
+        import_function(config.model.create)(config, unfinished)
+        unfinished.rename(path)
+    model = load_model(
+        config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+    )
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, load_tokenizer(config.model.path)
+
+
+def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """What samples for a run.
+
+    Raises:
+        UserError: vLLM is asked for and not installed.
+    """
+    rollout = config.rollout
+    if rollout.backend == "native":
+        own = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, compile=rollout.compile)
+        return NativeEngine(model, tokenizer, own)
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+    from ..integrations.vllm import VllmEngine
+
+    longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
+    return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
+
+
+def sampling_params(config: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        n=config.n,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_new_tokens=config.max_new_tokens,
+        stop=tuple(config.stop),
+    )
+
+
+def greedy_params(config: TrainConfig) -> SamplingParams:
+    """Sampling of the evaluation: the most likely token, one answer a problem."""
+    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
+
+
+def rollout_program(config: RolloutConfig) -> RolloutProgram:
+    try:
+        return make_program(config.program, **config.program_options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"rollout.program = '{config.program}': {error}") from error
+
+
+def objective(config: TrainConfig) -> Objective:
+    """The loss of `algorithm.objective`.
+
+    Raises:
+        UserError: an unknown name or option, or one that needs what a run does not have.
+    """
+    try:
+        chosen = Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"algorithm.objective = '{config.algorithm.objective}': {error}") from error
+    for field, why in chosen.needs_fields.items():
+        if field != "behaviour_logprob":
+            raise UserError(
+                f"algorithm.objective = '{config.algorithm.objective}' needs {field} ({why}), which a run does not "
+                "have; choose another objective or leave the option out."
+            )
+    return chosen

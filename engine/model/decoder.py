@@ -1,0 +1,303 @@
+"""A Hugging Face decoder on packed trees: its log-probabilities and its loss."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rolltree.kernels import LogprobOutput, Objective, PolicyLossOutput, linear_logprob, linear_policy_loss
+
+from ..data.batch import TreeBatch
+from ..data.pieces import PieceStore, depth_first
+from ..errors import UserError
+from ..integrations import transformers as integration
+from .sharding import whole
+
+TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # what configurations call their list of layers
+RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")
+
+
+class Head(NamedTuple):
+    """The language-model head: logits = softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+
+
+def head(model: PreTrainedModel) -> Head:
+    """The head of ``model``.
+
+    Raises:
+        ValueError: the model scales its logits in a way the fused head does not know.
+    """
+    config = model.config.get_text_config()
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know."
+            )
+    layer = model.get_output_embeddings()
+    bias = getattr(layer, "bias", None)
+    return Head(
+        whole(layer.weight), None if bias is None else whole(bias), getattr(config, "final_logit_softcapping", None)
+    )
+
+
+class Decoded(NamedTuple):
+    """What the decoder makes of packed tokens."""
+
+    hidden: Tensor  # [T, H]
+    router_loss: Tensor | None  # [], of a mixture of experts whose config asks for it (output_router_logits)
+
+
+def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None) -> Decoded:
+    """The final hidden states of the batch's tokens, or of those of a piece.
+
+    The experts' load is balanced as in the flat batch: a token counts once for every leaf below it.
+
+    Raises:
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or the batch is of pieces and none
+            is named.
+    """
+    if batch.pieces and store is None:
+        raise ValueError(
+            "The batch holds a tree larger than its budget, to be computed in pieces; use backward, or pack without "
+            "in_pieces."
+        )
+    implementation = model.config._attn_implementation
+    if implementation != integration.NAME and batch.padded is None:
+        raise ValueError(
+            f"The model's attention is '{implementation}'; load it with attn_implementation='rolltree' or call "
+            "model.set_attn_implementation('rolltree')."
+        )
+    rows = slice(None) if store is None else slice(store.piece.begin, store.piece.end)
+    ids, positions, copies = (t[rows] for t in (batch.input_ids, batch.position_ids, batch.copies))
+    given: dict[str, Any]
+    if batch.padded is not None:
+        ids, copies = (_padded(t, batch) for t in (ids, copies))
+        given = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
+    else:
+        given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": integration.MASK_STUB}
+        given |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
+        if batch.cu_seqlens is not None and store is None:
+            given |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+    routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
+    if routed:
+        given["output_router_logits"] = True
+    decoder: nn.Module = model.get_decoder()
+    output = decoder(**given, use_cache=False)
+    hidden = output.last_hidden_state.flatten(0, 1)
+    if batch.padded is not None:
+        hidden = hidden.index_select(0, batch.place)
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func if routed else None
+    if balance is None:
+        return Decoded(hidden, None)
+    # the mask it takes is a weight of each token
+    found = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
+    return Decoded(hidden, model.router_aux_loss_coef * found)
+
+
+def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 where padding is
+    assert batch.padded is not None
+    return values.new_zeros(batch.padded[0] * batch.padded[1]).index_copy(0, batch.place, values)
+
+
+def batch_logprob(
+    model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
+) -> LogprobOutput:
+    """Log-probability of every pair of ``batch``, and on request (``want``) entropy and sum of squared probabilities.
+
+    Returns:
+        ``logprob [M]`` fp32, one value a pair. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *pair* too. Those of a
+        batch of pieces have no gradient.
+
+    Raises:
+        ValueError: as :func:`decode`.
+    """
+    if batch.pieces:
+        return _logprob_of_pieces(model, batch, temperature, want)
+    return pair_logprob(
+        model, decode(model, batch).hidden, batch.target, batch.head_row, batch.head_index, temperature, want
+    )
+
+
+def _logprob_of_pieces(
+    model: PreTrainedModel, batch: TreeBatch, temperature: float, want: Sequence[str]
+) -> LogprobOutput:
+    found: dict[str, Tensor] = {}
+
+    def use(store: PieceStore, decoded: Decoded) -> None:
+        p = store.piece
+        some = pair_logprob(model, decoded.hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
+        for name, values in some._asdict().items():
+            if values is not None:
+                found.setdefault(name, values.new_empty(len(batch.target)))[p.pair] = values
+
+    (tree,) = batch.trees
+    run = partial(decode, model, batch)
+    depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=False)
+    return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
+
+
+def pair_logprob(
+    model: PreTrainedModel,
+    hidden: Tensor,  # [T, H]
+    target: Tensor,  # [M]
+    head_row: Tensor,  # [R]
+    head_index: Tensor,  # [M]
+    temperature: float,
+    want: Sequence[str],
+) -> LogprobOutput:
+    """What the head says of ``target``, predicted by the rows ``head_row[head_index]``; all values are per pair."""
+    weight, bias, softcap = head(model)
+    out = linear_logprob(
+        hidden.index_select(0, head_row),
+        weight,
+        target,
+        row=head_index,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        want=want,
+    )
+    pair = head_index
+    return LogprobOutput(
+        logprob=out.logprob,
+        logsumexp=out.logsumexp[pair],
+        entropy=None if out.entropy is None else out.entropy[pair],
+        sum_p2=None if out.sum_p2 is None else out.sum_p2[pair],
+        extra_logprob=None,
+    )
+
+
+def batch_loss(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    objective: Objective,
+    *,
+    normalizer: float | Tensor,
+    temperature: float = 1.0,
+    old_logprob: Tensor | None = None,  # [M]
+    ref_logprob: Tensor | None = None,  # [M]
+    router_share: float = 1.0,
+) -> PolicyLossOutput:
+    """The objective's loss over all leaves of ``batch``, exact for shared tokens, ready for ``.backward()``.
+
+    Args:
+        normalizer: what the sum over logical tokens is divided by; see ``Objective.aggregation``. Give the count of the
+            whole update, so that the loss does not depend on how it was cut into micro-batches.
+        temperature: of the distribution whose log-probabilities enter the ratio.
+        old_logprob: of the policy at the start of the update; None for a single on-policy update (ratio 1).
+        ref_logprob: of the reference policy, for objectives with a KL term.
+        router_share: what the load balancing of experts counts here, where the model's config asks for it; over an
+            update's batches the shares should sum to 1. It is a mean over the tokens of one batch, so unlike the rest
+            it depends on how an update is cut.
+    """
+    fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
+    weight, bias, softcap = head(model)
+    decoded = decode(model, batch)
+    out = linear_policy_loss(
+        decoded.hidden,
+        weight,
+        batch.target,
+        fields,
+        objective,
+        normalizer=normalizer,
+        row=batch.row,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+    )
+    return with_router_loss(out, decoded, router_share)
+
+
+def with_router_loss(out: PolicyLossOutput, decoded: Decoded, share: float) -> PolicyLossOutput:
+    """``out`` and the share of the experts' load balancing, if there is any."""
+    if decoded.router_loss is None:
+        return out
+    counted = torch.full((), share, dtype=torch.float64, device=out.loss.device)
+    metric = {"actor/router_loss": (decoded.router_loss.detach() * counted, counted)}
+    return PolicyLossOutput(out.loss + share * decoded.router_loss, out.metrics | metric)
+
+
+def check_model_dir(path: str | Path) -> None:
+    """Refuse a directory that is no loadable model, in one sentence.
+
+    Raises:
+        UserError: `config.json` or the safetensors weights are missing, or only pickled weights are there.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(
+            f"The model directory '{directory}' does not exist; set model.path to a Hugging Face directory."
+        )
+    if not (directory / "config.json").is_file():
+        raise UserError(f"'{directory}' holds no config.json; set model.path to a Hugging Face model directory.")
+    if not any(directory.glob("*.safetensors")):
+        pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
+        why = "only pickled weights, which are never loaded; convert them to safetensors" if pickled else "no weights"
+        raise UserError(f"'{directory}' holds {why} (expected model.safetensors).")
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
+    """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
+
+    Raises:
+        UserError: it cannot be read, or has layers that cannot be tree-masked.
+    """
+    local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
+    if local:
+        check_model_dir(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        _check_layers(config, path)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=integration.NAME, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"The model '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    _check_modules(model, path)
+    return model.to(device)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model.
+
+    Raises:
+        UserError: there is none, or it names no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"The tokenizer in '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config."
+        )
+    return tokenizer
+
+
+def _check_layers(config: Any, path: str | Path) -> None:
+    text = config.get_text_config()
+    kinds = {kind for name in LAYER_KINDS for kind in getattr(text, name, None) or ()} - set(TREE_LAYERS)
+    if kinds:
+        raise UserError(
+            f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
+        )
+
+
+def _check_modules(model: nn.Module, path: str | Path) -> None:
+    """Layers that carry a state from token to token, whatever the configuration calls them."""
+    found = sorted({type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)})
+    if found:
+        raise UserError(f"'{path}' has layers that cannot be tree-masked ({', '.join(found)}); use another model.")

@@ -1,0 +1,253 @@
+"""The keys of a run's configuration: what may be said, its type, its default and its meaning, each in one place.
+
+`engine/app/config.py` reads them from TOML files and command lines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli_w
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+VERIFIERS = ("task", "math", "exact")
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face model directory (safetensors) or a hub name."""
+    create: str | None = None
+    """`file.py:function` (relative to the TOML file), called as function(config, directory) when `path` is missing."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type the model computes in; the optimiser always keeps fp32 master weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is cuda where there is one, else cpu."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class TaskConfig(Section):
+    name: str
+    """A `reasoning_gym` dataset name."""
+    weight: PositiveFloat = 1.0
+    """Share of the prompts that come from this task, relative to the other tasks' weights."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to `reasoning_gym.create_dataset`."""
+
+
+class DataConfig(Section):
+    tasks: tuple[TaskConfig, ...] = ()
+    """`reasoning_gym` tasks, generated on the fly; leave empty to read `path`."""
+    path: str | None = None
+    """A parquet or jsonl file of prompts."""
+    eval_path: str | None = None
+    """The held-out file; without it the last `evaluation.problems` rows of `path` are held out."""
+    prompt_key: str = "prompt"
+    """Column of `path` that holds the problem."""
+    answer_key: str = "answer"
+    """Column of `path` that holds the reference answer."""
+    template: str = "{prompt}"
+    """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
+    chat: bool = False
+    """Wrap the text as one user message in the tokenizer's chat template."""
+    max_prompt_tokens: PositiveInt = 1024
+    """A longer prompt is an error, never cut."""
+
+    @field_validator("template")
+    @classmethod
+    def _template_has_a_place(cls, template: str) -> str:
+        if "{prompt}" not in template:
+            raise ValueError("it must contain {prompt}, the place where the problem goes")
+        return template
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.tasks) == (self.path is not None):
+            found = "both are" if self.tasks else "neither is"
+            raise ValueError(f"give either `data.tasks` or `data.path`, and {found} given")
+        if self.eval_path is not None and self.path is None:
+            raise ValueError("`data.eval_path` goes with `data.path`; tasks generate their own held-out problems")
+        return self
+
+
+class RolloutConfig(Section):
+    backend: Literal["native", "vllm"] = "native"
+    """What samples: the trained module itself, or vLLM, which has to be installed and gets the weights each step."""
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of `vllm.LLM`."""
+    program: str = "flat"
+    """Who branches, and where: `flat`, `treepo`, `spo_tree`, ...; `rolltree methods` lists them."""
+    program_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the program."""
+    n: PositiveInt = 8
+    """Responses of one prompt (leaves of its tree)."""
+    temperature: PositiveFloat = 1.0
+    """Softmax temperature of sampling, and of the log-probs that training compares with."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with this much probability."""
+    top_k: PositiveInt | None = None
+    """Sample from the k most probable tokens."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Leave out tokens less probable than this share of the most probable one."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response, in tokens."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response, which keeps them."""
+    max_batch_rows: PositiveInt = 512
+    """Sequences decoded together."""
+    kv_tokens: PositiveInt = 65536
+    """Capacity of the native backend's paged KV cache, in tokens."""
+    compile: bool = False
+    """Sample with torch.compile: faster steps after some seconds of compilation."""
+
+
+class RewardConfig(Section):
+    verifier: str = "task"
+    """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, or `file.py:function`."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds one verification may take before its worker is killed."""
+    workers: PositiveInt = 2
+    """Verifier processes."""
+    on_failure: Literal["drop", "zero", "raise"] = "drop"
+    """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
+
+    @field_validator("verifier")
+    @classmethod
+    def _known_verifier(cls, verifier: str) -> str:
+        if verifier not in VERIFIERS and ":" not in verifier:
+            raise ValueError(f"it must be one of {', '.join(VERIFIERS)}, or file.py:function")
+        return verifier
+
+
+class AlgorithmConfig(Section):
+    objective: str = "grpo"
+    """The loss; `rolltree methods` lists the presets."""
+    objective_options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the objective to change, such as `eps_high = 0.28`."""
+    advantage: str = "group_norm"
+    """How rewards become advantages; `rolltree methods` lists the estimators."""
+    drop_zero_variance: bool = True
+    """Leave groups whose rewards are all equal out of the update; they are counted."""
+
+
+class TrainerConfig(Section):
+    steps: PositiveInt = 100
+    """Rounds of rollouts and update."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts (trees) sampled for each step."""
+    updates_per_step: PositiveInt = 1
+    """Optimiser steps on each batch of rollouts; above 1 the old log-probs are those of the sampler."""
+    lr: PositiveFloat = 1e-6
+    """Learning rate of AdamW."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly from zero."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay of the first and second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """The gradient is scaled down to this norm."""
+    max_tokens: PositiveInt = 16384
+    """Packed tokens of one micro-batch."""
+    self_check: bool = True
+    """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
+    max_bad_steps: PositiveInt = 5
+    """Steps in a row with a non-finite loss or gradient after which the run stops."""
+
+
+class EvaluationConfig(Section):
+    problems: NonNegativeInt = 512
+    """Held-out problems answered greedily; 0: no evaluation."""
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0: only before and after."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest answer; `rollout.max_new_tokens` if not given."""
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt = 50
+    """Steps between checkpoints; the last step is always saved."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept on disk."""
+
+
+class TrainConfig(Section):
+    name: str
+    """Name of the run, and of its directory."""
+    seed: NonNegativeInt = 0
+    """Seed of everything random: problems, sampling, order."""
+    output_dir: str = "runs"
+    """The run lives in `<output_dir>/<name>`."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_directory_name(cls, name: str) -> str:
+        if name != name.strip() or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise ValueError("it names a directory, so it must be a plain name without slashes or surrounding blanks")
+        return name
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if rollout.vllm_options and rollout.backend != "vllm":
+            raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
+        if rollout.compile and rollout.backend == "vllm":
+            raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; vLLM compiles by its own options')
+        longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
+        sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
+        if rollout.n == 1 and self.algorithm.drop_zero_variance:
+            raise ValueError(
+                "with `rollout.n` = 1 every group has equal rewards and `algorithm.drop_zero_variance` drops it; "
+                "raise `rollout.n` to 2 or more, or set `algorithm.drop_zero_variance` to false"
+            )
+        if self.data.path is not None and self.reward.verifier == "task":
+            raise ValueError(
+                '`reward.verifier` is "task", which needs `data.tasks`; '
+                'for the prompts of `data.path` set it to "math", "exact" or file.py:function'
+            )
+        if longest > rollout.kv_tokens:
+            raise ValueError(f"{sequence} does not fit in `rollout.kv_tokens` = {rollout.kv_tokens}; raise it")
+        if longest > trainer.max_tokens:
+            raise ValueError(f"{sequence} does not fit in `trainer.max_tokens` = {trainer.max_tokens}; raise it")
+        if trainer.updates_per_step > trainer.prompts_per_step:
+            raise ValueError(
+                f"`trainer.updates_per_step` = {trainer.updates_per_step} needs at least as many prompts, and "
+                f"`trainer.prompts_per_step` is {trainer.prompts_per_step}"
+            )
+        if evaluation.every and not evaluation.problems:
+            raise ValueError("`evaluation.every` is given but `evaluation.problems` is 0; give both or neither")
+        return self
+
+
+def resolved_toml(config: TrainConfig) -> str:
+    """The whole configuration, defaults included, as TOML that `load_config` reads back to an equal one."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))

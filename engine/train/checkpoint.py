@@ -1,0 +1,249 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped.
+
+``checkpoints/step_000040/`` holds ``tensors.safetensors`` (weights, optimiser, torch's generators), ``state.json`` (all
+else, and the settings trained with) and ``manifest.json`` (size and SHA-256 of both). The directory is written as
+``step_000040.tmp``, synced to disk and renamed, so under its own name it is complete, and a write that fails leaves the
+earlier checkpoints as they were. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..app.config import config_keys
+from ..errors import RunError, UserError
+from ..settings import TrainConfig
+
+FORMAT = 1
+TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+
+FREE_TO_CHANGE = (
+    "name",
+    "output_dir",
+    "model.create",
+    "model.device",
+    "model.gradient_checkpointing",
+    "rollout.max_batch_rows",
+    "rollout.kv_tokens",
+    "reward.workers",
+    "trainer.steps",
+    "trainer.max_tokens",
+    "trainer.max_bad_steps",
+    "trainer.self_check",
+    "evaluation.every",
+    "evaluation.max_new_tokens",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
+"""Keys that say where, how long and how fast, but not what is learned; all others must be as when the run began."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory; tensors are on the CPU."""
+
+    path: Path
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    generators: tuple[dict[str, Tensor], dict[str, Any]]
+    """For `restore_generators`."""
+    config: dict[str, Any]
+    """`training_config` of the run."""
+
+
+def save(
+    directory: Path,
+    step: int,
+    *,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    config: TrainConfig,
+    keep: int,
+) -> Path:
+    """Write ``directory/step_<step>``, with the random number generators as they are now, and keep the newest ``keep``.
+
+    Args:
+        tensors: of any device; no two may share memory.
+        state: json-able.
+
+    Raises:
+        RunError: the disk is full or cannot be written; the earlier checkpoints are intact.
+    """
+    final = directory / f"step_{step:06d}"
+    temporary = final.with_name(final.name + ".tmp")
+    generator_tensors, generators = generator_state()
+    everything = {name: tensor.detach().contiguous() for name, tensor in tensors.items()} | generator_tensors
+    document = {"state": dict(state), "generators": generators, "config": training_config(config)}
+    text = json.dumps(document)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob("*.tmp"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+        save_file(everything, temporary / TENSORS)
+        (temporary / STATE).write_text(text, encoding="utf-8")
+        files = {name: _fingerprint(temporary / name) for name in (TENSORS, STATE)}
+        manifest = {"format": FORMAT, "step": step, "files": files}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        temporary.rename(final)
+        _sync(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        before = latest(directory)
+        intact = f"'{before}' is intact" if before else "there is no earlier one"
+        raise RunError(
+            f"The checkpoint '{final}' could not be written ({error}); {intact}: free disk space and use --resume."
+        ) from error
+    for _, old in _complete(directory)[:-keep]:
+        doomed = old.with_name(old.name + ".tmp")  # half removed, it must not look complete
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+    return final
+
+
+def load_latest(directory: Path, config: TrainConfig) -> Checkpoint:
+    """The newest checkpoint of a run that is to be continued with ``config``.
+
+    Raises:
+        UserError: there is none, it is corrupt, or ``config`` would train something else.
+    """
+    path = latest(directory)
+    if path is None:
+        raise UserError(
+            f"There is nothing to resume: '{directory}' holds no complete checkpoint; "
+            f"start without --resume (remove '{directory.parent}' first if it is there)."
+        )
+    checkpoint = load(path)
+    now = training_config(config)
+    for key in sorted(checkpoint.config.keys() | now.keys()):
+        old, new = checkpoint.config.get(key), now.get(key)
+        if old != new:
+            raise UserError(
+                f"`{key}` is {json.dumps(new)} but the run of '{path}' was trained with {json.dumps(old)}; "
+                "set it back to resume, or start a new run under another name."
+            )
+    return checkpoint
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest checkpoint, or None. A ``.tmp`` left by a killed run is no checkpoint."""
+    complete = _complete(directory)
+    return complete[-1][1] if complete else None
+
+
+def load(path: Path) -> Checkpoint:
+    """Read ``path`` and verify its checksums.
+
+    Raises:
+        UserError: a file is missing, cut short or altered; another checkpoint is never taken in its place.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        version, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _corrupt(path, f"'{MANIFEST}' cannot be read ({error})") from error
+    if version != FORMAT:
+        raise UserError(
+            f"The checkpoint '{path}' has format {version} and this rolltree reads format {FORMAT}; "
+            "resume with the version that wrote it."
+        )
+    for name in (TENSORS, STATE):
+        try:
+            found = _fingerprint(path / name)
+        except OSError as error:
+            raise _corrupt(path, f"'{name}' cannot be read ({error.strerror})") from error
+        if found != files.get(name):
+            raise _corrupt(path, f"'{name}' is not what was written (its size or SHA-256 differs)")
+    document = json.loads((path / STATE).read_text(encoding="utf-8"))
+    tensors = load_file(path / TENSORS)
+    generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("generator.")}
+    return Checkpoint(path, step, tensors, document["state"], (generators, document["generators"]), document["config"])
+
+
+def training_config(config: TrainConfig) -> dict[str, Any]:
+    """What of ``config`` decides what is learned, as ``{dotted key: json value}``."""
+    table = config.model_dump(mode="json")
+    keys = [key.key for key in config_keys() if not key.key.startswith("data.tasks.")]
+    return {key: _look_up(table, key) for key in keys if key not in FREE_TO_CHANGE}
+
+
+# -- random number generators ------------------------------------------------------------------------------------------
+
+
+def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State of torch's (tensors), numpy's and Python's (json-able) global generators."""
+    tensors = {"generator.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"generator.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, gauss_next = random.getstate()
+    return tensors, {
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(internal), gauss_next],
+    }
+
+
+def restore_generators(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Take over what `generator_state` gave. Devices this machine does not have are passed over."""
+    torch.set_rng_state(tensors["generator.cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"generator.cuda.{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"generator.cuda.{index}"], index)
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _complete(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the checkpoints under their own names, ascending."""
+    found = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.glob("step_*")]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _corrupt(path: Path, why: str) -> UserError:
+    order = _complete(path.parent)
+    older = [str(p) for step, p in order if step < max(s for s, q in order if q == path)]
+    then = f"to resume from '{older[-1]}'" if older else "and start again, for there is no older one"
+    return UserError(f"The checkpoint '{path}' is corrupt: {why}; move that directory away {then}.")
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _look_up(table: Any, key: str) -> Any:
+    for part in key.split("."):
+        table = table[part]
+    return table

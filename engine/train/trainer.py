@@ -1,0 +1,159 @@
+"""One optimiser step on packed trees. It executes TreeBatches and knows nothing of algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rolltree.kernels import Objective
+
+from ..data.batch import TreeBatch
+from ..errors import RunError, UserError
+from ..model.loss import backward
+from ..settings import TrainerConfig
+
+Metrics = dict[str, tuple[float | Tensor, float | Tensor]]
+"""``{name: (sum, count)}``, to be added up and divided once."""
+
+
+class Trainer:
+    """AdamW on fp32 master weights.
+
+    Where the model computes in fp32 the master weights *are* its parameters, the very tensors the rollout engine reads;
+    a bf16 model gets fp32 copies, into which its gradients are added after every micro-batch, and is rounded from them.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+        self.model = model
+        self.config = config
+        self.lr_scale = 1.0  # multiplies the learning rate: for schedules
+        self.updates = 0  # optimiser steps taken
+        self.bad_steps = 0  # non-finite ones since the last good one
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._masters = [p if p.dtype == torch.float32 else p.detach().float() for _, p in self._named]
+        self._optimizer = torch.optim.AdamW(
+            self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+
+    def step(
+        self,
+        batches: Sequence[TreeBatch],
+        objective: Objective,
+        *,
+        normalizer: float,
+        temperature: float,
+        on_policy: bool,
+    ) -> Metrics:
+        """Forward and backward of every batch, then one update; a non-finite loss or gradient skips the update.
+
+        Args:
+            batches: on any device; each is moved to the model's for its turn.
+            normalizer: of the whole update; see `Objective.aggregation`.
+            on_policy: the weights are those that sampled, so the ratio is 1 and no old log-probs are needed; otherwise
+                they are the sampler's.
+
+        Raises:
+            ValueError: off policy, a token in the loss has no log-prob from the sampler.
+            RunError: `max_bad_steps` updates in a row were not finite.
+        """
+        self.model.train()
+        metrics: Metrics = {}
+        total = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
+        tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
+        for waiting, held in zip(batches, tokens, strict=True):
+            batch = waiting.to(self.model.device)
+            old = None if on_policy else batch.behaviour_logprob
+            if old is None and not on_policy:
+                raise ValueError("An update off policy needs the sampler's log-prob of every token in the loss.")
+            out = backward(
+                self.model,
+                batch,
+                objective,
+                normalizer=normalizer,
+                temperature=temperature,
+                old_logprob=old,
+                router_share=held / sum(tokens),
+                after_each=self._gather_gradients,
+            )
+            total += out.loss
+            for name, (value, count) in out.metrics.items():
+                before = metrics.get(name, (0.0, 0.0))
+                metrics[name] = (before[0] + value, before[1] + count)
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
+        lr = self._lr()
+        applied = bool(torch.isfinite(norm) & torch.isfinite(total))  # the step's one host synchronisation
+        if applied:
+            self._update()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.bad_steps = 0 if applied else self.bad_steps + 1
+        if self.bad_steps >= self.config.max_bad_steps:
+            raise RunError(
+                f"The loss or its gradient was not finite in {self.bad_steps} updates in a row "
+                "(trainer.max_bad_steps); lower trainer.lr or look into the last rollouts."
+            )
+        metrics["actor/loss"] = (total, 1)
+        metrics["actor/skipped_updates"] = (0.0 if applied else 1.0, 1)
+        metrics["actor/lr"] = (lr, 1)
+        if applied:
+            metrics["actor/grad_norm"] = (norm.detach(), 1)
+        return metrics
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """All tensors (fp32 weights and AdamW's moments) and counters."""
+        tensors: dict[str, Tensor] = {}
+        for (name, _), master in zip(self._named, self._masters, strict=True):
+            tensors[f"weight.{name}"] = master.detach()
+            for key, value in self._optimizer.state[master].items():
+                tensors[f"{key}.{name}"] = value
+        return tensors, {"updates": self.updates, "bad_steps": self.bad_steps}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
+        """Take over what :meth:`state_dict` gave.
+
+        Raises:
+            UserError: the tensors are another model's.
+        """
+        theirs = {name: tuple(t.shape) for key, t in tensors.items() if (name := key.removeprefix("weight.")) != key}
+        ours = {name: tuple(p.shape) for name, p in self._named}
+        if theirs != ours:
+            name = min(dict(theirs.items() ^ ours.items()))
+            raise UserError(
+                f"The checkpoint is of another model: '{name}' is {theirs.get(name, 'missing')} in it and "
+                f"{ours.get(name, 'missing')} in the model; set model.path back to the model the run began with."
+            )
+        with torch.no_grad():
+            for (name, parameter), master in zip(self._named, self._masters, strict=True):
+                master.copy_(tensors[f"weight.{name}"])
+                parameter.copy_(master)
+                if f"step.{name}" in tensors:  # absent where no gradient has reached the parameter yet
+                    self._optimizer.state[master] = {
+                        key: tensors[f"{key}.{name}"].to(master.device, copy=True)
+                        for key in ("step", "exp_avg", "exp_avg_sq")
+                    }
+        self.updates = counters["updates"]
+        self.bad_steps = counters["bad_steps"]
+
+    def _lr(self) -> float:
+        warmup = self.config.lr_warmup_steps
+        return self.lr_scale * self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
+
+    def _gather_gradients(self) -> None:
+        for (_, parameter), master in zip(self._named, self._masters, strict=True):
+            if master is parameter or parameter.grad is None:
+                continue
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    def _update(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr()
+        self._optimizer.step()
+        self.updates += 1
+        with torch.no_grad():
+            for (_, parameter), master in zip(self._named, self._masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)

@@ -1,0 +1,181 @@
+"""TOML -> overrides -> checked models, and the sentence for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rolltree.engine.app.config import config_keys, load_config
+from rolltree.engine.errors import UserError
+from rolltree.engine.settings import TrainConfig, resolved_toml
+
+GOOD = """
+name = "demo"
+[model]
+path = "models/small"
+create = "warmup.py:make"
+[data]
+max_prompt_tokens = 64
+[[data.tasks]]
+name = "basic_arithmetic"
+weight = 2.0
+options = { min_terms = 2, note = "ü" }
+[rollout]
+n = 4
+program_options = { segment_tokens = 8 }
+[trainer]
+lr = 1e-3
+betas = [0.9, 0.98]
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write(tmp_path, GOOD)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def sentence(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert caught.value.exit_code == 2
+    return message
+
+
+def test_file_and_defaults(good: Path) -> None:
+    config = load_config(good)
+    assert (config.trainer.lr, config.trainer.betas, config.rollout.n) == (1e-3, (0.9, 0.98), 4)
+    assert config.rollout.temperature == 1.0
+    assert config.data.tasks[0].options == {"min_terms": 2, "note": "ü"}
+    assert config.run_dir == Path("runs/demo")
+
+
+def test_callables_are_found_from_the_toml_files_directory(good: Path) -> None:
+    config = load_config(good, ["--reward.verifier", "here.py:check"])
+    assert config.model.create == f"{good.parent}/warmup.py:make"
+    assert config.reward.verifier == f"{Path.cwd()}/here.py:check"
+
+
+def test_overrides_of_every_form_and_type(good: Path) -> None:
+    overrides = ["--trainer.lr", "1e-6", "--seed=7", "--algorithm.drop_zero_variance", "false", "--name", "42"]
+    overrides += ["--trainer.betas", "[0.5, 0.9]", "--rollout.program_options.depth", "3", "--output_dir=a=b"]
+    overrides += ["--data.tasks", '[{name = "chain_sum"}]', "--data.template", "Solve {prompt}", "--seed", "8"]
+    config = load_config(good, overrides)
+    assert (config.trainer.lr, config.seed, config.name, config.output_dir) == (1e-6, 8, "42", "a=b")
+    assert config.algorithm.drop_zero_variance is False
+    assert config.trainer.betas == (0.5, 0.9)
+    assert config.rollout.program_options == {"segment_tokens": 8, "depth": 3}
+    assert [t.name for t in config.data.tasks] == ["chain_sum"]
+    assert config.data.template == "Solve {prompt}"
+    assert load_config(good, [("seed", "3")]).seed == 3
+    assert (
+        load_config(good, ["--rollout.program_options.day", "2026-01-02"]).rollout.program_options["day"]
+        == "2026-01-02"
+    )
+
+
+def test_resolved_toml_reads_back_to_an_equal_configuration(good: Path, tmp_path: Path) -> None:
+    config = load_config(good, ["--rollout.top_k", "20", "--data.template", 'a "quoted"\n\t\\ {prompt}'])
+    again = load_config(write(tmp_path, resolved_toml(config)))
+    assert again == config
+    assert "top_p = 1.0" in resolved_toml(config)
+    assert "min_p" not in resolved_toml(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("lr = 1e-3", "lrr = 1e-3"), ["there is no key `trainer.lrr`", "nearest is `trainer.lr`", "config.toml"]),
+        (("[trainer]", "[optimizer]"), ["there is no key `optimizer`"]),
+        (("[rollout]", "[rollout]\nlr = 1"), ["`rollout.lr`", "nearest is `trainer.lr`"]),
+        (("weight = 2.0", "wieght = 2.0"), ["`data.tasks.wieght`", "nearest is `data.tasks.weight`"]),
+        (('path = "models/small"', ""), ["lacks `model.path`"]),
+        (("[model]", "[modell]"), ["there is no key `modell`", "nearest is `model.path`", "1 more mistake"]),
+        (("lr = 1e-3", "lr = -1.0"), ["`trainer.lr` = -1.0 is not allowed", "greater than 0"]),
+        (("lr = 1e-3", "lr = inf"), ["`trainer.lr`", "finite"]),
+        (("lr = 1e-3", 'lr = "fast"'), ['`trainer.lr` = "fast" is not allowed', "number"]),
+        (("n = 4", "n = 0"), ["`rollout.n` = 0 is not allowed", "greater than 0"]),
+        (("n = 4", "n = 4.0"), ["`rollout.n` = 4.0", "integer"]),
+        (("n = 4", "n = true"), ["`rollout.n` = true", "integer"]),
+        (("n = 4", "n = 1"), ["`rollout.n` = 1", "`algorithm.drop_zero_variance`"]),
+        (("n = 4", "n = 4\nkv_tokens = 100"), ["`rollout.kv_tokens` = 100", "320 tokens"]),
+        (("lr = 1e-3", "max_tokens = 100"), ["`trainer.max_tokens` = 100", "320 tokens"]),
+        (
+            ("lr = 1e-3", "updates_per_step = 33"),
+            ["`trainer.updates_per_step` = 33", "`trainer.prompts_per_step` is 32"],
+        ),
+        (("betas = [0.9, 0.98]", "betas = [0.9, 1.0]"), ["`trainer.betas` = 1.0", "less than 1"]),
+        (("[rollout]", '[model2]\n[reward]\non_failure = "skip"\n[rollout]'), ["model2"]),
+        (("[rollout]", '[reward]\non_failure = "skip"\n[rollout]'), ['= "skip"', "'drop', 'zero' or 'raise'"]),
+        (("[rollout]", '[reward]\nverifier = "maths"\n[rollout]'), ['= "maths"', "task, math, exact"]),
+        (("[data]", '[data]\npath = "p.jsonl"'), ["`data.tasks` or `data.path`", "both are given"]),
+        (("[data]", '[data]\neval_path = "p.jsonl"'), ["`data.eval_path` goes with `data.path`"]),
+        (("[data]", '[data]\ntemplate = "no place"'), ["`data.template`", "{prompt}"]),
+        (("[rollout]", "[evaluation]\nevery = 5\nproblems = 0\n[rollout]"), ["`evaluation.problems` is 0"]),
+        (('name = "demo"', 'name = "../x"'), ['`name` = "../x"', "plain name"]),
+        (("[model]\n", "data = 3\n[model]\n"), ["config.toml", "line"]),  # a table defined twice: broken TOML
+        (("n = 4", "n = "), ["not valid TOML", "line 13"]),
+    ],
+)
+def test_every_mistake_is_one_sentence(tmp_path: Path, change: tuple[str, str], expected: list[str]) -> None:
+    old, new = change
+    assert old in GOOD
+    message = sentence(write(tmp_path, GOOD.replace(old, new, 1)))
+    for part in expected:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--trainer.lrr", "1"], ["--trainer.lrr", "`trainer.lr`"]),
+        (["--lr", "1"], ["--lr is not a key", "`trainer.lr`"]),
+        (["--tempurature", "1"], ["`rollout.temperature`"]),
+        (["--trainer", "1"], ["--trainer is not a key"]),
+        (["--trainer.lr"], ["--trainer.lr needs a value"]),
+        (["--trainer.lr", "-1"], ["--trainer.lr: `trainer.lr` = -1 is not allowed", "greater than 0"]),
+        (["--trainer.lr", "tiny"], ['--trainer.lr: `trainer.lr` = "tiny"']),
+        (["--rollout.n", "1"], ["with --rollout.n:", "drop_zero_variance"]),
+        (["--data.tasks.0.name", "x"], ["whole list"]),
+        (["stray"], ["'stray' stands alone"]),
+    ],
+)
+def test_every_wrong_override_is_one_sentence(good: Path, overrides: list[str], expected: list[str]) -> None:
+    message = sentence(good, *overrides)
+    for part in expected:
+        assert part in message, message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "There is no configuration file" in sentence(tmp_path / "absent.toml")
+    assert "cannot be read: Is a directory" in sentence(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b'name = "x"\n\xff\xfe')
+    assert "line 2 is not UTF-8 text" in sentence(binary)
+
+
+def test_a_prompts_file_needs_a_verifier(tmp_path: Path) -> None:
+    text = 'name = "d"\n[model]\npath = "m"\n[data]\npath = "p.jsonl"\n'
+    assert "`reward.verifier`" in sentence(write(tmp_path, text))
+    assert load_config(tmp_path / "config.toml", ["--reward.verifier", "math"]).reward.verifier == "math"
+
+
+def test_every_key_is_documented() -> None:
+    keys = list(config_keys())
+    assert not [k.key for k in keys if not k.doc]
+    assert {"trainer.lr", "data.tasks.name", "seed"} <= {k.key for k in keys}
+    assert next(k for k in keys if k.key == "model.dtype").type == '"float32" | "bfloat16"'
+
+
+def test_models_check_themselves_in_python_too() -> None:
+    with pytest.raises(ValueError, match="neither is given"):
+        TrainConfig.model_validate({"name": "x", "model": {"path": "m"}, "data": {}})

@@ -1,0 +1,121 @@
+"""What the doctor finds, and that every finding that costs something has a remedy."""
+
+from __future__ import annotations
+
+import io
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rolltree.engine.app import doctor
+from rolltree.engine.app.doctor import Finding
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+
+
+def show(monkeypatch: pytest.MonkeyPatch, findings: list[Finding]) -> tuple[int, str]:
+    monkeypatch.setattr(doctor, "examine", lambda: iter(findings))
+    out = io.StringIO()
+    return doctor.run(Console(file=out, width=100, _environ={})), out.getvalue()
+
+
+def test_this_machine_is_examined_in_full() -> None:
+    findings = {f.name: f for f in doctor.examine()}
+    assert findings["python"].level == "ok"
+    assert findings["torch"].found.startswith("2.")
+    assert "cores" in findings["cpu"].found
+    assert {
+        "_host (KV tree)",
+        "_cpu (CPU kernels)",
+        "_cuda (CUDA kernels)",
+        "nvcc",
+        "triton interpreter",
+        "vllm",
+    } <= set(findings)
+    assert not [f for f in findings.values() if f.level in ("bad", "slow") and not f.remedy]
+
+
+def test_ranges_are_those_of_the_package() -> None:
+    wanted = {
+        line.split(";")[0].replace(" ", "") for line in tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
+    }
+    for package, low, high in doctor.REQUIRED:
+        dotted = ".".join(map(str, low))
+        upper = f",<{'.'.join(map(str, high))}" if high else ""
+        assert f"{package}>={dotted}{upper}" in wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("2.13.0+cpu", (2, 13, 0)), ("3.6.0rc1", (3, 6, 0)), ("5.16", (5, 16)), ("unknown", ())],
+)
+def test_versions_are_read(text: str, version: tuple[int, ...]) -> None:
+    assert doctor.parse_version(text) == version
+
+
+@pytest.mark.parametrize(
+    ("installed", "level", "said"),
+    [
+        ("2.12.1", "ok", "2.12.1"),
+        ("2.14.0", "bad", "2.14.0 is outside >=2.11,<2.14"),
+        ("2.10.9+cu130", "bad", "outside"),
+        (None, "bad", "not installed"),
+    ],
+)
+def test_versions_outside_the_range_are_named(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, level: str, said: str
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: installed)
+    finding = doctor.required_package("torch", (2, 11), (2, 14))
+    assert finding.level == level
+    assert said in finding.found
+    assert finding.remedy == ("" if level == "ok" else "pip install 'torch>=2.11,<2.14'")
+
+
+def test_python_out_of_range() -> None:
+    assert doctor.python_version((3, 12, 4)).level == "ok"
+    assert doctor.python_version((3, 13, 0)).level == "bad"
+    assert doctor.python_version((3, 10, 9)).level == "bad"
+
+
+def test_compiled_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = [f.level for f in doctor.compiled_parts(tmp_path)]
+    assert levels == ["bad", "slow", "optional"]
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "engine" / "rollout").mkdir(parents=True)
+    for name in (
+        "kernels/_cpu_avx2.so",
+        "kernels/_cpu_default.so",
+        "kernels/_cuda.so",
+        "engine/rollout/_host.cpython-311.so",
+    ):
+        (tmp_path / name).touch()
+    host, cpu, cuda = doctor.compiled_parts(tmp_path)
+    assert {host.level, cpu.level, cuda.level} == {"ok"}
+    assert cpu.found == "_cpu_avx2.so, _cpu_default.so"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    host, cpu, cuda = doctor.compiled_parts(tmp_path / "empty")
+    assert host.remedy.startswith("apt-get install g++")
+    assert cuda.remedy.startswith("put nvcc on PATH")
+
+
+def test_compilers_are_asked_for_their_version() -> None:
+    assert doctor._last_word("g++ (Debian 12.2.0-14) 12.2.0\nCopyright\n") == "12.2.0"
+    assert doctor._nvcc_release("nvcc\nCuda compilation tools, release 13.0, V13.0.88\n") == "13.0"
+    assert doctor._last_word("") == doctor._nvcc_release("") == "unknown version"
+
+
+def test_exit_code_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = Finding("versions", "torch", "ok", "2.13.0 [x]")
+    slow = Finding("build", "_cpu", "slow", "not built", "build it [now]")
+    optional = Finding("optional", "vllm", "optional", "rollouts by vLLM", "pip install vllm")
+    code, text = show(monkeypatch, [fine, slow, optional])
+    assert code == 0
+    for part in ("2.13.0 [x]", "For speed\n  _cpu: build it [now]", "If wanted\n  vllm: pip install vllm", "Usable."):
+        assert part in text
+    code, text = show(monkeypatch, [fine, Finding("build", "_host", "bad", "not built", "build it")])
+    assert code == 1
+    assert "Needed\n  _host: build it" in text
+    assert "Not usable yet: _host." in text

@@ -1,0 +1,62 @@
+"""`examples/qwen3_gsm8k.toml`: all of it that needs neither a GPU nor the hub, on rows of GSM8K's form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rolltree.engine.app.config import load_config
+from rolltree.engine.loop import setup
+from rolltree.engine.loop.sources import PromptSource, held_out
+from rolltree.engine.methods.credit import find_advantage
+from rolltree.engine.rewards import RewardItem, RewardPool
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_gsm8k.toml"
+
+
+def chatty_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped.chat_template = "{% for m in messages %}user: {{ m.content }}\n{% endfor %}assistant: "
+    return wrapped
+
+
+def test_the_configuration_is_one_the_engine_takes() -> None:
+    config = load_config(EXAMPLE)
+    setup.objective(config)
+    setup.rollout_program(config.rollout)
+    setup.sampling_params(config.rollout)
+    find_advantage(config.algorithm.advantage)
+    depth, segment = (config.rollout.program_options[key] for key in ("max_depth", "segment_tokens"))
+    assert depth * segment >= config.rollout.max_new_tokens
+
+
+def test_rows_of_gsm8k_become_prompts_and_rewards(tmp_path: Path) -> None:
+    for name, rows in (("train", 3), ("test", 2)):
+        table = {
+            "question": [f"{name}: Mia has {i} apples and buys 3 more. How many?" for i in range(rows)],
+            "answer": [f"She has {i} + 3 = <<{i}+3={i + 3}>>{i + 3}.\n#### {i + 3}" for i in range(rows)],
+        }
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+    paths = [f"--data.path={tmp_path / 'train.parquet'}", f"--data.eval_path={tmp_path / 'test.parquet'}"]
+    config = load_config(EXAMPLE, [*paths, "--evaluation.problems=2", "--reward.workers=1"])
+    tokenizer = chatty_tokenizer()
+    held = held_out(config, tokenizer)
+    assert [prompt.problem[:4] for prompt in held] == ["test", "test"]
+    prompts = PromptSource(config.data, tokenizer, config.seed, held).next(3)
+    assert all("'Answer:'" in prompt.text and prompt.text.endswith("assistant: ") for prompt in prompts)
+    with RewardPool(config.reward, config.data.tasks) as pool:
+        answers = [int(prompt.entry["answer"].rpartition(" ")[2]) for prompt in prompts]
+        right = pool.score(
+            [RewardItem(f"... so\nAnswer: {a}.00", p.entry) for a, p in zip(answers, prompts, strict=True)]
+        )
+        wrong = pool.score([RewardItem(f"Answer: {a + 1}", p.entry) for a, p in zip(answers, prompts, strict=True)])
+    assert [result.value for result in right] == [1, 1, 1]
+    assert [result.value for result in wrong] == [0, 0, 0]

@@ -1,0 +1,234 @@
+"""report.html: what stands on it, that its numbers add up, and that it says what it lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rolltree.engine.app.report import figures, trees, write_report
+from rolltree.engine.app.report.run_data import RunData, read_run
+from rolltree.engine.errors import RunError, UserError
+
+from ..fake_run import tree_rows, write_fake_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_fake_run(tmp_path / "run", steps=20)
+
+
+def embedded(page: str) -> list[dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="trees">(.*?)</script>', page, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def missing(page: str) -> str:
+    found = re.search(r'<section class="missing">(.*?)</section>', page, re.S)
+    return found[1] if found else ""
+
+
+def test_a_whole_run_makes_one_self_contained_page(run_dir: Path) -> None:
+    target = write_report(run_dir)
+    page = target.read_text()
+    assert target == run_dir / "report.html"
+    assert not missing(page)
+    assert page.count("* plotly.js v") == 1
+    assert not re.search(r'<(script|link|img)[^>]*(src|href)="http', page)
+    for text in (
+        "fake-arithmetic",
+        "dapo on chain_sum, treepo rollouts of 8",
+        "accuracy before",
+        "token ratio",
+        "reward",
+    ):
+        assert text in page
+    assert page.count('class="plotly-graph-div"') == 2 + len(figures.CURVES)
+    assert not [p for p in run_dir.iterdir() if "partial" in p.name]
+    assert write_report(run_dir).read_text().count("<h2>") == page.count("<h2>")
+
+
+def test_headline_is_computed_from_the_metrics(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0.0, "eval/accuracy": 0.25, "timing_s/step": 10.0},
+        {"step": 1.0, "timing_s/step": 25.0, "perf/throughput": 100.0, "tree/token_ratio": 2.0},
+        {"step": 2.0, "timing_s/step": 35.0, "perf/throughput": 200.0, "tree/token_ratio": 3.0, "eval/accuracy": 0.6},
+    ]
+    run = RunData(tmp_path, {"evaluation": {"problems": 500}, "trainer": {"steps": 9}}, "", rows, [])
+    cards = {card["label"]: (card["value"], card["note"]) for card in figures.headline(run)}
+    assert cards == {
+        "accuracy before": ("25.0 %", "500 held-out problems, step 0"),
+        "accuracy after": ("60.0 %", "+35.0 points, step 2"),
+        "steps": ("2", "of 9"),
+        "time": ("1 min 10 s", "35.00 s a step"),
+        "tokens": ("9.5k", "on all paths; 136 a second"),
+        "token ratio": ("2.50x", "logical over unique, mean"),
+    }
+
+
+def test_the_account_adds_up_to_the_step_and_shows_what_is_open(run_dir: Path) -> None:
+    table = figures.account(read_run(run_dir))
+    assert table[-1]["name"] == "the step"
+    assert math.isclose(sum(float(r["total"]) for r in table[:-1]), float(table[-1]["total"]), abs_tol=0.4)
+    assert "not accounted for" not in {r["name"] for r in table}
+    rows = [{"step": 1.0, "timing_s/step": 10.0, "timing_s/gen": 6.0}]
+    table = figures.account(RunData(run_dir, {}, "", rows, []))
+    assert [(r["name"], r["total"]) for r in table] == [
+        ("sampling rollouts", "6.0"),
+        ("not accounted for", "4.0"),
+        ("the step", "10.0"),
+    ]
+
+
+def test_metrics_of_a_killed_and_resumed_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.1, "note": "text"}\n{"step": 2, "reward/mean": 0.2}\n{"step": 3, "rewa\n'
+        '{"step": 2, "reward/mean": 0.25}\n{"step": 3, "reward/mean": NaN}\n[]\n'
+    )
+    run = read_run(tmp_path)
+    assert run.series("reward/mean") == ([1, 2], [0.1, 0.25])
+    assert [r["step"] for r in run.rows] == [1, 2, 3]
+    assert any("2 of 6 lines of metrics.jsonl" in m and "line 3, 6" in m for m in run.missing)
+
+
+def test_every_missing_part_is_named(run_dir: Path) -> None:
+    (run_dir / "config.toml").unlink()
+    (run_dir / "export" / "tokenizer.json").unlink()
+    for file in (run_dir / "rollouts").glob("*.parquet"):
+        file.write_bytes(b"not parquet")
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    said = missing(write_report(run_dir).read_text())
+    for part in (
+        "no config.toml",
+        "tokenizer.json",
+        "step_000001.parquet cannot be read",
+        "held-out accuracy",
+        "entropy",
+    ):
+        assert part in said, said
+    (run_dir / "metrics.jsonl").unlink()
+    for file in (run_dir / "rollouts").glob("*.parquet"):
+        file.unlink()
+    (run_dir / "config.toml").write_text('name = "only a name"\n')
+    page = write_report(run_dir).read_text()
+    assert "There is no metrics.jsonl" in missing(page)
+    assert "no rollouts/*.parquet" in missing(page)
+    assert "<h1>only a name</h1>" in page
+    assert len(page) < 20_000  # no plot, so no plotly either
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="There is no run directory"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(UserError, match="is not the directory of a run"):
+        write_report(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_that_cannot_be_written_is_a_failed_run_and_leaves_nothing(run_dir: Path) -> None:
+    (run_dir / "report.html").mkdir()
+    before = sorted(run_dir.iterdir())
+    with pytest.raises(RunError, match="cannot be written"):
+        write_report(run_dir)
+    assert sorted(run_dir.iterdir()) == before
+
+
+# -- rollout trees ----------------------------------------------------------------------------------------------------
+
+
+def leaf_paths(tree: dict[str, Any]) -> dict[int, tuple[list[int], str, list[float]]]:
+    """Per leaf: token ids, text and log-probs of the path from the root."""
+    out = {}
+    for node in tree["nodes"]:
+        for leaf in node["leaves"]:
+            path, at = [], node
+            while at["parent"] >= 0:
+                path.append(at)
+                at = tree["nodes"][at["parent"]]
+            path.reverse()
+            ids = [t for n in path for t in n["tokens"]]
+            out[leaf["leaf"]] = ids, "".join("".join(n["text"]) for n in path), [v for n in path for v in n["logp"]]
+    return out
+
+
+def test_trees_on_the_page_hold_every_path_exactly_and_shared_tokens_once(run_dir: Path) -> None:
+    page = write_report(run_dir).read_text()
+    shown = {(t["step"], t["id"]): t for t in embedded(page)}
+    recorded: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for file in sorted((run_dir / "rollouts").glob("*.parquet")):
+        for row in pq.read_table(file).to_pylist():
+            recorded.setdefault((row["step"], row["prompt_id"]), []).append(row)
+    assert set(shown) < set(recorded)
+    assert f"{len(shown)} of {len(recorded)} recorded trees are embedded" in page
+    for key, tree in shown.items():
+        paths = leaf_paths(tree)
+        for row in recorded[key]:
+            ids, text, logp = paths[row["leaf"]]
+            assert ids == row["response_ids"]
+            assert text.replace("<eos>", "") == row["response_text"]
+            assert logp == pytest.approx(row["behaviour_logprob"], abs=1e-4)
+        unique = len({(n, i) for r in recorded[key] for i, n in enumerate(r["node_ids"])})
+        assert sum(len(n["tokens"]) for n in tree["nodes"]) == unique
+        assert tree["nodes"][0]["text"] == [recorded[key][0]["prompt_text"]]
+
+
+def test_prefix_leaf_empty_leaf_and_missing_values() -> None:
+    def row(leaf: int, ids: list[int], nodes: list[int], **more: Any) -> dict[str, Any]:
+        return {"step": 3, "prompt_id": "p", "leaf": leaf, "response_ids": ids, "node_ids": nodes, **more}
+
+    rows = [
+        row(0, [5, 6, 7], [1, 1, 2], advantage=1.0, reward=1.0),
+        row(1, [5, 6], [1, 1], advantage=-2.0, reward=float("nan")),
+        row(2, [], []),
+        row(3, [5, 6, 8], [1, 1, 3], advantage=0.0, reward=0.0, behaviour_logprob=[float("nan"), -0.5, -1.0]),
+    ]
+    tree = trees.build_tree(rows, None)
+    assert [(n["parent"], n["tokens"], [x["leaf"] for x in n["leaves"]]) for n in tree["nodes"]] == [
+        (-1, [], [2]),
+        (0, [5, 6], [1]),
+        (1, [7], [0]),
+        (1, [8], [3]),
+    ]
+    assert tree["nodes"][1]["advantage"] == pytest.approx(-1 / 3, abs=1e-4)  # mean of the three leaves below
+    assert tree["nodes"][1]["text"] == ["⟨5⟩", "⟨6⟩"]
+    assert tree["reward"] == 0.5
+    json.dumps(tree, allow_nan=False)
+
+
+def test_what_a_model_writes_cannot_leave_its_script_element(tmp_path: Path) -> None:
+    import numpy as np
+
+    rows = tree_rows(1, 0, 0.5, np.random.default_rng(0))
+    for row in rows:
+        row["prompt_text"] = "</script><script>alert(1)</script> & <b>\u2028"
+    (tmp_path / "rollouts").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rollouts" / "step_000001.parquet")
+    page = write_report(tmp_path).read_text()
+    assert "alert(1)</script>" not in page
+    assert embedded(page)[0]["nodes"][0]["text"] == [rows[0]["prompt_text"]]
+
+
+def test_caps_are_spread_over_the_run_and_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_STEPS", 2)
+    monkeypatch.setattr(trees, "TREES_PER_STEP", 1)
+    page = write_report(run_dir).read_text()
+    assert [t["step"] for t in embedded(page)] == [1, 20]
+    assert "2 of 18 recorded trees" in page
+    assert "the other 16 are left out" in page
+    monkeypatch.setattr(trees, "MAX_TOKENS", 1)
+    assert "0 of 18 recorded trees" in missing(write_report(run_dir).read_text())
+
+
+def test_rollouts_without_node_ids_are_drawn_whole(run_dir: Path) -> None:
+    for file in (run_dir / "rollouts").glob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(["node_ids"]), file)
+    page = write_report(run_dir).read_text()
+    assert "no column node_ids" in missing(page)
+    assert all(len(t["nodes"]) == 1 + t["leaves"] for t in embedded(page))

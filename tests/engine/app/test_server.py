@@ -1,0 +1,148 @@
+"""The server through OpenAI's own client."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+import uvicorn
+
+from rolltree.engine.app.server import make_app
+from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
+
+from ..rollout.test_native_engine import PROMPTS, letters, model
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}\u0120{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def engine() -> NativeEngine:
+    tokenizer = letters()
+    tokenizer.chat_template = TEMPLATE
+    return NativeEngine(model("qwen3"), tokenizer, EngineConfig(page_size=4, kv_tokens=4096))
+
+
+@pytest.fixture(scope="module")
+def client(engine: NativeEngine) -> Iterator[openai.OpenAI]:
+    server = uvicorn.Server(uvicorn.Config(make_app(engine, "tiny"), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    server.should_exit = True
+    thread.join()
+
+
+def text(ids: list[int]) -> str:
+    return "".join(chr(0x100 + i) for i in ids)
+
+
+def test_completions_are_the_engines(client: openai.OpenAI, engine: NativeEngine) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPTS[2], n=3, max_tokens=12, seed=5, logprobs=2, extra_body=extra
+    )
+    (tree,) = NativeEngine(model("qwen3"), config=engine.config).generate(
+        [PROMPTS[2]], SamplingParams(n=3, max_new_tokens=12, seed=5, ignore_eos=True)
+    )
+    for choice, leaf in zip(answer.choices, tree.flatten(), strict=True):
+        assert choice.text == text(leaf.response)
+        assert choice.token_ids == leaf.response  # type: ignore[attr-defined]
+        assert choice.finish_reason == "length"
+        assert choice.logprobs is not None
+        np.testing.assert_allclose(choice.logprobs.token_logprobs, leaf.behaviour_logprob, atol=2e-6)  # type: ignore[arg-type]
+        assert all(len(top) == 2 for top in choice.logprobs.top_logprobs or [])
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPTS[2]), 36)
+
+
+def test_streams_say_the_same_in_pieces_and_stops_are_cut_off(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": text(PROMPTS[3]), "max_tokens": 30, "seed": 3, "n": 2}
+    body["extra_body"] = {"ignore_eos": True}
+    whole = client.completions.create(**body)
+    stop = whole.choices[0].text[10:12]
+    for stops in (None, [stop]):
+        expected = [c.text.partition(stop)[0] if stops else c.text for c in whole.choices]
+        parts = ["", ""]
+        pieces = 0
+        for event in client.completions.create(**body, stop=stops, stream=True, stream_options={"include_usage": True}):
+            for choice in event.choices:
+                parts[choice.index] += choice.text
+                pieces += 1
+        assert parts == expected
+        assert pieces > 10
+        assert event.usage is not None
+        direct = client.completions.create(**body, stop=stops)
+        assert [c.text for c in direct.choices] == expected
+        assert direct.choices[0].finish_reason == ("stop" if stops else "length")
+
+
+def test_a_conversation_computes_each_turn_once(client: openai.OpenAI, engine: NativeEngine) -> None:
+    engine.forget_prefixes()
+    engine.reset_stats()
+    messages: list[Any] = [{"role": "user", "content": text(PROMPTS[3])}]
+    for turn in range(3):
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=8, temperature=0, logprobs=True, extra_body={"ignore_eos": True}
+        )
+        said = answer.choices[0].message.content
+        assert said is not None
+        prompt = "".join(m["content"] for m in messages) + "\u0120"
+        ids = letters()(prompt)["input_ids"]
+        expected = model("qwen3").generate(
+            torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert said == text(expected[0, len(ids) :].tolist())
+        assert answer.choices[0].logprobs is not None
+        messages += [{"role": "assistant", "content": "\u0120" + said}, {"role": "user", "content": text([30 + turn])}]
+    assert engine.stats["prefill_tokens"] <= len(PROMPTS[3]) + 1 + 2 * 3
+
+
+def test_many_clients_at_once_get_what_each_would_alone(client: openai.OpenAI) -> None:
+    def ask(i: int) -> str:
+        prompt = PROMPTS[i % len(PROMPTS)]
+        return client.completions.create(model="tiny", prompt=prompt, max_tokens=16, seed=i).choices[0].text
+
+    alone = [ask(i) for i in range(12)]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, range(12))) == alone
+
+
+def test_a_client_that_hangs_up_frees_its_rows(client: openai.OpenAI, engine: NativeEngine) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPTS[3], max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    for _ in range(200):
+        if not engine.loop.busy:
+            break
+        time.sleep(0.05)
+    assert not engine.loop.busy
+    engine.cache.tree.check()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"model": "other"}, "no model 'other' here; this is 'tiny'"),
+        ({"max_tokens": 600}, "exceed the model's 512 positions"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"extra_body": {"best_of": 3}}, "`best_of`: Extra inputs are not permitted"),
+        ({"frequency_penalty": 0.5}, "`frequency_penalty`"),
+        ({"prompt": [5, 999]}, "outside the model's vocabulary"),
+    ],
+)
+def test_wrong_requests_get_a_sentence(client: openai.OpenAI, body: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.completions.create(**{"model": "tiny", "prompt": "x", **body})

@@ -1,0 +1,182 @@
+"""The vLLM backend against Transformers, with the real vLLM on the CPU: `make vllm`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rolltree.engine.data.tree import LeafStatus, Origin
+from rolltree.engine.programs import PROGRAMS, TreePO
+from rolltree.engine.rollout import Request, SamplingParams
+
+from ..programs.test_programs import CASES, CONTEXTS, PARAMS, calling, rescored
+from ..rollout.test_native_engine import PROMPTS, SIZES, letters, responses
+from ..rollout.test_requests import Asks
+
+pytestmark = pytest.mark.vllm
+PLAIN = SamplingParams(n=4, max_new_tokens=20, ignore_eos=True)
+
+
+@functools.cache
+def net() -> Any:
+    """With heads as wide as vLLM's kernels for the CPU take them."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 32})).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from rolltree.engine.integrations.vllm import VllmEngine
+
+    directory: Path = tmp_path_factory.mktemp("model")
+    net().save_pretrained(directory)
+    letters().save_pretrained(directory)
+    tokenizer = letters()
+    tokenizer.name_or_path = str(directory)
+    return VllmEngine(
+        str(directory),
+        tokenizer,
+        raw_logprobs=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        kv_cache_memory_bytes=1 << 28,
+    )
+
+
+@pytest.mark.parametrize("program", ["flat", TreePO(segment_tokens=5, max_depth=6)], ids=["flat", "treepo"])
+def test_greedy_equals_transformers_generate(engine: Any, program: Any) -> None:
+    trees = engine.generate(PROMPTS, SamplingParams(n=2, temperature=0, max_new_tokens=24), program)
+    for prompt, tree in zip(PROMPTS, trees, strict=True):
+        whole = net().generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0].tolist()
+        for leaf in tree.flatten():
+            assert leaf.response == whole[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if not PROGRAMS[n].needs_entropies])
+def test_leaves_of_every_program_are_what_the_model_says(engine: Any, name: str) -> None:
+    program, n = CASES[name]
+    params = SamplingParams(n=n, **PARAMS, **calling(name))
+    for tree in engine.generate(PROMPTS, params, program(), seeds=range(6), contexts=CONTEXTS):
+        assert rescored(tree, net(), 0.8, calling(name).get("logit_bias", {})) < 1e-5
+        assert (tree.loss_mask == (tree.origin == Origin.SAMPLED)).all()
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
+def test_more_prompts_than_a_step_of_vllm_takes(engine: Any) -> None:
+    """vLLM must not cut a prompt in parts on the CPU: it fails at the seed of one."""
+    most = engine.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompts = np.random.default_rng(3).integers(10, 211, (most // 190 + 2, 201)).tolist()
+    trees = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=4, ignore_eos=True))
+    assert [tree.num_leaves for tree in trees] == [2] * len(prompts)
+
+
+def test_log_probs_processed_and_raw(engine: Any) -> None:
+    params = SamplingParams(n=3, temperature=0.7, top_k=10, max_new_tokens=12, ignore_eos=True, top_logprobs=2)
+    (request,) = engine.submit([PROMPTS[3]], params, TreePO(segment_tokens=4, max_depth=3))
+    while not request.done:
+        engine.step()
+    for leaf in request.completions():
+        ids = torch.tensor([PROMPTS[3] + leaf.token_ids.tolist()])
+        with torch.no_grad():
+            logits = net()(ids).logits[0, len(PROMPTS[3]) - 1 : -1]
+        target = torch.from_numpy(leaf.token_ids).long()[:, None]
+        raw = logits.log_softmax(-1).gather(1, target)[:, 0]
+        np.testing.assert_allclose(leaf.raw_logprobs, raw.numpy(), rtol=0, atol=1e-5)
+        scaled = logits / 0.7
+        kept = scaled.masked_fill(scaled < scaled.topk(10).values[:, -1:], -torch.inf)
+        processed = kept.log_softmax(-1).gather(1, target)[:, 0]
+        np.testing.assert_allclose(leaf.logprobs, processed.numpy(), rtol=0, atol=1e-5)
+        assert [next(iter(top)) for top in leaf.top] == logits.argmax(-1).tolist()
+
+
+def test_prefill_only_scores(engine: Any) -> None:
+    (scores,) = engine.score([PROMPTS[3]], [[[5, 6, 7], [], [8]]])
+    for values, ids in zip(scores, [[5, 6, 7], [], [8]], strict=True):
+        with torch.no_grad():
+            logits = net()(torch.tensor([PROMPTS[3] + ids])).logits[0, len(PROMPTS[3]) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids, dtype=torch.long)[:, None])[:, 0]
+        np.testing.assert_allclose(values, expected.numpy(), rtol=0, atol=1e-5)
+
+
+def finish(engine: Any, requests: list[Request]) -> None:
+    while not all(request.done for request in requests):
+        engine.step()
+
+
+def test_aborted_requests_keep_what_they_have_and_go_on(engine: Any) -> None:
+    requests = engine.submit(PROMPTS, PLAIN, TreePO(segment_tokens=6, max_depth=4))
+    for _ in range(9):
+        engine.step()
+    assert engine.abort() == requests
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    before = [request.token_tree() for request in requests]
+    assert all((tree.status == LeafStatus.ABORTED).all() for tree in before)
+    assert all(tree.response_length.max() >= 6 for tree in before)
+    engine.submit(requests)
+    finish(engine, requests)
+    for request, partial in zip(requests, before, strict=True):
+        assert request.tree is not None
+        whole = responses(request.tree)
+        assert all(any(w[: len(p)] == p for w in whole) for p in responses(partial))
+        assert rescored(request.tree, net(), 1.0, {}) < 1e-5
+
+
+def test_tools_answer_while_others_go_on(engine: Any) -> None:
+    params = SamplingParams(n=3, max_new_tokens=30, ignore_eos=True)
+    for tree in engine.generate(PROMPTS, params, Asks()):
+        for leaf in tree.flatten():
+            assert leaf.response[4:7] == Asks.tool(leaf.response[:4])
+            assert not leaf.loss_mask[4:7].any()
+        assert rescored(tree, net(), 1.0, {}) < 1e-5
+
+
+def test_new_weights_in_the_middle_of_responses(engine: Any) -> None:
+    """Last: it changes the engine's weights. Each token has the version, and the log-prob, of those that sampled it."""
+    old, new = net(), copy.deepcopy(net())
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.05)
+    engine.policy_version = 7
+    requests = engine.submit(PROMPTS, PLAIN)
+    for _ in range(8):
+        engine.step()
+    engine.pause()
+    assert engine.step() == []
+    engine.update_weights(dict(new.named_parameters()))
+    engine.resume()
+    finish(engine, requests)
+    for request in requests:
+        assert request.tree is not None
+        for leaf in request.tree.flatten():
+            assert set(leaf.policy_version.tolist()) == {7, 8}
+            for version, weights in ((7, old), (8, new)):
+                with torch.no_grad():
+                    logits = weights(torch.tensor([leaf.prompt + leaf.response])).logits[0, len(leaf.prompt) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(1, torch.tensor(leaf.response)[:, None])[:, 0].numpy()
+                mine = leaf.policy_version == version
+                np.testing.assert_allclose(leaf.behaviour_logprob[mine], expected[mine], rtol=0, atol=1e-5)
+    assert engine.llm.llm_engine.get_weight_version() == "8"
+
+
+@pytest.mark.parametrize(
+    ("params", "program", "said"),
+    [
+        ({}, "mcts", "looks at entropies, which vLLM does not tell"),
+        ({"prefix_allowed_tokens_fn": lambda ids: [1]}, "flat", "has no prefix_allowed_tokens_fn"),
+        ({"kept_tokens": True, "top_p": 0.9}, "flat", "no kept_tokens"),
+        ({"adapter": "a"}, "flat", "no adapters"),
+        ({"max_new_tokens": 600}, "flat", "512 positions"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(engine: Any, params: dict[str, Any], program: str, said: str) -> None:
+    chosen = CASES[program][0]()
+    with pytest.raises(ValueError, match=said):
+        engine.generate(PROMPTS, SamplingParams(**params), chosen)

@@ -1,0 +1,68 @@
+"""Models that trees do not fit are found out: by their layers when loaded, by their log-probs before training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BambaConfig, MambaConfig, Qwen3NextConfig, RwkvConfig
+
+from rolltree.engine import TokenTree, UserError, load_model
+from rolltree.engine.model.self_check import tree_error, trees_fit
+
+from .test_tree_equals_flat import CONFIGS, make_models, random_tree
+
+TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_that_fit(name: str) -> None:
+    model, _ = make_models(name)
+    error = tree_error(model, [random_tree(1, 3, 9), random_tree(2, 1, 4)])
+    assert error is not None
+    assert error < 1e-5
+    assert trees_fit(error, torch.float32)
+
+
+def test_a_model_that_mixes_neighbours_does_not_fit() -> None:
+    """As a convolution over packed tokens would, here by hooks on the embeddings."""
+    model, _ = make_models("qwen3")
+    hook = lambda module, args, out: out + 0.5 * out.roll(1, dims=1)  # noqa: E731
+    model.get_input_embeddings().register_forward_hook(hook)
+    error = tree_error(model, [random_tree(1, 3, 9)])
+    assert not trees_fit(error, torch.float32)
+    assert not trees_fit(float("nan"), torch.float32)
+
+
+def test_nothing_shared_is_nothing_to_check() -> None:
+    model, _ = make_models("qwen3")
+    assert tree_error(model, [TokenTree.from_sequences([1, 2], [[3, 4]])]) is None
+    assert trees_fit(None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4), "linear_attention"),
+        (
+            Qwen3NextConfig(
+                **TINY, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=2,
+                num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16, head_dim=16,
+                linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=16, linear_value_head_dim=16,
+            ),
+            "linear_attention",
+        ),
+        (
+            BambaConfig(
+                **TINY, num_hidden_layers=2, attn_layer_indices=[1], mamba_n_heads=2, mamba_d_head=32,
+                mamba_d_state=8, mamba_n_groups=1,
+            ),
+            "linear_attention",
+        ),
+        (RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32), "Rwkv"),
+    ],
+    ids=["mamba", "linear attention", "hybrid", "rwkv"],
+)  # fmt: skip
+def test_layers_with_a_state_are_refused_at_load(tmp_path, config, says) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"(cannot be tree-masked|cannot be loaded).*{says}"):
+        load_model(tmp_path)
