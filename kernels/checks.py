@@ -79,6 +79,13 @@ class Arguments:
         self.require(tensor.dtype in INTEGERS, f"{name} must hold integers, got {tensor.dtype}")
         return tensor
 
+    def numbers(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
+        """Floats or integers."""
+        tensor = self.tensor(name, value, shape, like)
+        known = tensor.dtype in FLOATS or tensor.dtype in INTEGERS
+        self.require(known, f"{name} must hold numbers, got {tensor.dtype}")
+        return tensor
+
     def mask(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
         tensor = self.tensor(name, value, shape, like)
         self.require(tensor.dtype == torch.bool, f"{name} must be bool, got {tensor.dtype}")
@@ -106,10 +113,9 @@ class Arguments:
         if not isinstance(value, Tensor):
             self.number(name, value, above=0, wanted="positive and finite")
             return
-        shape, dtype = list(value.shape), value.dtype
+        shape = list(value.shape)
         self.require(shape in ([], [rows]), f"{name} must be a number or [{rows}], got {shape}")
-        self.tensor(name, value.to(self.device) if value.dim() == 0 and value.device.type == "cpu" else value)
-        self.require(dtype in FLOATS or dtype in INTEGERS, f"{name} must hold numbers, got {dtype}")
+        self.numbers(name, self._here(value))
         self.require(not value.requires_grad, f"{name} takes no gradient; detach it")
 
     def last_contiguous(self, name: str, value: Tensor) -> None:
@@ -130,12 +136,12 @@ class Arguments:
         if not isinstance(value, Tensor):
             self.number("normalizer", value, least=0, wanted="finite and not negative")
             return
-        self.require(value.dim() == 0, f"normalizer must be one number [], got {list(value.shape)}")
-        self.require(
-            value.dtype in FLOATS or value.dtype in INTEGERS, f"normalizer must be a number, got {value.dtype}"
-        )
-        self.require(value.device in (self.device, torch.device("cpu")), f"normalizer is on {value.device}; move it")
+        self.numbers("normalizer", self._here(value), ())
         self.look("normalizer must be finite and not negative", value, lambda: (value >= 0) & (value < math.inf))
+
+    def _here(self, value: Tensor) -> Tensor:
+        """A single number may wait on the host."""
+        return value.to(self.device) if value.dim() == 0 and value.device.type == "cpu" else value
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -170,7 +176,7 @@ class Arguments:
         cu = self.integers("cu_seqlens", cu_seqlens, ("S + 1",))
         self.require(len(cu) > 0, "cu_seqlens must begin with 0, got no number")
         self.edges("cu_seqlens", cu, end, "tokens")
-        return cu.long()
+        return cu.long().contiguous()
 
     def look(self, message: str, got: Tensor, good: Callable[[], Tensor], *, on_device: bool = False) -> None:
         """``good()`` holds everywhere in ``got``; for indices that a GPU must not follow, there too (``on_device``)."""

@@ -141,6 +141,7 @@ def prepare(
         if t is not None:
             check.require(t.dtype == hidden.dtype, f"{name} is {t.dtype} and hidden {hidden.dtype}; cast one of them")
     accumulator = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    bias = None if bias is None else bias.contiguous()
     return hidden, weight, bias, lora, of_rows(temperature, accumulator, hidden)
 
 

@@ -43,7 +43,7 @@ def kept_logprob(
     if not isinstance(kept, tuple | list) or len(kept) != 2:
         check.wrong_type("kept", "a pair of tensors (indptr [N + 1], ids [nnz])", kept)
     (N, V), dtype = (len(hidden), len(weight)), temperature.dtype
-    indptr = check.integers("kept's indptr", kept[0], (N + 1,), ", one more than rows").long()
+    indptr = check.integers("kept's indptr", kept[0], (N + 1,), ", one more than rows").long().contiguous()
     ids = check.integers("kept's ids", kept[1], ("nnz",)).long()
     check.edges("kept's indptr", indptr, len(ids), "ids")
     check.index("kept's ids", ids, V)

@@ -73,6 +73,7 @@ def linear_policy_loss(
     call = Arguments("linear_policy_loss", "hidden", hidden)
     if weight_grad is not None:
         call.floats("weight_grad", weight_grad, weight.shape, " like weight", (temperature.dtype,))
+    call.positive("temperature", temperature)
     if row is not None:
         call.index("row", row, len(hidden), remedy="it names rows of hidden")
     grad = torch.is_grad_enabled()

@@ -49,8 +49,9 @@ def policy_loss(
             devices or values do not fit.
         IndexError: a leaf's or sequence's place is out of range (CPU only; on a GPU the program stops).
     """
+    call = Arguments("policy_loss", "logprob", logprob)
     if entropy is not None:
-        Arguments("policy_loss", "logprob", logprob).floats("entropy", entropy, logprob.shape, " like logprob")
+        call.floats("entropy", entropy, logprob.shape, " like logprob")
     if objective.needs_entropy and entropy is None:
         why = "entropy_coef is not 0" if objective.entropy_coef else "entropy_share is below 1"
         raise ValueError(f"policy_loss: {why}, so entropy must be given.")

@@ -39,7 +39,7 @@ class PathIndex:
         """
         end = check.integers("paths.pair_end", self.pair_end, (M,), " like the pairs")
         L = len(check.integers("paths.leaf_pair", self.leaf_pair, ("L",)))
-        check.tensor("paths.leaf_length", self.leaf_length, (L,), ", one a leaf")
+        check.numbers("paths.leaf_length", self.leaf_length, (L,), ", one a leaf")
         for name in ("leaf_weight", "leaf_advantage"):
             if (value := getattr(self, name)) is not None:
                 check.floats(f"paths.{name}", value, (L,), ", one a leaf")
@@ -233,6 +233,11 @@ class PolicyFields:
             "pass_rate": pass_rate,
             "segment": segment,
         }
+        for name, t in of_pairs.items():
+            if t is not None:
+                check.tensor(name, t, ("M",))
+        if mask is not None:
+            check.mask("mask", mask)
         if cu_seqlens is None:
             if weight is not None:
                 check.floats("weight", weight, advantage.shape, " like advantage")
@@ -242,7 +247,7 @@ class PolicyFields:
         given = next((t for t in of_pairs.values() if t is not None), None)
         per_sequence = len(advantage) == S
         M = len(given) if given is not None else int(cu[-1]) if per_sequence and len(cu) else len(advantage)
-        check.boundaries(cu, M)
+        cu = check.boundaries(cu, M)
         check.require(
             len(advantage) in (S, M), f"advantage must be [{M}], or [{S}] with cu_seqlens, got [{len(advantage)}]"
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, INTEGERS, Arguments
+from ..checks import Arguments
 from ..dispatch import choose
 from .cpu import sample_cpu
 from .reference import sample_reference
@@ -151,10 +151,9 @@ def _per_row(
     """``value`` as a contiguous [rows] tensor, at most ``most``. Tensors are not searched for bad values: their rows
     fail alone."""
     if isinstance(value, Tensor):
-        check.tensor(name, value, (rows,))
-        kind = "numbers" if dtype.is_floating_point else "integers"
-        fits = value.dtype in INTEGERS or (dtype.is_floating_point and value.dtype in FLOATS)
-        check.require(fits, f"{name} must hold {kind}, got {value.dtype}")
+        (check.numbers if dtype.is_floating_point else check.integers)(name, value, (rows,))
+        if most is not None and value.dtype == torch.int64:  # beyond int32 as well
+            value = value.clamp(0, most)
     else:
         if dtype == torch.int64:
             check.wrong_type(name, f"an int64 tensor of {rows} values", value)
@@ -163,6 +162,4 @@ def _per_row(
         else:
             check.size(name, value)
         value = torch.full((rows,), value if most is None else min(value, most), dtype=dtype, device=check.device)
-    if most is not None:
-        value = value.clamp(max=min(most, torch.iinfo(value.dtype).max))
     return value.to(dtype).contiguous()
