@@ -19,8 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import TokenTree, pack
-from rolltree.engine.app.config import TrainConfig, TrainerConfig
 from rolltree.engine.loop.sources import PromptSource, held_out
+from rolltree.engine.settings import TrainConfig, TrainerConfig
 from rolltree.engine.tasks import GymProblems
 from rolltree.engine.train.trainer import Trainer
 from rolltree.kernels import Objective

@@ -21,7 +21,8 @@ from torch import Tensor
 from rolltree.kernels import tree_attention
 
 from . import checks
-from .tree import Array, TokenTree
+from .columns import Array
+from .tree import TokenTree
 
 T = TypeVar("T")
 

@@ -253,7 +253,8 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
 
     Raises:
-        UserError: it cannot be read, or has layers that cannot be tree-masked.
+        UserError: it cannot be read, its tensors are not those of its configuration, or it has layers that cannot be
+            tree-masked.
     """
     local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
     if local:
@@ -261,11 +262,21 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     try:
         config = AutoConfig.from_pretrained(path)
         _check_layers(config, path)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=integration.NAME, use_safetensors=True
+        # wrong shapes are let through here, to be named one by one below
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=integration.NAME,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"The model '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    except UserError:
+        raise
+    except Exception as error:  # a damaged directory makes transformers raise whatever it meets first
+        raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
+    _check_tensors(model, found, path)
     _check_modules(model, path)
     return model.to(device)
 
@@ -278,8 +289,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"The tokenizer in '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    except Exception as error:  # as above
+        raise UserError(f"The tokenizer in '{path}' cannot be loaded: {_why(error)}.") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config."
@@ -294,6 +305,36 @@ def _check_layers(config: Any, path: str | Path) -> None:
         raise UserError(
             f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
         )
+
+
+def _check_tensors(model: PreTrainedModel, found: dict[str, Any], path: str | Path) -> None:
+    """Every weight must come from the files: transformers fills what is missing with random numbers.
+
+    Tied weights are not missing. Tensors of parts that a decoder has not (a vision tower) are left out, as transformers
+    does; what belongs to the decoder itself must have its place there.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # of tied weights the first name
+    missing = sorted(found["missing_keys"], key=lambda key: (key not in named, key))
+    misshapen = sorted(found["mismatched_keys"])
+    unknown = sorted(key for key in found["unexpected_keys"] if key.startswith(f"{model.base_model_prefix}."))
+    wrong = [f"'{key}' is missing" for key in missing]
+    wrong += [f"'{key}' is {list(theirs)} and not {list(ours)}" for key, theirs, ours in misshapen]
+    wrong += [f"'{key}' has no place in the model" for key in unknown]
+    if not wrong:
+        wrong = [f"'{key}' holds numbers that are not finite" for key, t in named.items() if not _finite(t)]
+    if wrong:
+        more = f" and {len(wrong) - 1} more are wrong" if len(wrong) > 1 else ""
+        raise UserError(
+            f"The weights in '{path}' are not those its config.json describes: {wrong[0]}{more}; restore the files."
+        )
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or tensor.is_meta or bool(torch.isfinite(tensor).all())
+
+
+def _why(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def _check_modules(model: nn.Module, path: str | Path) -> None:

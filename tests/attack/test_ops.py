@@ -451,7 +451,7 @@ def make_plan(m: Maker) -> tuple[Given, dict[str, Kind]]:
 
 def run_plan(advantage: Tensor, **given: Any) -> list[Tensor]:
     plan = plan_policy_loss(PolicyFields.flat(advantage), Objective.preset("dapo"), device="cpu", **given)
-    return present(plan.row, plan.pair, plan.start)
+    return present(plan.row, plan.place, plan.start)
 
 
 OPS = [
