@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields
 
+from . import checks
 from .columns import COLUMNS, Array
 from .cost import CostModel
 from .pieces import Piece, cut
@@ -222,8 +223,11 @@ def pack(
     from the others: a kernel made for those may be faster by more than that.
 
     Raises:
-        ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set.
+        ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set; or ``max_tokens``
+            is below 1.
     """
+    checks.all_of("trees", trees, TokenTree)
+    checks.size("max_tokens", max_tokens)
     if flat:
         return _pack_flat(trees, max_tokens, device)
     parts: list[tuple[int, TokenTree, Array]] = []

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from . import checks
+
 Array = npt.NDArray[Any]
 
 Per = Literal["token", "node", "leaf", "path"]
@@ -48,11 +50,10 @@ class Column:
         """``values`` (one for all, or ``length`` of them) as this column's type.
 
         Raises:
-            ValueError: another number of values, or a value the type does not hold.
+            ValueError: another number of values, or a value the type does not hold; infinity never is one, and NaN only
+                where it stands for "none".
         """
-        given = np.asarray(values)
-        if given.dtype.kind not in "biuf":
-            raise ValueError(f"{what}: the column '{self.name}' holds numbers, got {given.dtype}.")
+        given = checks.array_of(f"{what}: the column '{self.name}'", values)
         if given.ndim == 0:
             given = np.full(length, given)
         if given.shape != (length,):
@@ -60,7 +61,7 @@ class Column:
         kind = np.dtype(self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             out = given.astype(kind)
-        exact = out == given if kind.kind != "f" else np.isfinite(out) | ~np.isfinite(given)
+        exact = out == given if kind.kind != "f" else np.isfinite(out) | (np.isnan(given) & np.isnan(self.fill))
         if not exact.all():
             worst = given[~exact][0]
             raise ValueError(f"{what}: the column '{self.name}' is {kind}, which does not hold {worst!r}.")

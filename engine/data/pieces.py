@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rolltree.kernels import tree_attention
 
+from . import checks
 from .columns import Array
 from .tree import TokenTree
 
@@ -44,6 +45,7 @@ class Piece:
 
 def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = None) -> tuple[Piece, ...]:
     """Pieces of at most ``max_tokens`` rows, each ended where the path is shortest, if anywhere in its second half."""
+    checks.size("max_tokens", max_tokens)
     rows, ends = tree.num_tokens, tree.subtree_end
     bounds = [0]
     while bounds[-1] < rows:

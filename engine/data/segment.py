@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
 import numpy.typing as npt
 
+from . import checks
 from .columns import Array, find_column
 
 
@@ -47,7 +47,7 @@ class Segment:
         Raises:
             ValueError: a column is not declared or not of tokens, or has another number of values.
         """
-        ids = np.asarray(token_ids, np.int32).reshape(-1)
+        ids = checks.token_ids("token_ids", token_ids)
         made = {}
         for name, values in columns.items():
             column = find_column(name)

@@ -12,14 +12,16 @@ depth-first; ``first_leaf`` and ``last_leaf`` of a node are ranks in that order,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from . import checks
 from .columns import COLUMNS, Array, find_column
 from .prefix import prefix_tree
 from .segment import LeafStatus, Origin, Segment, Sequence
@@ -166,9 +168,10 @@ class TokenTree:
             statuses: how each leaf ended.
 
         Raises:
-            ValueError: the prompt is empty, no leaf is given, a parent does not precede its child, or a childless node
-                is no leaf's.
+            ValueError: the prompt is empty, no leaf is given, a parent does not precede its child, a leaf's node does
+                not exist, a status is unknown, or a childless node is no leaf's.
         """
+        checks.all_of("segments", segments, Segment)
         if not segments or len(segments[0]) == 0:
             raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
         if len(leaf_nodes) == 0:
@@ -178,8 +181,12 @@ class TokenTree:
                 f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
                 f"{len(statuses)} statuses; give one of each."
             )
+        parents = checks.integers("parents", parents).tolist()
+        leaf_nodes = checks.integers("leaf_nodes", leaf_nodes).tolist()
         if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
             raise ValueError("parents[0] must be -1 and every other parent must precede its child.")
+        if min(leaf_nodes) < 0 or max(leaf_nodes) >= len(parents):
+            raise ValueError(f"leaf_nodes must be in 0..{len(parents) - 1}, got {min(leaf_nodes)}..{max(leaf_nodes)}.")
 
         keep = [i for i, s in enumerate(segments) if len(s)]
         stands_for = list(range(len(parents)))  # an empty node is replaced by its nearest non-empty ancestor
@@ -195,7 +202,7 @@ class TokenTree:
             name: np.concatenate([segments[i].columns.get(name, COLUMNS[name].filled(len(segments[i]))) for i in keep])
             for name in names
         }
-        columns["status"] = np.array(statuses, np.int8)
+        columns["status"] = checks.codes("statuses", statuses, LeafStatus)
         token_id = np.concatenate([segments[i].token_ids for i in keep])
         return _in_order(parent, length, token_id, leaf_node, np.full(len(leaf_node), length[0]), columns)
 
@@ -231,21 +238,25 @@ class TokenTree:
                 tokens or one a token, of leaves one number.
 
         Raises:
-            ValueError: no response, an empty prompt, prompts that share no first token, or per-response data whose
-                lengths differ from the responses'.
+            ValueError: no response, an empty prompt, prompts that share no first token, per-response data whose
+                lengths differ from the responses', or values that are not what they should be: ids and versions
+                integers of int32, advantages and log-probs finite, known statuses.
         """
         count = len(responses)
-        if count == 0:
-            raise ValueError("from_sequences needs at least one response; `responses` is empty.")
+        if isinstance(responses, str | bytes) or count == 0:
+            raise ValueError("from_sequences needs at least one response; give token ids of each in `responses`.")
         _check_count("advantages", advantages, count)
         _check_count("statuses", statuses, count)
-        ids = [np.asarray(r, np.int32).reshape(-1) for r in responses]
+        status = checks.codes("statuses", [LeafStatus.STOP] * count if statuses is None else statuses, LeafStatus)
+        ids = [checks.token_ids(f"responses[{i}]", response) for i, response in enumerate(responses)]
         lengths = np.array([len(r) for r in ids])
-        logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.nan, np.float32)
-        mask = _per_token("loss_masks", loss_masks, lengths, True, np.bool_)
+        as_logprobs = partial(checks.numbers, nan=True)
+        logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.float32(np.nan), as_logprobs)
+        mask = _per_token("loss_masks", loss_masks, lengths, np.True_, checks.flags)
         one = np.ndim(cast("npt.ArrayLike", policy_version)) == 0
         per_response = None if one else cast("Seq[npt.ArrayLike]", policy_version)
-        version = _per_token("policy_version", per_response, lengths, policy_version if one else 0, np.int32)
+        fallback = checks.integers("policy_version", policy_version if one else 0)
+        version = _per_token("policy_version", per_response, lengths, fallback, checks.integers)
         response = np.concatenate([*ids, np.zeros(0, np.int32)])
 
         root, prompts = _prompts(prompt, count)
@@ -298,7 +309,7 @@ class TokenTree:
             np.concatenate([root, ids_in_order[source]]),
             nodes.leaf_node,
             len(root) + context,
-            made | others | {"status": np.array(statuses or [LeafStatus.STOP] * count, np.int8)},
+            made | others | {"status": status},
         )
         for name in given:
             if COLUMNS[name].merge == "sum":
@@ -306,7 +317,7 @@ class TokenTree:
                 np.add.at(sums, tree.path_tokens, given[name])
                 tree.set(name, sums)
         if advantages is not None:
-            tree.set("advantage", np.asarray(advantages))
+            tree.set("advantage", checks.numbers("advantages", advantages))
         return tree
 
     @staticmethod
@@ -328,7 +339,8 @@ class TokenTree:
             _check_count(name, values, len(responses))
         members: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            members.setdefault(int(prompt[0]) if len(prompt) else -1, []).append(i)
+            ids = checks.token_ids(f"prompts[{i}]", prompt)
+            members.setdefault(int(ids[0]) if len(ids) else -1, []).append(i)
         trees = [
             TokenTree.from_sequences(
                 [prompts[i] for i in some],
@@ -461,12 +473,12 @@ def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[
     """The longest common prompt, and every response's own."""
     several = len(prompt) > 0 and np.ndim(cast("Any", prompt[0])) == 1
     if not several:
-        root = np.asarray(prompt, np.int32).reshape(-1)
+        root = checks.token_ids("prompt", prompt)
         if len(root) == 0:
             raise ValueError("A TokenTree needs a prompt of at least one token; `prompt` is empty.")
         return root, [root] * count
     _check_count("prompt", prompt, count)
-    prompts = [np.asarray(p, np.int32).reshape(-1) for p in cast("Seq[Seq[int]]", prompt)]
+    prompts = [checks.token_ids(f"prompt[{i}]", p) for i, p in enumerate(cast("Seq[Seq[int]]", prompt))]
     root = prompts[0]
     for other in prompts:
         shortest = min(len(root), len(other))
@@ -480,20 +492,26 @@ def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[
 
 
 def _check_count(name: str, values: Seq[Any] | None, count: int) -> None:
+    if values is not None and not hasattr(values, "__len__"):
+        raise ValueError(f"{name} must have one entry a response, got {values!r}.")
     if values is not None and len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} responses; give one a response.")
 
 
 def _per_token(
-    name: str, values: Seq[npt.ArrayLike] | None, lengths: Array, default: Any, dtype: npt.DTypeLike
+    name: str,
+    values: Seq[npt.ArrayLike] | None,
+    lengths: Array,
+    default: Any,  # a numpy scalar of the dtype of the column
+    checked: Callable[[str, object], Array],
 ) -> Array:  # [sum(lengths)]
-    total = int(lengths.sum())
+    dtype = default.dtype
     if values is None:
-        return np.full(total, default, dtype)
+        return np.full(int(lengths.sum()), default, dtype)
     _check_count(name, values, len(lengths))
     columns = []
     for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
-        column = np.asarray(value, dtype)
+        column = checked(f"{name}[{i}]", value)
         if column.ndim == 0:
             column = np.full(length, column, dtype)
         if column.shape != (length,):

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import numpy.typing as npt
+
+_INT32 = 2**31 - 1
+_INTEGERS = (  # name, least, most, in words
+    ("n", 1, _INT32, "at least one response"),
+    ("max_new_tokens", 1, _INT32, "at least one token"),
+    ("top_k", 1, _INT32, "at least 1, or None for all tokens"),
+    ("top_logprobs", 0, _INT32, "0 or more"),
+    ("seed", -(2**63), 2**64 - 1, "an integer of 64 bits"),
+)
+
+
+def _is_integer(value: object, least: int, most: int) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) <= most
 
 
 @dataclass(frozen=True)
@@ -53,28 +67,35 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"SamplingParams.n is {self.n}; ask for at least one response.")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"SamplingParams.max_new_tokens is {self.max_new_tokens}; a response needs at least one.")
+        for name, least, most, wanted in _INTEGERS:
+            if (value := getattr(self, name)) is not None and not _is_integer(value, least, most):
+                raise ValueError(f"SamplingParams.{name} is {value!r}; give {wanted}, at most {most}.")
+        for name in ("temperature", "top_p", "min_p"):
+            if (value := getattr(self, name)) is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise ValueError(f"SamplingParams.{name} is {value!r}; give a number.")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                if not _is_integer(token, 0, _INT32):
+                    raise ValueError(f"SamplingParams.{name} names token {token!r}; give ids in 0..{_INT32}.")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"SamplingParams.temperature is {self.temperature}; give 0 (greedy) or a positive number.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"SamplingParams.top_p is {self.top_p}; give a number in (0, 1].")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"SamplingParams.top_k is {self.top_k}; give at least 1, or None for all tokens.")
         if self.min_p is not None and not 0 <= self.min_p < 1:
             raise ValueError(f"SamplingParams.min_p is {self.min_p}; give a number in [0, 1), or None.")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"SamplingParams.stop is {self.stop!r}; give a sequence of strings, none of them empty.")
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise ValueError("SamplingParams.allowed_token_ids is empty; name the tokens allowed, or None for all.")
-        if self.top_logprobs < 0:
-            raise ValueError(f"SamplingParams.top_logprobs is {self.top_logprobs}; ask for 0 or more.")
         if self.kept_tokens and not (self.top_p < 1 or self.top_k or self.min_p or self.constrained):
             raise ValueError(
                 "SamplingParams.kept_tokens needs top_p, top_k, min_p or forbidden tokens: else all are kept."
             )
+        for text in self.stop:
+            if any("\ud800" <= c <= "\udfff" for c in text):
+                raise ValueError(f"SamplingParams.stop is {self.stop!r}; a lone surrogate is no text.")
+        if any(isinstance(value, bool) or not isinstance(value, Real) for value in self.logit_bias.values()):
+            raise ValueError(f"SamplingParams.logit_bias is {self.logit_bias!r}; give a number for each token.")
         if any(not value < float("inf") for value in self.logit_bias.values()):
             raise ValueError("SamplingParams.logit_bias holds NaN or infinity; give finite numbers, or -inf to forbid.")
 

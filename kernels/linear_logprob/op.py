@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..checks import Arguments
 from . import chunked, cpu, cuda, frozen, reference
 from .head import Head, HeadGradient, HeadLora
 from .targets import group_by_row
@@ -34,10 +35,7 @@ def linear_logprob_op(
     """``(logprob [M], logsumexp [N], correction [N], entropy, sum_p2, kept)``; kept is what the backward reuses:
     the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow vocabulary, or nothing.
     """
-    if hidden.device.type == "cpu":
-        check_range("target", target, len(weight))
-        if row is not None:
-            check_range("row", row, len(hidden))
+    check_values("linear_logprob", hidden, target, row, temperature, len(weight))
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     backend = backend_of("linear_logprob", hidden)
     targets = group_by_row(target, row, len(hidden))
@@ -48,12 +46,22 @@ def linear_logprob_op(
     return torch.empty_like(of[0]).index_copy_(0, targets.order, of[0]), *of[1:]
 
 
-def check_range(name: str, index: Tensor, end: int, op: str = "linear_logprob") -> None:
-    if len(index) and (index.min() < 0 or index.max() >= end):
-        raise IndexError(
-            f"{op}: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
-            "leave out targets that are not to be scored."
-        )
+def check_values(
+    op: str,
+    rows: Tensor,  # [N, ...]
+    target: Tensor,  # [M]
+    row: Tensor | None,  # [M]
+    temperature: Tensor,  # [N]
+    vocabulary: int,
+) -> None:
+    """Targets that exist, at temperatures that make sense; on a GPU a target out of range scores NaN instead."""
+    check = Arguments(op, "rows", rows)
+    remedy = "mask or leave out targets that are not to be scored"
+    if target.device.type == "cpu":
+        check.index("target", target, vocabulary, remedy=remedy)
+    if row is not None:
+        check.index("row", row, len(rows), remedy=remedy)
+    check.positive("temperature", temperature)
 
 
 def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> HeadLora | None:

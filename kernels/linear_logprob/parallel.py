@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .op import check_range, linear_logprob_backward_op, linear_logprob_op
+from .op import check_values, linear_logprob_backward_op, linear_logprob_op
 from .targets import group_by_row, sum_by_row
 
 
@@ -76,8 +76,7 @@ class _ShardedLogprob(torch.autograd.Function):
                 f"linear_logprob: weight has {len(weight)} rows and tp_group says {edges[rank + 1] - edges[rank]} for "
                 f"rank {rank}; gather the shards again."
             )
-        if target.device.type == "cpu":
-            check_range("target", target, edges[-1])
+        check_values("linear_logprob", hidden, target, row, temperature, edges[-1])
         mine = (target >= edges[rank]) & (target < edges[rank + 1])  # [M]
         local_target = torch.where(mine, target - edges[rank], 0)
         head = (hidden, weight, bias, None, None, 0.0)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
 from ..linear_logprob import HeadLora
 from ..linear_logprob.api import check_accumulator, prepare
 from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
@@ -18,7 +20,7 @@ from ..policy_loss.api import check
 from .composed import composed
 from .op import encoded, linear_terms_loss_op
 from .plan import ONE_PASS, HeadPlan, plan_everything, plan_terms_loss
-from .terms import AnyTerm, Term, TermsLossOutput, common_normalizer, finish_terms
+from .terms import AnyTerm, LogprobTerm, Term, TermsLossOutput, common_normalizer, finish_terms, live
 
 
 def linear_policy_loss(
@@ -55,8 +57,9 @@ def linear_policy_loss(
             ``row`` for an objective of tokens: then every target is computed.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit, or the plan is of another batch; the message names which.
-        IndexError: a target is out of range (CPU only).
+        ValueError: shapes, dtypes, devices or options do not fit, or the plan is of another batch; the message names
+            which.
+        IndexError: a target or row is out of range (CPU only; on a GPU a wrong row stops the program).
         RuntimeError: a second backward of gradients made in the forward.
     """
     out = linear_terms_loss(
@@ -100,7 +103,11 @@ def linear_terms_loss(
     hidden, weight, bias, lora, temperature = prepare(
         "linear_policy_loss", hidden, weight, target, row, bias, temperature, softcap, lora
     )
-    terms = _checked(terms, target, temperature)
+    call = Arguments("linear_policy_loss", "hidden", hidden)
+    call.positive("temperature", temperature)
+    if row is not None:
+        call.index("row", row, len(hidden), remedy="it names rows of hidden")
+    terms = _checked(call, terms, target, temperature)
     check_accumulator("linear_policy_loss", weight, weight_grad, temperature.dtype)
     for name, given in (("lora", lora), ("weight_grad", weight_grad)):
         if tp_group is not None and given is not None:
@@ -114,14 +121,11 @@ def linear_terms_loss(
     need = [grad and t is not None and t.requires_grad for t in (hidden, *head)]
     if plan is None:
         plan = _plan(hidden, weight, row, terms, gradient=any(need), frozen=not any(need[1:]))
-    elif plan.given != (len(hidden), len(target)) or plan.head != tuple(weight.shape):
-        raise ValueError(
-            f"linear_policy_loss: the plan is for {plan.given[0]} rows, {plan.given[1]} targets and a head of "
-            f"{list(plan.head)}; here are {len(hidden)}, {len(target)} and {list(weight.shape)}: plan this batch."
-        )
+    else:
+        _check_plan(call, plan, weight, target, row, terms, N=len(hidden))
     if plan.row is not None:
         hidden, temperature = hidden.index_select(0, plan.row), temperature[plan.row]
-    target = target.long() if plan.place is None else target.long()[plan.place]
+    target = target.long().contiguous() if plan.place is None else target.long()[plan.place]
     of_tokens = [t for t in terms if isinstance(t, Term)]
     if plan.schedule not in ONE_PASS or not any(need) or len(of_tokens) < len(terms):
         options |= {"temperature": temperature, "lora": lora, "weight_grad": weight_grad}
@@ -152,24 +156,85 @@ def linear_terms_loss(
     return finish_terms(total, totals, sums, n, of_tokens)
 
 
-def _checked(terms: Sequence[AnyTerm], target: Tensor, temperature: Tensor) -> list[AnyTerm]:
+def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperature: Tensor) -> list[AnyTerm]:
     """The terms with their aggregation folded in."""
+    if not isinstance(terms, list | tuple) or not all(isinstance(t, Term | LogprobTerm) for t in terms):
+        call.wrong_type("terms", "a list of Term and LogprobTerm", terms)
     names = [t.name for t in terms]
     if not terms or len(set(names)) < len(names):
         raise ValueError(f"linear_policy_loss: terms must have names of their own, at least one, got {names}.")
     checked: list[AnyTerm] = []
     for t in terms:
         if isinstance(t, Term):
-            fields = check("linear_policy_loss", target, temperature.dtype, t.fields, t.objective)
+            fields = check("linear_policy_loss", target, temperature.dtype, t.fields, t.objective, t.normalizer)
             checked.append(t._replace(fields=fields.folded(t.objective.aggregation)))
             continue
-        if t.mask.shape != target.shape or t.mask.dtype != torch.bool:
-            raise ValueError(
-                f"linear_policy_loss: the mask of term '{t.name}' must be {list(target.shape)} bool, got "
-                f"{list(t.mask.shape)} {t.mask.dtype}."
-            )
+        call.mask(f"the mask of term '{t.name}'", t.mask, target.shape, " like target")
         checked.append(t)
+    for t in terms:
+        call.number(f"the weight of term '{t.name}'", t.weight)
     return checked
+
+
+def _check_plan(
+    check: Arguments,
+    plan: HeadPlan,
+    weight: Tensor,
+    target: Tensor,
+    row: Tensor | None,
+    terms: Sequence[AnyTerm],
+    *,
+    N: int,
+) -> None:
+    """The plan must be of this batch: what a plan leaves out is never looked at again."""
+    if not isinstance(plan, HeadPlan):
+        check.wrong_type("plan", "a HeadPlan", plan)
+    again = "plan this batch"
+    M = len(target)
+    check.require(
+        plan.given == (N, M) and plan.head == tuple(weight.shape),
+        f"the plan is for {plan.given[0]} rows, {plan.given[1]} targets and a head of {list(plan.head)}; here are {N}, "
+        f"{M} and {list(weight.shape)}: {again}",
+    )
+    for t in (plan.start, plan.row, plan.place):
+        if t is not None:
+            check.tensor("the plan", t)
+    scopes = {t.objective.scope if isinstance(t, Term) else "batch" for t in terms}
+    serves = {"fused_forward": scopes == {"token"}, "sequence_aligned": "batch" not in scopes}
+    whole = "batch" if "batch" in scopes else "path"
+    check.require(
+        serves.get(plan.schedule, True),
+        f"the plan's schedule '{plan.schedule}' is not for terms that look at a whole {whole}; {again}",
+    )
+    start, place = plan.start, plan.place
+    if place is None:
+        check.require(row is None, f"the plan is for one target a row, and row= is given; {again}")
+        return
+    rows = torch.arange(N, device=place.device) if plan.row is None else plan.row
+    here = place if row is None else row.long()[place]
+    check.look(
+        f"row is not the one that was planned for; {again}",
+        here,
+        lambda: here == torch.repeat_interleave(rows, start.diff(), output_size=len(place)),
+    )
+    planned = torch.zeros_like(target, dtype=torch.bool).index_fill_(0, place, True)
+    for term in terms:
+        missing = partial(_planned, planned, term)
+        check.look(f"the plan leaves out targets that have a gradient here; {again}", planned, missing)
+        paths = term.fields.paths if isinstance(term, Term) else None
+        if plan.path_cuts and paths is not None:
+            uncut = partial(_uncut, plan.path_cuts, paths.target_end)
+            check.look(f"the plan cuts paths of these fields apart; {again}", paths.target_end, uncut)
+
+
+def _planned(planned: Tensor, term: AnyTerm) -> Tensor:  # [M] bool
+    return planned | ~live(term)
+
+
+def _uncut(cuts: Sequence[int], target_end: Tensor) -> Tensor:
+    """Whether no path goes on beyond a cut, for each cut."""
+    reach = torch.cat([target_end.new_zeros(1), target_end.cummax(0).values])
+    return reach[list(cuts)] <= torch.tensor(cuts)
 
 
 def _plan(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
-from ..linear_logprob.op import backend_of, check_range, row_kernels
+from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
 from . import fused
@@ -60,8 +60,7 @@ def linear_terms_loss_op(
 
     Gradients of the head are in the accumulation dtype; what is not needed is empty.
     """
-    if hidden.device.type == "cpu":
-        check_range("target", target, len(weight), "linear_policy_loss")
+    check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
     lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
     head = Head(weight, bias, lora, temperature.dtype)
     gradient = HeadGradient(head, need[1], need[2], need[3] or need[4])

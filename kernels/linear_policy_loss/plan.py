@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
 from ..policy_loss import Objective, PolicyFields
 from .terms import AnyTerm, Term, live
@@ -150,12 +151,26 @@ def plan_terms_loss(
         gradient_share: share of rows that had a gradient in the last step (1 - the share clipped), for ``explain``.
 
     Raises:
-        ValueError: without ``row`` there must be as many targets as rows.
+        ValueError: a shape, dtype or device does not fit; without ``row`` there must be as many targets as rows.
+        IndexError: a row is out of range (CPU only; on a GPU the program stops).
     """
-    alive = functools.reduce(torch.logical_or, map(live, terms))
+    of_terms = [live(t) for t in terms]
+    check = Arguments("plan_policy_loss", "the terms", of_terms[0])
+    for of_term in of_terms:
+        check.mask("the terms", of_term, of_terms[0].shape, " like the first")
+    alive = functools.reduce(torch.logical_or, of_terms)
     M = len(alive)
-    if row is None and num_rows != M:
-        raise ValueError(f"plan_policy_loss: {M} targets for {num_rows} rows; give row= to place them otherwise.")
+    for name, size in (("num_rows", num_rows), ("vocabulary", vocabulary), ("hidden_size", hidden_size)):
+        check.size(name, size, least=0 if name == "num_rows" else 1)
+    check.number("gradient_share", gradient_share, least=0)
+    for t in terms:
+        if isinstance(t, Term) and t.fields.paths is not None:
+            t.fields.paths.check(check, M)
+    if row is None:
+        check.require(num_rows == M, f"{M} targets for {num_rows} rows; give row= to place them otherwise")
+    else:
+        check.integers("row", row, (M,), " like the terms")
+        check.index("row", row, num_rows)
     C = chunk_rows(num_rows, vocabulary, torch.device(device))
     place = alive.nonzero().flatten()
     of_target = place if row is None else row[place].long()

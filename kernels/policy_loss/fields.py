@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
 from .objective import aggregation_weight
 
 
@@ -29,6 +30,29 @@ class PathIndex:
     leaf_advantage: Tensor | None  # [L]; None: differs within a leaf
     sequence: Tensor | None = None  # [M] int: the leaf of each target, for flat sequences; None: a tree
     leaf_start: Tensor | None = None  # [L] int: last target before the leaf's own; -1, or None for all: there is none
+
+    def check(self, check: Arguments, M: int) -> None:
+        """Shapes, and that every target and leaf named exists, among ``M`` targets on the device of ``check``.
+
+        Raises:
+            ValueError, IndexError: they do not; see `Arguments`.
+        """
+        end = check.integers("paths.target_end", self.target_end, (M,), " like the targets")
+        L = len(check.integers("paths.leaf_target", self.leaf_target, ("L",)))
+        check.numbers("paths.leaf_length", self.leaf_length, (L,), ", one a leaf")
+        for name in ("leaf_weight", "leaf_advantage"):
+            if (value := getattr(self, name)) is not None:
+                check.floats(f"paths.{name}", value, (L,), ", one a leaf")
+        place = torch.arange(M, device=end.device)
+        message = f"paths.target_end must lie after its target and at most at {M}"
+        check.look(message, end, lambda: (end > place) & (end <= M), on_device=True)
+        check.index("paths.leaf_target", self.leaf_target, M, low=-1)
+        if self.sequence is not None:
+            check.integers("paths.sequence", self.sequence, (M,), " like the targets")
+            check.index("paths.sequence", self.sequence, L)
+        if self.leaf_start is not None:
+            check.integers("paths.leaf_start", self.leaf_start, (L,), ", one a leaf")
+            check.index("paths.leaf_start", self.leaf_start, M, low=-1)
 
     def sum(self, values: Tensor) -> Tensor:
         """``[M] -> [L]``: sum of ``values`` along each leaf's path, in fp64 inside. Differentiable."""
@@ -107,18 +131,20 @@ class PolicyFields:
     aggregation: str | None = None
 
     def __post_init__(self) -> None:
+        check = Arguments("PolicyFields", "adv_pos", self.adv_pos)
+        M = len(check.floats("adv_pos", self.adv_pos, ("M",)))
         for name in PER_TARGET:
             value = getattr(self, name)
             if value is None:
                 continue
-            if value.shape != self.adv_pos.shape or value.dim() != 1:
-                raise ValueError(
-                    f"PolicyFields: {name} must be [{len(self.adv_pos)}] like adv_pos, got {list(value.shape)}."
-                )
+            if name == "mask":
+                check.mask(name, value, (M,), " like adv_pos")
+            elif name == "segment":
+                check.integers(name, value, (M,), " like adv_pos")
+            else:
+                check.floats(name, value, (M,), " like adv_pos")
             if value.requires_grad:
-                raise ValueError(f"PolicyFields: {name} is a constant of the loss but requires grad; detach it.")
-        if self.mask is not None and self.mask.dtype != torch.bool:
-            raise ValueError(f"PolicyFields: mask must be bool, got {self.mask.dtype}.")
+                check.require(False, f"{name} is a constant of the loss but requires grad; detach it")
 
     def tensors(self) -> tuple[list[Tensor], str]:
         """The tensors there are and their names, for `from_tensors`: ops of torch take no objects."""
@@ -187,7 +213,14 @@ class PolicyFields:
         """Fields of flat sequences, laid end to end. ``cu_seqlens`` is needed for sequence-level ratios and means.
 
         Without any ``[M]`` tensor to tell M, it is read from ``cu_seqlens``, which waits for the device.
+
+        Raises:
+            ValueError: shapes, dtypes or devices do not fit, or cu_seqlens does not rise from 0 to M.
         """
+        check = Arguments("PolicyFields.flat", "advantage", advantage)
+        check.floats("advantage", advantage, ("M",))
+        if weight is not None:
+            check.floats("weight", weight, ("M",))
         of_targets: dict[str, Any] = {
             "mask": mask,
             "old_logprob": old_logprob,
@@ -201,12 +234,28 @@ class PolicyFields:
             "pass_rate": pass_rate,
             "segment": segment,
         }
+        for name, t in of_targets.items():
+            if t is not None:
+                check.tensor(name, t, ("M",))
+        if mask is not None:
+            check.mask("mask", mask)
         if cu_seqlens is None:
+            if weight is not None:
+                check.floats("weight", weight, advantage.shape, " like advantage")
             return PolicyFields(*_signed(advantage, weight), **of_targets)
-        S, cu = len(cu_seqlens) - 1, cu_seqlens.long()
+        cu = check.integers("cu_seqlens", cu_seqlens, ("S + 1",)).long()
+        S = len(cu) - 1
         given = next((t for t in of_targets.values() if t is not None), None)
         per_sequence = len(advantage) == S
-        M = len(given) if given is not None else int(cu[-1]) if per_sequence else len(advantage)
+        M = len(given) if given is not None else int(cu[-1]) if per_sequence and len(cu) else len(advantage)
+        cu = check.boundaries(cu, M)
+        check.require(
+            len(advantage) in (S, M), f"advantage must be [{M}], or [{S}] with cu_seqlens, got [{len(advantage)}]"
+        )
+        check.require(
+            weight is None or len(weight) in (S, M),
+            f"weight must be [{M}], or [{S}] with cu_seqlens, got {weight is not None and list(weight.shape)}",
+        )
         sequence = torch.searchsorted(cu[1:], torch.arange(M, device=cu.device), right=True)
         leaf_weight = torch.ones_like(advantage[:S]) if weight is None else weight if len(weight) == S else None
         leaf_advantage = advantage if per_sequence else None

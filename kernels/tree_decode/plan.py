@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from ..checks import Arguments
 
 CHUNK = 512
 """Keys of a node that are summed up together; counted from its first, whoever else reads it."""
@@ -36,19 +38,23 @@ class DecodePlan:
     """At least the number of (row, chunk of `CHUNK` keys of a node on its path). A backend that needs it and is not
     told counts on the device, and waits for that once a plan."""
 
+    extent: tuple[int, int] | None = field(init=False, default=None)
+    """Pages that the keys lie in, and the least size of a page that holds them; None: made on a device, not known."""
+
     def __post_init__(self) -> None:
+        check = Arguments("DecodePlan", "page_indptr", self.page_indptr)
+        K = len(check.tensor("node_length", self.node_length, ("K",)))
         for name, tensor in self.tensors().items():
-            if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ValueError(f"DecodePlan.{name} must be a contiguous int32 vector, not {tensor.dtype}.")
-        nodes = self.node_length.numel()
-        for name in ("node_offset", "node_position", "row_begin", "row_end"):
-            if getattr(self, name).numel() != nodes:
-                raise ValueError(f"DecodePlan.{name} has {getattr(self, name).numel()} entries for {nodes} nodes.")
-        if self.page_indptr.numel() != nodes + 1:
-            raise ValueError(f"DecodePlan.page_indptr has {self.page_indptr.numel()} entries for {nodes} nodes.")
+            sizes: dict[str, int | str] = {"page_indptr": K + 1, "page_ids": "*", "query_position": "N"}
+            size = sizes.get(name, K)
+            check.tensor(name, tensor, (size,))
+            fits = tensor.dtype == torch.int32 and tensor.is_contiguous()
+            check.require(fits, f"{name} must be a contiguous int32 vector, not {tensor.dtype} {tensor.stride()}")
+        if check.device.type == "cpu" and not torch.compiler.is_compiling():
+            object.__setattr__(self, "extent", extent_of([t.numpy() for t in self.tensors().values()]))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "partials"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("partials", "extent")}
 
     @staticmethod
     def count_partials(
@@ -62,7 +68,34 @@ class DecodePlan:
         device: torch.device,
     ) -> DecodePlan:
         """The plan of arrays on the host, whose partial results are counted there."""
+        extent = extent_of(arrays)  # before a GPU follows them
         partials = DecodePlan.count_partials(arrays[3], arrays[5], arrays[6])
         names = [f.name for f in fields(DecodePlan)]  # the tensors, then the count
         tensors: list[Any] = [torch.from_numpy(x).to(device) for x in arrays]
-        return DecodePlan(**dict(zip(names, [*tensors, partials], strict=True)))
+        plan = DecodePlan(**dict(zip(names, [*tensors, partials], strict=False)))
+        object.__setattr__(plan, "extent", extent)
+        return plan
+
+
+def extent_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[int, int]:
+    """See `DecodePlan.extent`.
+
+    Raises:
+        ValueError: the numbers name pages, rows or keys that cannot be.
+    """
+    indptr, ids, offset, length, _, begin, end, query = arrays
+    owned = np.diff(indptr)
+    for good, message in (
+        (indptr[0] >= 0 and indptr[-1] <= len(ids) and (owned >= 0).all(), "page_indptr must rise, up to page_ids"),
+        (not len(ids) or ids.min() >= 0, "page_ids must not be negative"),
+        (not len(length) or min(offset.min(), length.min()) >= 0, "node_offset and node_length must not be negative"),
+        (not len(begin) or begin.min() >= 0, "row_begin must not be negative"),
+        ((begin <= end).all(), "row_end must not be below row_begin"),
+        (not len(end) or end.max() <= len(query), f"row_end must be at most the {len(query)} rows"),
+        (not (length[owned == 0] > 0).any(), "a node with keys must have pages"),
+    ):
+        if not good:
+            raise ValueError(f"DecodePlan: {message}.")
+    used, ids = length > 0, ids[indptr[0] : indptr[-1]]
+    page = int((-(-(offset[used].astype(np.int64) + length[used]) // owned[used])).max(initial=1))
+    return int(ids.max(initial=-1)) + 1, page

@@ -187,9 +187,9 @@ def test_pairs_of_a_frozen_head_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (torch.zeros(2, 9), torch.zeros(17, 2), r"lora must be a \[r, 8\] and b \[17, r\]"),
-        (torch.zeros(2, 8), torch.zeros(17, 3), r"lora must be a \[r, 8\] and b \[17, r\]"),
-        (torch.zeros(2, 8).double(), torch.zeros(17, 2).double(), "cast them alike"),
+        (torch.zeros(2, 9), torch.zeros(17, 2), r"lora.a must be \[r, 8\] to fit hidden"),
+        (torch.zeros(2, 8), torch.zeros(17, 3), r"lora.b must be \[17, 2\]"),
+        (torch.zeros(2, 8).double(), torch.zeros(17, 2).double(), "lora.a is torch.float64 and hidden"),
     ],
 )
 def test_mistakes_are_named(a: Tensor, b: Tensor, message: str) -> None:

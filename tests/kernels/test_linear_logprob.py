@@ -369,7 +369,7 @@ def test_autocast_casts_like_a_linear_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"kept": (torch.zeros(4), torch.zeros(1))}, ValueError, r"kept must be integers \(indptr \[5\]"),
+        ({"kept": (torch.zeros(4), torch.zeros(1))}, ValueError, r"kept's indptr must be \[5\]"),
         ({"kept": (torch.zeros(5), torch.zeros(1)), "tp_group": 1}, ValueError, "kept does not combine with tp_group"),
         ({"want": ("variance",)}, ValueError, "want names variance; it knows entropy, sum_p2"),
         ({"hidden": torch.zeros(4)}, ValueError, r"hidden must be \[N, H\], got \[4\]"),

@@ -321,7 +321,7 @@ def test_errors_name_the_argument() -> None:
     for match, call in [
         ("query positions", lambda: tree_decode_attention(q[1:], k, v, step.plan)),
         ("query heads", lambda: tree_decode_attention(q[:, :3], k, v, step.plan)),
-        ("dtype", lambda: tree_decode_attention(q.half(), k, v, step.plan)),
+        ("k_pages must be fp16", lambda: tree_decode_attention(q.half(), k, v, step.plan)),
         ("pages", lambda: tree_decode_attention(q, k, v[1:], step.plan)),
         ("window", lambda: tree_decode_attention(q, k, v, step.plan, window=0)),
         ("softcap", lambda: tree_decode_attention(q, k, v, step.plan, softcap=-1.0)),
