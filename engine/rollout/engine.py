@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
-from .sampling_params import SamplingParams
+from .sampling_params import INT32, SEEDS, SamplingParams, check_integer, check_text
 from .steering import Steering
 
 Array = npt.NDArray[Any]
@@ -113,11 +113,20 @@ class RolloutEngine(ABC):
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
     ) -> list[Request]:
-        """Queue requests, arguments as for `generate`; a `Request` that was aborted goes on where it stopped."""
+        """Queue requests, arguments as for `generate`; a `Request` that was aborted goes on where it stopped.
+
+        All are queued, or none: then the error says which cannot be served. What goes wrong with one later ends it
+        alone, with the reason in ``request.error``; a step that fails as a whole ends the requests it computed.
+        """
         with self._lock:
             requests = self._requests_of(prompts, params, program, seeds, contexts)
-            for request in requests:
-                self.loop.add(request)
+            for i, request in enumerate(requests):
+                try:
+                    self.loop.add(request)
+                except BaseException:
+                    for queued in requests[:i]:
+                        self.loop.abort(queued)
+                    raise
         return requests
 
     def step(self) -> list[Request]:
@@ -202,6 +211,7 @@ class RolloutEngine(ABC):
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
+        check_integer("policy_version", version, 0, INT32)
         self.loop.version = version
 
     @abstractmethod
@@ -323,6 +333,7 @@ class RolloutEngine(ABC):
                     "Stops are given as texts but the engine has no tokenizer; pass one, or use stop_token_ids."
                 )
             seed = own.seed if seeds is None else seeds[i]
+            check_integer(f"The seed of prompt {i}", seed, *SEEDS)
             request = Request(self._numbers, tokens, _signed(seed), own, mine)
             self._check(i, request)
             self._numbers += 1
@@ -333,10 +344,16 @@ class RolloutEngine(ABC):
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("Prompts are given as text but the engine has no tokenizer; pass one, or token ids.")
+            check_text(f"Prompt {index}", prompt)
             prompt = self.tokenizer(prompt)["input_ids"]
-        ids = np.asarray(prompt, np.int64)
-        if ids.size == 0:
+        try:
+            ids = np.asarray(prompt)
+        except (ValueError, OverflowError):  # lists of different lengths
+            ids = np.zeros((1, 0))
+        if ids.shape == (0,):
             raise ValueError(f"Prompt {index} is empty; a prompt needs at least one token.")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"Prompt {index} is neither a text nor a list of integer token ids that fit 64 bits.")
         if ids.min() < 0 or ids.max() >= self.vocabulary:
             raise ValueError(f"Prompt {index} has token ids outside the model's vocabulary of {self.vocabulary}.")
         return ids.astype(np.int32)
@@ -347,8 +364,8 @@ class RolloutEngine(ABC):
                 f"Prompt {index} of {len(ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the model's "
                 f"{self.longest} positions; shorten them."
             )
-        for name, tokens in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", params.logit_bias)):
-            if any(not 0 <= token < self.vocabulary for token in tokens):
+        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+            if any(token >= self.vocabulary for token in getattr(params, name) or ()):
                 raise ValueError(
                     f"SamplingParams.{name} names tokens outside the model's vocabulary of {self.vocabulary}."
                 )

@@ -23,6 +23,12 @@ class Sampled(NamedTuple):
     top_logprob: Array | None = None  # [E, K] float32
     kept: Array | None = None  # [E] object: the ids it was drawn from, int32, where they are asked for
 
+    def only(self, some: Array) -> Sampled:  # [E] bool
+        if some.all():
+            return self
+        values: list[Any] = [None if x is None else x[some] for x in self]
+        return Sampled(*values)
+
 
 class RowTable:
     """One slot for each branch in flight; `records` hold what it sampled since its node began."""
@@ -101,8 +107,7 @@ class RowTable:
         """One more sampled token for each slot; ``slots`` [E] int64 are distinct. Failed samples change nothing."""
         if (sampled.token < 0).any():
             whole = sampled.token >= 0
-            kept: list[Any] = [None if x is None else x[whole] for x in sampled]
-            slots, sampled = slots[whole], Sampled(*kept)
+            slots, sampled = slots[whole], sampled.only(whole)
         fill = self.fill[slots]
         if fill.max(initial=0) >= self.records.shape[1]:
             self._grow_width()

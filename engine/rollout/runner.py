@@ -175,11 +175,22 @@ class Runner:
                 continue
             try:
                 logits[i] += self._to_device(self._grammar_mask(branch, rows, int(slots[i])))
-            except Exception as error:  # a grammar of the user's: only the branch fails
-                branch.request.errors[branch.id] = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}"
+            except (Exception, SystemExit) as error:  # a grammar of the user's: only the branch fails
+                self._fail_row(rows, int(slots[i]), f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}")
                 logits[i] = torch.nan
         for params, some in alike.values():
-            logits[self._to_device(np.array(some))] += self._bias(params)
+            try:
+                logits[self._to_device(np.array(some))] += self._bias(params)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # they were changed after the check
+                for i in some:
+                    self._fail_row(rows, int(slots[i]), f"its biases: {type(error).__name__}: {error}")
+                    logits[i] = torch.nan
+
+    @staticmethod
+    def _fail_row(rows: RowTable, slot: int, why: str) -> None:
+        branch = rows.branch[slot]
+        assert branch is not None
+        branch.request.errors[branch.id] = why
 
     def _bias(self, params: SamplingParams) -> Tensor:  # [V] float32
         if id(params) not in self._biases:

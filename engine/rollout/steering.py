@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -105,9 +106,10 @@ class Steering(ABC):
         self.requests.remove(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        request.error = error
-        self._let_go(request)
-        self._done.append(request)
+        if not request.done:
+            request.error = error
+            self._let_go(request)
+            self._done.append(request)
 
     def _hand_out(self) -> list[Request]:
         done, self._done = self._done, []
@@ -116,8 +118,9 @@ class Steering(ABC):
     def _complete(self, request: Request) -> None:
         if not request.leaves:
             raise RuntimeError(f"{_name(request)} pruned every branch of prompt {request.number}.")
-        request.tree = request.token_tree()
+        tree = request.token_tree()
         self._let_go(request)
+        request.tree = tree
         self._done.append(request)
 
     def first_branches(self, request: Request) -> int:
@@ -195,6 +198,8 @@ class Steering(ABC):
         for request, report in ended:
             reports.setdefault(request.number, (request, []))[1].append(report)
         for request, finished in reports.values():
+            if request.done:  # another branch of it failed
+                continue
             finished.sort(key=lambda report: report.branch)
             self._ask(request, partial(request.program.decide, request.state(), finished))
 
@@ -211,11 +216,19 @@ class Steering(ABC):
     # -- the program's answers --------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, question: Callable[[], Iterable[Action]]) -> None:
-        """Put a question to the program and do what it answers. A program that errs ends its own request only."""
-        try:
+        """Put a question to the program and do what it answers."""
+        with self._alone(request):
             self._act(request, question())
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """What is done for one request: an error, of ours or of its program, ends only that one."""
+        try:
+            yield
         except Exception as error:
             self._fail(request, error)
+        except SystemExit as error:
+            self._fail(request, RuntimeError(f"{_name(request)} called sys.exit({error.code!r})."))
 
     def _act(self, request: Request, actions: Iterable[Action]) -> None:
         for action in actions:
