@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
-from .sampling_params import INT32, SEEDS, SamplingParams, check_integer, check_text
+from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer, check_text
 from .steering import Steering
 
 Array = npt.NDArray[Any]
@@ -172,11 +172,28 @@ class RolloutEngine(ABC):
             self.abort([request for request in requests if not request.done])
 
     def progress(self, request: Request) -> dict[BranchId, Array]:
-        """The response so far of every branch of a request, finished ones included: token ids [tokens] int32."""
+        """The response so far of every branch of a request, finished ones included, as records [tokens] whose fields
+        are ``token`` (its id), ``logprob``, ``raw_logprob``, ``entropy``, ``version`` and, for as many of the likeliest
+        tokens as were asked for, ``top_id``, ``top_logprob`` and ``top_raw``."""
         with self._lock:
             branches = [*request.leaves.values(), *request.unfinished]
-            paths = {b.id: self.loop.path_so_far(b)[len(request.prompt) :] for b in branches if b.id}
-            return paths
+            return {b.id: self.loop.records_so_far(b) for b in branches if b.id}
+
+    def prompt_logprobs(self, prompt: Prompt, top_logprobs: int = 0) -> Array:
+        """What the model says of a prompt's own tokens but the first, by prefill alone.
+
+        Returns:
+            records [P - 1] as those of `progress`; ``token``, ``raw_logprob``, ``top_id`` and ``top_raw`` are set.
+
+        Raises:
+            ValueError: the prompt is empty or longer than the model's positions, or the engine cannot tell.
+        """
+        ids = self._token_ids(0, prompt)
+        check_integer("top_logprobs", top_logprobs, 0, min(self.vocabulary, MOST_TOP_LOGPROBS))
+        if self.longest is not None and len(ids) > self.longest:
+            raise ValueError(f"Prompt 0 of {len(ids)} tokens exceeds the model's {self.longest} positions; shorten it.")
+        with self._lock, self._computing():
+            return self._prompt_logprobs(ids, top_logprobs)
 
     def abort(self, requests: Sequence[Request] | None = None) -> list[Request]:
         """Stop requests (None: all) where they are; returns them.
@@ -255,11 +272,13 @@ class RolloutEngine(ABC):
         """Counters since the last `generate` (or `reset_stats`).
 
         ``logical_tokens`` (root-to-leaf paths) and ``unique_tokens`` of finished trees, the same by the second;
-        ``sampled_tokens``, ``steps``, ``forks``, ``rewinds``, ``pruned``, ``failed_calls``, ``appends_too_long``.
+        ``sampled_tokens``, ``steps``, ``failed_steps`` (that ended all they computed), ``forks``, ``rewinds``,
+        ``pruned``, ``failed_calls``, ``appends_too_long``.
         ``bubble``: the share of unfinished branches, summed over the steps, that sampled nothing.
         """
         counts = self.loop.counts
-        events = ("sampled_tokens", "steps", "forks", "rewinds", "pruned", "failed_calls", "appends_too_long")
+        events = ("sampled_tokens", "steps", "failed_steps", "forks", "rewinds", "pruned", "failed_calls")
+        events += ("appends_too_long",)
         branch_steps = counts["row_steps"] + counts["idle_row_steps"]
         return {
             **{name: counts[name] for name in events},
@@ -296,6 +315,9 @@ class RolloutEngine(ABC):
         self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[Array]]:  # prompts: each [P] int32
         """See `score`."""
+
+    def _prompt_logprobs(self, ids: Array, top: int) -> Array:  # [P] int32 -> [P - 1] records
+        raise ValueError(f"{type(self).__name__} does not say how likely a prompt's own tokens are.")
 
     def _computing(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.tree import LeafStatus, Origin
-from .branch import Branch, Node, Request, given
+from .branch import Branch, Node, Request, given, join
 from .kv_cache import KvCache
 from .rows import RowTable
 from .runner import Runner
@@ -100,6 +100,7 @@ class NativeLoop(Steering):
 
     def _give_up(self, step: Step | None, error: BaseException) -> None:
         """A step has failed as a whole: its requests fail, and no key is left that it may not have computed."""
+        self.counts["failed_steps"] += 1
         if not isinstance(error, Exception):
             error = RuntimeError(f"The step that computed this request was ended by {type(error).__name__}.")
         if step is None:
@@ -288,6 +289,11 @@ class NativeLoop(Steering):
         assert branch.node.parent is not None  # the prompt's node is sealed
         above = branch.node.parent.column("token")
         return np.concatenate([above, self.rows.records["token"][branch.slot, : self.rows.fill[branch.slot]]])
+
+    def records_so_far(self, branch: Branch) -> Array:  # [response] records
+        nodes = [node for node in branch.node.path() if node.parent is not None][::-1]
+        own = [] if branch.node.sealed or branch.slot < 0 else [self.rows.sampled(branch.slot)]
+        return join([*(node.records for node in nodes), *own])
 
     def _take_records(self, branch: Branch) -> None:
         branch.node.records = self.rows.sampled(branch.slot)

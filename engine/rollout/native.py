@@ -19,7 +19,7 @@ from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
 from .sampling_params import INT32, check_integer
-from .score import score
+from .score import prompt_logprobs, score
 from .stops import Stops
 
 Array = npt.NDArray[Any]
@@ -115,6 +115,10 @@ class NativeEngine(RolloutEngine):
     def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
         self._use_adapter(0)
         return score(self.model, prompts, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
+
+    def _prompt_logprobs(self, ids: Array, top: int) -> Array:  # [P] int32 -> [P - 1] records
+        self._use_adapter(0)
+        return prompt_logprobs(self.model, self.loop.runner.logits, ids, top)
 
     def update_weights(
         self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False

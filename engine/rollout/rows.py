@@ -21,6 +21,7 @@ class Sampled(NamedTuple):
     entropy: Array  # [E] float32
     top_id: Array | None = None  # [E, K] int64
     top_logprob: Array | None = None  # [E, K] float32
+    top_raw: Array | None = None  # [E, K] float32
     kept: Array | None = None  # [E] object: the ids it was drawn from, int32, where they are asked for
 
     def only(self, some: Array) -> Sampled:  # [E] bool
@@ -92,6 +93,7 @@ class RowTable:
         if top := records["top_id"].shape[1]:
             self.records["top_id"][slot, : len(records), :top] = records["top_id"]
             self.records["top_logprob"][slot, : len(records), :top] = records["top_logprob"]
+            self.records["top_raw"][slot, : len(records), :top] = records["top_raw"]
         return slot
 
     def remove(self, slot: int) -> None:
@@ -121,6 +123,7 @@ class RowTable:
             top = sampled.top_id.shape[1]
             records["top_id"][slots, fill, :top] = sampled.top_id
             records["top_logprob"][slots, fill, :top] = sampled.top_logprob
+            records["top_raw"][slots, fill, :top] = sampled.top_raw
         records["kept"][slots, fill] = 0
         if sampled.kept is not None:
             for i in np.flatnonzero(self.keeps[slots]).tolist():

@@ -32,8 +32,9 @@ class Steering(ABC):
     Attributes:
         version: of the policy, written to every token sampled.
         requests: started and not done.
-        counts: steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long; ``row_steps`` (branches
-            that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches that did not).
+        counts: steps, failed_steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long;
+            ``row_steps`` (branches that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches
+            that did not).
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -191,6 +192,10 @@ class Steering(ABC):
     @abstractmethod
     def path_so_far(self, branch: Branch) -> Array:  # [prompt + response] int32
         """All tokens of a branch."""
+
+    @abstractmethod
+    def records_so_far(self, branch: Branch) -> Array:  # [response] records
+        """What is known of a branch's response, token by token; see `sample_dtype`."""
 
     def _report(self, ended: Iterable[tuple[Request, SegmentReport]]) -> None:
         """Ask the programs, each once a step."""
