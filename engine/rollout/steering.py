@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,8 +32,9 @@ class Steering(ABC):
     Attributes:
         version: of the policy, written to every token sampled.
         requests: started and not done.
-        counts: steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long; ``row_steps`` (branches
-            that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches that did not).
+        counts: steps, failed_steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long;
+            ``row_steps`` (branches that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches
+            that did not).
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -105,9 +107,10 @@ class Steering(ABC):
         self.requests.remove(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        request.error = error
-        self._let_go(request)
-        self._done.append(request)
+        if not request.done:
+            request.error = error
+            self._let_go(request)
+            self._done.append(request)
 
     def _hand_out(self) -> list[Request]:
         done, self._done = self._done, []
@@ -116,8 +119,9 @@ class Steering(ABC):
     def _complete(self, request: Request) -> None:
         if not request.leaves:
             raise RuntimeError(f"{_name(request)} pruned every branch of prompt {request.number}.")
-        request.tree = request.token_tree()
+        tree = request.token_tree()
         self._let_go(request)
+        request.tree = tree
         self._done.append(request)
 
     def first_branches(self, request: Request) -> int:
@@ -189,12 +193,18 @@ class Steering(ABC):
     def path_so_far(self, branch: Branch) -> Array:  # [prompt + response] int32
         """All tokens of a branch."""
 
+    @abstractmethod
+    def records_so_far(self, branch: Branch) -> Array:  # [response] records
+        """What is known of a branch's response, token by token; see `sample_dtype`."""
+
     def _report(self, ended: Iterable[tuple[Request, SegmentReport]]) -> None:
         """Ask the programs, each once a step."""
         reports: dict[int, tuple[Request, list[SegmentReport]]] = {}
         for request, report in ended:
             reports.setdefault(request.number, (request, []))[1].append(report)
         for request, finished in reports.values():
+            if request.done:  # another branch of it failed
+                continue
             finished.sort(key=lambda report: report.branch)
             self._ask(request, partial(request.program.decide, request.state(), finished))
 
@@ -211,11 +221,19 @@ class Steering(ABC):
     # -- the program's answers --------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, question: Callable[[], Iterable[Action]]) -> None:
-        """Put a question to the program and do what it answers. A program that errs ends its own request only."""
-        try:
+        """Put a question to the program and do what it answers."""
+        with self._alone(request):
             self._act(request, question())
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """What is done for one request: an error, of ours or of its program, ends only that one."""
+        try:
+            yield
         except Exception as error:
             self._fail(request, error)
+        except SystemExit as error:
+            self._fail(request, RuntimeError(f"{_name(request)} called sys.exit({error.code!r})."))
 
     def _act(self, request: Request, actions: Iterable[Action]) -> None:
         for action in actions:
