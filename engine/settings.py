@@ -127,6 +127,8 @@ class RewardConfig(Section):
     """Verifier processes."""
     on_failure: Literal["drop", "zero", "raise"] = "drop"
     """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
+    max_failed_steps: PositiveInt = 5
+    """Steps in a row without a single verdict after which the run stops."""
 
     @field_validator("verifier")
     @classmethod
@@ -169,7 +171,7 @@ class TrainerConfig(Section):
     self_check: bool = True
     """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
     max_bad_steps: PositiveInt = 5
-    """Steps in a row with a non-finite loss or gradient after which the run stops."""
+    """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
 
 
 class EvaluationConfig(Section):

@@ -30,6 +30,7 @@ from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
 from ..train.trainer import Trainer
 from . import setup
+from .failures import Failures
 from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
 from .progress import Progress
 from .sources import Prompt, PromptSource, held_out
@@ -48,6 +49,8 @@ class RunSummary:
     problems: int
     seconds: float
     export: Path
+    failures: list[str]
+    """What could not be sampled or judged, a line each."""
 
 
 class Orchestrator:
@@ -77,6 +80,22 @@ class Orchestrator:
         self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
         self.watch = Stopwatch()
+        self.failures = {
+            "rollout": Failures(
+                "rollout",
+                "responses could not be sampled",
+                limit=config.trainer.max_bad_steps,
+                key="trainer.max_bad_steps",
+                remedy="look into the weights and the last rollouts",
+            ),
+            "reward": Failures(
+                "reward",
+                "responses could not be judged",
+                limit=config.reward.max_failed_steps,
+                key="reward.max_failed_steps",
+                remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
+            ),
+        }
         self.step = 0
         self._flat: bool | None = None  # None: not known yet
         self.first_accuracy: float | None = None
@@ -105,6 +124,7 @@ class Orchestrator:
             problems=len(self.problems),
             seconds=time.perf_counter() - begin,
             export=export,
+            failures=[line for failures in self.failures.values() if (line := failures.summary())],
         )
 
     def _begin(self) -> None:
@@ -173,16 +193,29 @@ class Orchestrator:
         return sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
 
     def _score(self, trees: list[TokenTree], prompts: Sequence[Prompt], sums: Sums) -> list[list[str]]:
-        """Put rewards and names on the trees; the leaves' texts."""
+        """Put rewards and names on the trees; the leaves' texts. A response that could not be sampled is not judged."""
         texts = [_decode(self.tokenizer, tree) for tree in trees]
-        items = [RewardItem(text, p.entry) for p, leaves in zip(prompts, texts, strict=True) for text in leaves]
-        results = iter(self.rewards.score(items))
-        for tree, prompt, leaves in zip(trees, prompts, texts, strict=True):
-            verdicts = [next(results) for _ in leaves]
-            values = [self._value(verdict, prompt, sums) for verdict in verdicts]
+        unsampled = [_unsampled(tree) for tree in trees]
+        items = [
+            RewardItem(text, prompt.entry)
+            for prompt, leaves, failed in zip(prompts, texts, unsampled, strict=True)
+            for leaf, text in enumerate(leaves)
+            if leaf not in failed
+        ]
+        verdicts = self.rewards.score(items)
+        results = iter(verdicts)
+        for tree, prompt, failed in zip(trees, prompts, unsampled, strict=True):
+            values = [
+                float("nan") if leaf in failed else self._value(next(results), prompt, sums)
+                for leaf in range(tree.num_leaves)
+            ]
             tree.rewards["reward"] = np.array(values, np.float32)
             tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        reasons = [reason for failed in unsampled for reason in failed.values()]
+        self.failures["rollout"].record(reasons, sum(map(len, texts)), sums, self.console)
+        reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
+        self.failures["reward"].record(reasons, len(items), sums, self.console)
         return texts
 
     def _value(self, verdict: RewardResult, prompt: Prompt, sums: Sums) -> float:
@@ -194,8 +227,6 @@ class Orchestrator:
                 f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
-        kind = verdict.reason if verdict.reason in ("timeout", "died") else "raised"
-        sums.count(f"reward/failed_{kind}")
         return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
 
     def _update(self, trees: list[TokenTree], sums: Sums) -> None:
@@ -283,18 +314,23 @@ class Orchestrator:
             items = [
                 RewardItem(_decode(self.tokenizer, tree)[0], p.entry)
                 for tree, p in zip(trees, self.problems, strict=True)
+                if not _unsampled(tree)
             ]
             results = self.rewards.score(items)
         solved = [r.value is not None and r.value >= SOLVED for r in results]
-        accuracy = float(np.mean(solved))
+        accuracy = sum(solved) / len(self.problems)
+        unsampled = [reason for tree in trees for reason in _unsampled(tree).values()]
+        failed = unsampled + [r.reason for r in results if r.reason is not None]
+        if failed:
+            self.console.note(f"{len(failed)} of {len(trees)} held-out problems could not be answered: {failed[0]}.")
         self.last_accuracy = accuracy
         if self.first_accuracy is None:
             self.first_accuracy = accuracy
-        self.console.evaluation(self.step, accuracy, len(solved))
+        self.console.evaluation(self.step, accuracy, len(self.problems))
         return {
             "eval/accuracy": accuracy,
             "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
-            "eval/failed": float(sum(r.value is None for r in results)),
+            "eval/failed": float(len(failed)),
         }
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
@@ -319,6 +355,7 @@ class Orchestrator:
             "metrics": row,
             "first_accuracy": self.first_accuracy,
             "last_accuracy": self.last_accuracy,
+            "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
         }
         checkpoint.save(
             self.config.run_dir / "checkpoints",
@@ -335,6 +372,8 @@ class Orchestrator:
         self.source.load_state_dict(state["prompts"])
         self.step = saved.step
         self._renew_policy()
+        for name, failures in self.failures.items():
+            failures.load_state_dict(state["failures"][name])
         self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
         stamp = time.strftime("%Y%m%d-%H%M%S")
         if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):
@@ -390,6 +429,12 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
     """The text of each leaf's response."""
     responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+
+
+def _unsampled(tree: TokenTree) -> dict[int, str]:
+    """The leaves that the engine could not sample to their end, and why."""
+    why = tree.meta.get("errors", {})
+    return {int(leaf): why.get(int(leaf), "failed") for leaf in np.flatnonzero(tree.status == LeafStatus.FAILED)}
 
 
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:

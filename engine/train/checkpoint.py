@@ -29,7 +29,7 @@ from ..app.config import config_keys
 from ..errors import RunError, UserError
 from ..settings import TrainConfig
 
-FORMAT = 1
+FORMAT = 2
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 
 FREE_TO_CHANGE = (
@@ -41,6 +41,7 @@ FREE_TO_CHANGE = (
     "rollout.max_batch_rows",
     "rollout.kv_tokens",
     "reward.workers",
+    "reward.max_failed_steps",
     "trainer.steps",
     "trainer.max_tokens",
     "trainer.max_bad_steps",
