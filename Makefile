@@ -48,7 +48,7 @@ equality: $(VENV)/.ready-dev
 
 # Compile every Triton kernel for sm_80, sm_90 and sm_100 and print registers, spills and shared memory. Needs no GPU.
 aot: $(VENV)/.ready-dev
-	$(BIN)/python tests/kernels/aot/harness.py
+	$(BIN)/python -m tests.kernels.aot.harness
 
 # Without build isolation the build sees the torch installed here, instead of fetching a second one.
 define install

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from .data.batch import TreeBatch, pack
     from .data.cost import CostModel
     from .data.distribute import distribute
-    from .data.tree import LeafStatus, Origin, Segment, Sequence, TokenTree
+    from .data.segment import LeafStatus, Origin, Segment, Sequence
+    from .data.tree import TokenTree
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
     from .model.decoder import batch_logprob, batch_loss, load_model, load_tokenizer
@@ -28,15 +29,15 @@ _HOME = {
     "Completion": "rollout",
     "CostModel": "data.cost",
     "EngineConfig": "rollout",
-    "LeafStatus": "data.tree",
+    "LeafStatus": "data.segment",
     "NativeEngine": "rollout",
     "Orchestrator": "loop.orchestrator",
-    "Origin": "data.tree",
+    "Origin": "data.segment",
     "Request": "rollout",
     "RunError": "errors",
     "SamplingParams": "rollout",
-    "Segment": "data.tree",
-    "Sequence": "data.tree",
+    "Segment": "data.segment",
+    "Sequence": "data.segment",
     "TokenTree": "data.tree",
     "TrainConfig": "settings",
     "Trainer": "train.trainer",

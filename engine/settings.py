@@ -93,7 +93,7 @@ class RolloutConfig(Section):
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `vllm.LLM`."""
     program: str = "flat"
-    """Who branches, and where: `flat`, `treepo`, `spo_tree`, ...; `rolltree methods` lists them."""
+    """Who branches, and where: a name that `rolltree methods` lists, or `file.py:Class` of your own."""
     program_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the program."""
     n: PositiveInt = 8
@@ -144,7 +144,9 @@ class AlgorithmConfig(Section):
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the objective to change, such as `eps_high = 0.28`."""
     advantage: str = "group_norm"
-    """How rewards become advantages; `rolltree methods` lists the estimators."""
+    """How rewards become credit: a name that `rolltree methods` lists, or `file.py:function` of the batch's trees."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
     drop_zero_variance: bool = True
     """Leave groups whose rewards are all equal out of the update; they are counted."""
 

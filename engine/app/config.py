@@ -9,15 +9,19 @@ from __future__ import annotations
 import datetime
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError
 from ..settings import Section, TrainConfig
+
+OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
+"""`file.py:object`."""
 
 
 class ConfigKey(NamedTuple):
@@ -35,7 +39,7 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
     """The checked configuration of TOML file ``path``.
 
     Args:
-        path: the TOML file. `model.create` and a `file.py:function` verifier in it are relative to its directory.
+        path: the TOML file. every `file.py:object` in it is relative to its directory.
         overrides: ``["--trainer.lr", "1e-6", "--seed=1"]`` or ``[("trainer.lr", "1e-6"), ("seed", "1")]``. Values are
             TOML (numbers, booleans, strings, arrays, inline tables); what is not TOML is taken as a string. Paths in
             them are relative to the working directory.
@@ -158,13 +162,19 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _resolve_callables(data: dict[str, Any], base: Path) -> None:
-    """Make the file of each `file.py:function` absolute, so that worker processes find it wherever they run."""
-    for table, key in (("model", "create"), ("reward", "verifier")):
-        section = data.get(table)
-        value = section.get(key) if isinstance(section, dict) else None
-        if isinstance(value, str) and ".py:" in value:
-            file, _, function = value.rpartition(":")
-            cast(dict[str, Any], section)[key] = f"{(base / file).resolve()}:{function}"
+    """Make the file of each `file.py:object` absolute; whatever key names it, it is relative to its TOML file."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: absolute(v) for key, v in value.items()}
+        if isinstance(value, list):
+            return [absolute(v) for v in value]
+        if isinstance(value, str) and OBJECT.fullmatch(value):
+            file, _, name = value.rpartition(":")
+            return f"{(base / file).resolve()}:{name}"
+        return value
+
+    data.update(absolute(data))
 
 
 def _validate(data: dict[str, Any]) -> TrainConfig:

@@ -16,9 +16,10 @@ from rolltree.kernels.dispatch import load_library
 from rolltree.kernels.policy_loss import PRESETS
 
 from ..loop import setup
-from ..methods.credit import ADVANTAGES, find_advantage
+from ..methods.credit import ADVANTAGES
+from ..methods.resolve import NEEDED, options_of
 from ..model.decoder import check_model_dir
-from ..programs import NEEDED, PROGRAMS, program_options
+from ..programs import PROGRAMS
 from ..settings import TrainConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -32,7 +33,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     """
     objective = setup.objective(config)
     setup.rollout_program(config.rollout)
-    find_advantage(config.algorithm.advantage)
+    setup.credit(config)
     device = setup.choose_device(config.model.device)
     rollout, trainer = config.rollout, config.trainer
     yield "# plan"
@@ -99,12 +100,16 @@ def method_lines() -> Iterator[str]:
         yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}"
     yield "advantages (algorithm.advantage)"
     for name, function in ADVANTAGES.items():
-        yield f"  {name:18} {_first_line(function)}"
+        yield _method_line(name, function, ("trees",))
     yield "rollout programs (rollout.program)"
     for name, program in PROGRAMS.items():
-        known = program_options(program).items()
-        options = ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
-        yield f"  {name:18} {_first_line(program)}{f' [{options}]' if options else ''}"
+        yield _method_line(name, program, ())
+
+
+def _method_line(name: str, part: Callable[..., Any], inputs: tuple[str, ...]) -> str:
+    known = options_of(part, inputs).items()
+    options = ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
+    return f"  {name:18} {_first_line(part)}{f' [{options}]' if options else ''}"
 
 
 def _first_line(thing: Callable[..., Any]) -> str:

@@ -10,9 +10,10 @@ from rich.markup import escape
 from rich.tree import Tree as RichTree
 from transformers import PreTrainedTokenizerBase
 
-from ..data.tree import LeafStatus, TokenTree
+from ..data.segment import LeafStatus
+from ..data.store import write_rollouts
+from ..data.tree import TokenTree
 from ..loop import setup
-from ..loop.metrics import write_rollouts
 from ..loop.sources import PromptSource, held_out
 from ..rewards import RewardItem, RewardPool
 from ..settings import TrainConfig

@@ -8,7 +8,7 @@ of leaves, which is why a tree larger than the budget can be split by its leaves
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields
 
+from .columns import COLUMNS, Array
 from .cost import CostModel
 from .pieces import Piece, cut
-from .tree import Array, TokenTree
+from .tree import TokenTree
 
+FIELDS = frozenset(f.name for f in fields(PolicyFields))
+"""Columns of these names reach the kernels as they are."""
 WORTH_SHARING = 1.1
 """FLOP of the flat batch over those of the tree, from which on a tree is computed as one."""
 
@@ -41,7 +44,7 @@ class TreeBatch:
     head_row: Tensor  # [R] int64, distinct rows among `row`, ascending
     head_index: Tensor  # [M] int64, row == head_row[head_index]
     loss_mask: Tensor  # [M] bool
-    behaviour_logprob: Tensor | None  # [M] float32, None where no pair in the loss has one
+    columns: dict[str, Tensor]  # of tokens and nodes [M], of leaves [L], of paths [P]; those training reads
     pair_end: Tensor  # [M] int64
     leaf_pair: Tensor  # [L] int64, the last pair on the leaf's path, -1 for an empty response
     leaf_start: Tensor | None  # [L] int64, the last pair before the leaf's response, -1 for none; None: none anywhere
@@ -50,6 +53,9 @@ class TreeBatch:
     copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the token
     leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
     mixed: bool  # some token is shared by leaves whose advantages differ in sign
+    path_target: Tensor | None  # [P] int64, the pair of each leaf's every response token; None: no column needs it
+    path_leaf: Tensor | None  # [P] int64, that leaf
+    path_advantage: Tensor | None  # [P] float64, where credit differs along a path; None: it is the leaf's
     cu_seqlens: Tensor | None  # [trees + 1] int32, where every tree is a plain sequence
     longest: int  # path, in tokens
     padded: tuple[int, int] | None  # (B, S): single sequences, which the model takes as an ordinary batch padded to S
@@ -59,7 +65,14 @@ class TreeBatch:
     def to(self, device: torch.device | str) -> TreeBatch:
         """Its tensors on ``device``: batches can wait in the host's memory for their turn."""
         moved = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        return replace(self, **cast("Any", moved), pieces=tuple(piece.to(device) for piece in self.pieces))
+        columns = {name: values.to(device) for name, values in self.columns.items()}
+        pieces = tuple(piece.to(device) for piece in self.pieces)
+        return replace(self, **cast("Any", moved), columns=columns, pieces=pieces)
+
+    @property
+    def behaviour_logprob(self) -> Tensor | None:  # [M] float32
+        """As recorded when the tokens were sampled; None where a token in the loss has none."""
+        return self.columns.get("behaviour_logprob")
 
     @property
     def num_tokens(self) -> int:
@@ -71,9 +84,9 @@ class TreeBatch:
         return self.leaf_pair.numel()
 
     @property
-    def logical_tokens(self) -> int:
+    def loss_tokens(self) -> int:
         """Response tokens in the loss, counted once a leaf: the normaliser of ``token_mean``."""
-        return sum(int(tree.loss_length.sum()) for tree in self.trees)
+        return sum(tree.loss_tokens for tree in self.trees)
 
     def fields(
         self,
@@ -100,23 +113,32 @@ class TreeBatch:
             leaf_start=self.leaf_start,
             leaf_length=self.leaf_length,
             leaf_weight=weight.float(),
-            leaf_advantage=self.leaf_advantage.float(),
+            leaf_advantage=self.leaf_advantage.float() if self.path_advantage is None else None,
         )
-        signed = weight * self.leaf_advantage
+        weighed, credit, spread = weight, self.leaf_advantage, paths.spread
+        if self.path_advantage is not None:
+            assert self.path_leaf is not None
+            weighed, credit, spread = weight[self.path_leaf], self.path_advantage, self.sum_paths
+        signed = weighed * credit
+        given = {"old_logprob": old_logprob, "ref_logprob": ref_logprob}
+        known = {name: values for name, values in self.columns.items() if name in FIELDS}
         return PolicyFields(
-            adv_pos=paths.spread(signed.clamp(min=0)).float(),
-            adv_neg=paths.spread(signed.clamp(max=0)).float(),
+            adv_pos=spread(signed.clamp(min=0)).float(),
+            adv_neg=spread(signed.clamp(max=0)).float(),
             weight=paths.spread(weight).float(),
             mask=self.loss_mask,
-            old_logprob=old_logprob,
-            ref_logprob=ref_logprob,
-            behaviour_logprob=self.behaviour_logprob,
-            pos_weight=paths.spread(weight * (self.leaf_advantage > 0)).float() if self.mixed else None,
-            neg_weight=paths.spread(weight * (self.leaf_advantage < 0)).float() if self.mixed else None,
+            pos_weight=spread(weighed * (credit > 0)).float() if self.mixed else None,
+            neg_weight=spread(weighed * (credit < 0)).float() if self.mixed else None,
             segment=self.segment if objective.ratio_level == "segment" else None,
             paths=paths,
             aggregation=objective.aggregation,
+            **(known | {name: values for name, values in given.items() if values is not None}),
         )
+
+    def sum_paths(self, values: Tensor) -> Tensor:  # [P] -> [M]
+        """At each pair the sum of ``values`` over the leaves below it, in a fixed order."""
+        assert self.path_target is not None
+        return values.new_zeros(self.target.numel()).index_put((self.path_target,), values, accumulate=True)
 
     def to_leaves(self, values: Tensor) -> list[list[Tensor]]:  # [M, ...]
         """Per tree, per leaf (in leaf-index order), the response tokens' values in order."""
@@ -267,7 +289,7 @@ def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree
 def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | str | None) -> TreeBatch:
     trees = [tree for _, tree, _ in parts]
     tokens = np.cumsum([0] + [t.num_tokens for t in trees])
-    pairs = np.cumsum([0] + [t.num_tokens - t.prompt_length for t in trees])
+    targets = np.cumsum([0] + [t.num_tokens - t.prompt_length for t in trees])
     nodes = np.cumsum([0] + [t.num_nodes for t in trees])
 
     def join(columns: list[Array], dtype: type = np.int64) -> Array:
@@ -284,7 +306,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         node = np.repeat(np.arange(tree.num_nodes), tree.length)
         order = tree.leaf_order
 
-        def pair_of(row: Array, tree: TokenTree = tree, shift: int = pairs[i]) -> Array:
+        def pair_of(row: Array, tree: TokenTree = tree, shift: int = targets[i]) -> Array:
             return np.where(row < tree.prompt_length, -1, row - tree.prompt_length + shift)
 
         add(
@@ -294,8 +316,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
             row=tree.parent_row[response] + tokens[i],
             target=tree.token_id[response],
             loss_mask=(tree.loss_mask & (tree.response_leaves > 0))[response],
-            behaviour_logprob=tree.behaviour_logprob[response],
-            pair_end=tree.subtree_end[response] - tree.prompt_length + pairs[i],
+            pair_end=tree.subtree_end[response] - tree.prompt_length + targets[i],
             segment=node[response] + nodes[i],
             copies=(tree.last_leaf - tree.first_leaf + 1)[node],
             leaf_pair=pair_of(tree.row_at(tree.path_length - 1)[order]),
@@ -305,8 +326,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         )
     row = join(columns["row"])
     head_row, head_index = np.unique(row, return_inverse=True)
-    behaviour = join(columns["behaviour_logprob"], np.float32)
-    known = not np.isnan(behaviour[join(columns["loss_mask"], np.bool_)]).any()
+    paths = _paths(trees, targets) if any(_along_paths(tree) for tree in trees) else {}
 
     def tensor(name: str, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(join(columns[name], dtype)).to(device)
@@ -323,7 +343,10 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         head_row=torch.from_numpy(head_row).to(device),
         head_index=torch.from_numpy(head_index.reshape(-1)).to(device),
         loss_mask=tensor("loss_mask", np.bool_),
-        behaviour_logprob=torch.from_numpy(behaviour).to(device) if known else None,
+        columns={
+            name: torch.from_numpy(values).to(device)
+            for name, values in _columns(trees, join(columns["loss_mask"], np.bool_))
+        },
         pair_end=tensor("pair_end"),
         leaf_pair=tensor("leaf_pair"),
         leaf_start=tensor("leaf_start") if (join(columns["leaf_start"]) >= 0).any() else None,
@@ -332,6 +355,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         copies=tensor("copies"),
         leaf_advantage=tensor("leaf_advantage", np.float64),
         mixed=any(_mixed(tree) for tree in trees),
+        **{name: torch.from_numpy(paths[name]).to(device) if name in paths else None for name in PATHS},
         cu_seqlens=torch.from_numpy(tokens.astype(np.int32)).to(device)
         if all(t.num_leaves == 1 for t in trees)
         else None,
@@ -342,8 +366,85 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
     )
 
 
+PATHS = ("path_target", "path_leaf", "path_advantage")
+CREDIT = ("token_advantage", "node_advantage", "path_advantage")
+"""Columns of credit finer than a leaf's."""
+
+
+def _along_paths(tree: TokenTree) -> bool:
+    """Whether something has a value for every response token of every leaf."""
+    return any(COLUMNS[name].to_device and COLUMNS[name].per == "path" for name in tree.columns) or _has_credit(tree)
+
+
+def _has_credit(tree: TokenTree) -> bool:
+    return any(name in tree.columns for name in CREDIT)
+
+
+def _paths(trees: Sequence[TokenTree], targets: Array) -> dict[str, Array]:
+    """Pair, leaf and credit of every leaf's every response token, leaves in depth-first order."""
+    found: dict[str, list[Array]] = {name: [] for name in PATHS}
+    leaves = 0
+    for tree, shift in zip(trees, targets, strict=False):
+        rows = tree.path_tokens
+        in_order = _depth_first(tree)
+        found["path_target"].append(rows[in_order] - tree.prompt_length + shift)
+        rank = np.empty(tree.num_leaves, np.int64)
+        rank[tree.leaf_order] = np.arange(tree.num_leaves)
+        found["path_leaf"].append(np.repeat(rank, tree.response_length)[in_order] + leaves)
+        found["path_advantage"].append(_path_credit(tree, rows)[in_order])
+        leaves += tree.num_leaves
+    if not any(map(_has_credit, trees)):
+        del found["path_advantage"]
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _path_credit(tree: TokenTree, rows: Array) -> Array:  # [P] float64
+    """The finest credit the tree carries, of every leaf's every response token."""
+    credit = np.repeat(tree.advantage.astype(np.float64), tree.response_length)
+    if "path_advantage" in tree.columns:
+        credit = tree.path_advantage
+    elif "token_advantage" in tree.columns:
+        credit = tree.token_advantage[rows]
+    elif "node_advantage" in tree.columns:
+        credit = np.repeat(tree.node_advantage, tree.length)[rows]
+    return credit.astype(np.float64)
+
+
+def _depth_first(tree: TokenTree) -> Array:  # [P]
+    """Places of a ``path`` column's values, for leaves in depth-first order."""
+    first = np.cumsum(tree.response_length) - tree.response_length
+    runs = [np.arange(first[leaf], first[leaf] + tree.response_length[leaf]) for leaf in tree.leaf_order]
+    return np.concatenate(runs)
+
+
+def _columns(trees: Sequence[TokenTree], loss_mask: Array) -> Iterator[tuple[str, Array]]:
+    """Columns that training reads, joined; without those of tokens that a token in the loss has no value of."""
+    for name in dict.fromkeys(name for tree in trees for name in tree.columns):
+        column = COLUMNS[name]
+        if not column.to_device or name in ("advantage", *CREDIT):
+            continue
+        parts = []
+        for tree in trees:
+            values = getattr(tree, name)
+            if column.per == "node":
+                values = np.repeat(values, tree.length)
+            if column.per == "leaf":
+                values = values[tree.leaf_order]
+            elif column.per == "path":
+                values = values[_depth_first(tree)]
+            else:
+                values = values[tree.prompt_length :]
+            parts.append(values)
+        joined = np.concatenate(parts)
+        of_tokens = column.per in ("token", "node")
+        if not (of_tokens and joined.dtype.kind == "f" and np.isnan(joined[loss_mask]).any()):
+            yield name, joined
+
+
 def _mixed(tree: TokenTree) -> bool:
-    """Whether leaves of one node below the prompt differ in the sign of their advantage."""
+    """Whether leaves of one node below the prompt may differ in the sign of their credit."""
+    if _has_credit(tree):
+        return tree.num_leaves > 1
     sign = np.sign(tree.advantage)[tree.leaf_order]
     changes = np.concatenate([[0], np.cumsum(sign[1:] != sign[:-1])])
     return bool((changes[tree.last_leaf[1:]] != changes[tree.first_leaf[1:]]).any())

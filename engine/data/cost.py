@@ -52,4 +52,4 @@ class CostModel:
         """Every leaf's path on its own."""
         length = tree.path_length.astype(np.float64)
         pairs = float((length * (length + 1) / 2).sum())
-        return self.token * tree.logical_tokens + self.pair * pairs + self.scored * float(tree.loss_length.sum())
+        return self.token * tree.logical_tokens + self.pair * pairs + self.scored * tree.loss_tokens

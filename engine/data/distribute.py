@@ -56,5 +56,6 @@ def _silent(batch: TreeBatch) -> TreeBatch:
         loss_mask=torch.zeros_like(batch.loss_mask),
         leaf_length=torch.zeros_like(batch.leaf_length),
         leaf_advantage=torch.zeros_like(batch.leaf_advantage),
+        path_advantage=None if batch.path_advantage is None else torch.zeros_like(batch.path_advantage),
         mixed=False,
     )

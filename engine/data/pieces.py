@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rolltree.kernels import tree_attention
 
-from .tree import Array, TokenTree
+from .columns import Array
+from .tree import TokenTree
 
 T = TypeVar("T")
 

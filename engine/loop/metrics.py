@@ -1,4 +1,4 @@
-"""What a run records: metrics as sums and counts, an account of each step's time, metrics.jsonl and the rollouts.
+"""What a run records: metrics as sums and counts, an account of each step's time, and metrics.jsonl.
 
 A mean of means is wrong as soon as the parts differ in size, so everything is added up as (sum, count) and divided
 once, at the end of a step. Names follow verl's and TRL's spelling.
@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from ..data.tree import Array, LeafStatus, TokenTree
+from ..data.columns import Array
 from ..errors import UserError
 
 Number = float | Tensor
@@ -158,83 +156,3 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-# -- rollouts ----------------------------------------------------------------------------------------------------------
-
-_ROLLOUT_SCHEMA = pa.schema(
-    {
-        "step": pa.int32(),
-        "prompt_id": pa.string(),
-        "task": pa.string(),
-        "leaf": pa.int32(),
-        "prompt_text": pa.string(),
-        "response_text": pa.string(),
-        "prompt_ids": pa.list_(pa.int32()),
-        "response_ids": pa.list_(pa.int32()),
-        "node_ids": pa.list_(pa.int32()),
-        "behaviour_logprob": pa.list_(pa.float32()),
-        "loss_mask": pa.list_(pa.bool_()),
-        "policy_version": pa.list_(pa.int32()),
-        "advantage": pa.float32(),
-        "reward": pa.float32(),
-        "status": pa.string(),
-    }
-)
-
-
-def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses: Sequence[Sequence[str]]) -> None:
-    """Write ``trees`` as parquet, one row a leaf path.
-
-    ``node_ids`` names the tree node of each response token, so leaves share a prefix as far as their node ids agree.
-    A reward that is NaN (its verifier failed) is null.
-
-    Args:
-        trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``.
-        responses: text of each leaf of each tree, in leaf-index order.
-    """
-    tables = [_rollout_table(step, tree, texts) for tree, texts in zip(trees, responses, strict=True)]
-    table = pa.concat_tables(tables) if tables else _ROLLOUT_SCHEMA.empty_table()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(table, temporary, compression="zstd")
-    temporary.replace(path)
-
-
-def _rollout_table(step: int, tree: TokenTree, texts: Sequence[str]) -> pa.Table:
-    leaves = tree.num_leaves
-    paths = [tree.response_rows(leaf) for leaf in range(leaves)]
-    rows = np.concatenate(paths)
-    offsets = pa.array(np.cumsum([0] + [len(p) for p in paths]), pa.int32())
-    node = np.repeat(np.arange(tree.num_nodes), tree.length)
-
-    def per_token(values: Array) -> pa.ListArray:  # [T] values of the tree's tokens
-        return pa.ListArray.from_arrays(offsets, pa.array(values[rows]))
-
-    reward = tree.rewards["reward"]
-    columns = {
-        "step": pa.array(np.full(leaves, step)),
-        "prompt_id": [tree.meta["prompt_id"]] * leaves,
-        "task": [tree.meta["task"]] * leaves,
-        "leaf": pa.array(np.arange(leaves)),
-        "prompt_text": [tree.meta["prompt_text"]] * leaves,
-        "response_text": list(texts),
-        "prompt_ids": [tree.token_id[tree.path_rows(leaf)[: tree.leaf_prompt[leaf]]] for leaf in range(leaves)],
-        "response_ids": per_token(tree.token_id),
-        "node_ids": per_token(node.astype(np.int32)),
-        "behaviour_logprob": per_token(tree.behaviour_logprob),
-        "loss_mask": per_token(tree.loss_mask),
-        "policy_version": per_token(tree.policy_version),
-        "advantage": pa.array(tree.advantage),
-        "reward": pa.array(reward, mask=np.isnan(reward)),
-        "status": [LeafStatus(int(status)).name.lower() for status in tree.status],
-    }
-    return pa.table({name: _cast(columns[name], field.type) for name, field in _by_name()}, schema=_ROLLOUT_SCHEMA)
-
-
-def _by_name() -> Iterator[tuple[str, pa.Field]]:
-    return ((field.name, field) for field in _ROLLOUT_SCHEMA)
-
-
-def _cast(column: Any, kind: pa.DataType) -> pa.Array:
-    return column.cast(kind) if isinstance(column, pa.Array) else pa.array(column, kind)

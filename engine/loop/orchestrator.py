@@ -20,10 +20,12 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..data.batch import pack
 from ..data.cost import CostModel
-from ..data.tree import LeafStatus, TokenTree
+from ..data.segment import LeafStatus
+from ..data.store import write_rollouts
+from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..integrations import varlen
-from ..methods.credit import find_advantage
+from ..methods.credit import give_credit
 from ..model.self_check import tree_error, trees_fit
 from ..rewards import RewardItem, RewardPool, RewardResult
 from ..settings import TrainConfig, resolved_toml
@@ -31,7 +33,7 @@ from ..train import checkpoint
 from ..train.trainer import Trainer
 from . import setup
 from .failures import Failures
-from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
+from .metrics import MetricsLog, Stopwatch, Sums
 from .progress import Progress
 from .sources import Prompt, PromptSource, held_out
 
@@ -66,7 +68,7 @@ class Orchestrator:
         self.console = console
         self.objective = setup.objective(config)
         self.program = setup.rollout_program(config.rollout)
-        self.advantage = find_advantage(config.algorithm.advantage)
+        self.credit = setup.credit(config)
         self.params = setup.sampling_params(config.rollout)
         _check_old_logprobs(config)
         self._saved = self._check_directory(resume)
@@ -233,14 +235,13 @@ class Orchestrator:
         """Advantages, filter, pack, and `updates_per_step` optimiser steps on disjoint shares of the trees."""
         config = self.config
         with self.watch.part("pack"):
-            kept: list[TokenTree] = []
-            for tree in trees:
-                failed = np.isnan(tree.rewards["reward"])
-                judged = tree.without_leaves(failed)
-                if judged is not None:
-                    judged.advantage[:] = self.advantage(judged)
-                    tree.advantage[~failed] = judged.advantage
-                    kept.append(judged)
+            failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
+            judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
+            kept = [tree for tree in judged if tree is not None]
+            give_credit(self.credit, config.algorithm.advantage, kept)
+            for tree, part, drop in zip(trees, judged, failed, strict=True):
+                if part is not None and part is not tree:
+                    tree.advantage[~drop] = part.advantage
             flat = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
             sums.count("filter/zero_variance_groups", sum(flat))
             sums.count("filter/failed_groups", len(trees) - len(kept))
@@ -296,7 +297,7 @@ class Orchestrator:
         aggregation = self.objective.aggregation
         leaves = sum(tree.num_leaves for tree in trees)
         if aggregation == "token_mean":
-            return float(sum(int(tree.loss_length.sum()) for tree in trees))
+            return float(sum(tree.loss_tokens for tree in trees))
         if aggregation == "token_sum":
             return 1.0
         if aggregation == "seq_mean_token_sum_norm":

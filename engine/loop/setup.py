@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rolltree.kernels import Objective
 
 from ..errors import UserError
-from ..methods.resolve import import_function
+from ..methods.credit import ADVANTAGES, CreditFunction
+from ..methods.resolve import import_object, resolve
 from ..model.decoder import load_model, load_tokenizer
 from ..programs import RolloutProgram, make_program
 from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
@@ -38,7 +39,7 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     if config.model.create is not None and not path.exists():
         unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
         shutil.rmtree(unfinished, ignore_errors=True)
-        import_function(config.model.create)(config, unfinished)
+        import_object(config.model.create)(config, unfinished)
         unfinished.rename(path)
     model = load_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
@@ -86,10 +87,20 @@ def greedy_params(config: TrainConfig) -> SamplingParams:
 
 
 def rollout_program(config: RolloutConfig) -> RolloutProgram:
-    try:
-        return make_program(config.program, **config.program_options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"rollout.program = '{config.program}': {error}") from error
+    return make_program(config.program, **config.program_options)
+
+
+def credit(config: TrainConfig) -> CreditFunction:
+    """How rewards become credit: `algorithm.advantage`.
+
+    Raises:
+        UserError: there is no such estimator, file or function, or it has no such option.
+    """
+    algorithm = config.algorithm
+    found: CreditFunction = resolve(
+        "algorithm.advantage", algorithm.advantage, algorithm.advantage_options, known=ADVANTAGES, inputs=("trees",)
+    )
+    return found
 
 
 def objective(config: TrainConfig) -> Objective:

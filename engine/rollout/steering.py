@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.tree import LeafStatus, Origin
+from ..data.segment import LeafStatus, Origin
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Rewind, SegmentReport
 from .branch import Branch, Node, Request, given
 from .seeds import child_seed

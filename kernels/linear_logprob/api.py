@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .extra import MorePairs
+from .extra import MoreTargets
 from .head import HeadLora
 from .kept import kept_logprob
 from .op import linear_logprob_op
@@ -41,10 +41,11 @@ def linear_logprob(
     kept: tuple[Tensor, Tensor] | None = None,  # indptr [N + 1] int, ids [nnz] int
     tp_group: Any = None,
     lora: HeadLora | None = None,
+    weight_grad: Tensor | None = None,  # [V, H]
 ) -> LogprobOutput:
     """Score tokens under ``softmax(softcap(hidden @ weight.T + bias) / temperature)``.
 
-    A pair m scores token ``target[m]`` in row ``row[m]`` of ``hidden``; a row may have any number of pairs, in any
+    Target m is token ``target[m]`` in row ``row[m]`` of ``hidden``; a row may have any number of targets, in any
     order. Logits exist only for a chunk of rows at a time, in fp32, never rounded to half precision. Gradients flow
     from every output to hidden, weight, bias and adapter; those of the head are summed in fp32.
 
@@ -56,7 +57,7 @@ def linear_logprob(
         hidden: bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its own).
         target: vocabulary ids. On a CPU out-of-range ids raise; on a GPU, where checking would wait for the device,
             their log-prob is NaN.
-        row: row of each pair; default ``arange(N)``, then M = N.
+        row: row of each target; default ``arange(N)``, then M = N.
         temperature: a number, or one per row; positive. Applied after softcap. Constant: takes no gradient.
         softcap: ``softcap * tanh(logits / softcap)`` before the temperature.
         want: what to return besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
@@ -69,42 +70,67 @@ def linear_logprob(
             for their sizes; `VocabShards.gather` does that once, give its result instead. Gradients of hidden are
             summed over the ranks. Does not combine with lora.
         lora: a low-rank adapter of the head; weight + scale b a is never formed.
+        weight_grad: an accumulator in fp32 (Megatron's ``main_grad``): the backward adds weight's gradient to it, chunk
+            by chunk, and leaves ``weight.grad`` alone. ``weight`` must require a gradient all the same. Does not
+            combine with tp_group or kept.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit; the message names which.
         IndexError: a target or row is out of range (CPU only).
     """
-    given = {"kept": kept, "tp_group": tp_group, "lora": lora}
-    if len(together := [name for name, option in given.items() if option is not None]) > 1:
+    given = {"kept": kept, "tp_group": tp_group, "lora": lora, "weight_grad": weight_grad}
+    together = [name for name, option in given.items() if option is not None]
+    if len(together) > 1 and together != ["lora", "weight_grad"]:
         raise ValueError(f"linear_logprob: {together[0]} does not combine with {together[1]}.")
     if unknown := set(want) - set(OUTPUTS):
         raise ValueError(f"linear_logprob: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}.")
     hidden, weight, bias, lora, temperature = prepare(
         "linear_logprob", hidden, weight, target, row, bias, temperature, softcap, lora
     )
-    more = None if extra_ids is None else MorePairs(extra_ids, target, row, len(hidden))
+    check_accumulator("linear_logprob", weight, weight_grad, temperature.dtype)
+    more = None if extra_ids is None else MoreTargets(extra_ids, target, row, len(hidden))
     a, b, scale = (None, None, 0.0) if lora is None else lora
     trainable = any(t is not None and t.requires_grad for t in (weight, bias, a, b))
     frozen_head = torch.is_grad_enabled() and hidden.requires_grad and not trainable
-    pairs = (target.long(), None if row is None else row.long()) if more is None else (more.target, more.row)
+    targets = (target.long(), None if row is None else row.long()) if more is None else (more.target, more.row)
     outputs = ("entropy" in want, "sum_p2" in want)
     with torch.autocast(hidden.device.type, enabled=False):
         if kept is not None:
             logprob, logsumexp, entropy, sum_p2 = kept_logprob(
-                hidden, weight, bias, *pairs, temperature, softcap or 0.0, kept
+                hidden, weight, bias, *targets, temperature, softcap or 0.0, kept
             )
         elif tp_group is None:
             logprob, logsumexp, _, entropy, sum_p2, _ = linear_logprob_op(
-                hidden, weight, bias, a, b, scale, *pairs, temperature, softcap or 0.0, *outputs, frozen_head
+                hidden,
+                weight,
+                bias,
+                a,
+                b,
+                scale,
+                *targets,
+                temperature,
+                softcap or 0.0,
+                *outputs,
+                frozen_head,
+                weight_grad,
             )
         else:
             logprob, logsumexp, entropy, sum_p2 = sharded(
-                hidden, weight, bias, *pairs, temperature, softcap or 0.0, *outputs, tp_group
+                hidden, weight, bias, *targets, temperature, softcap or 0.0, *outputs, tp_group
             )
     logprob, extra_logprob = (logprob, None) if more is None else more.split(logprob)
     return LogprobOutput(
         logprob, logsumexp, entropy if outputs[0] else None, sum_p2 if outputs[1] else None, extra_logprob
     )
+
+
+def check_accumulator(op: str, weight: Tensor, weight_grad: Tensor | None, dtype: torch.dtype) -> None:
+    """Raises ValueError where gradients of ``weight`` in ``dtype`` cannot be added to ``weight_grad``."""
+    if weight_grad is not None and (weight_grad.shape != weight.shape or weight_grad.dtype != dtype):
+        raise ValueError(
+            f"{op}: weight_grad must be {list(weight.shape)} {dtype}, got "
+            f"{list(weight_grad.shape)} {weight_grad.dtype}."
+        )
 
 
 def prepare(
@@ -170,7 +196,7 @@ def _check_shapes(
     if row is None:
         require(
             len(target) == len(hidden),
-            f"{len(target)} targets for {len(hidden)} rows; give row= to pair them otherwise",
+            f"{len(target)} targets for {len(hidden)} rows; give row= to place them otherwise",
         )
     else:
         require(row.shape == target.shape, f"row must be [{len(target)}] like target, got {shape(row)}")

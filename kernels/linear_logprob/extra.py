@@ -1,4 +1,4 @@
-"""`extra_ids` of `linear_logprob`: K more ids to score in every row, as pairs after the caller's own."""
+"""`extra_ids` of `linear_logprob`: K more ids to score in every row, as targets after the caller's own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 ABSENT = -1
 
 
-class MorePairs:
-    """The caller's M pairs followed by N K others, one for each entry of ``extra_ids``."""
+class MoreTargets:
+    """The caller's M targets followed by N K others, one for each entry of ``extra_ids``."""
 
     def __init__(
         self,

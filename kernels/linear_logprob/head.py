@@ -104,13 +104,18 @@ def has_bf16_gemm(weight: Tensor) -> bool:
 
 
 class HeadGradient:
-    """Sums over chunks of the gradients of weight, bias and adapter, in the accumulation dtype; empty if not needed."""
+    """Sums over chunks of the gradients of weight, bias and adapter, in the accumulation dtype; empty if not needed.
 
-    def __init__(self, head: Head, need_weight: bool, need_bias: bool, need_lora: bool) -> None:
+    That of the weight is added to ``into`` [V, H] where given.
+    """
+
+    def __init__(
+        self, head: Head, need_weight: bool, need_bias: bool, need_lora: bool, into: Tensor | None = None
+    ) -> None:
         V, H = head.weight.shape
         new = head.bias.new_zeros
         self.head = head
-        self.weight = new((V, H) if need_weight else (0,))
+        self.weight = new((V, H) if need_weight else (0,)) if into is None else into
         self.bias = new(V if need_bias else 0)
         rank = len(head.lora.a) if need_lora and head.lora is not None else 0
         self.a = new((rank, H) if rank else (0,))

@@ -72,17 +72,17 @@ def kept_logprob(
     p = e / torch.where(some, whole, 1)[rows]
     entropy = torch.where(some, log_sum - total(p * d), 0)
 
-    of_pair = torch.arange(len(target), device=target.device) if row is None else row
-    wanted = of_pair * V + target
+    of_target = torch.arange(len(target), device=target.device) if row is None else row
+    wanted = of_target * V + target
     place = torch.searchsorted(key, wanted).clamp(max=max(len(key) - 1, 0))
     found = key[place] == wanted if len(key) else torch.zeros_like(wanted, dtype=torch.bool)
     if target.device.type == "cpu" and not bool(found.all()):
         m = int((~found).nonzero()[0])
         raise ValueError(
-            f"linear_logprob: target {int(target[m])} of pair {m} is not among the kept ids of row {int(of_pair[m])}; "
-            "keep every sampled token."
+            f"linear_logprob: target {int(target[m])} in place {m} is not among the kept ids of row "
+            f"{int(of_target[m])}; keep every sampled token."
         )
-    logprob = torch.where(found, d[place] - log_sum[of_pair], torch.nan) if len(key) else wanted.double() * torch.nan
+    logprob = torch.where(found, d[place] - log_sum[of_target], torch.nan) if len(key) else wanted.double() * torch.nan
     return logprob.to(dtype), logsumexp.to(dtype), entropy.to(dtype), total(p * p).to(dtype)
 
 

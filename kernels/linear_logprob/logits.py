@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import chunked, reference
+from . import chunked
 from .api import OUTPUTS, LogprobOutput
-from .op import check_range, row_kernels
-from .pairs import group_by_row
+from .op import backend_of, check_range, row_kernels
+from .targets import group_by_row
 
 
 def logprob_from_logits(
@@ -36,7 +36,7 @@ def logprob_from_logits(
     Args:
         logits: bf16, fp16, fp32 or fp64, contiguous.
         target: vocabulary ids. On a CPU out-of-range ids raise; on a GPU their log-prob is NaN.
-        row: row of each pair; default ``arange(N)``, then M = N.
+        row: row of each target; default ``arange(N)``, then M = N.
         inplace_backward: write the gradient over the logits, which saves ``[N, V]``. The logits hold their gradient
             from then on: a second backward raises, and so does any other whose graph saved them.
 
@@ -93,7 +93,7 @@ def _check_arguments(
     if row is None:
         require(
             len(target) == len(logits),
-            f"{len(target)} targets for {len(logits)} rows; give row= to pair them otherwise",
+            f"{len(target)} targets for {len(logits)} rows; give row= to place them otherwise",
         )
     else:
         require(row.shape == target.shape, f"row must be [{len(target)}] like target, got {list(row.shape)}")
@@ -134,19 +134,15 @@ def _logprob_from_logits(
         check_range("target", target, V, "logprob_from_logits")
         if row is not None:
             check_range("row", row, N, "logprob_from_logits")
-    backend, new = _backend(logits), temperature.new_empty
-    pairs = group_by_row(target, row, N)
-    if backend == "reference":
-        z = reference.scaled(logits, new(0), temperature, softcap)
-        logprob, *of_rows = reference.statistics(z, pairs, temperature, want_entropy, want_sum_p2)
-    else:
-        logprob = new(len(target))
-        of_rows = [new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)]
-        row_kernels(backend).statistics(
-            logits, new(0), temperature, softcap, pairs.start, pairs.target, logprob, *of_rows
-        )
-    if pairs.order is not None:
-        logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
+    new = temperature.new_empty
+    targets = group_by_row(target, row, N)
+    logprob = new(len(target))
+    of_rows = [new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)]
+    row_kernels(backend_of("logprob_from_logits", logits)).statistics(
+        logits, new(0), temperature, softcap, targets.start, targets.target, logprob, *of_rows
+    )
+    if targets.order is not None:
+        logprob = torch.empty_like(logprob).index_copy_(0, targets.order, logprob)
     logsumexp, correction, entropy, sum_p2 = of_rows
     return logprob, logsumexp, correction, entropy, sum_p2
 
@@ -166,16 +162,6 @@ def _(
     return new(target.shape[0]), new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
 
 
-def _backend(logits: Tensor) -> str:
-    """Name of the backend for these logits: fp64 is for checking gradients, which GPU row kernels do not serve."""
-    names = ("cpu", "reference") if logits.dtype == torch.float64 else ("cuda", "triton", "cpu", "reference")
-
-    def named(name: str) -> Any:
-        return lambda: name
-
-    return str(dispatch.choose("logprob_from_logits", {name: named(name) for name in names}, logits.device)())
-
-
 def _gradient(
     logits: Tensor,  # [N, V]
     target: Tensor,  # [M] int64
@@ -192,23 +178,18 @@ def _gradient(
     grad_sum_p2: Tensor,  # [N] or [0]
     out: Tensor,  # [N, V], out; may be logits
 ) -> None:
-    backend = _backend(logits)
     grads = grad_logsumexp, grad_entropy, grad_sum_p2
-    pairs = group_by_row(target, row, len(logits))
-    if pairs.order is not None:
-        grad_logprob = grad_logprob[pairs.order]
-    if backend == "reference":
-        z = reference.scaled(logits, temperature.new_empty(0), temperature, softcap)
-        out.copy_(reference.gradient(z, pairs, temperature, softcap, entropy, sum_p2, grad_logprob, *grads))
-        return
+    targets = group_by_row(target, row, len(logits))
+    if targets.order is not None:
+        grad_logprob = grad_logprob[targets.order]
     constant, per_log, per_p = chunked.coefficients(entropy, sum_p2, *grads)
-    row_kernels(backend).gradient(
+    row_kernels(backend_of("logprob_from_logits", logits)).gradient(
         logits,
         temperature.new_empty(0),
         temperature,
         softcap,
-        pairs.start,
-        pairs.target,
+        targets.start,
+        targets.target,
         logsumexp,
         correction,
         grad_logprob,

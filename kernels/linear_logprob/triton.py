@@ -115,13 +115,13 @@ def _statistics(
     first = tl.load(start + row)
     last = tl.load(start + row + 1)
     for begin in range(first, last, TARGETS):
-        pair = begin + tl.arange(0, TARGETS)
-        present = pair < last
-        y = tl.load(target + pair, mask=present, other=0)
+        place = begin + tl.arange(0, TARGETS)
+        present = place < last
+        y = tl.load(target + place, mask=present, other=0)
         known = present & (y >= 0) & (y < V)
         u = tl.load(logits + y, mask=known, other=float("nan"))
         z, _ = _scaled(u, bias, y, known, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
-        tl.store(logprob + pair, (z - shift) - log_sum, mask=present)
+        tl.store(logprob + place, (z - shift) - log_sum, mask=present)
 
 
 @triton.jit
@@ -155,9 +155,9 @@ def _gradient(
     c = tl.load(constant + row)
     onehot = tl.full((BLOCK,), 0.0, tl.float32)
     size = tl.abs(c)
-    for pair in range(first, last):
-        a = tl.load(grad_logprob + pair)
-        onehot += tl.where(columns == tl.load(target + pair), a, 0.0)
+    for place in range(first, last):
+        a = tl.load(grad_logprob + place)
+        onehot += tl.where(columns == tl.load(target + place), a, 0.0)
         c -= a
         size += tl.abs(a)
     b = 0.0

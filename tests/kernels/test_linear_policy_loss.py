@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from rolltree.kernels import (
     PathIndex,
     PolicyFields,
     PolicyLossOutput,
-    dispatch,
     linear_logprob,
     linear_policy_loss,
     plan_policy_loss,
@@ -23,7 +21,7 @@ from rolltree.kernels import (
     use_backend,
 )
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.linear_logprob import chunked, triton_counted
+from rolltree.kernels.linear_logprob import chunked
 from rolltree.kernels.linear_policy_loss import api, op, plan
 from rolltree.kernels.policy_loss import PRESETS
 
@@ -288,41 +286,6 @@ def test_clipped_rows_leave_after_the_log_sum_exp(monkeypatch: pytest.MonkeyPatc
     assert reached == [kept]
 
 
-@pytest.mark.parametrize("shape", ["flat", "tree"])
-@pytest.mark.parametrize("trained", [("hidden", "weight", "bias"), ("hidden",), ("weight",)])
-def test_rows_counted_on_the_device(trained: tuple[str, ...], shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that read the count of rows with a gradient where it lies, over several chunks."""
-    if reason := dispatch._unusable("triton", DEVICE):
-        pytest.skip(reason)
-    given, fields = batch(shape, bias=True)
-    objective = Objective.preset("ppo", eps_low=0.05, eps_high=0.05)
-    fields = cast(fields, torch.float32, objective.aggregation)
-    monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 8)
-    made = plan_policy_loss(
-        fields, objective, num_rows=len(given["hidden"]), vocabulary=65, hidden_size=16, device="cpu",
-        row=given.get("row"), frozen=trained == ("hidden",),
-    )  # fmt: skip
-    products: list[Tensor] = []
-    original = triton_counted.rows_on_device
-    monkeypatch.setattr(triton_counted, "rows_on_device", lambda alive: products.append(alive) or original(alive))
-    with use_backend("triton"):
-        expected = run(composed, given, fields, objective, trained)
-        got = run(fused, given | {"plan": replace(made, count_on_device=True)}, fields, objective, trained)
-    same(got, expected, 2e-6)
-    assert len(products) == len(made.row_cuts) - 1
-    alive = torch.cat(products)
-    assert 0 < int(alive.sum()) < len(alive)
-
-
-def test_when_the_device_counts() -> None:
-    _, fields = batch()
-    options = {"num_rows": 35, "vocabulary": 65, "hidden_size": 16}
-    for share, device, expected in ((0.5, "cuda", True), (0.9, "cuda", False), (0.5, "cpu", False)):
-        made = plan_policy_loss(fields, Objective.preset("dapo"), device=device, gradient_share=share, **options)
-        assert made.count_on_device == expected
-        assert ("left out on the device" in made.explain()) == expected
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend) -> None:
     given, fields = batch()
@@ -380,8 +343,8 @@ def test_an_accumulator_takes_the_weight_gradient_in_fp32(dtype: torch.dtype) ->
 
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    original = api.linear_policy_loss_op
-    monkeypatch.setattr(api, "linear_policy_loss_op", lambda *args: calls.append(args) or original(*args))
+    original = api.linear_terms_loss_op
+    monkeypatch.setattr(api, "linear_terms_loss_op", lambda *args: calls.append(args) or original(*args))
     for name, shape in (("dapo", "flat"), ("gspo", "flat"), ("ppo", "tree")):
         given, fields = batch(shape, bias=True)
         run(
@@ -392,7 +355,7 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
             ("hidden", "weight", "bias"),
         )
         for utils in ("test_schema", "test_faketensor", "test_autograd_registration"):
-            torch.library.opcheck(op.linear_policy_loss_op, calls[-1], test_utils=utils)
+            torch.library.opcheck(op.linear_terms_loss_op, calls[-1], test_utils=utils)
 
 
 def test_compile() -> None:
@@ -415,8 +378,8 @@ def test_compile() -> None:
 def test_a_plan_of_another_batch_is_refused() -> None:
     given, fields = batch()
     made = plan_policy_loss(fields, Objective.preset("dapo"), num_rows=35, vocabulary=64, hidden_size=16, device="cpu")
-    with pytest.raises(ValueError, match=r"the plan is for 35 rows, 35 pairs and a head of \[64, 16\]"):
+    with pytest.raises(ValueError, match=r"the plan is for 35 rows, 35 targets and a head of \[64, 16\]"):
         linear_policy_loss(**{k: given[k] for k in ("hidden", "weight", "target")}, fields=fields,
                            objective=Objective.preset("dapo"), normalizer=1.0, plan=made)  # fmt: skip
-    with pytest.raises(ValueError, match="35 pairs for 34 rows; give row="):
+    with pytest.raises(ValueError, match="35 targets for 34 rows; give row="):
         plan_policy_loss(fields, Objective.preset("dapo"), num_rows=34, vocabulary=65, hidden_size=16, device="cpu")

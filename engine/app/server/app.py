@@ -20,7 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from transformers import PreTrainedTokenizerBase
 
-from ...data.tree import LeafStatus
+from ...data.segment import LeafStatus
 from ...rollout import Completion, RolloutEngine, SamplingParams
 from ...rollout import Request as Rollout
 from .schema import ChatBody, CompletionBody, Sampling

@@ -8,9 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rolltree.engine.data.tree import LeafStatus, Segment, TokenTree
+from rolltree.engine.data.segment import LeafStatus, Segment
+from rolltree.engine.data.store import write_rollouts
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.metrics import MetricsLog, Stopwatch, Sums, write_rollouts
+from rolltree.engine.loop.metrics import MetricsLog, Stopwatch, Sums
 
 
 def test_means_are_of_sums_not_of_means():

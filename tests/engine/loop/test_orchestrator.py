@@ -265,9 +265,7 @@ def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_
     step = Trainer.step
 
     def spy(self, batches, objective, *, normalizer, on_policy, **rest):
-        calls.append(
-            (sum(b.num_leaves for b in batches), normalizer, sum(b.logical_tokens for b in batches), on_policy)
-        )
+        calls.append((sum(b.num_leaves for b in batches), normalizer, sum(b.loss_tokens for b in batches), on_policy))
         return step(self, batches, objective, normalizer=normalizer, on_policy=on_policy, **rest)
 
     monkeypatch.setattr(Trainer, "step", spy)

@@ -151,7 +151,7 @@ def test_splitting_changes_nothing(aggregation, max_tokens):
     assert max(b.num_tokens for b in parts) <= max_tokens
     if max_tokens == 40:
         assert sum(len(b.tree_index) for b in parts) > len(trees), "no tree was split; the test shows nothing"
-    assert sum(b.logical_tokens for b in parts) == whole[0].logical_tokens
+    assert sum(b.loss_tokens for b in parts) == whole[0].loss_tokens
     loss, grads = run(whole)
     split_loss, split_grads = run(parts)
     close(split_loss, loss)

@@ -43,7 +43,7 @@ def make_trees(seed=0, count=3):
 
 
 BATCHES = pack(make_trees(), max_tokens=10_000)
-TOKENS = float(sum(b.logical_tokens for b in BATCHES))
+TOKENS = float(sum(b.loss_tokens for b in BATCHES))
 
 
 def step(trainer, batches=BATCHES, on_policy=True, normalizer=TOKENS):
