@@ -9,6 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from ..data.segment import LeafStatus
+from ..data.tree import TokenTree
 from ..errors import RunError
 from .metrics import Sums
 from .progress import Progress
@@ -19,6 +23,12 @@ def kind(reason: str) -> str:
     if reason in ("timeout", "died"):
         return reason
     return "not_finite" if "not finite" in reason else "raised"
+
+
+def unsampled(tree: TokenTree) -> dict[int, str]:
+    """The leaves that the engine could not sample to their end, and why; their reward is none."""
+    why = tree.meta.get("errors", {})
+    return {int(leaf): why.get(int(leaf), "failed") for leaf in np.flatnonzero(tree.status == LeafStatus.FAILED)}
 
 
 class Failures:

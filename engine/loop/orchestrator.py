@@ -25,14 +25,15 @@ from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..integrations import varlen
+from ..methods.calling import failure
 from ..methods.credit import give_credit
 from ..model.self_check import tree_error, trees_fit
 from ..rewards import RewardItem, RewardPool, RewardResult
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
 from ..train.trainer import Trainer
-from . import setup
-from .failures import Failures
+from . import early, setup
+from .failures import Failures, unsampled
 from .metrics import MetricsLog, Stopwatch, Sums
 from .progress import Progress
 from .sources import Prompt, PromptSource, held_out
@@ -70,6 +71,7 @@ class Orchestrator:
         self.program = setup.rollout_program(config.rollout)
         self.credit = setup.credit(config)
         self.params = setup.sampling_params(config.rollout)
+        early.check_credit(config, self.credit)
         _check_old_logprobs(config)
         self._saved = self._check_directory(resume)
         set_seed(config.seed)
@@ -80,6 +82,8 @@ class Orchestrator:
         self.trainer = Trainer(self.model, config.trainer)
         self.problems = held_out(config, self.tokenizer)
         self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
+        early.check_lengths(config, self.engine.longest)
+        early.check_program(config, self.program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
         self.watch = Stopwatch()
         self.failures = {
@@ -180,6 +184,11 @@ class Orchestrator:
             )
         except ValueError as error:
             raise UserError(f"[rollout] cannot be done: {error}") from error
+        except (UserError, RunError, RuntimeError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            program = f"rollout.program = '{self.config.rollout.program}'"
+            raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error
 
     def _renew_policy(self) -> None:
         """Let the engine sample with the trainer's weights."""
@@ -197,16 +206,16 @@ class Orchestrator:
     def _score(self, trees: list[TokenTree], prompts: Sequence[Prompt], sums: Sums) -> list[list[str]]:
         """Put rewards and names on the trees; the leaves' texts. A response that could not be sampled is not judged."""
         texts = [_decode(self.tokenizer, tree) for tree in trees]
-        unsampled = [_unsampled(tree) for tree in trees]
+        failed_leaves = [unsampled(tree) for tree in trees]
         items = [
             RewardItem(text, prompt.entry)
-            for prompt, leaves, failed in zip(prompts, texts, unsampled, strict=True)
+            for prompt, leaves, failed in zip(prompts, texts, failed_leaves, strict=True)
             for leaf, text in enumerate(leaves)
             if leaf not in failed
         ]
         verdicts = self.rewards.score(items)
         results = iter(verdicts)
-        for tree, prompt, failed in zip(trees, prompts, unsampled, strict=True):
+        for tree, prompt, failed in zip(trees, prompts, failed_leaves, strict=True):
             values = [
                 float("nan") if leaf in failed else self._value(next(results), prompt, sums)
                 for leaf in range(tree.num_leaves)
@@ -214,7 +223,7 @@ class Orchestrator:
             tree.rewards["reward"] = np.array(values, np.float32)
             tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
-        reasons = [reason for failed in unsampled for reason in failed.values()]
+        reasons = [reason for failed in failed_leaves for reason in failed.values()]
         self.failures["rollout"].record(reasons, sum(map(len, texts)), sums, self.console)
         reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
         self.failures["reward"].record(reasons, len(items), sums, self.console)
@@ -238,7 +247,8 @@ class Orchestrator:
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
             kept = [tree for tree in judged if tree is not None]
-            give_credit(self.credit, config.algorithm.advantage, kept)
+            if kept:
+                give_credit(self.credit, config.algorithm.advantage, kept)
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:
                     tree.advantage[~drop] = part.advantage
@@ -315,13 +325,13 @@ class Orchestrator:
             items = [
                 RewardItem(_decode(self.tokenizer, tree)[0], p.entry)
                 for tree, p in zip(trees, self.problems, strict=True)
-                if not _unsampled(tree)
+                if not unsampled(tree)
             ]
             results = self.rewards.score(items)
         solved = [r.value is not None and r.value >= SOLVED for r in results]
         accuracy = sum(solved) / len(self.problems)
-        unsampled = [reason for tree in trees for reason in _unsampled(tree).values()]
-        failed = unsampled + [r.reason for r in results if r.reason is not None]
+        failed = [reason for tree in trees for reason in unsampled(tree).values()]
+        failed += [r.reason for r in results if r.reason is not None]
         if failed:
             self.console.note(f"{len(failed)} of {len(trees)} held-out problems could not be answered: {failed[0]}.")
         self.last_accuracy = accuracy
@@ -341,7 +351,8 @@ class Orchestrator:
         directory = self.config.run_dir
         if resume:
             return checkpoint.load_latest(directory / "checkpoints", self.config)
-        if directory.exists() and any(directory.iterdir()):
+        early.check_writable(directory)
+        if early.holds_a_run(directory):
             raise UserError(
                 f"'{directory}' already holds a run; continue it with --resume, or choose another --name or "
                 "--output_dir."
@@ -377,8 +388,11 @@ class Orchestrator:
             failures.load_state_dict(state["failures"][name])
         self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):
+        there = self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl")
+        if saved.step not in there:
             self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
+        if lost := set(range(saved.step)) - there:
+            self.console.note(f"'{self.log.path}' lacks the rows of {len(lost)} steps before step {saved.step}.")
         checkpoint.restore_generators(*saved.generators)
         self.console.note(f"Resuming after step {saved.step}.")
 
@@ -399,10 +413,16 @@ def _held(directory: Path) -> Iterator[None]:
     """Make the run's directory and hold it against other processes; the lock goes with the process, however it ends.
 
     Raises:
-        UserError: another process holds it.
+        UserError: it cannot be made, or another process holds it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"The run directory '{directory}' cannot be made: {error.strerror}; choose another --output_dir."
+        ) from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -430,12 +450,6 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
     """The text of each leaf's response."""
     responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
-
-
-def _unsampled(tree: TokenTree) -> dict[int, str]:
-    """The leaves that the engine could not sample to their end, and why."""
-    why = tree.meta.get("errors", {})
-    return {int(leaf): why.get(int(leaf), "failed") for leaf in np.flatnonzero(tree.status == LeafStatus.FAILED)}
 
 
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:

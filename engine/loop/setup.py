@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rolltree.kernels import Objective
 
 from ..errors import UserError
+from ..methods.calling import ask, call
 from ..methods.credit import ADVANTAGES, CreditFunction
 from ..methods.resolve import import_object, resolve
 from ..model.decoder import load_model, load_tokenizer
@@ -37,16 +38,33 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
+        what = f"model.create = '{config.model.create}'"
         unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
         shutil.rmtree(unfinished, ignore_errors=True)
-        import_object(config.model.create)(config, unfinished)
-        unfinished.rename(path)
+        try:
+            call(what, import_object(config.model.create), config, unfinished)
+            if not unfinished.is_dir():
+                raise UserError(
+                    f"{what} made no directory '{unfinished}'; it must write a model to its second argument."
+                )
+            unfinished.rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     model = load_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
     )
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, load_tokenizer(config.model.path)
+
+
+def check_backend(config: RolloutConfig) -> None:
+    """
+    Raises:
+        UserError: vLLM is asked for and not installed.
+    """
+    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
 
 
 def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -59,8 +77,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     if rollout.backend == "native":
         own = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, compile=rollout.compile)
         return NativeEngine(model, tokenizer, own)
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+    check_backend(rollout)
     from ..integrations.vllm import VllmEngine
 
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
@@ -109,10 +126,11 @@ def objective(config: TrainConfig) -> Objective:
     Raises:
         UserError: an unknown name or option, or one that needs what a run does not have.
     """
-    try:
-        chosen = Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"algorithm.objective = '{config.algorithm.objective}': {error}") from error
+    named = config.algorithm
+    chosen = ask(
+        f"algorithm.objective = '{named.objective}'", Objective.preset, named.objective, **named.objective_options
+    )
+    assert isinstance(chosen, Objective)
     for field, why in chosen.needs_fields.items():
         if field != "behaviour_logprob":
             raise UserError(

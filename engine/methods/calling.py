@@ -5,6 +5,7 @@ Imports nothing of rolltree when it is loaded: the verifiers' processes (`engine
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 
-def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``.
+def call(what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """``function(*arguments, **options)``.
 
     Args:
         what: what the function is in the configuration, such as ``algorithm.advantage = 'mine.py:f'``.
@@ -24,17 +25,33 @@ def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     from ..errors import UserError
 
     try:
-        return function(*arguments)
+        return function(*arguments, **options)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # sys.exit in it must not end a run either
         raise UserError(f"{what} failed: {failure(error, function)}.") from error
 
 
-def failure(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+def ask(what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """As `call`, for functions that judge what they are given: a ValueError's own words are the sentence.
+
+    Raises:
+        UserError: as `call`.
+    """
+    from ..errors import UserError
+
+    try:
+        return call(what, function, *arguments, **options)
+    except UserError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise UserError(f"{what}: {str(error.__cause__).rstrip('.')}.") from error.__cause__
+        raise
+
+
+def failure(error: BaseException, place: Callable[..., Any] | Path | None = None) -> str:
     """``ValueError: no answer (line 12 of 'mine.py')``, on one line, printable whatever the error says.
 
-    The line is the innermost one in the file that defines ``function``; without it, the innermost of all.
+    The line is the innermost one in the file ``place``, or in the one that defines it; without it, of all.
     """
     try:
         said = " ".join(str(error).split())
@@ -42,14 +59,18 @@ def failure(error: BaseException, function: Callable[..., Any] | None = None) ->
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     text = text[:400].rstrip(".").encode("utf-8", "backslashreplace").decode()
-    if (line := _line(error.__traceback__, _file(function))) is not None:
+    if (line := _line(error.__traceback__, _file(place))) is not None:
         text += f" (line {line[1]} of '{Path(line[0]).name}')"
     return text
 
 
-def _file(function: Callable[..., Any] | None) -> str | None:
+def _file(place: Callable[..., Any] | Path | None) -> str | None:
+    if place is None or isinstance(place, Path):
+        return None if place is None else str(place)
+    while isinstance(place, functools.partial):
+        place = place.func
     try:
-        return None if function is None else inspect.getsourcefile(inspect.unwrap(function))
+        return inspect.getsourcefile(inspect.unwrap(place))
     except (TypeError, ValueError):
         return None  # a builtin, or an object with __call__
 

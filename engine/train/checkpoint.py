@@ -109,10 +109,8 @@ def save(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         before = latest(directory)
-        intact = f"'{before}' is intact" if before else "there is no earlier one"
-        raise RunError(
-            f"The checkpoint '{final}' could not be written ({error}); {intact}: free disk space and use --resume."
-        ) from error
+        then = f"'{before}' is intact: free disk space and use --resume" if before else "free disk space and start over"
+        raise RunError(f"The checkpoint '{final}' could not be written ({error}); {then}.") from error
     for _, old in _complete(directory)[:-keep]:
         doomed = old.with_name(old.name + ".tmp")  # half removed, it must not look complete
         old.rename(doomed)
@@ -129,8 +127,7 @@ def load_latest(directory: Path, config: TrainConfig) -> Checkpoint:
     path = latest(directory)
     if path is None:
         raise UserError(
-            f"There is nothing to resume: '{directory}' holds no complete checkpoint; "
-            f"start without --resume (remove '{directory.parent}' first if it is there)."
+            f"There is nothing to resume: '{directory}' holds no complete checkpoint; start without --resume."
         )
     checkpoint = load(path)
     now = training_config(config)

@@ -59,7 +59,9 @@ MOST = "def judge(text, entry):\n    return 1e39 if len(text) % 2 else float(len
 def test_a_run_without_verdicts_stops(home: Path, tmp_path: Path, on_failure: str) -> None:
     options = ["--reward.max_failed_steps=2", f"--reward.on_failure={on_failure}"]
     run = Run(home, tmp_path, *options, verifier=FAILS)
-    says = r"All responses could not be judged for 2 steps in a row \(reward.max_failed_steps\), the last with 'Zero.*line 2"
+    says = (
+        r"All responses could not be judged for 2 steps in a row \(reward.max_failed_steps\), the last with '.*line 2"
+    )
     with pytest.raises(RunError, match=says):
         run.run()
     assert run.loop.step == 1
