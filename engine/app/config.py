@@ -75,7 +75,7 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
 def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[ConfigKey]:
     """Every key of the configuration in the order of the models; the tables of the documentation come from here."""
     for name, field in (section or TrainConfig).model_fields.items():
-        inner = field.annotation
+        inner = _without_none(field.annotation)
         if _is_section(inner):
             yield from config_keys(inner, f"{prefix}{name}.")
             continue
@@ -269,6 +269,12 @@ def _required(section: type[BaseModel] | None = None, prefix: str = "") -> Itera
             yield from _required(field.annotation, f"{prefix}{name}.")
         elif field.is_required():
             yield f"{prefix}{name}"
+
+
+def _without_none(annotation: Any) -> Any:
+    """``X`` of ``X | None``."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and type(None) in get_args(annotation) and _is_section(kinds[0]) else annotation
 
 
 def _is_section(annotation: Any) -> TypeGuard[type[Section]]:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.kernels import Objective
 from rolltree.kernels.dispatch import load_library
-from rolltree.kernels.policy_loss import PRESETS
+from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from ..errors import UserError
 from ..loop import early, setup
@@ -21,6 +20,7 @@ from ..loop.sources import PromptSource, held_out
 from ..methods.calling import failure
 from ..methods.credit import ADVANTAGES
 from ..methods.resolve import NEEDED, import_object, options_of
+from ..methods.selections import PAIRINGS, SELECTIONS
 from ..model.decoder import check_model_dir, load_tokenizer
 from ..programs import PROGRAMS
 from ..rewards import RewardPool
@@ -36,7 +36,11 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     Raises:
         UserError: as the run itself would.
     """
-    objective = setup.objective(config)
+    setup.loss_terms(config)
+    algorithm = config.algorithm
+    objective = setup.objective(
+        config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select
+    )
     program = setup.rollout_program(config.rollout)
     early.check_credit(config, setup.credit(config))
     setup.check_backend(config.rollout)
@@ -56,7 +60,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
                 read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
-        GymProblems(config.data.tasks, [config.seed])
+        if config.data.tasks:
+            GymProblems(config.data.tasks, [config.seed])
     elif path.exists() or str(path).count("/") != 1:
         yield from _model_lines(config, path)
         tokenizer = load_tokenizer(path)
@@ -115,12 +120,23 @@ def _size(count: float) -> str:
 def method_lines() -> Iterator[str]:
     """Objectives, advantage estimators and rollout programs, each with a line of its own words."""
     yield "objectives (algorithm.objective)"
-    for name in PRESETS:
-        preset = Objective.preset(name)
-        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}"
+    for name, preset in PRESETS.items():
+        if name in ALIASES:
+            other, how = ALIASES[name]
+            yield f"  {name:18} {other} {how}"
+            continue
+        needs = ", ".join(preset.needs_fields)
+        with_fields = f", needs {needs}" if needs else ""
+        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}"
     yield "advantages (algorithm.advantage)"
     for name, function in ADVANTAGES.items():
         yield _method_line(name, function, ("trees",))
+    yield "selections (algorithm.select, algorithm.terms.select)"
+    for name, selection in SELECTIONS.items():
+        yield _method_line(name, selection, ("tree",))
+    yield "pairs of preference losses (algorithm.terms.pairs)"
+    for name, pairing in PAIRINGS.items():
+        yield _method_line(name, pairing, ("tree",))
     yield "rollout programs (rollout.program)"
     for name, program in PROGRAMS.items():
         yield _method_line(name, program, ())

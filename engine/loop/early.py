@@ -20,6 +20,7 @@ from ..methods.credit import CreditFunction, give_credit
 from ..programs import GroupState, RolloutProgram
 from ..settings import TrainConfig
 from ..train import checkpoint
+from .setup import FROM_ROLES
 from .sources import Prompt
 
 TRIED = 8
@@ -97,13 +98,17 @@ def check_credit(config: TrainConfig, credit: CreditFunction) -> None:
     Raises:
         UserError: the estimator fails, or does not answer with finite numbers of the right shape.
     """
-    give_credit(credit, config.algorithm.advantage, [_made_up(min(config.rollout.n, 64), shift) for shift in (0, 1)])
+    give_credit(credit, config.algorithm.advantage, [_made_up(config, shift) for shift in (0, 1)])
 
 
-def _made_up(leaves: int, shift: int) -> TokenTree:
-    """Responses of one to three tokens that share beginnings, some right and some wrong."""
+def _made_up(config: TrainConfig, shift: int) -> TokenTree:
+    """Responses of one to three tokens that share beginnings, some right and some wrong, scored by every role."""
+    leaves = min(config.rollout.n, 64)
     responses = [[1 + leaf % 2, *range(3, 3 + leaf % 3)] for leaf in range(leaves)]
     tree = TokenTree.from_sequences([0], responses, behaviour_logprobs=[np.full(len(r), -1.0) for r in responses])
     tree.rewards["reward"] = ((np.arange(leaves) + shift) % 2).astype(np.float32)
+    for column, role in FROM_ROLES.items():
+        if getattr(config.roles, role) is not None:
+            tree.set(column, np.full(tree.num_tokens, -1.0))
     tree.meta |= {"prompt_id": f"made-up/{shift}", "task": "made-up", "prompt_text": ""}
     return tree

@@ -18,22 +18,17 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from ..data.batch import pack
-from ..data.cost import CostModel
 from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
-from ..integrations import varlen
 from ..methods.calling import failure
-from ..methods.credit import give_credit
-from ..model.self_check import tree_error, trees_fit
 from ..rewards import RewardItem, RewardPool, RewardResult
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
-from ..train.trainer import Trainer
 from . import early, setup
 from .failures import Failures, unsampled
+from .learner import Learner
 from .metrics import MetricsLog, Stopwatch, Sums
 from .progress import Progress
 from .sources import Prompt, PromptSource, held_out
@@ -67,11 +62,9 @@ class Orchestrator:
     def __init__(self, config: TrainConfig, *, console: Progress, resume: bool = False) -> None:
         self.config = config
         self.console = console
-        self.objective = setup.objective(config)
         self.program = setup.rollout_program(config.rollout)
-        self.credit = setup.credit(config)
         self.params = setup.sampling_params(config.rollout)
-        early.check_credit(config, self.credit)
+        early.check_credit(config, setup.credit(config))
         _check_old_logprobs(config)
         self._saved = self._check_directory(resume)
         set_seed(config.seed)
@@ -79,7 +72,6 @@ class Orchestrator:
         console.phase("loading the model")
         self.model, self.tokenizer = setup.prepare_model(config)
         self.engine = setup.make_engine(config, self.model, self.tokenizer)
-        self.trainer = Trainer(self.model, config.trainer)
         self.problems = held_out(config, self.tokenizer)
         self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
         early.check_lengths(config, self.engine.longest)
@@ -102,8 +94,9 @@ class Orchestrator:
                 remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
             ),
         }
+        self.learner = Learner(config, self.model, self.watch, console.note)
+        self.demonstrations = setup.demonstrations(config, self.tokenizer)
         self.step = 0
-        self._flat: bool | None = None  # None: not known yet
         self.first_accuracy: float | None = None
         self.last_accuracy: float | None = None
 
@@ -155,7 +148,9 @@ class Orchestrator:
             texts = self._score(trees, prompts, sums)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
-        self._update(trees, sums)
+        given = self.demonstrations.next() if self.demonstrations is not None else []
+        if self.learner.update(trees, given, step, sums):
+            self._renew_policy()
         write_rollouts(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, texts)
         self.step = step
         metrics = sums.means()
@@ -192,7 +187,7 @@ class Orchestrator:
 
     def _renew_policy(self) -> None:
         """Let the engine sample with the trainer's weights."""
-        self.engine.update_weights(dict(self.model.named_parameters()), version=self.trainer.updates)
+        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
 
     def _due(self, every: int) -> bool:
         if not self.problems:
@@ -240,80 +235,6 @@ class Orchestrator:
             )
         return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
 
-    def _update(self, trees: list[TokenTree], sums: Sums) -> None:
-        """Advantages, filter, pack, and `updates_per_step` optimiser steps on disjoint shares of the trees."""
-        config = self.config
-        with self.watch.part("pack"):
-            failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
-            judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
-            kept = [tree for tree in judged if tree is not None]
-            if kept:
-                give_credit(self.credit, config.algorithm.advantage, kept)
-            for tree, part, drop in zip(trees, judged, failed, strict=True):
-                if part is not None and part is not tree:
-                    tree.advantage[~drop] = part.advantage
-            flat = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
-            sums.count("filter/zero_variance_groups", sum(flat))
-            sums.count("filter/failed_groups", len(trees) - len(kept))
-            updates = config.trainer.updates_per_step
-            shares = [range(i, len(kept), updates) for i in range(updates)]
-        updated = False
-        for share in shares:
-            with self.watch.part("pack"):
-                members = [kept[i] for i in share]
-                normalizer = self._normalizer(members)
-                live = [kept[i] for i in share if not (config.algorithm.drop_zero_variance and flat[i])]
-                batches = pack(
-                    live,
-                    max_tokens=config.trainer.max_tokens,
-                    in_pieces=True,
-                    flat=self._shares_nothing(live),
-                    unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
-                )
-            if not batches or normalizer == 0:
-                sums.count("actor/empty_updates")
-                continue
-            for tree in live:
-                sums.add_values("policy/lag", self.trainer.updates - tree.policy_version[tree.loss_mask])
-            with self.watch.part("update_actor"):
-                metrics = self.trainer.step(
-                    batches,
-                    self.objective,
-                    normalizer=normalizer,
-                    temperature=config.rollout.temperature,
-                    on_policy=not updated,
-                )
-            updated = True
-            for name, (total, count) in metrics.items():
-                sums.add(name, total, count)
-        if updated:
-            self._renew_policy()
-
-    def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
-        """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
-        if self._flat is None and trees:
-            error = tree_error(self.model, trees) if self.config.trainer.self_check else None
-            self._flat = not trees_fit(error, self.model.dtype)
-            if self._flat:
-                self.console.note(
-                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
-                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
-                    "nevertheless."
-                )
-        return bool(self._flat)
-
-    def _normalizer(self, trees: Sequence[TokenTree]) -> float:
-        """What the loss divides by. Groups left out for equal rewards count: their advantage is zero all the same."""
-        aggregation = self.objective.aggregation
-        leaves = sum(tree.num_leaves for tree in trees)
-        if aggregation == "token_mean":
-            return float(sum(tree.loss_tokens for tree in trees))
-        if aggregation == "token_sum":
-            return 1.0
-        if aggregation == "seq_mean_token_sum_norm":
-            return float(leaves * self.config.rollout.max_new_tokens)
-        return float(leaves)
-
     # -- evaluation -------------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> dict[str, float]:
@@ -360,9 +281,10 @@ class Orchestrator:
         return None
 
     def _save(self, row: dict[str, float]) -> None:
-        tensors, counters = self.trainer.state_dict()
+        tensors, learner = self.learner.state_dict()
         state: dict[str, Any] = {
-            "trainer": counters,
+            "learner": learner,
+            "demonstrations": None if self.demonstrations is None else self.demonstrations.cursor,
             "prompts": self.source.state_dict(),
             "metrics": row,
             "first_accuracy": self.first_accuracy,
@@ -380,7 +302,9 @@ class Orchestrator:
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         state = saved.state
-        self.trainer.load_state_dict(saved.tensors, state["trainer"])
+        self.learner.load_state_dict(saved.tensors, state["learner"])
+        if self.demonstrations is not None:
+            self.demonstrations.cursor = state["demonstrations"]
         self.source.load_state_dict(state["prompts"])
         self.step = saved.step
         self._renew_policy()

@@ -159,6 +159,20 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     return rewards - baseline
 
 
+@group
+def nft(tree: TokenTree) -> Array:  # [L]
+    """NFT: ``+w(q)`` for a right answer and ``-w(q)`` for a wrong one, ``w = sqrt((1 - q) / q)``, q their pass rate.
+
+    Raises:
+        UserError: a reward is neither 0 nor 1.
+    """
+    rewards = _rewards(tree)
+    if not np.isin(rewards, (0, 1)).all():
+        raise UserError("The advantage 'nft' needs rewards of 0 and 1; choose another estimator.")
+    rate = rewards.mean()
+    return (2 * rewards - 1) * (np.sqrt((1 - rate) / rate) if 0 < rate < 1 else 0.0)
+
+
 def reinforce_pp(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
     """REINFORCE++: returns to go ``G_t = r_t + gamma G_t+1`` of the tokens in the loss, whitened over the batch."""
     returns = [_returns(tree, gamma) for tree in trees]
@@ -277,4 +291,5 @@ ADVANTAGES: dict[str, CreditFunction] = {
     "segment_value_diff": segment_value_diff,
     "sibling_group": sibling_group,
     "gae": gae,
+    "nft": nft,
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .calling import ask, failure
+from .calling import ask, call, failure
 
 NEEDED = inspect.Parameter.empty
 """Stands for the default of an option that has none."""
@@ -55,7 +55,8 @@ def resolve(
     if missing := [option for option, default in taken.items() if default is NEEDED and option not in options]:
         raise UserError(f"{of} needs the option '{missing[0]}'; give it in {key}_options.")
     if not inspect.isclass(part):
-        return functools.partial(part, **options) if options else part
+        own = part if name in known else functools.partial(call, of, part)
+        return functools.partial(own, **options) if options else own
     return ask(of, part, **options)
 
 

@@ -14,7 +14,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..app.config import config_keys
 from ..errors import RunError, UserError
-from ..settings import TrainConfig
+from ..settings import Section, TrainConfig
 
 FORMAT = 2
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
@@ -178,9 +177,7 @@ def load(path: Path) -> Checkpoint:
 
 def training_config(config: TrainConfig) -> dict[str, Any]:
     """What of ``config`` decides what is learned, as ``{dotted key: json value}``."""
-    table = config.model_dump(mode="json")
-    keys = [key.key for key in config_keys() if not key.key.startswith("data.tasks.")]
-    return {key: _look_up(table, key) for key in keys if key not in FREE_TO_CHANGE}
+    return {key: value for key, value in _flat(config, config.model_dump(mode="json")) if key not in FREE_TO_CHANGE}
 
 
 # -- random number generators ------------------------------------------------------------------------------------------
@@ -241,7 +238,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _look_up(table: Any, key: str) -> Any:
-    for part in key.split("."):
-        table = table[part]
-    return table
+def _flat(section: Section, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _flat(value, table[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", table[name]

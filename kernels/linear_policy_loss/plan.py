@@ -229,7 +229,7 @@ def _aligned_cuts(
     indices = [t.fields.paths for t in terms if isinstance(t, Term) and t.objective.scope == "path"]
     if not len(place) or any(paths is None for paths in indices):
         return None
-    end = functools.reduce(torch.maximum, [paths.pair_end.long() for paths in indices if paths is not None])
+    end = functools.reduce(torch.maximum, [paths.target_end.long() for paths in indices if paths is not None])
     inside = torch.arange(1, len(end), device=end.device)
     edge = torch.cat([inside.new_zeros(1), inside[end.cummax(0).values[:-1] <= inside], inside.new_tensor([len(end)])])
     block = torch.searchsorted(edge[1:], place, right=True)

@@ -56,8 +56,8 @@ def policy_loss(
     return finish(total, sums, normalizer, fields, objective, has_entropy=entropy is not None)
 
 
-def check(op: str, of_pairs: Tensor, dtype: torch.dtype, fields: PolicyFields, objective: Objective) -> PolicyFields:
-    """``fields``, which must fit the pairs and hold what the objective needs.
+def check(op: str, of_targets: Tensor, dtype: torch.dtype, fields: PolicyFields, objective: Objective) -> PolicyFields:
+    """``fields``, which must fit the targets and hold what the objective needs.
 
     Raises:
         ValueError: they do not; the message begins with ``op``.
@@ -68,7 +68,7 @@ def check(op: str, of_pairs: Tensor, dtype: torch.dtype, fields: PolicyFields, o
             raise ValueError(f"{op}: {message}.")
 
     shape = list(fields.adv_pos.shape)
-    require(list(of_pairs.shape) == shape, f"logprob must be {shape} like the fields, got {list(of_pairs.shape)}")
+    require(list(of_targets.shape) == shape, f"logprob must be {shape} like the fields, got {list(of_targets.shape)}")
     require(
         dtype in (torch.float32, torch.float64),
         f"logprob must be fp32 or fp64, got {dtype}: ratios of rounded log-probs are noise",
@@ -92,7 +92,7 @@ def finish(
     *,
     has_entropy: bool,
 ) -> PolicyLossOutput:
-    """Loss and metrics from sums. Pairs that were left out because they cannot have a gradient count where they are
+    """Loss and metrics from sums. Targets that were left out because they cannot have a gradient count where they are
     zeros: in the denominators of the surrogate and its clip fractions.
     """
     if not isinstance(normalizer, Tensor):
@@ -100,7 +100,7 @@ def finish(
     loss = total / torch.where((normalizer == 0) & (total == 0), 1, normalizer)
     of = dict(zip(reference.SUMS, sums.unbind(), strict=True))
     weight = fields.weight if fields.mask is None else torch.where(fields.mask, fields.weight, 0)
-    everything, count, known = weight.sum(dtype=torch.float64), of["count"], of["behaviour_count"]
+    everything, count, known = weight.sum(dtype=torch.float64), of["tokens"], of["behaviour_count"]
     metrics = {
         "actor/pg_loss": (of["pg_loss"], everything),
         "actor/pg_clipfrac": (of["clipped"], everything),

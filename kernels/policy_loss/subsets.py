@@ -70,7 +70,7 @@ def _check(share: float, values: Tensor, fields: PolicyFields) -> None:
     if not 0 < share <= 1:
         raise ValueError(f"share must be in (0, 1], got {share}.")
     if values.shape != fields.weight.shape:
-        raise ValueError(f"expected one value a pair, {list(fields.weight.shape)}, got {list(values.shape)}.")
+        raise ValueError(f"expected one value a target, {list(fields.weight.shape)}, got {list(values.shape)}.")
 
 
 def _uniform(token: Tensor, seed: int) -> Tensor:
