@@ -14,9 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -26,7 +24,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+LONGEST_NAME = 200
+"""Bytes of a run's name; file systems take 255, and a run adds endings of its own."""
 VERIFIERS = ("task", "math", "exact")
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -96,7 +98,7 @@ class RolloutConfig(Section):
     """Who branches, and where: a name that `rolltree methods` lists, or `file.py:Class` of your own."""
     program_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the program."""
-    n: PositiveInt = 8
+    n: Annotated[int, Field(gt=0, le=65536)] = 8
     """Responses of one prompt (leaves of its tree)."""
     temperature: PositiveFloat = 1.0
     """Softmax temperature of sampling, and of the log-probs that training compares with."""
@@ -123,10 +125,12 @@ class RewardConfig(Section):
     """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, or `file.py:function`."""
     timeout_s: PositiveFloat = 10.0
     """Seconds one verification may take before its worker is killed."""
-    workers: PositiveInt = 2
+    workers: Annotated[int, Field(gt=0, le=1024)] = 2
     """Verifier processes."""
     on_failure: Literal["drop", "zero", "raise"] = "drop"
     """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
+    max_failed_steps: PositiveInt = 5
+    """Steps in a row without a single verdict after which the run stops."""
 
     @field_validator("verifier")
     @classmethod
@@ -270,7 +274,7 @@ class TrainerConfig(Section):
     self_check: bool = True
     """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
     max_bad_steps: PositiveInt = 5
-    """Steps in a row with a non-finite loss or gradient after which the run stops."""
+    """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
 
 
 class EvaluationConfig(Section):
@@ -292,7 +296,7 @@ class CheckpointConfig(Section):
 class TrainConfig(Section):
     name: str
     """Name of the run, and of its directory."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: problems, sampling, order."""
     output_dir: str = "runs"
     """The run lives in `<output_dir>/<name>`."""
@@ -316,6 +320,8 @@ class TrainConfig(Section):
     def _name_is_a_directory_name(cls, name: str) -> str:
         if name != name.strip() or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise ValueError("it names a directory, so it must be a plain name without slashes or surrounding blanks")
+        if len(name.encode("utf-8", "replace")) > LONGEST_NAME or not name.isprintable():
+            raise ValueError(f"it names a directory, so it must be printable and {LONGEST_NAME} bytes long at most")
         return name
 
     @model_validator(mode="after")

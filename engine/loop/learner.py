@@ -56,7 +56,8 @@ class Learner:
             kept = [tree for tree in judged if tree is not None]
         self._score(kept)
         with self.watch.part("pack"):
-            give_credit(self.credit, config.algorithm.advantage, kept)
+            if kept:
+                give_credit(self.credit, config.algorithm.advantage, kept)
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:
                     tree.advantage[~drop] = part.advantage

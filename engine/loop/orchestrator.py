@@ -22,10 +22,12 @@ from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
+from ..methods.calling import failure
 from ..rewards import RewardItem, RewardPool, RewardResult
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
-from . import setup
+from . import early, setup
+from .failures import Failures, unsampled
 from .learner import Learner
 from .metrics import MetricsLog, Stopwatch, Sums
 from .progress import Progress
@@ -45,6 +47,8 @@ class RunSummary:
     problems: int
     seconds: float
     export: Path
+    failures: list[str]
+    """What could not be sampled or judged, a line each."""
 
 
 class Orchestrator:
@@ -60,6 +64,7 @@ class Orchestrator:
         self.console = console
         self.program = setup.rollout_program(config.rollout)
         self.params = setup.sampling_params(config.rollout)
+        early.check_credit(config, setup.credit(config))
         _check_old_logprobs(config)
         self._saved = self._check_directory(resume)
         set_seed(config.seed)
@@ -69,8 +74,26 @@ class Orchestrator:
         self.engine = setup.make_engine(config, self.model, self.tokenizer)
         self.problems = held_out(config, self.tokenizer)
         self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
+        early.check_lengths(config, self.engine.longest)
+        early.check_program(config, self.program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
         self.watch = Stopwatch()
+        self.failures = {
+            "rollout": Failures(
+                "rollout",
+                "responses could not be sampled",
+                limit=config.trainer.max_bad_steps,
+                key="trainer.max_bad_steps",
+                remedy="look into the weights and the last rollouts",
+            ),
+            "reward": Failures(
+                "reward",
+                "responses could not be judged",
+                limit=config.reward.max_failed_steps,
+                key="reward.max_failed_steps",
+                remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
+            ),
+        }
         self.learner = Learner(config, self.model, self.watch, console.note)
         self.demonstrations = setup.demonstrations(config, self.tokenizer)
         self.step = 0
@@ -100,6 +123,7 @@ class Orchestrator:
             problems=len(self.problems),
             seconds=time.perf_counter() - begin,
             export=export,
+            failures=[line for failures in self.failures.values() if (line := failures.summary())],
         )
 
     def _begin(self) -> None:
@@ -155,6 +179,11 @@ class Orchestrator:
             )
         except ValueError as error:
             raise UserError(f"[rollout] cannot be done: {error}") from error
+        except (UserError, RunError, RuntimeError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            program = f"rollout.program = '{self.config.rollout.program}'"
+            raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error
 
     def _renew_policy(self) -> None:
         """Let the engine sample with the trainer's weights."""
@@ -170,16 +199,29 @@ class Orchestrator:
         return sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
 
     def _score(self, trees: list[TokenTree], prompts: Sequence[Prompt], sums: Sums) -> list[list[str]]:
-        """Put rewards and names on the trees; the leaves' texts."""
+        """Put rewards and names on the trees; the leaves' texts. A response that could not be sampled is not judged."""
         texts = [_decode(self.tokenizer, tree) for tree in trees]
-        items = [RewardItem(text, p.entry) for p, leaves in zip(prompts, texts, strict=True) for text in leaves]
-        results = iter(self.rewards.score(items))
-        for tree, prompt, leaves in zip(trees, prompts, texts, strict=True):
-            verdicts = [next(results) for _ in leaves]
-            values = [self._value(verdict, prompt, sums) for verdict in verdicts]
+        failed_leaves = [unsampled(tree) for tree in trees]
+        items = [
+            RewardItem(text, prompt.entry)
+            for prompt, leaves, failed in zip(prompts, texts, failed_leaves, strict=True)
+            for leaf, text in enumerate(leaves)
+            if leaf not in failed
+        ]
+        verdicts = self.rewards.score(items)
+        results = iter(verdicts)
+        for tree, prompt, failed in zip(trees, prompts, failed_leaves, strict=True):
+            values = [
+                float("nan") if leaf in failed else self._value(next(results), prompt, sums)
+                for leaf in range(tree.num_leaves)
+            ]
             tree.rewards["reward"] = np.array(values, np.float32)
             tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        reasons = [reason for failed in failed_leaves for reason in failed.values()]
+        self.failures["rollout"].record(reasons, sum(map(len, texts)), sums, self.console)
+        reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
+        self.failures["reward"].record(reasons, len(items), sums, self.console)
         return texts
 
     def _value(self, verdict: RewardResult, prompt: Prompt, sums: Sums) -> float:
@@ -191,8 +233,6 @@ class Orchestrator:
                 f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
-        kind = verdict.reason if verdict.reason in ("timeout", "died") else "raised"
-        sums.count(f"reward/failed_{kind}")
         return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
 
     # -- evaluation -------------------------------------------------------------------------------------------------
@@ -206,18 +246,23 @@ class Orchestrator:
             items = [
                 RewardItem(_decode(self.tokenizer, tree)[0], p.entry)
                 for tree, p in zip(trees, self.problems, strict=True)
+                if not unsampled(tree)
             ]
             results = self.rewards.score(items)
         solved = [r.value is not None and r.value >= SOLVED for r in results]
-        accuracy = float(np.mean(solved))
+        accuracy = sum(solved) / len(self.problems)
+        failed = [reason for tree in trees for reason in unsampled(tree).values()]
+        failed += [r.reason for r in results if r.reason is not None]
+        if failed:
+            self.console.note(f"{len(failed)} of {len(trees)} held-out problems could not be answered: {failed[0]}.")
         self.last_accuracy = accuracy
         if self.first_accuracy is None:
             self.first_accuracy = accuracy
-        self.console.evaluation(self.step, accuracy, len(solved))
+        self.console.evaluation(self.step, accuracy, len(self.problems))
         return {
             "eval/accuracy": accuracy,
             "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
-            "eval/failed": float(sum(r.value is None for r in results)),
+            "eval/failed": float(len(failed)),
         }
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
@@ -227,7 +272,8 @@ class Orchestrator:
         directory = self.config.run_dir
         if resume:
             return checkpoint.load_latest(directory / "checkpoints", self.config)
-        if directory.exists() and any(directory.iterdir()):
+        early.check_writable(directory)
+        if early.holds_a_run(directory):
             raise UserError(
                 f"'{directory}' already holds a run; continue it with --resume, or choose another --name or "
                 "--output_dir."
@@ -243,6 +289,7 @@ class Orchestrator:
             "metrics": row,
             "first_accuracy": self.first_accuracy,
             "last_accuracy": self.last_accuracy,
+            "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
         }
         checkpoint.save(
             self.config.run_dir / "checkpoints",
@@ -261,10 +308,15 @@ class Orchestrator:
         self.source.load_state_dict(state["prompts"])
         self.step = saved.step
         self._renew_policy()
+        for name, failures in self.failures.items():
+            failures.load_state_dict(state["failures"][name])
         self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):
+        there = self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl")
+        if saved.step not in there:
             self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
+        if lost := set(range(saved.step)) - there:
+            self.console.note(f"'{self.log.path}' lacks the rows of {len(lost)} steps before step {saved.step}.")
         checkpoint.restore_generators(*saved.generators)
         self.console.note(f"Resuming after step {saved.step}.")
 
@@ -285,10 +337,16 @@ def _held(directory: Path) -> Iterator[None]:
     """Make the run's directory and hold it against other processes; the lock goes with the process, however it ends.
 
     Raises:
-        UserError: another process holds it.
+        UserError: it cannot be made, or another process holds it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"The run directory '{directory}' cannot be made: {error.strerror}; choose another --output_dir."
+        ) from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -16,6 +16,7 @@ from rolltree.kernels.policy_loss.pairs import WITHOUT_REFERENCE
 
 from ..data.columns import COLUMNS
 from ..errors import UserError
+from ..methods.calling import ask, call
 from ..methods.credit import ADVANTAGES, CreditFunction
 from ..methods.resolve import import_object, resolve
 from ..methods.schedules import Schedule
@@ -47,16 +48,33 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
+        what = f"model.create = '{config.model.create}'"
         unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
         shutil.rmtree(unfinished, ignore_errors=True)
-        import_object(config.model.create)(config, unfinished)
-        unfinished.rename(path)
+        try:
+            call(what, import_object(config.model.create), config, unfinished)
+            if not unfinished.is_dir():
+                raise UserError(
+                    f"{what} made no directory '{unfinished}'; it must write a model to its second argument."
+                )
+            unfinished.rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     model = load_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
     )
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, load_tokenizer(config.model.path)
+
+
+def check_backend(config: RolloutConfig) -> None:
+    """
+    Raises:
+        UserError: vLLM is asked for and not installed.
+    """
+    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
 
 
 def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -69,8 +87,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     if rollout.backend == "native":
         own = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, compile=rollout.compile)
         return NativeEngine(model, tokenizer, own)
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+    check_backend(rollout)
     from ..integrations.vllm import VllmEngine
 
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
@@ -127,10 +144,8 @@ def objective(
     Raises:
         UserError: an unknown name or option, or one that needs what the run does not have.
     """
-    try:
-        chosen = Objective.preset(name, **options)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{key} = '{name}': {error}") from error
+    chosen = ask(f"{key} = '{name}'", Objective.preset, name, **options)
+    assert isinstance(chosen, Objective)
     for field, why in chosen.needs_fields.items():
         if field == "token_weight":
             if select is None:

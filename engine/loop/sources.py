@@ -89,6 +89,14 @@ class PromptSource:
             prompts.append(prompt)
         return prompts
 
+    def peek(self, count: int) -> list[Prompt]:
+        """What `next` will give."""
+        cursor = self._cursor
+        try:
+            return self.next(count)
+        finally:
+            self._cursor = cursor
+
     def state_dict(self) -> dict[str, int]:
         """Where the stream is; fit for JSON."""
         return {"cursor": self._cursor, "rows": len(self._rows)}

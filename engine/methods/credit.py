@@ -20,6 +20,7 @@ from rolltree.kernels.policy_loss import gae as generalised_advantages
 from ..data.columns import Array, Per
 from ..data.tree import TokenTree
 from ..errors import UserError
+from .calling import call
 
 EPS = 1e-6
 COLUMN: dict[Per, str] = {
@@ -47,12 +48,13 @@ def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree])
     Raises:
         UserError: it is not one finite number a leaf, node or token of every tree.
     """
-    made = function(trees)
-    credit = made if isinstance(made, Credit) else Credit("leaf", list(made))
+    what = f"algorithm.advantage = '{name}'"
+    made = call(what, function, trees)
+    credit = made if isinstance(made, Credit) else Credit("leaf", call(what, list, made))
     if len(credit.values) != len(trees):
         raise UserError(f"algorithm.advantage = '{name}' returned {len(credit.values)} arrays for {len(trees)} trees.")
     for tree, values in zip(trees, credit.values, strict=True):
-        found = np.asarray(values, np.float64)
+        found = call(what, np.asarray, values, np.float64)
         if not np.isfinite(found).all():
             raise UserError(
                 f"algorithm.advantage = '{name}' must return finite numbers, one a {credit.per}; "

@@ -23,6 +23,7 @@ from .sharding import whole
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # what configurations call their list of layers
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")
 
 
@@ -236,12 +237,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model.
 
     Raises:
-        UserError: there is none, or it names no end-of-sequence token.
+        UserError: there is none, it knows no characters, or it names no end-of-sequence token.
     """
+    directory = Path(path)
+    if directory.is_dir() and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"'{path}' holds no tokenizer ({TOKENIZER_FILES[0]}); save the model's tokenizer beside its weights."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # as above
         raise UserError(f"The tokenizer in '{path}' cannot be loaded: {_why(error)}.") from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
+        raise UserError(f"The tokenizer in '{path}' makes no tokens of a text; save the model's own there.")
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config."

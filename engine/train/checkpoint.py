@@ -40,6 +40,7 @@ FREE_TO_CHANGE = (
     "rollout.max_batch_rows",
     "rollout.kv_tokens",
     "reward.workers",
+    "reward.max_failed_steps",
     "trainer.steps",
     "trainer.max_tokens",
     "trainer.max_bad_steps",
@@ -107,10 +108,8 @@ def save(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         before = latest(directory)
-        intact = f"'{before}' is intact" if before else "there is no earlier one"
-        raise RunError(
-            f"The checkpoint '{final}' could not be written ({error}); {intact}: free disk space and use --resume."
-        ) from error
+        then = f"'{before}' is intact: free disk space and use --resume" if before else "free disk space and start over"
+        raise RunError(f"The checkpoint '{final}' could not be written ({error}); {then}.") from error
     for _, old in _complete(directory)[:-keep]:
         doomed = old.with_name(old.name + ".tmp")  # half removed, it must not look complete
         old.rename(doomed)
@@ -127,8 +126,7 @@ def load_latest(directory: Path, config: TrainConfig) -> Checkpoint:
     path = latest(directory)
     if path is None:
         raise UserError(
-            f"There is nothing to resume: '{directory}' holds no complete checkpoint; "
-            f"start without --resume (remove '{directory.parent}' first if it is there)."
+            f"There is nothing to resume: '{directory}' holds no complete checkpoint; start without --resume."
         )
     checkpoint = load(path)
     now = training_config(config)
