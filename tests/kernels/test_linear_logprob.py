@@ -331,13 +331,15 @@ def test_opcheck() -> None:
     hidden, weight, bias, target, row = (given[n] for n in ("hidden", "weight", "bias", "target", "row"))
     a, b = torch.randn(2, 8, device=DEVICE, requires_grad=True), torch.randn(33, 2, device=DEVICE, requires_grad=True)
     check = torch.library.opcheck
-    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, True, True, False))
-    check(op.linear_logprob_op, (hidden, weight, bias, a, b, 0.5, target, row, T, 0.0, True, False, False))
+    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, True, True, False, None))
+    check(op.linear_logprob_op, (hidden, weight, bias, a, b, 0.5, target, row, T, 0.0, True, False, False, None))
     weight, bias = weight.detach(), bias.detach()
-    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, False, False, True))
+    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, False, False, True, None))
     narrow = inputs(6, 64, 33)
     hidden, weight, target = narrow["hidden"], narrow["weight"], narrow["target"]
-    check(op.linear_logprob_op, (hidden, weight, None, None, None, 0.0, target, None, T, 2.0, False, False, False))
+    check(
+        op.linear_logprob_op, (hidden, weight, None, None, None, 0.0, target, None, T, 2.0, False, False, False, None)
+    )
 
 
 def test_compile() -> None:
