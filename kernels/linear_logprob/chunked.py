@@ -131,7 +131,8 @@ def backward(
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
 
-    alive = None if hidden.is_cuda else rows_with_gradient(targets, grad_logprob, constant, per_log, per_p)
+    counted = hidden.device.type == "cpu"  # any other device would have to be waited for
+    alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if counted else None
     of_alive = d_hidden
     if alive is not None:
         targets, place = targets.of_rows(alive)

@@ -51,13 +51,15 @@ def linear_policy_loss(
         tp_group: as in `linear_logprob`; then the two ops run one after the other, and the backward recomputes.
         weight_grad: an fp32 accumulator (Megatron's ``main_grad``): the backward adds weight's gradient to it in fp32
             and leaves ``weight.grad`` alone. ``weight`` must require a gradient all the same.
-        plan: from `plan_policy_loss`; default: made here. On a GPU making it waits for the device, except without
-            ``row`` for an objective of tokens: then every target is computed.
+        plan: from `plan_policy_loss`, which may have been made on the host; then nothing here waits for a GPU.
+            Default: made here, which waits for it once, except without ``row`` for an objective of tokens: then every
+            target is computed.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, or the plan is of another batch; the message names which.
         IndexError: a target is out of range (CPU only).
-        RuntimeError: a second backward of gradients made in the forward.
+        RuntimeError: a second backward of gradients made in the forward; or the plan is of another mask (on a GPU: a
+            device-side assertion).
     """
     out = linear_terms_loss(
         hidden, weight, target, [Term(fields, objective, normalizer)], row=row, bias=bias, temperature=temperature,
@@ -114,11 +116,8 @@ def linear_terms_loss(
     need = [grad and t is not None and t.requires_grad for t in (hidden, *head)]
     if plan is None:
         plan = _plan(hidden, weight, row, terms, gradient=any(need), frozen=not any(need[1:]))
-    elif plan.given != (len(hidden), len(target)) or plan.head != tuple(weight.shape):
-        raise ValueError(
-            f"linear_policy_loss: the plan is for {plan.given[0]} rows, {plan.given[1]} targets and a head of "
-            f"{list(plan.head)}; here are {len(hidden)}, {len(target)} and {list(weight.shape)}: plan this batch."
-        )
+    else:
+        plan.check(terms, row, hidden, weight)
     if plan.row is not None:
         hidden, temperature = hidden.index_select(0, plan.row), temperature[plan.row]
     target = target.long() if plan.place is None else target.long()[plan.place]

@@ -69,7 +69,8 @@ def one_pass(
             b = sum_by_row(local, of_entropy)
             constant, _, _ = chunked.coefficients(entropy, nothing, constant, b, nothing)
 
-        alive = None if hidden.is_cuda else chunked.rows_with_gradient(local, a, constant, b, nothing)
+        counted = hidden.device.type == "cpu"
+        alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if counted else None
         x, out = hidden[c], d_tile[:n]
         if alive is not None:
             local, of_alive = local.of_rows(alive)

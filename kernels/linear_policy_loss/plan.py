@@ -16,7 +16,7 @@ share of these that turn out not to be clipped; they are known after the log-sum
 the last two products. A GPU would have to be waited for, and multiplies them: f = 1.
 
 Planning looks at the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
-host, and the loss itself never waits.
+host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself never waits.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class HeadPlan:
     head: tuple[int, int]  # (V, H)
     frozen: bool
     gradient_share: float
+    batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
         """Row of each target among the R; None: one a row, in order."""
@@ -109,6 +110,25 @@ class HeadPlan:
     def _most(self) -> int:
         """Rows of the largest chunk."""
         return max((b - a for a, b in zip(self.row_cuts, self.row_cuts[1:], strict=False)), default=self.shared)
+
+    def check(self, terms: Sequence[AnyTerm], row: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
+        """Refuse another batch. Sizes are compared on the host, targets and paths where they are: nothing waits.
+
+        Raises:
+            ValueError: another number of rows or targets, or another head.
+            RuntimeError: other targets can learn, or they lie in other rows or paths; on a GPU a device-side assertion.
+        """
+        N, M = len(hidden), len(live(terms[0]))
+        if self.given != (N, M) or self.head != tuple(weight.shape):
+            raise ValueError(
+                f"linear_policy_loss: the plan is for {self.given[0]} rows, {self.given[1]} targets and a head of "
+                f"{list(self.head)}; here are {N}, {M} and {list(weight.shape)}: plan this batch."
+            )
+        if self.batch is not None:
+            torch._assert_async(
+                fingerprint(terms, row) == self.batch,
+                "linear_policy_loss: the plan is of other masks, advantages, rows or paths: plan this batch.",
+            )
 
     def explain(self) -> str:
         """The choice, FLOP and memory, in a few lines."""
@@ -218,7 +238,19 @@ def plan_terms_loss(
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=gradient_share,
+        batch=int(fingerprint(terms, row)),
     )
+
+
+def fingerprint(terms: Sequence[AnyTerm], row: Tensor | None) -> Tensor:  # [] int64
+    """A hash of what a plan looks at: the targets that are needed, their rows, and their paths where these matter."""
+    alive = functools.reduce(torch.logical_or, map(live, terms))
+    x = place = torch.arange(len(alive), device=alive.device)
+    paths = [t.fields.paths for t in terms if isinstance(t, Term) and t.objective.scope == "path"]
+    for values in (place if row is None else row, *(index.pair_end for index in paths if index is not None)):
+        x = (x + values.long()) * -7046029254386353131
+        x = x ^ (x >> 31)
+    return torch.where(alive, x, 0).sum()
 
 
 def plan_everything(num_rows: int, vocabulary: int, hidden_size: int, device: torch.device, frozen: bool) -> HeadPlan:
@@ -237,6 +269,7 @@ def plan_everything(num_rows: int, vocabulary: int, hidden_size: int, device: to
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=1.0,
+        batch=None,
     )
 
 
