@@ -19,6 +19,8 @@ from .chunked import kept_shape
 from .head import Head, HeadGradient
 from .targets import Targets
 
+ROW_MULTIPLE = 1
+
 
 def forward(
     hidden: Tensor,  # [N, H]

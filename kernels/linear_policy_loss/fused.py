@@ -43,10 +43,8 @@ def one_pass(
 ) -> Tensor:
     """Gradient of hidden ``[R, H]``, or ``[0]``; those of the head are added to ``need``, the loss to ``judge``."""
     hidden, head, targets, temperature, softcap = given
-    V, accumulator = len(head.weight), temperature.dtype
     sizes = [b - a for a, b in zip(cuts.row, cuts.row[1:], strict=False)]
-    tile = hidden.new_empty((max(sizes, default=0), V), dtype=accumulator)
-    d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
+    tile, d_tile = chunked.new_tiles(rows, head, max(sizes, default=0))
     logprob, nothing = tile.new_empty(len(targets.target)), tile.new_empty(0)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
     shared = _Shared(rows, given, cuts) if cuts.row[0] else None
