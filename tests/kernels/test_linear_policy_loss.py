@@ -236,9 +236,12 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert schedule_of(sequence).schedule == "sequence_aligned"
     assert schedule_of(token, gradient=False).schedule == "logprob_only"
     monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 4)  # shorter than the longest sequence
-    assert schedule_of(sequence).schedule == "two_phase"
+    assert schedule_of(sequence).schedule == "sequence_aligned"
+    assert schedule_of(Objective.preset("segment_ratio")).schedule == "sequence_aligned"
     assert schedule_of(sequence, frozen=True).schedule == "frozen_head"
-    assert schedule_of(Objective.preset("gspo", entropy_coef=0.1), frozen=True).schedule == "two_phase"
+    assert schedule_of(Objective.preset("gspo", entropy_coef=0.1), frozen=True).schedule == "sequence_aligned"
+    assert schedule_of(Objective.preset("clip_cov")).schedule == "two_phase"
+    assert schedule_of(Objective.preset("clip_cov"), frozen=True).schedule == "frozen_head"
     assert schedule_of(token, frozen=True).schedule == "fused_forward"
 
 
