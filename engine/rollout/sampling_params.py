@@ -68,10 +68,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, least, most, wanted in _INTEGERS:
-            if (value := getattr(self, name)) is not None and not _is_integer(value, least, most):
+            if not _is_integer(value := getattr(self, name), least, most) and not (value is None and name == "top_k"):
                 raise ValueError(f"SamplingParams.{name} is {value!r}; give {wanted}, at most {most}.")
         for name in ("temperature", "top_p", "min_p"):
-            if (value := getattr(self, name)) is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            value = getattr(self, name)
+            if (isinstance(value, bool) or not isinstance(value, Real)) and not (value is None and name == "min_p"):
                 raise ValueError(f"SamplingParams.{name} is {value!r}; give a number.")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
