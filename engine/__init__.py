@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .data.tree import TokenTree
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
-    from .model.decoder import batch_logprob, batch_loss, load_model, load_tokenizer
-    from .model.loss import backward
+    from .model.decoder import batch_logprob, load_model, load_tokenizer
+    from .model.loss import backward, batch_loss
     from .model.self_check import tree_error
     from .model.sharding import shard
     from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
@@ -45,7 +45,7 @@ _HOME = {
     "UserError": "errors",
     "backward": "model.loss",
     "batch_logprob": "model.decoder",
-    "batch_loss": "model.decoder",
+    "batch_loss": "model.loss",
     "distribute": "data.distribute",
     "load_config": "app.config",
     "load_model": "model.decoder",

@@ -125,7 +125,7 @@ def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree]) -> None:
     """Next-token training on the solutions, the learning rate falling along a cosine."""
     config = TrainerConfig(lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, lr_warmup_steps=40)
     trainer = Trainer(model, config)
-    objective = Objective.preset("sft")
+    objective = Objective(surrogate="nll")
     for step in track(range(STEPS), description="warm-up of the small model", transient=True):
         trees = [next(stream) for _ in range(PROBLEMS_PER_STEP)]
         trainer.lr_scale = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / STEPS))

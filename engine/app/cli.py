@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import RunError, UserError
+from ..methods.calling import failure
 from ..settings import TrainConfig, resolved_toml
 from .config import load_config
 
@@ -42,14 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rolltree: interrupted; a training run goes on from its last checkpoint with --resume.", file=sys.stderr)
         return 130
-    except (RunError, OSError, MemoryError, RuntimeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # user code may call sys.exit where it is not asked to
         return _fail(args, error, 1)
 
 
 def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
     if args.debug:
         traceback.print_exception(error)
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split())
+    if not message or not isinstance(error, UserError | RunError | OSError | RuntimeError | ValueError):
+        message = failure(error)
+    message = message.encode("utf-8", "backslashreplace").decode()
     hint = "" if isinstance(error, UserError | RunError) or args.debug else " (--debug shows the traceback)"
     print(f"rolltree: {message}{hint}", file=sys.stderr)
     return code
@@ -83,23 +87,36 @@ def _parser() -> argparse.ArgumentParser:
     train.epilog = keys
     rollout = command("rollout", _rollout, "Sample trees for some training prompts and show them; nothing is trained.")
     rollout.add_argument("config", metavar="CONFIG", help="TOML file")
-    rollout.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to sample for (default 2)")
+    rollout.add_argument(
+        "--prompts", type=_integer(1, 2**31 - 1), default=2, metavar="N", help="prompts to sample for (default 2)"
+    )
     rollout.add_argument("--out", type=Path, metavar="FILE", help="also write the trees to this parquet file")
     rollout.epilog = keys
     serve = command("serve", _serve, "Serve a model on this machine in the manner of OpenAI's API.")
     serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
     serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
     serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--port", type=_integer(0, 65535), default=8000)
     serve.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     serve.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    serve.add_argument("--kv_tokens", type=int, default=65536, help="capacity of the KV cache (default 65536)")
+    serve.add_argument(
+        "--kv_tokens", type=_integer(1, 2**31 - 1), default=65536, help="capacity of the KV cache (default 65536)"
+    )
     report = command("report", _report, "Write report.html of a run.")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
     command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     commands.add_parser("bench", help="Time the ops beside their peers and limits; see `rolltree bench --help`.")
     return parser
+
+
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"it must be an integer from {least} to {most}, not '{text[:40]}'")
+        return int(text)
+
+    return parse
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -127,6 +144,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
                 f"Held-out accuracy on {summary.problems} problems: {100 * summary.accuracy_before:.1f} % before, "
                 f"{100 * summary.accuracy_after:.1f} % after ({gain:+.1f} points)."
             )
+        lines += summary.failures
         lines += [
             f"Report: {report}",
             f"Model:  {summary.export} (a Hugging Face directory)",
@@ -151,8 +169,6 @@ def _next_name(config: TrainConfig) -> str:
 
 
 def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
-    if args.prompts < 1:
-        raise UserError(f"--prompts is {args.prompts}; ask for at least one.")
     if args.out is not None and args.out.exists():
         raise UserError(f"'{args.out}' exists already; choose another --out.")
     from .show import sample_and_show

@@ -119,9 +119,13 @@ class TokenTree:
     @property
     def loss_length(self) -> Array:
         """[L] tokens of each response that are in the loss."""
+        return self.count_along(self.loss_mask)
+
+    def count_along(self, mask: Array) -> Array:  # [T] bool -> [L] int64
+        """Tokens of each response that ``mask`` marks."""
         change = np.zeros(self.num_tokens + 1, np.int64)
-        change[:-1] = self.loss_mask
-        np.subtract.at(change, self.subtree_end, self.loss_mask)  # a token counts for the rows below it
+        change[:-1] = mask
+        np.subtract.at(change, self.subtree_end, mask)  # a token counts for the rows below it
         along = change.cumsum()
         return along[self.row_at(self.path_length - 1)] - along[self.row_at(self.leaf_prompt - 1)]
 

@@ -13,7 +13,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
 from ..data.segment import LeafStatus, Origin
-from ..rollout.branch import Branch, Node, Request, given, sample_dtype
+from ..rollout.branch import Branch, Node, Request, given, join, sample_dtype
 from ..rollout.seeds import child_seed
 from ..rollout.steering import Steering
 
@@ -164,6 +164,7 @@ class VllmLoop(Steering):
             ranked = sorted(known.items(), key=lambda item: item[1].rank)[:top]
             record["top_id"] = [id_ for id_, _ in ranked]
             record["top_logprob"] = [value.logprob for _, value in ranked]
+            record["top_raw"] = record["top_logprob"] if _plain(params) else np.nan
         flow.records.append(records)
         return len(records)
 
@@ -231,6 +232,11 @@ class VllmLoop(Steering):
         flow = self._flows.get(self._ids.get(branch, ""))
         more = [records["token"] for records in flow.records] if flow else []
         return np.concatenate([branch.node.column("token"), *more])
+
+    def records_so_far(self, branch: Branch) -> Array:  # [response] records
+        flow = self._flows.get(self._ids.get(branch, ""))
+        nodes = [node for node in branch.node.path() if node.parent is not None][::-1]
+        return join([*(node.records for node in nodes), *(flow.records if flow else [])])
 
     def _seal(self, branch: Branch) -> None:
         branch.node.sealed = True

@@ -24,7 +24,7 @@ from ..errors import UserError
 
 Number = float | Tensor
 
-TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "eval", "checkpoint")
+TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "update_critic", "eval", "checkpoint")
 """Parts of ``timing_s/step``; ``other`` is the rest, so that the account sums to the step."""
 
 
@@ -118,20 +118,19 @@ class MetricsLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def rewind(self, step: int, aside: Path) -> bool:
+    def rewind(self, step: int, aside: Path) -> set[int]:
         """Drop the rows after ``step``; if there are any, the whole file is first copied to ``aside``.
 
         Returns:
-            Whether the row of ``step`` is there.
+            The steps whose rows are there.
 
         Raises:
             UserError: a row up to ``step`` cannot be read.
         """
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        kept, last = 0, None
-        for number, line in enumerate(text.splitlines(keepends=True), start=1):
-            if not line.endswith("\n"):
-                break  # the writer was killed in the middle of its last line
+        kept, found = 0, set()
+        *lines, _ = text.split("\n")  # behind the last is what a killed writer left of a line
+        for number, line in enumerate(lines, start=1):
             try:
                 row_step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError):
@@ -140,12 +139,13 @@ class MetricsLog:
                 ) from None
             if row_step > step:
                 break
-            kept, last = kept + len(line), row_step
+            kept += len(line) + 1
+            found.add(row_step)
         if kept < len(text):
             aside.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(text, encoding="utf-8")
             replace_file(self.path, text[:kept].encode())
-        return last == step
+        return found
 
 
 def replace_file(path: Path, content: bytes) -> None:

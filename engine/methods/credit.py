@@ -20,6 +20,7 @@ from rolltree.kernels.policy_loss import gae as generalised_advantages
 from ..data.columns import Array, Per
 from ..data.tree import TokenTree
 from ..errors import UserError
+from .calling import call
 
 EPS = 1e-6
 COLUMN: dict[Per, str] = {
@@ -47,12 +48,13 @@ def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree])
     Raises:
         UserError: it is not one finite number a leaf, node or token of every tree.
     """
-    made = function(trees)
-    credit = made if isinstance(made, Credit) else Credit("leaf", list(made))
+    what = f"algorithm.advantage = '{name}'"
+    made = call(what, function, trees)
+    credit = made if isinstance(made, Credit) else Credit("leaf", call(what, list, made))
     if len(credit.values) != len(trees):
         raise UserError(f"algorithm.advantage = '{name}' returned {len(credit.values)} arrays for {len(trees)} trees.")
     for tree, values in zip(trees, credit.values, strict=True):
-        found = np.asarray(values, np.float64)
+        found = call(what, np.asarray, values, np.float64)
         if not np.isfinite(found).all():
             raise UserError(
                 f"algorithm.advantage = '{name}' must return finite numbers, one a {credit.per}; "
@@ -155,6 +157,20 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     baseline = np.empty(count)
     baseline[tree.leaf_order] = per_leaf(mean) / np.round(per_leaf(np.ones_like(mean)))
     return rewards - baseline
+
+
+@group
+def nft(tree: TokenTree) -> Array:  # [L]
+    """NFT: ``+w(q)`` for a right answer and ``-w(q)`` for a wrong one, ``w = sqrt((1 - q) / q)``, q their pass rate.
+
+    Raises:
+        UserError: a reward is neither 0 nor 1.
+    """
+    rewards = _rewards(tree)
+    if not np.isin(rewards, (0, 1)).all():
+        raise UserError("The advantage 'nft' needs rewards of 0 and 1; choose another estimator.")
+    rate = rewards.mean()
+    return (2 * rewards - 1) * (np.sqrt((1 - rate) / rate) if 0 < rate < 1 else 0.0)
 
 
 def reinforce_pp(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
@@ -275,4 +291,5 @@ ADVANTAGES: dict[str, CreditFunction] = {
     "segment_value_diff": segment_value_diff,
     "sibling_group": sibling_group,
     "gae": gae,
+    "nft": nft,
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .calling import ask, call, failure
 
 NEEDED = inspect.Parameter.empty
 """Stands for the default of an option that has none."""
@@ -54,11 +55,9 @@ def resolve(
     if missing := [option for option, default in taken.items() if default is NEEDED and option not in options]:
         raise UserError(f"{of} needs the option '{missing[0]}'; give it in {key}_options.")
     if not inspect.isclass(part):
-        return functools.partial(part, **options) if options else part
-    try:
-        return part(**options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{of}: {error}") from error
+        own = part if name in known else functools.partial(call, of, part)
+        return functools.partial(own, **options) if options else own
+    return ask(of, part, **options)
 
 
 def options_of(part: Callable[..., Any], inputs: Iterable[str] = (), of: str = "") -> dict[str, Any]:
@@ -130,7 +129,9 @@ def _module(path: Path) -> Any:
     sys.modules[name] = module  # before it runs: dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:  # sys.exit too
         del sys.modules[name]
-        raise UserError(f"'{path}' cannot be imported: {type(error).__name__}: {error}") from error
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"'{path}' cannot be imported: {failure(error, path)}.") from error
     return module

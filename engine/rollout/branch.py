@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +30,31 @@ def sample_dtype(top: int) -> np.dtype[Any]:
             ("version", np.int32),  # of the policy
             ("kept", np.int32),  # i: it was drawn from Request.kept[i - 1]; 0: not recorded
             ("top_id", np.int32, (top,)),
-            ("top_logprob", np.float32, (top,)),
+            ("top_logprob", np.float32, (top,)),  # under softmax(logits / temperature)
+            ("top_raw", np.float32, (top,)),  # under softmax(logits)
         ]
     )
+
+
+def join(parts: Sequence[Array]) -> Array:  # records
+    """Records one after the other, with room for the most likely tokens that any of them has."""
+    joined = np.zeros(sum(map(len, parts)), sample_dtype(max((p["top_id"].shape[1] for p in parts), default=0)))
+    begin = 0
+    for part in parts:
+        rows = joined[begin : begin + len(part)]
+        for name in joined.dtype.names or ():
+            (rows[name][:, : part[name].shape[1]] if name.startswith("top") else rows[name])[...] = part[name]
+        begin += len(part)
+    return joined
+
+
+def top_logprobs(records: Array) -> list[dict[int, float]]:  # [n]
+    """The likeliest tokens of each record under softmax(logits); the sampled one has its very ``raw_logprob``."""
+    found = []
+    columns = (records[name].tolist() for name in ("top_id", "top_raw", "token", "raw_logprob"))
+    for ids, logprobs, token, own in zip(*columns, strict=True):
+        found.append({id_: own if id_ == token else value for id_, value in zip(ids, logprobs, strict=True)})
+    return found
 
 
 def given(tokens: npt.ArrayLike, version: int = 0, logprobs: npt.ArrayLike = np.nan) -> Array:  # [n] records
@@ -120,7 +142,8 @@ class Completion:
     entropies: Array  # float32, of softmax(logits / temperature)
     policy_versions: Array  # int32
     top: list[dict[int, float]]
-    """The likeliest tokens in each one's place and their log-probs, likeliest first, as ``top_logprobs`` asked for."""
+    """The likeliest tokens in each one's place and their log-probs, of the distribution of ``raw_logprobs``, likeliest
+    first, as ``top_logprobs`` asked for."""
     kept: tuple[Array, Array] | None
     """The ids each token was drawn from, as ``kept_tokens`` asked for: indptr [tokens + 1] int64, ids int32. None are
     listed for a token that was not sampled."""
@@ -187,11 +210,7 @@ class Request:
         def column(name: str) -> Array:
             return np.concatenate([node.records[name] for node in nodes] or [given([])[name]])
 
-        tops = [
-            dict(zip(ids, logprobs, strict=True))
-            for node in nodes
-            for ids, logprobs in zip(node.records["top_id"].tolist(), node.records["top_logprob"].tolist(), strict=True)
-        ]
+        tops = [top for node in nodes for top in top_logprobs(node.records)]
         origin = np.concatenate([np.zeros(0, np.int8), *(np.full(len(n.records), n.origin, np.int8) for n in nodes)])
         status = LeafStatus.ABORTED if leaf.status is None else leaf.status
         kept = None

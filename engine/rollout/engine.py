@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
-from .sampling_params import SamplingParams
+from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer, check_text
 from .steering import Steering
 
 Array = npt.NDArray[Any]
@@ -113,11 +113,20 @@ class RolloutEngine(ABC):
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
     ) -> list[Request]:
-        """Queue requests, arguments as for `generate`; a `Request` that was aborted goes on where it stopped."""
+        """Queue requests, arguments as for `generate`; a `Request` that was aborted goes on where it stopped.
+
+        All are queued, or none: then the error says which cannot be served. What goes wrong with one later ends it
+        alone, with the reason in ``request.error``; a step that fails as a whole ends the requests it computed.
+        """
         with self._lock:
             requests = self._requests_of(prompts, params, program, seeds, contexts)
-            for request in requests:
-                self.loop.add(request)
+            for i, request in enumerate(requests):
+                try:
+                    self.loop.add(request)
+                except BaseException:
+                    for queued in requests[:i]:
+                        self.loop.abort(queued)
+                    raise
         return requests
 
     def step(self) -> list[Request]:
@@ -163,11 +172,28 @@ class RolloutEngine(ABC):
             self.abort([request for request in requests if not request.done])
 
     def progress(self, request: Request) -> dict[BranchId, Array]:
-        """The response so far of every branch of a request, finished ones included: token ids [tokens] int32."""
+        """The response so far of every branch of a request, finished ones included, as records [tokens] whose fields
+        are ``token`` (its id), ``logprob``, ``raw_logprob``, ``entropy``, ``version`` and, for as many of the likeliest
+        tokens as were asked for, ``top_id``, ``top_logprob`` and ``top_raw``."""
         with self._lock:
             branches = [*request.leaves.values(), *request.unfinished]
-            paths = {b.id: self.loop.path_so_far(b)[len(request.prompt) :] for b in branches if b.id}
-            return paths
+            return {b.id: self.loop.records_so_far(b) for b in branches if b.id}
+
+    def prompt_logprobs(self, prompt: Prompt, top_logprobs: int = 0) -> Array:
+        """What the model says of a prompt's own tokens but the first, by prefill alone.
+
+        Returns:
+            records [P - 1] as those of `progress`; ``token``, ``raw_logprob``, ``top_id`` and ``top_raw`` are set.
+
+        Raises:
+            ValueError: the prompt is empty or longer than the model's positions, or the engine cannot tell.
+        """
+        ids = self._token_ids(0, prompt)
+        check_integer("top_logprobs", top_logprobs, 0, min(self.vocabulary, MOST_TOP_LOGPROBS))
+        if self.longest is not None and len(ids) > self.longest:
+            raise ValueError(f"Prompt 0 of {len(ids)} tokens exceeds the model's {self.longest} positions; shorten it.")
+        with self._lock, self._computing():
+            return self._prompt_logprobs(ids, top_logprobs)
 
     def abort(self, requests: Sequence[Request] | None = None) -> list[Request]:
         """Stop requests (None: all) where they are; returns them.
@@ -202,6 +228,7 @@ class RolloutEngine(ABC):
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
+        check_integer("policy_version", version, 0, INT32)
         self.loop.version = version
 
     @abstractmethod
@@ -245,11 +272,14 @@ class RolloutEngine(ABC):
         """Counters since the last `generate` (or `reset_stats`).
 
         ``logical_tokens`` (root-to-leaf paths) and ``unique_tokens`` of finished trees, the same by the second;
-        ``sampled_tokens``, ``steps``, ``forks``, ``rewinds``, ``pruned``, ``failed_calls``, ``appends_too_long``.
+        ``sampled_tokens``, ``steps``, ``failed_steps`` (that ended all they computed), ``forks``, ``rewinds``,
+        ``pruned``, ``failed_calls``, ``appends_too_long``.
         ``bubble``: the share of unfinished branches, summed over the steps, that sampled nothing.
         """
         counts = self.loop.counts
-        events = ("sampled_tokens", "steps", "forks", "rewinds", "pruned", "failed_calls", "appends_too_long")
+        events = (
+            "sampled_tokens", "steps", "failed_steps", "forks", "rewinds", "pruned", "failed_calls", "appends_too_long",
+        )  # fmt: skip
         branch_steps = counts["row_steps"] + counts["idle_row_steps"]
         return {
             **{name: counts[name] for name in events},
@@ -287,6 +317,9 @@ class RolloutEngine(ABC):
     ) -> list[list[Array]]:  # prompts: each [P] int32
         """See `score`."""
 
+    def _prompt_logprobs(self, ids: Array, top: int) -> Array:  # [P] int32 -> [P - 1] records
+        raise ValueError(f"{type(self).__name__} does not say how likely a prompt's own tokens are.")
+
     def _computing(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -323,6 +356,7 @@ class RolloutEngine(ABC):
                     "Stops are given as texts but the engine has no tokenizer; pass one, or use stop_token_ids."
                 )
             seed = own.seed if seeds is None else seeds[i]
+            check_integer(f"The seed of prompt {i}", seed, *SEEDS)
             request = Request(self._numbers, tokens, _signed(seed), own, mine)
             self._check(i, request)
             self._numbers += 1
@@ -333,10 +367,16 @@ class RolloutEngine(ABC):
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("Prompts are given as text but the engine has no tokenizer; pass one, or token ids.")
+            check_text(f"Prompt {index}", prompt)
             prompt = self.tokenizer(prompt)["input_ids"]
-        ids = np.asarray(prompt, np.int64)
-        if ids.size == 0:
+        try:
+            ids = np.asarray(prompt)
+        except (ValueError, OverflowError):  # lists of different lengths
+            ids = np.zeros((1, 0))
+        if ids.shape == (0,):
             raise ValueError(f"Prompt {index} is empty; a prompt needs at least one token.")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"Prompt {index} is neither a text nor a list of integer token ids that fit 64 bits.")
         if ids.min() < 0 or ids.max() >= self.vocabulary:
             raise ValueError(f"Prompt {index} has token ids outside the model's vocabulary of {self.vocabulary}.")
         return ids.astype(np.int32)
@@ -347,8 +387,8 @@ class RolloutEngine(ABC):
                 f"Prompt {index} of {len(ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the model's "
                 f"{self.longest} positions; shorten them."
             )
-        for name, tokens in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", params.logit_bias)):
-            if any(not 0 <= token < self.vocabulary for token in tokens):
+        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+            if any(token >= self.vocabulary for token in getattr(params, name) or ()):
                 raise ValueError(
                     f"SamplingParams.{name} names tokens outside the model's vocabulary of {self.vocabulary}."
                 )

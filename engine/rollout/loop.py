@@ -15,16 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin
-from .branch import Branch, Node, Request, given
+from .branch import Branch, Node, Request, given, join
 from .kv_cache import KvCache
 from .rows import RowTable
 from .runner import Runner
-from .scheduler import Scheduler, TooLargeError
+from .scheduler import Scheduler, Step, TooLargeError
 from .seeds import child_seed
 from .steering import Steering
 from .stops import END_RESPONSE, Stops
 
 Array = npt.NDArray[Any]
+MOST_LOGITS_BYTES = 4 << 30  # of the children of one fork, which are sampled in one step
 
 
 class NativeLoop(Steering):
@@ -33,6 +34,7 @@ class NativeLoop(Steering):
     def __init__(self, cache: KvCache, runner: Runner, stops: Stops, *, max_batch_rows: int, max_prefill_tokens: int):
         super().__init__(runner.vocabulary)
         self.tree = cache.tree
+        self.cache = cache
         self.runner = runner
         self.stops = stops
         self.rows = RowTable()
@@ -49,23 +51,44 @@ class NativeLoop(Steering):
             self._attach(request)
             return
         request.forks = self.first_branches(request)
+        self._check_forks(request.forks)
         self.scheduler.queue.append(request)
+
+    def _check_forks(self, n: int) -> None:
+        most = MOST_LOGITS_BYTES // (4 * self.vocabulary)
+        if n > most:
+            raise ValueError(
+                f"{n} branches of one fork need the logits of as many rows of {self.vocabulary} tokens at once; ask "
+                f"for {most} at most."
+            )
 
     def step(self) -> list[Request]:
         self._collect_calls()
+        step = None
         try:
             step = self.scheduler.schedule(self._start)
+            if step is not None:
+                self._compute(step)
         except TooLargeError as error:
             self._fail(error.request, error)
-            return self._hand_out()
-        if step is None:
-            self._await_calls()
-            return self._hand_out()
+        except BaseException as error:
+            self._give_up(step, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            if step is None:
+                self._await_calls()
+        return self._hand_out()
+
+    def _compute(self, step: Step) -> None:
         slots = step.sample_slots
         forks = self.rows.forks[slots]
         samples = np.maximum(forks, 1)
         sampled = self.runner.run(step, self.rows, samples, self._seeds(slots, forks, samples))
-        targets = self._fork(slots, forks) if forks.any() else slots
+        targets = slots
+        if forks.any():
+            targets, kept = self._fork(slots, forks)
+            sampled = sampled.only(kept)
         self.rows.push(targets, sampled, self.version)
         self.rows.running[targets] = True
         self.counts["steps"] += 1
@@ -74,7 +97,21 @@ class NativeLoop(Steering):
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts["idle_row_steps"] += unfinished - len(targets)
         self._end_segments(targets, sampled.token)
-        return self._hand_out()
+
+    def _give_up(self, step: Step | None, error: BaseException) -> None:
+        """A step has failed as a whole: its requests fail, and no key is left that it may not have computed."""
+        self.counts["failed_steps"] += 1
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"The step that computed this request was ended by {type(error).__name__}.")
+        if step is None:
+            failed = list(self.requests)
+        else:
+            branches = [*step.filled, *(self.rows.branch[slot] for slot in step.sample_slots.tolist())]
+            failed = list({branch.request.number: branch.request for branch in branches if branch}.values())
+        for request in failed:
+            self._fail(request, error)
+        self.preempt_all()
+        self.cache.forget_dropped()
 
     def abort(self, request: Request) -> None:
         if request in self.scheduler.queue:
@@ -102,7 +139,8 @@ class NativeLoop(Steering):
                 above = self.tree.insert(self._key(request), tokens[:-1])
                 (branch.kv,) = self.tree.fork(above, 1)
                 self.tree.extend_by(branch.kv, tokens[-1:])
-            branch.slot = self.rows.restore(branch, branch.saved)
+            table = self.stops.table(request, self.rows)
+            branch.slot = self.rows.restore(branch, {**branch.saved, "stop_table": table})
             branch.saved = None
             if branch.id in request.sampling:
                 self.scheduler.resume(branch)
@@ -115,7 +153,12 @@ class NativeLoop(Steering):
 
     # -- events of the loop -----------------------------------------------------------------------------------------
 
-    def _start(self, request: Request) -> Branch:
+    def _start(self, request: Request) -> Branch | None:
+        with self._alone(request):
+            return self._first(request)
+        return None
+
+    def _first(self, request: Request) -> Branch:
         request.started = True
         root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
         branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
@@ -140,7 +183,7 @@ class NativeLoop(Steering):
             min_p=params.min_p or 0.0,
             top=max(params.top_logprobs, program.top_logprobs),
             keeps=params.kept_tokens,
-            stop_table=self.stops.table(request),
+            stop_table=self.stops.table(request, self.rows),
             stops_at_text=bool(params.stop or program.segment_stop),
             constrained=params.constrained,
             adapter=request.adapter,
@@ -158,52 +201,82 @@ class NativeLoop(Steering):
         own[forks == 1] = [self._branch(slot).node.parent is None for slot in slots[forks == 1].tolist()]
         return np.where(np.repeat(own, samples), child_seed(seeds, child), seeds)
 
-    def _fork(self, slots: Array, forks: Array) -> Array:  # [E] int64
-        """Replace forking branches by their children; returns the slots the samples belong to."""
-        targets: list[int] = []
-        for slot, n in zip(slots.tolist(), forks.tolist(), strict=True):
-            if n == 0:
-                targets.append(slot)
-                continue
-            parent = self._branch(slot)
-            if not parent.node.sealed:
-                self._take_records(parent)
-            length, end = int(self.rows.length[slot]), int(self.rows.segment_end[slot])
-            del parent.request.sampling[parent.id]
-            for child, kv in zip(self.children(parent, n), self.tree.fork(parent.kv, n), strict=True):
-                child.kv = kv
-                parent.request.sampling[child.id] = child
-                targets.append(self._add(child, length, end, 0).slot)
+    def _fork(self, slots: Array, forks: Array) -> tuple[Array, Array]:  # [kept] int64, [E] bool
+        """Replace forking branches by their children; the slots of the samples, and which of them are left."""
+        owners: list[Branch] = []
+        parents = [self._branch(slot) for slot in slots.tolist()]
+        for parent, n in zip(parents, forks.tolist(), strict=True):
+            children = [parent] * max(n, 1)
+            if n > 0 and not parent.request.done:
+                with self._alone(parent.request):
+                    children = self._split(parent, n)
+            owners += children
+        kept = np.array([not branch.request.done for branch in owners])
+        return np.array([branch.slot for branch in owners], np.int64)[kept], kept
+
+    def _split(self, parent: Branch, n: int) -> list[Branch]:
+        slot, sampling = parent.slot, parent.request.sampling
+        if not parent.node.sealed:
+            self._take_records(parent)
+        length, end = int(self.rows.length[slot]), int(self.rows.segment_end[slot])
+        children = self.children(parent, n)
+        below = self.tree.fork(parent.kv, n)
+        del sampling[parent.id]
+        for child, kv in zip(children, below, strict=True):
+            child.kv = kv
+            sampling[child.id] = child
+        try:
+            for child in children:
+                self._add(child, length, end, 0)
+        finally:
             self.rows.remove(slot)
-        return np.array(targets, np.int64)
+        return children
 
     def _end_segments(self, slots: Array, token: Array) -> None:
         rows = self.rows
         failed = token < 0  # the logits were not finite; only this branch is lost
         ends = self.stops.tokens(rows.stop_table[slots], token)
         ends[failed] = END_RESPONSE
-        texts = self.stops.texts(rows, slots)
-        for i, (what, _) in texts.items():
-            ends[i] = max(ends[i], what)
+        texts: dict[int, str] = {}
+        for i in np.flatnonzero(rows.stops_at_text[slots]).tolist():
+            branch = rows.branch[slots[i]]
+            if branch is None:  # its request has failed
+                continue
+            with self._alone(branch.request):
+                if (hit := self.stops.text(rows, branch)) is not None:
+                    what, texts[i] = hit
+                    ends[i] = max(ends[i], what)
         full = rows.length[slots] >= rows.segment_end[slots]
         ended = []
         for i in np.flatnonzero((ends > 0) | full).tolist():
-            branch, slot = self._branch(int(slots[i])), int(slots[i])
-            status = None
-            if failed[i]:
-                status = LeafStatus.FAILED
-                errors, id_ = branch.request.errors, branch.id
-                known = next((why for key, why in errors.items() if id_[: len(key)] == key), None)
-                errors[id_] = known or "the model's logits were not finite"
-            elif ends[i] == END_RESPONSE:
-                status = LeafStatus.STOP
-            elif rows.length[slot] >= rows.limit[slot]:
-                status = LeafStatus.LENGTH
-            rows.running[slot] = False
-            records = rows.sampled(slot)
-            segment = records[len(records) - int(rows.segment_tokens[slot]) :]
-            ended.append(self._end_segment(branch, segment, status, texts[i][1] if i in texts else None))
+            branch, slot = rows.branch[slots[i]], int(slots[i])
+            if branch is None:
+                continue
+            with self._alone(branch.request):
+                status = None
+                if failed[i]:
+                    status = LeafStatus.FAILED
+                    self._name_failure(branch)
+                elif ends[i] == END_RESPONSE:
+                    status = LeafStatus.STOP
+                elif rows.length[slot] >= rows.limit[slot]:
+                    status = LeafStatus.LENGTH
+                rows.running[slot] = False
+                records = rows.sampled(slot)
+                segment = records[len(records) - int(rows.segment_tokens[slot]) :]
+                ended.append(self._end_segment(branch, segment, status, texts.get(i)))
         self._report(ended)
+
+    @staticmethod
+    def _name_failure(branch: Branch) -> None:
+        """Why a branch has no token to take."""
+        request = branch.request
+        known = next((why for key, why in request.errors.items() if branch.id[: len(key)] == key), None)
+        if known is None:
+            known = "the model's logits were not finite"
+            if request.params.constrained:
+                known += ", or every token was forbidden"
+        request.errors[branch.id] = known
 
     # -- what programs ask for --------------------------------------------------------------------------------------
 
@@ -216,6 +289,11 @@ class NativeLoop(Steering):
         assert branch.node.parent is not None  # the prompt's node is sealed
         above = branch.node.parent.column("token")
         return np.concatenate([above, self.rows.records["token"][branch.slot, : self.rows.fill[branch.slot]]])
+
+    def records_so_far(self, branch: Branch) -> Array:  # [response] records
+        nodes = [node for node in branch.node.path() if node.parent is not None][::-1]
+        own = [] if branch.node.sealed or branch.slot < 0 else [self.rows.sampled(branch.slot)]
+        return join([*(node.records for node in nodes), *own])
 
     def _take_records(self, branch: Branch) -> None:
         branch.node.records = self.rows.sampled(branch.slot)
@@ -246,6 +324,7 @@ class NativeLoop(Steering):
         self._add(branch, length, 0, 0)
 
     def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
+        self._check_forks(n)
         slot = branch.slot
         self.rows.start_segment(slot, segment_end)
         self.rows.forks[slot] = n if n > 1 or branch.node.sealed else 0

@@ -18,7 +18,8 @@ from .engine import RolloutEngine
 from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
-from .score import score
+from .sampling_params import INT32, check_integer
+from .score import prompt_logprobs, score
 from .stops import Stops
 
 Array = npt.NDArray[Any]
@@ -50,12 +51,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"EngineConfig.{name} is {getattr(self, name)}; it must be at least 1.")
+            check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
+        for name in ("kv_tokens", "host_kv_tokens"):  # slots are int32
+            check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
-        if self.host_kv_tokens < 0:
-            raise ValueError(f"EngineConfig.host_kv_tokens is {self.host_kv_tokens}; it must be 0 or more.")
         if self.kv_tokens < self.page_size:
             raise ValueError(f"EngineConfig.kv_tokens is {self.kv_tokens}; it must hold a page of {self.page_size}.")
 
@@ -116,13 +116,17 @@ class NativeEngine(RolloutEngine):
         self._use_adapter(0)
         return score(self.model, prompts, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
 
+    def _prompt_logprobs(self, ids: Array, top: int) -> Array:  # [P] int32 -> [P - 1] records
+        self._use_adapter(0)
+        return prompt_logprobs(self.model, self.loop.runner.logits, ids, top)
+
     def update_weights(
         self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
     ) -> None:
         with self._lock:
             if weights is not None:
                 _copy_weights(self.model, weights)
-            self.loop.version = self.loop.version + 1 if version is None else version
+            self.policy_version = self.loop.version + 1 if version is None else version
             if not keep_kv:
                 self.loop.preempt_all()
                 self.cache.forget_dropped()

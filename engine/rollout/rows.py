@@ -21,7 +21,14 @@ class Sampled(NamedTuple):
     entropy: Array  # [E] float32
     top_id: Array | None = None  # [E, K] int64
     top_logprob: Array | None = None  # [E, K] float32
+    top_raw: Array | None = None  # [E, K] float32
     kept: Array | None = None  # [E] object: the ids it was drawn from, int32, where they are asked for
+
+    def only(self, some: Array) -> Sampled:  # [E] bool
+        if some.all():
+            return self
+        values: list[Any] = [None if x is None else x[some] for x in self]
+        return Sampled(*values)
 
 
 class RowTable:
@@ -86,6 +93,7 @@ class RowTable:
         if top := records["top_id"].shape[1]:
             self.records["top_id"][slot, : len(records), :top] = records["top_id"]
             self.records["top_logprob"][slot, : len(records), :top] = records["top_logprob"]
+            self.records["top_raw"][slot, : len(records), :top] = records["top_raw"]
         return slot
 
     def remove(self, slot: int) -> None:
@@ -101,8 +109,7 @@ class RowTable:
         """One more sampled token for each slot; ``slots`` [E] int64 are distinct. Failed samples change nothing."""
         if (sampled.token < 0).any():
             whole = sampled.token >= 0
-            kept: list[Any] = [None if x is None else x[whole] for x in sampled]
-            slots, sampled = slots[whole], Sampled(*kept)
+            slots, sampled = slots[whole], sampled.only(whole)
         fill = self.fill[slots]
         if fill.max(initial=0) >= self.records.shape[1]:
             self._grow_width()
@@ -116,6 +123,7 @@ class RowTable:
             top = sampled.top_id.shape[1]
             records["top_id"][slots, fill, :top] = sampled.top_id
             records["top_logprob"][slots, fill, :top] = sampled.top_logprob
+            records["top_raw"][slots, fill, :top] = sampled.top_raw
         records["kept"][slots, fill] = 0
         if sampled.kept is not None:
             for i in np.flatnonzero(self.keeps[slots]).tolist():

@@ -73,7 +73,7 @@ class Runner:
         if len(step.sample_rows) == 0:
             empty = np.zeros(0, np.float32)
             return Sampled(np.zeros(0, np.int64), empty, empty, empty)
-        logits = self._logits(hidden.index_select(0, self._to_device(step.sample_rows)))
+        logits = self.logits(hidden.index_select(0, self._to_device(step.sample_rows)))
         if len(slots) > len(samples):
             logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
         return self._sample(logits, rows, slots, seeds)
@@ -107,7 +107,7 @@ class Runner:
         return output.last_hidden_state[0]
 
     def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
-        return self._logits((self._compiled or self._decode)(input_ids, position_ids))
+        return self.logits((self._compiled or self._decode)(input_ids, position_ids))
 
     def _sample(self, logits: Tensor, rows: RowTable, slots: Array, seeds: Array) -> Sampled:
         constrained = np.flatnonzero(rows.constrained[slots])
@@ -133,12 +133,13 @@ class Runner:
         raw = out.raw_logprob
         if len(constrained):
             raw = free.log_softmax(-1).gather(1, out.token.clamp(min=0)[:, None])[:, 0]
-        top_id = top_logprob = None
+        top_id = top_logprob = top_raw = None
         if most := int(rows.top[slots].max(initial=0)):
             scaled = free / torch.where(temperature == 0, 1.0, temperature)[:, None]
             top = scaled.topk(min(most, self.vocabulary), dim=-1)
             top_id = top.indices.cpu().numpy()
             top_logprob = (top.values - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()
+            top_raw = (free.gather(1, top.indices) - free.logsumexp(-1, keepdim=True)).cpu().numpy()
         kept = None
         if len(keeping := np.flatnonzero(rows.keeps[slots])):
             some = self._to_device(keeping)
@@ -150,9 +151,10 @@ class Runner:
                 kept[i] = of_row
         columns = (out.token.int().view(torch.float32), out.logprob, raw, out.entropy)
         token, logprob, raw_logprob, entropy = torch.stack(columns).cpu().numpy()  # one copy, one wait
-        return Sampled(token.view(np.int32).astype(np.int64), logprob, raw_logprob, entropy, top_id, top_logprob, kept)
+        token = token.view(np.int32).astype(np.int64)
+        return Sampled(token, logprob, raw_logprob, entropy, top_id, top_logprob, top_raw, kept)
 
-    def _logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
+    def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
         weight, bias, softcap = self._head
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
@@ -175,11 +177,22 @@ class Runner:
                 continue
             try:
                 logits[i] += self._to_device(self._grammar_mask(branch, rows, int(slots[i])))
-            except Exception as error:  # a grammar of the user's: only the branch fails
-                branch.request.errors[branch.id] = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}"
+            except (Exception, SystemExit) as error:  # a grammar of the user's: only the branch fails
+                self._fail_row(rows, int(slots[i]), f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}")
                 logits[i] = torch.nan
         for params, some in alike.values():
-            logits[self._to_device(np.array(some))] += self._bias(params)
+            try:
+                logits[self._to_device(np.array(some))] += self._bias(params)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # they were changed after the check
+                for i in some:
+                    self._fail_row(rows, int(slots[i]), f"its biases: {type(error).__name__}: {error}")
+                    logits[i] = torch.nan
+
+    @staticmethod
+    def _fail_row(rows: RowTable, slot: int, why: str) -> None:
+        branch = rows.branch[slot]
+        assert branch is not None
+        branch.request.errors[branch.id] = why
 
     def _bias(self, params: SamplingParams) -> Tensor:  # [V] float32
         if id(params) not in self._biases:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -9,18 +11,34 @@ from typing import Any
 
 import numpy.typing as npt
 
-_INT32 = 2**31 - 1
-_INTEGERS = (  # name, least, most, in words
-    ("n", 1, _INT32, "at least one response"),
-    ("max_new_tokens", 1, _INT32, "at least one token"),
-    ("top_k", 1, _INT32, "at least 1, or None for all tokens"),
-    ("top_logprobs", 0, _INT32, "0 or more"),
-    ("seed", -(2**63), 2**64 - 1, "an integer of 64 bits"),
-)
+INT32 = 2**31 - 1
+FLOAT32 = 3.4e38
+SEEDS = (-(2**63), 2**64 - 1)
+"""Seeds are taken modulo 2**64."""
+TEMPERATURES = 1e-30, 1e30
+"""Beyond, logits divided by the temperature are not numbers of float32."""
+MOST_RESPONSES = 1 << 16
+MOST_TOP_LOGPROBS = 1024
 
 
-def _is_integer(value: object, least: int, most: int) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) <= most
+def check_integer(name: str, value: Any, least: int, most: int) -> None:
+    """Raises ValueError unless ``value`` is an integer of the range."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; give an integer from {least} to {most}.")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises ValueError where ``text`` holds half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} holds {text[error.start]!r}, which is half a character (a lone surrogate); give valid Unicode."
+        ) from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -67,38 +85,44 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most, wanted in _INTEGERS:
-            if not _is_integer(value := getattr(self, name), least, most) and not (value is None and name == "top_k"):
-                raise ValueError(f"SamplingParams.{name} is {value!r}; give {wanted}, at most {most}.")
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if (isinstance(value, bool) or not isinstance(value, Real)) and not (value is None and name == "min_p"):
-                raise ValueError(f"SamplingParams.{name} is {value!r}; give a number.")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(self, name) or ():
-                if not _is_integer(token, 0, _INT32):
-                    raise ValueError(f"SamplingParams.{name} names token {token!r}; give ids in 0..{_INT32}.")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"SamplingParams.temperature is {self.temperature}; give 0 (greedy) or a positive number.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"SamplingParams.top_p is {self.top_p}; give a number in (0, 1].")
-        if self.min_p is not None and not 0 <= self.min_p < 1:
-            raise ValueError(f"SamplingParams.min_p is {self.min_p}; give a number in [0, 1), or None.")
+        check_integer("SamplingParams.n", self.n, 1, MOST_RESPONSES)
+        check_integer("SamplingParams.max_new_tokens", self.max_new_tokens, 1, INT32)
+        check_integer("SamplingParams.top_logprobs", self.top_logprobs, 0, MOST_TOP_LOGPROBS)
+        check_integer("SamplingParams.seed", self.seed, *SEEDS)
+        if self.top_k is not None:
+            check_integer("SamplingParams.top_k", self.top_k, 1, INT32)
+        low, high = TEMPERATURES
+        if not _is_number(self.temperature) or not (self.temperature == 0 or low <= self.temperature <= high):
+            raise ValueError(
+                f"SamplingParams.temperature is {self.temperature!r}; give 0 (greedy) or a number in [{low}, {high}]."
+            )
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"SamplingParams.top_p is {self.top_p!r}; give a number in (0, 1].")
+        if self.min_p is not None and not (_is_number(self.min_p) and 0 <= self.min_p < 1):
+            raise ValueError(f"SamplingParams.min_p is {self.min_p!r}; give a number in [0, 1), or None.")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"SamplingParams.stop is {self.stop!r}; give a sequence of strings, none of them empty.")
+            raise ValueError(
+                f"SamplingParams.stop is {reprlib.repr(self.stop)}; give a sequence of strings, none of them empty."
+            )
+        for text in self.stop:
+            check_text("SamplingParams.stop", text)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise ValueError("SamplingParams.allowed_token_ids is empty; name the tokens allowed, or None for all.")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                check_integer(f"A token of SamplingParams.{name}", token, 0, INT32)
         if self.kept_tokens and not (self.top_p < 1 or self.top_k or self.min_p or self.constrained):
             raise ValueError(
                 "SamplingParams.kept_tokens needs top_p, top_k, min_p or forbidden tokens: else all are kept."
             )
-        for text in self.stop:
-            if any("\ud800" <= c <= "\udfff" for c in text):
-                raise ValueError(f"SamplingParams.stop is {self.stop!r}; a lone surrogate is no text.")
-        if any(isinstance(value, bool) or not isinstance(value, Real) for value in self.logit_bias.values()):
-            raise ValueError(f"SamplingParams.logit_bias is {self.logit_bias!r}; give a number for each token.")
-        if any(not value < float("inf") for value in self.logit_bias.values()):
-            raise ValueError("SamplingParams.logit_bias holds NaN or infinity; give finite numbers, or -inf to forbid.")
+        for value in self.logit_bias.values():
+            if not _is_number(value) or not (value == -math.inf or abs(value) <= FLOAT32):
+                raise ValueError(
+                    f"SamplingParams.logit_bias holds {value!r}; give numbers that are finite in float32, or -inf to "
+                    "forbid a token."
+                )
+        if self.prefix_allowed_tokens_fn is not None and not callable(self.prefix_allowed_tokens_fn):
+            raise ValueError("SamplingParams.prefix_allowed_tokens_fn cannot be called; give a function, or None.")
 
     @property
     def constrained(self) -> bool:

@@ -38,6 +38,7 @@ class Step:
     sample_rows: Array  # [S] int64, rows whose logits are sampled
     sample_slots: Array  # [S] int64, their branches in the row table
     adapter: int
+    filled: list[Branch]  # whose missing keys it computes
 
 
 @dataclass
@@ -103,8 +104,8 @@ class Scheduler:
         if branch in self.waiting:
             self.waiting.remove(branch)
 
-    def schedule(self, start: Callable[[Request], Branch]) -> Step | None:
-        """The next step; None where nothing can run. ``start`` makes a queued request's first branch.
+    def schedule(self, start: Callable[[Request], Branch | None]) -> Step | None:
+        """The next step; None where nothing can run. ``start`` makes a queued request's first branch, or fails it.
 
         Raises:
             TooLargeError: not even one branch fits.
@@ -164,7 +165,7 @@ class Scheduler:
 
     # -- waiting branches -------------------------------------------------------------------------------------------
 
-    def _admit(self, start: Callable[[Request], Branch]) -> None:
+    def _admit(self, start: Callable[[Request], Branch | None]) -> None:
         """Start queued requests while the branches there are leave rows of the batch free."""
         if not self.queue:
             return
@@ -172,8 +173,9 @@ class Scheduler:
         while self.queue and (tips + self.queue[0].forks <= self.max_batch_rows or not self.requests):
             request = self.queue.popleft()
             self.requests.append(request)
-            insort(self.waiting, start(request), key=_order)
-            tips += request.forks
+            if (branch := start(request)) is not None:
+                insort(self.waiting, branch, key=_order)
+                tips += request.forks
 
     def _fill(self, taken: int, *, idle: bool) -> list[Fill]:
         """Chunks of waiting branches, oldest first, beside ``taken`` pages and for the budget of tokens."""
@@ -287,7 +289,8 @@ class Scheduler:
             kv_slots[np.repeat(writes, count)] = new
         samples = sampler >= 0
         plan = tree.plan(node, count)
-        return Step(input_ids, position_ids, kv_slots, plan, end[samples] - 1, sampler[samples], self._adapter)
+        filled = [fill.branch for fill in fills]
+        return Step(input_ids, position_ids, kv_slots, plan, end[samples] - 1, sampler[samples], self._adapter, filled)
 
 
 def _extend(values: Array, more: list[int]) -> Array:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.batch import pack
 from ..data.tree import TokenTree
-from ..model.decoder import batch_logprob
+from ..model.decoder import batch_logprob, decode
+from .branch import sample_dtype
 
 Array = npt.NDArray[Any]
+ROWS = 256  # whose logits are there at once
 
 
 def score(
@@ -33,4 +37,32 @@ def score(
             logprob = batch_logprob(model, batch).logprob.cpu()
         for index, leaves in zip(batch.tree_index, batch.to_leaves(logprob), strict=True):
             found[asked[index]] = [values.numpy() for values in leaves]
+    return found
+
+
+def prompt_logprobs(
+    model: PreTrainedModel,
+    logits_of: Callable[[Tensor], Tensor],  # [N, H] -> [N, V] fp32
+    ids: Array,  # [P] int32
+    top: int,
+) -> Array:  # [P - 1] records
+    """See `RolloutEngine.prompt_logprobs`."""
+    found = np.zeros(len(ids) - 1, sample_dtype(top))
+    found["token"] = ids[1:]
+    if not len(found):
+        return found
+    tree = TokenTree.from_sequences(ids[:1].tolist(), [ids[1:].tolist()])
+    device = model.get_output_embeddings().weight.device
+    (batch,) = pack([tree], max_tokens=len(ids), device=device)
+    hidden = decode(model, batch).hidden
+    target = torch.from_numpy(ids[1:].astype(np.int64)).to(device)
+    for begin in range(0, len(found), ROWS):
+        rows = slice(begin, min(begin + ROWS, len(found)))
+        logits = logits_of(hidden[rows])
+        logsumexp = logits.logsumexp(-1, keepdim=True)
+        found["raw_logprob"][rows] = (logits.gather(1, target[rows, None]) - logsumexp)[:, 0].cpu().numpy()
+        likeliest = logits.topk(top, dim=-1)
+        found["top_id"][rows] = likeliest.indices.cpu().numpy()
+        found["top_raw"][rows] = (likeliest.values - logsumexp).cpu().numpy()
+    found["logprob"] = found["entropy"] = np.nan
     return found

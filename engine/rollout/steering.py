@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin
+from ..methods.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Rewind, SegmentReport
 from .branch import Branch, Node, Request, given
 from .seeds import child_seed
@@ -31,8 +33,9 @@ class Steering(ABC):
     Attributes:
         version: of the policy, written to every token sampled.
         requests: started and not done.
-        counts: steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long; ``row_steps`` (branches
-            that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches that did not).
+        counts: steps, failed_steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long;
+            ``row_steps`` (branches that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches
+            that did not).
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -105,9 +108,10 @@ class Steering(ABC):
         self.requests.remove(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        request.error = error
-        self._let_go(request)
-        self._done.append(request)
+        if not request.done:
+            request.error = error
+            self._let_go(request)
+            self._done.append(request)
 
     def _hand_out(self) -> list[Request]:
         done, self._done = self._done, []
@@ -116,8 +120,9 @@ class Steering(ABC):
     def _complete(self, request: Request) -> None:
         if not request.leaves:
             raise RuntimeError(f"{_name(request)} pruned every branch of prompt {request.number}.")
-        request.tree = request.token_tree()
+        tree = request.token_tree()
         self._let_go(request)
+        request.tree = tree
         self._done.append(request)
 
     def first_branches(self, request: Request) -> int:
@@ -189,12 +194,18 @@ class Steering(ABC):
     def path_so_far(self, branch: Branch) -> Array:  # [prompt + response] int32
         """All tokens of a branch."""
 
+    @abstractmethod
+    def records_so_far(self, branch: Branch) -> Array:  # [response] records
+        """What is known of a branch's response, token by token; see `sample_dtype`."""
+
     def _report(self, ended: Iterable[tuple[Request, SegmentReport]]) -> None:
         """Ask the programs, each once a step."""
         reports: dict[int, tuple[Request, list[SegmentReport]]] = {}
         for request, report in ended:
             reports.setdefault(request.number, (request, []))[1].append(report)
         for request, finished in reports.values():
+            if request.done:  # another branch of it failed
+                continue
             finished.sort(key=lambda report: report.branch)
             self._ask(request, partial(request.program.decide, request.state(), finished))
 
@@ -211,11 +222,19 @@ class Steering(ABC):
     # -- the program's answers --------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, question: Callable[[], Iterable[Action]]) -> None:
-        """Put a question to the program and do what it answers. A program that errs ends its own request only."""
-        try:
+        """Put a question to the program and do what it answers."""
+        with self._alone(request):
             self._act(request, question())
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """What is done for one request: an error, of ours or of its program, ends only that one."""
+        try:
+            yield
         except Exception as error:
             self._fail(request, error)
+        except SystemExit as error:
+            self._fail(request, RuntimeError(f"{_name(request)} called sys.exit({error.code!r})."))
 
     def _act(self, request: Request, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -312,7 +331,7 @@ class Steering(ABC):
     def _call(self, request: Request, key: BranchId, function: Any, arguments: tuple[Any, ...]) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(thread_name_prefix="rolltree-call")
-        request.calls.append((key, self._threads.submit(function, *arguments)))
+        request.calls.append((key, self._threads.submit(call, "a call", function, *arguments)))
         if request not in self._calling:
             self._calling.append(request)
 
@@ -334,7 +353,7 @@ class Steering(ABC):
                 if error is None:
                     self._ask(request, partial(request.program.returned, request.state(), key, future.result()))
                 else:
-                    request.errors[key] = f"{type(error).__name__}: {error}"
+                    request.errors[key] = str(error).rstrip(".")
                     self.counts["failed_calls"] += 1
                     if key in request.leaves:
                         request.leaves[key].status = LeafStatus.FAILED

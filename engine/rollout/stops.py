@@ -34,39 +34,40 @@ class Stops:
         self._eos = eos_token_ids(model.generation_config, model.config.get_text_config(), tokenizer)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._known: dict[tuple[frozenset[int], frozenset[int]], int] = {}
-        self._tables = np.zeros((0, self._vocabulary), np.int8)
+        self._tables = np.zeros((16, self._vocabulary), np.int8)
 
-    def table(self, request: Request) -> int:
-        """The number of the request's table of tokens."""
+    def table(self, request: Request, rows: RowTable) -> int:
+        """The number of the request's table of tokens. Tables that no row of ``rows`` has are used again."""
         ends = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
         key = frozenset(ends), frozenset(request.program.segment_stop_token_ids)
         if key not in self._known:
             row = np.zeros((1, self._vocabulary), np.int8)
             row[0, self._inside(key[0])] = END_RESPONSE
             row[0, self._inside(key[1])] = END_SEGMENT  # so a program may go on behind an end-of-sequence token
-            self._known[key] = len(self._tables)
-            self._tables = np.concatenate([self._tables, row])
+            self._known[key] = self._free_table(rows)
+            self._tables[self._known[key]] = row
         return self._known[key]
+
+    def _free_table(self, rows: RowTable) -> int:
+        if len(self._known) == len(self._tables):
+            used = {int(rows.stop_table[slot]) for slot, branch in enumerate(rows.branch) if branch is not None}
+            self._known = {key: number for key, number in self._known.items() if number in used}
+        if len(self._known) == len(self._tables):
+            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)])
+        return min(set(range(len(self._tables))) - set(self._known.values()))
 
     def tokens(self, tables: Array, token: Array) -> Array:  # [E] int64, [E] int64 -> [E] int8
         return self._tables[tables, token]
 
-    def texts(self, rows: RowTable, slots: Array) -> dict[int, tuple[int, str]]:  # slots: [E] int64
-        """What the responses have just come to hold: index in ``slots`` -> (what ends, the text)."""
-        if self._tokenizer is None or not rows.stops_at_text[slots].any():
-            return {}
-        found: dict[int, tuple[int, str]] = {}
-        for i in np.flatnonzero(rows.stops_at_text[slots]).tolist():
-            slot = int(slots[i])
-            request = _branch(rows, slot).request
-            segment, response = request.program.segment_stop, request.params.stop
-            # a text that ended an earlier segment is behind the response, but does not end another segment
-            hit = self._found(rows, slot, segment, int(rows.segment_tokens[slot]))
-            if hit is not None:
-                found[i] = END_SEGMENT, hit
-            elif (hit := self._found(rows, slot, response, int(rows.length[slot]))) is not None:
-                found[i] = END_RESPONSE, hit
-        return found
+    def text(self, rows: RowTable, branch: Branch) -> tuple[int, str] | None:
+        """What a response has just come to hold: what ends, and the text."""
+        slot, request = branch.slot, branch.request
+        # a text that ended an earlier segment is behind the response, but does not end another segment
+        hit = self._found(rows, slot, request.program.segment_stop, int(rows.segment_tokens[slot]))
+        if hit is not None:
+            return END_SEGMENT, hit
+        hit = self._found(rows, slot, request.params.stop, int(rows.length[slot]))
+        return None if hit is None else (END_RESPONSE, hit)
 
     def _found(self, rows: RowTable, slot: int, stops: Sequence[str], most: int) -> str | None:
         if not stops or self._tokenizer is None:

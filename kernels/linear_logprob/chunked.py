@@ -34,6 +34,8 @@ from .targets import Targets
 class RowKernels(Protocol):
     """What a backend supplies. Optional inputs and outputs are empty tensors where absent."""
 
+    ROW_MULTIPLE: int  # elements; see `new_tiles`
+
     def statistics(
         self,
         logits: Tensor,  # [C, V] fp32 (or fp64): u without bias
@@ -89,10 +91,9 @@ def forward(
     sum_p2 = hidden.new_empty(N if want_sum_p2 else 0, dtype=accumulator)
     kept = hidden.new_empty((0, V) if frozen_head else kept_shape(hidden, head.weight), dtype=accumulator)
     C = chunk_rows(N, V, hidden.device)
-    tile = hidden.new_empty((0 if len(kept) else C, V), dtype=accumulator)
+    tile, d_tile = new_tiles(rows, head, 0 if len(kept) else C)
     if frozen_head:
         direction = torch.empty_like(hidden)
-        d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
         towards, constant = frozen.direction_coefficients(targets, logprob)
         none = logprob[:0]
     for c in chunks(N, C):
@@ -127,11 +128,12 @@ def backward(
     need: HeadGradient,
 ) -> Tensor:
     """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
-    N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
+    N, V = len(hidden), len(head.weight)
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
 
-    alive = None if hidden.is_cuda else rows_with_gradient(targets, grad_logprob, constant, per_log, per_p)
+    counted = hidden.device.type == "cpu"  # any other device would have to be waited for
+    alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if counted else None
     of_alive = d_hidden
     if alive is not None:
         targets, place = targets.of_rows(alive)
@@ -143,8 +145,7 @@ def backward(
         of_alive, N = torch.empty_like(hidden), len(alive)
 
     C = chunk_rows(N, V, hidden.device)
-    tile = hidden.new_empty((C, V), dtype=accumulator)
-    d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
+    tile, d_tile = new_tiles(rows, head, C)
     for c in chunks(N, C):
         n = c.stop - c.start
         d_logits = d_tile[:n]
@@ -169,6 +170,17 @@ def backward(
     if need_hidden and alive is not None:
         d_hidden.index_copy_(0, alive, of_alive)
     return d_hidden
+
+
+def new_tiles(rows: RowKernels, head: Head, C: int) -> tuple[Tensor, Tensor]:
+    """Tiles ``[C, V]`` for logits, in the accumulation dtype, and for their gradient, in the operands': maybe one.
+
+    Rows begin at multiples of what the row kernels ask for, so an odd V has strides that these and GEMMs like.
+    """
+    V = len(head.weight)
+    stride = -(-V // rows.ROW_MULTIPLE) * rows.ROW_MULTIPLE
+    tile = head.bias.new_empty((C, stride))[:, :V]
+    return tile, tile if head.dtype == head.accumulator else head.bias.new_empty((C, stride), dtype=head.dtype)[:, :V]
 
 
 def rows_with_gradient(

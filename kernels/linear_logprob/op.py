@@ -146,8 +146,10 @@ def linear_logprob_backward_op(
         else:
             d_hidden = chunked.backward(row_kernels(backend), *given)
     dtype = weight.dtype
-    d_weight = temperature.new_empty(0) if weight_grad is not None else need.weight
-    return d_hidden, d_weight.to(dtype), need.bias.to(dtype), need.a.to(dtype), need.b.to(dtype)
+    d_weight, *d_others = need.results()
+    d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight
+    d_bias, d_a, d_b = (d.to(dtype) for d in d_others)
+    return d_hidden, d_weight.to(dtype), d_bias, d_a, d_b
 
 
 @linear_logprob_backward_op.register_fake

@@ -19,6 +19,8 @@ from .chunked import kept_shape
 from .head import Head, HeadGradient
 from .targets import Targets
 
+ROW_MULTIPLE = 1
+
 
 def forward(
     hidden: Tensor,  # [N, H]
@@ -102,14 +104,14 @@ def backward(
     du = torch.empty_like(u)
     gradient(u, head.bias, temperature, softcap, *found, du)
     d_weight = du.T @ hidden.to(du.dtype)  # of the effective weight
-    if len(need.weight):
-        need.weight += d_weight
-    if len(need.bias):
-        need.bias += du.sum(0)
-    if len(need.a) and head.lora is not None:
+    if need.need_weight:
+        need.add_sum("weight", d_weight)
+    if need.need_bias:
+        need.add_sum("bias", du.sum(0))
+    if need.need_lora and head.lora is not None:
         a, b, scale = head.lora
-        need.a += scale * b.to(du.dtype).T @ d_weight
-        need.b += scale * d_weight @ a.to(du.dtype).T
+        need.add_sum("a", scale * b.to(du.dtype).T @ d_weight)
+        need.add_sum("b", scale * d_weight @ a.to(du.dtype).T)
     return (du @ effective_weight(head, du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0)
 
 

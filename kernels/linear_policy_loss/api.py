@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..policy_loss.api import check
 from .composed import composed
 from .op import encoded, linear_terms_loss_op
 from .plan import ONE_PASS, HeadPlan, plan_everything, plan_terms_loss
-from .terms import AnyTerm, LogprobTerm, Term, TermsLossOutput, common_normalizer, finish_terms, live
+from .terms import AnyTerm, LogprobTerm, Term, TermsLossOutput, common_normalizer, finish_terms
 
 
 def linear_policy_loss(
@@ -53,14 +52,16 @@ def linear_policy_loss(
         tp_group: as in `linear_logprob`; then the two ops run one after the other, and the backward recomputes.
         weight_grad: an fp32 accumulator (Megatron's ``main_grad``): the backward adds weight's gradient to it in fp32
             and leaves ``weight.grad`` alone. ``weight`` must require a gradient all the same.
-        plan: from `plan_policy_loss`; default: made here. On a GPU making it waits for the device, except without
-            ``row`` for an objective of tokens: then every target is computed.
+        plan: from `plan_policy_loss`, which may have been made on the host; then nothing here waits for a GPU.
+            Default: made here, which waits for it once, except without ``row`` for an objective of tokens: then every
+            target is computed.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit, or the plan is of another batch; the message names
             which.
         IndexError: a target or row is out of range (CPU only; on a GPU a wrong row stops the program).
-        RuntimeError: a second backward of gradients made in the forward.
+        RuntimeError: a second backward of gradients made in the forward; or the plan is of another mask (on a GPU: a
+            device-side assertion).
     """
     out = linear_terms_loss(
         hidden, weight, target, [Term(fields, objective, normalizer)], row=row, bias=bias, temperature=temperature,
@@ -122,7 +123,9 @@ def linear_terms_loss(
     if plan is None:
         plan = _plan(hidden, weight, row, terms, gradient=any(need), frozen=not any(need[1:]))
     else:
-        _check_plan(call, plan, weight, target, row, terms, N=len(hidden))
+        if not isinstance(plan, HeadPlan):
+            call.wrong_type("plan", "a HeadPlan", plan)
+        plan.check(terms, row, hidden, weight)
     if plan.row is not None:
         hidden, temperature = hidden.index_select(0, plan.row), temperature[plan.row]
     target = target.long().contiguous() if plan.place is None else target.long()[plan.place]
@@ -174,67 +177,6 @@ def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperat
     for t in terms:
         call.number(f"the weight of term '{t.name}'", t.weight)
     return checked
-
-
-def _check_plan(
-    check: Arguments,
-    plan: HeadPlan,
-    weight: Tensor,
-    target: Tensor,
-    row: Tensor | None,
-    terms: Sequence[AnyTerm],
-    *,
-    N: int,
-) -> None:
-    """The plan must be of this batch: what a plan leaves out is never looked at again."""
-    if not isinstance(plan, HeadPlan):
-        check.wrong_type("plan", "a HeadPlan", plan)
-    again = "plan this batch"
-    M = len(target)
-    check.require(
-        plan.given == (N, M) and plan.head == tuple(weight.shape),
-        f"the plan is for {plan.given[0]} rows, {plan.given[1]} targets and a head of {list(plan.head)}; here are {N}, "
-        f"{M} and {list(weight.shape)}: {again}",
-    )
-    for t in (plan.start, plan.row, plan.place):
-        if t is not None:
-            check.tensor("the plan", t)
-    scopes = {t.objective.scope if isinstance(t, Term) else "batch" for t in terms}
-    serves = {"fused_forward": scopes == {"token"}, "sequence_aligned": "batch" not in scopes}
-    whole = "batch" if "batch" in scopes else "path"
-    check.require(
-        serves.get(plan.schedule, True),
-        f"the plan's schedule '{plan.schedule}' is not for terms that look at a whole {whole}; {again}",
-    )
-    start, place = plan.start, plan.place
-    if place is None:
-        check.require(row is None, f"the plan is for one target a row, and row= is given; {again}")
-        return
-    rows = torch.arange(N, device=place.device) if plan.row is None else plan.row
-    here = place if row is None else row.long()[place]
-    check.look(
-        f"row is not the one that was planned for; {again}",
-        here,
-        lambda: here == torch.repeat_interleave(rows, start.diff(), output_size=len(place)),
-    )
-    planned = torch.zeros_like(target, dtype=torch.bool).index_fill_(0, place, True)
-    for term in terms:
-        missing = partial(_planned, planned, term)
-        check.look(f"the plan leaves out targets that have a gradient here; {again}", planned, missing)
-        paths = term.fields.paths if isinstance(term, Term) else None
-        if plan.path_cuts and paths is not None:
-            uncut = partial(_uncut, plan.path_cuts, paths.pair_end)
-            check.look(f"the plan cuts paths of these fields apart; {again}", paths.pair_end, uncut)
-
-
-def _planned(planned: Tensor, term: AnyTerm) -> Tensor:  # [M] bool
-    return planned | ~live(term)
-
-
-def _uncut(cuts: Sequence[int], pair_end: Tensor) -> Tensor:
-    """Whether no path goes on beyond a cut, for each cut."""
-    reach = torch.cat([pair_end.new_zeros(1), pair_end.cummax(0).values])
-    return reach[list(cuts)] <= torch.tensor(cuts)
 
 
 def _plan(

@@ -3,7 +3,7 @@
 A chunk is a GEMM into a tile of fp32 logits, the row statistics, the objectives on the chunk's targets (which give
 value *and* derivatives), the gradient of the logits, and two GEMMs: the logits are formed once. On a CPU rows that turn
 out to have no gradient (clipped) leave before the last two GEMMs; a GPU would have to be waited for, and multiplies
-them.
+them. Rows on paths of several chunks are scored before all chunks and get their gradient after them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def one_pass(
 ) -> Tensor:
     """Gradient of hidden ``[R, H]``, or ``[0]``; those of the head are added to ``need``, the loss to ``judge``."""
     hidden, head, targets, temperature, softcap = given
-    V, accumulator = len(head.weight), temperature.dtype
     sizes = [b - a for a, b in zip(cuts.row, cuts.row[1:], strict=False)]
-    tile = hidden.new_empty((max(sizes, default=0), V), dtype=accumulator)
-    d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
+    tile, d_tile = chunked.new_tiles(rows, head, max(sizes, default=0))
     logprob, nothing = tile.new_empty(len(targets.target)), tile.new_empty(0)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
+    shared = _Shared(rows, given, cuts) if cuts.row[0] else None
+    if shared is not None:
+        judge.know(*shared.scores())
     for k, n in enumerate(sizes):
         c, own = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
         logits = head.logits(hidden[c], tile[:n])
@@ -59,13 +60,15 @@ def one_pass(
 
         local = Targets(start - own.start, targets.target[own], None, targets.one_a_row)
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else own
-        a, of_entropy = judge.derivatives(own, paths, logprob[own], _of_targets(entropy, local))
+        scores = logprob[own], _of_targets(entropy, local)
+        a, of_entropy = judge.derivatives(own, paths, *scores, add_paths=shared is None)
         b, constant = nothing, torch.zeros_like(entropy)
         if of_entropy is not None:
             b = sum_by_row(local, of_entropy)
             constant, _, _ = chunked.coefficients(entropy, nothing, constant, b, nothing)
 
-        alive = None if hidden.is_cuda else chunked.rows_with_gradient(local, a, constant, b, nothing)
+        counted = hidden.device.type == "cpu"
+        alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if counted else None
         x, out = hidden[c], d_tile[:n]
         if alive is not None:
             local, of_alive = local.of_rows(alive)
@@ -82,7 +85,37 @@ def one_pass(
             if alive is not None:
                 d_hidden[c].index_copy_(0, alive, d_x)
         need.add(out, x)
+    if shared is not None:
+        own, of_logprob, of_entropy = shared.scores()
+        derivatives = judge.derivatives(own, judge.everything, of_logprob, of_entropy)
+        d_shared = shared.backward(*derivatives, need_hidden, need)
+        if need_hidden:
+            d_hidden[: len(d_shared)] = d_shared
     return d_hidden
+
+
+class _Shared:
+    """The first rows, which are on paths of several chunks."""
+
+    def __init__(self, rows: RowKernels, given: Inputs, cuts: Cuts) -> None:
+        S, P = cuts.row[0], cuts.target[0]
+        hidden, head, targets, temperature, softcap = given
+        of = Targets(targets.start[: S + 1], targets.target[:P], None, targets.one_a_row)
+        self.rows, self.given = rows, Inputs(hidden[:S], head, of, temperature[:S], softcap)
+        self.logprob, self.logsumexp, self.correction, self.entropy, self.sum_p2, self.kept = chunked.forward(
+            rows, *self.given, want_entropy=True, want_sum_p2=False, frozen_head=False
+        )
+
+    def scores(self) -> tuple[slice, Tensor, Tensor]:
+        """The targets, their log-probs and entropies."""
+        return slice(0, len(self.logprob)), self.logprob, _of_targets(self.entropy, self.given.targets)
+
+    def backward(self, a: Tensor, b: Tensor | None, need_hidden: bool, need: HeadGradient) -> Tensor:
+        """As `chunked.backward`."""
+        per_row = self.sum_p2 if b is None else sum_by_row(self.given.targets, b)  # which is empty
+        found = self.logsumexp, self.correction, self.entropy, self.sum_p2, self.kept
+        zero = torch.zeros_like(self.logsumexp)
+        return chunked.backward(self.rows, *self.given, *found, a, zero, per_row, self.sum_p2, need_hidden, need)
 
 
 def _of_targets(entropy: Tensor, targets: Targets) -> Tensor:  # [R] -> [P]

@@ -32,12 +32,20 @@ class Judge:
             (fields if place is None or not here else fields.take(place), objective, here)
             for (fields, objective), here in zip(terms, in_order, strict=True)
         ]
-        self.needs_entropy = any(objective.needs_entropy for _, objective in terms)
+        self.everything = slice(0, M)
         self.scale, self.place = scale, place
         self.known = () if all(in_order) else (like.new_zeros(M), like.new_zeros(M))
         self.scored = torch.zeros(M if self.known else 0, dtype=torch.bool, device=like.device)
         self.totals = [like.new_zeros((), dtype=torch.float64) for _ in terms]
         self.sums = [like.new_zeros(len(SUMS), dtype=torch.float64) for _ in terms]
+
+    def know(self, own: slice, logprob: Tensor, entropy: Tensor) -> None:
+        """Take in the values ``[p]`` of targets that paths of several chunks share."""
+        if self.known:
+            assert self.place is not None
+            for everywhere, values in zip(self.known, (logprob, entropy), strict=True):
+                everywhere.index_copy_(0, self.place[own], values)
+            self.scored.index_fill_(0, self.place[own], True)
 
     def derivatives(
         self,
@@ -45,13 +53,13 @@ class Judge:
         paths: slice,  # of the caller's: the whole paths of these
         logprob: Tensor,  # [p]
         entropy: Tensor,  # [p]
+        add_paths: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """``a [p]`` and ``b [p]``, the latter None where no term has an entropy."""
-        if self.known:
-            assert self.place is not None
-            for everywhere, values in zip(self.known, (logprob, entropy), strict=True):
-                everywhere.index_copy_(0, self.place[own], values)
-            self.scored.index_fill_(0, self.place[own], True)
+        """``a [p]`` and ``b [p]``, the latter None where no term has an entropy.
+
+        ``add_paths``: whether value and metrics of ``paths`` are added up here, or later with others.
+        """
+        self.know(own, logprob, entropy)
         a: Tensor | None = None
         b: Tensor | None = None
         for k, (fields, objective, in_order) in enumerate(self.terms):
@@ -61,7 +69,8 @@ class Judge:
             else:
                 of, at = self._of_paths(fields, objective, own, paths)
                 d_logprob, d_entropy = of.d_logprob[at], None if of.d_entropy is None else of.d_entropy[at]
-            self.totals[k], self.sums[k] = self.totals[k] + of.total, self.sums[k] + of.sums
+            if in_order or add_paths:
+                self.totals[k], self.sums[k] = self.totals[k] + of.total, self.sums[k] + of.sums
             a = self._add(a, k, d_logprob.to(logprob.dtype))
             if objective.needs_entropy and d_entropy is not None:
                 b = self._add(b, k, d_entropy.to(logprob.dtype))

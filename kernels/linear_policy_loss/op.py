@@ -71,9 +71,7 @@ def linear_terms_loss_op(
     given = fused.Inputs(hidden, head, targets, temperature, softcap)
     d_hidden = fused.one_pass(rows, given, judge, cuts, need[0], gradient)
     total, totals, sums = judge.result()
-    return (
-        total.to(temperature.dtype), totals, sums, d_hidden, gradient.weight, gradient.bias, gradient.a, gradient.b
-    )  # fmt: skip
+    return total.to(temperature.dtype), totals, sums, d_hidden, *gradient.results()
 
 
 @linear_terms_loss_op.register_fake
@@ -131,8 +129,13 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
             ctx.weight_grad.addcmul_(gradient, grad)
             result.append(None)
             continue
-        scaled = gradient * grad if torch.compiler.is_compiling() else gradient.mul_(grad.to(gradient.dtype))
-        result.append(scaled if i == 0 else scaled.to(ctx.dtype))
+        dtype = gradient.dtype if i == 0 else ctx.dtype
+        if torch.compiler.is_compiling():
+            result.append((gradient * grad).to(dtype))
+        elif dtype == gradient.dtype:
+            result.append(gradient.mul_(grad.to(dtype)))
+        else:  # scaled and cast in one kernel
+            result.append(torch.mul(gradient, grad.to(gradient.dtype), out=torch.empty_like(gradient, dtype=dtype)))
     return *result, *ctx.constants
 
 

@@ -3,9 +3,12 @@
     schedule          when                                                           FLOP, in N H V
     logprob_only      no gradient is asked for                                       2
     fused_forward     a target's loss depends on that target alone                   2 + 4 f (frozen head: 2 + 2 f)
-    sequence_aligned  it depends on the whole path: whole trees in one chunk         2 + 4 f (frozen head: 2 + 2 f)
-    frozen_head       it does, a path is longer than a chunk, head not trained       4
-    two_phase         as before, head trained; or it depends on the whole batch      2 + 6 f
+    sequence_aligned  it depends on the whole path: chunks of whole paths            2 + 4 f (frozen head: 2 + 2 f)
+    frozen_head       it does, paths of two chunks meet, head not trained            4
+    two_phase         it depends on the whole batch, or on what is not a path        2 + 6 f
+
+Rows on paths of two chunks (the last of a prompt with its siblings' first tokens, the trunk of a tree) are *shared*:
+`sequence_aligned` scores them first, makes their gradient last, and multiplies them once more for it, 2 f.
 
 With several terms the one that needs most decides. Targets that cannot have a gradient from any (masked, or of zero
 advantage without a KL or entropy term) are left out before the first product: N counts the rows that remain. f is the
@@ -13,7 +16,7 @@ share of these that turn out not to be clipped; they are known after the log-sum
 the last two products. A GPU would have to be waited for, and multiplies them: f = 1.
 
 Planning looks at the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
-host, and the loss itself never waits.
+host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself never waits.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch import Tensor
 from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
 from ..policy_loss import Objective, PolicyFields
+from .align import align
 from .terms import AnyTerm, Term, live
 
 ONE_PASS = ("fused_forward", "sequence_aligned")
@@ -45,16 +49,18 @@ class HeadPlan:
     """
 
     schedule: Schedule
-    row: Tensor | None  # [R] int64, rows of hidden that are needed, ascending; None: all
+    row: Tensor | None  # [R] int64, rows of hidden that are needed, in order of their use; None: all
     place: Tensor | None  # [P] int64, of each target in the caller's order, by row; None: one a row, in order
     start: Tensor  # [R + 1] int64, the targets of row i are start[i] .. start[i + 1]
-    row_cuts: tuple[int, ...]  # chunks of rows: cuts[k] .. cuts[k + 1]
+    row_cuts: tuple[int, ...]  # chunks of rows: cuts[k] .. cuts[k + 1], from `shared` on
     target_cuts: tuple[int, ...]  # and of their targets
-    path_cuts: tuple[int, ...]  # of the caller's targets, for chunks of whole paths: (first, last) of each; else empty
+    path_cuts: tuple[int, ...]  # of the caller's targets: (first, last) of the trees a chunk is in; or empty
+    shared: int  # the first so many of the R rows are on paths of several chunks
     given: tuple[int, int]  # (N, M)
     head: tuple[int, int]  # (V, H)
     frozen: bool
     gradient_share: float
+    batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
         """Row of each target among the R; None: one a row, in order."""
@@ -65,6 +71,11 @@ class HeadPlan:
 
     def flop(self) -> float:
         """Of the matrix products, expected."""
+        V, H = self.head
+        return self.products() * self.row_cuts[-1] * V * H
+
+    def products(self) -> float:
+        """FLOP in N H V, N being the rows computed."""
         f = self.gradient_share
         products = {
             "logprob_only": 2.0,
@@ -73,8 +84,7 @@ class HeadPlan:
             "frozen_head": 4.0,
             "two_phase": 2 + (4 if self.frozen else 6) * f,
         }
-        V, H = self.head
-        return products[self.schedule] * self.row_cuts[-1] * V * H
+        return products[self.schedule] + 2 * f * self.shared / max(self.row_cuts[-1], 1)
 
     def traffic(self) -> float:
         """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
@@ -83,8 +93,9 @@ class HeadPlan:
         of the head is read and written once a chunk.
         """
         V, H = self.head
-        tiles = self.row_cuts[-1] * V * 4 * (2 if self.schedule == "logprob_only" else 4)
-        head = 0 if self.frozen or self.schedule == "logprob_only" else (len(self.row_cuts) - 1) * V * H * 8
+        tiles = (self.row_cuts[-1] * (2 if self.schedule == "logprob_only" else 4) + 2 * self.shared) * V * 4
+        chunks = len(self.row_cuts) - 1 + (-(-self.shared // self._most()) if self.shared else 0)
+        head = 0 if self.frozen or self.schedule == "logprob_only" else chunks * V * H * 8
         return float(tiles + head)
 
     def memory(self, itemsize: int = 4) -> int:
@@ -94,9 +105,31 @@ class HeadPlan:
             itemsize: bytes of an element of hidden.
         """
         V, H = self.head
-        most = max((b - a for a, b in zip(self.row_cuts, self.row_cuts[1:], strict=False)), default=0)
         gathered = 0 if self.row is None else len(self.row) * H * itemsize
-        return most * V * (4 if itemsize == 4 else 4 + itemsize) + gathered
+        return self._most() * V * (4 if itemsize == 4 else 4 + itemsize) + gathered
+
+    def _most(self) -> int:
+        """Rows of the largest chunk."""
+        return max((b - a for a, b in zip(self.row_cuts, self.row_cuts[1:], strict=False)), default=self.shared)
+
+    def check(self, terms: Sequence[AnyTerm], row: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
+        """Refuse another batch. Sizes are compared on the host, targets and paths where they are: nothing waits.
+
+        Raises:
+            ValueError: another number of rows or targets, or another head.
+            RuntimeError: other targets can learn, or they lie in other rows or paths; on a GPU a device-side assertion.
+        """
+        N, M = len(hidden), len(live(terms[0]))
+        if self.given != (N, M) or self.head != tuple(weight.shape):
+            raise ValueError(
+                f"linear_policy_loss: the plan is for {self.given[0]} rows, {self.given[1]} targets and a head of "
+                f"{list(self.head)}; here are {N}, {M} and {list(weight.shape)}: plan this batch."
+            )
+        if self.batch is not None:
+            torch._assert_async(
+                fingerprint(terms, row) == self.batch,
+                "linear_policy_loss: the plan is of other masks, advantages, rows or paths: plan this batch.",
+            )
 
     def explain(self) -> str:
         """The choice, FLOP and memory, in a few lines."""
@@ -106,8 +139,10 @@ class HeadPlan:
         return "\n".join(
             [
                 f"schedule {self.schedule}{' (frozen head)' if self.frozen else ''}: {rows} of {N} rows, "
-                f"{targets} of {M} targets, in {len(self.row_cuts) - 1} chunks",
-                f"{self.flop() / 1e12:.3g} TFLOP; plain PyTorch {6.0 * N * H * V / 1e12:.3g} TFLOP",
+                f"{targets} of {M} targets, in {len(self.row_cuts) - 1} chunks"
+                + (f", {self.shared} rows shared by chunks" if self.shared else ""),
+                f"{self.flop() / 1e12:.3g} TFLOP, {self.products():.2f} N H V of the rows computed; plain PyTorch "
+                f"{6.0 * N * H * V / 1e12:.3g} TFLOP",
                 f"{self.traffic() / 2**30:.3g} GiB moved outside the products",
                 f"{self.memory() / 2**20:.0f} MiB beside gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
             ]
@@ -183,17 +218,28 @@ def plan_terms_loss(
     schedule: Schedule = "logprob_only"
     row_cuts = even_cuts(len(rows), C)
     path_cuts: tuple[int, ...] = ()
+    shared = 0
+    in_order = True
     scopes = {t.objective.scope if isinstance(t, Term) else "batch" for t in terms}
     if gradient and scopes == {"token"}:
         schedule = "fused_forward"
     elif gradient:
-        aligned = None if "batch" in scopes else _aligned_cuts(terms, place, rank, C)
-        if aligned is not None:
-            schedule, (row_cuts, path_cuts) = "sequence_aligned", aligned
+        aligned = None if "batch" in scopes else align(terms, place, rank, C)
+        of_entropy = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
+        if frozen and not of_entropy and (aligned is None or aligned.shared):
+            schedule = "frozen_head"
+        elif aligned is None:
+            schedule = "two_phase"
         else:
-            of_entropy = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
-            schedule = "frozen_head" if frozen and not of_entropy else "two_phase"
-    whole = len(rows) == num_rows
+            schedule, in_order = "sequence_aligned", aligned.in_order
+            shared, row_cuts, path_cuts = aligned.shared, aligned.row_cuts, aligned.path_cuts
+            if not in_order:
+                rows, count = rows[aligned.row], count[aligned.row]
+                new_rank = torch.empty_like(aligned.row)
+                new_rank[aligned.row] = torch.arange(len(rows), device=rows.device)
+                place = place[torch.sort(new_rank[rank], stable=True).indices]
+                start = torch.cat([count.new_zeros(1), count.cumsum(0)])
+    whole = len(rows) == num_rows and in_order
     return HeadPlan(
         schedule=schedule,
         row=None if whole else rows,
@@ -202,11 +248,24 @@ def plan_terms_loss(
         row_cuts=row_cuts,
         target_cuts=tuple(start[list(row_cuts)].tolist()),
         path_cuts=path_cuts,
+        shared=shared,
         given=(num_rows, M),
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=gradient_share,
+        batch=int(fingerprint(terms, row)),
     )
+
+
+def fingerprint(terms: Sequence[AnyTerm], row: Tensor | None) -> Tensor:  # [] int64
+    """A hash of what a plan looks at: the targets that are needed, their rows, and their paths where these matter."""
+    alive = functools.reduce(torch.logical_or, map(live, terms))
+    x = place = torch.arange(len(alive), device=alive.device)
+    paths = [t.fields.paths for t in terms if isinstance(t, Term) and t.objective.scope == "path"]
+    for values in (place if row is None else row, *(index.target_end for index in paths if index is not None)):
+        x = (x + values.long()) * -7046029254386353131
+        x = x ^ (x >> 31)
+    return torch.where(alive, x, 0).sum()
 
 
 def plan_everything(num_rows: int, vocabulary: int, hidden_size: int, device: torch.device, frozen: bool) -> HeadPlan:
@@ -220,47 +279,14 @@ def plan_everything(num_rows: int, vocabulary: int, hidden_size: int, device: to
         row_cuts=cuts,
         target_cuts=cuts,
         path_cuts=(),
+        shared=0,
         given=(num_rows, num_rows),
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=1.0,
+        batch=None,
     )
 
 
 def even_cuts(rows: int, chunk: int) -> tuple[int, ...]:
     return (*range(0, rows, max(chunk, 1)), rows)
-
-
-def _aligned_cuts(
-    terms: Sequence[AnyTerm],
-    place: Tensor,  # [P] of the targets needed, by row
-    rank: Tensor,  # [P] which of the needed rows is theirs
-    chunk: int,
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Cuts of rows and of targets that no path crosses, with at most ``chunk`` rows between them, if there are.
-
-    A *block* is a shortest run of targets that no path leaves: a sequence, or a tree.
-    """
-    indices = [t.fields.paths for t in terms if isinstance(t, Term) and t.objective.scope == "path"]
-    if not len(place) or any(paths is None for paths in indices):
-        return None
-    end = functools.reduce(torch.maximum, [paths.pair_end.long() for paths in indices if paths is not None])
-    inside = torch.arange(1, len(end), device=end.device)
-    edge = torch.cat([inside.new_zeros(1), inside[end.cummax(0).values[:-1] <= inside], inside.new_tensor([len(end)])])
-    block = torch.searchsorted(edge[1:], place, right=True)
-    first = torch.full((len(edge) - 1,), len(place), device=place.device).scatter_reduce(0, block, rank, "amin")
-    last = torch.full_like(first, -1).scatter_reduce(0, block, rank, "amax")
-    live = (last >= 0).nonzero().flatten()
-    first, last = first[live], last[live]
-    if (last - first).max() >= chunk or (first[1:] <= last[:-1]).any():
-        return None
-    row_cuts, path_cuts = [0], []
-    opened = int(edge[live[0]])
-    ends = edge[live + 1].tolist()
-    begins = edge[live].tolist()
-    for k, (top, bottom) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-        if bottom >= row_cuts[-1] + chunk:
-            row_cuts.append(top)
-            path_cuts += [opened, ends[k - 1]]
-            opened = begins[k]
-    return (*row_cuts, int(last[-1]) + 1), (*path_cuts, opened, ends[-1])

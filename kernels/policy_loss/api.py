@@ -63,31 +63,31 @@ def policy_loss(
 
 def check(
     op: str,
-    of_pairs: Tensor,  # [M]
+    of_targets: Tensor,  # [M]
     dtype: torch.dtype,
     fields: PolicyFields,
     objective: Objective,
     normalizer: float | Tensor,
 ) -> PolicyFields:
-    """``fields``, which must fit the pairs and hold what the objective needs.
+    """``fields``, which must fit the targets and hold what the objective needs.
 
     Raises:
         ValueError: they do not; the message begins with ``op``.
         IndexError: a leaf's or sequence's place is out of range (CPU only; on a GPU the program stops).
     """
-    call = Arguments(op, "logprob", of_pairs)
+    call = Arguments(op, "logprob", of_targets)
     require = call.require
     if not isinstance(fields, PolicyFields):
         call.wrong_type("fields", "PolicyFields", fields)
     if not isinstance(objective, Objective):
         call.wrong_type("objective", "an Objective", objective)
-    call.tensor("logprob", of_pairs, fields.adv_pos.shape, " like the fields")
+    call.tensor("logprob", of_targets, fields.adv_pos.shape, " like the fields")
     call.tensor("the fields", fields.adv_pos)
     call.look("the fields' adv_pos must not be negative", fields.adv_pos, lambda: ~(fields.adv_pos < 0))
     call.look("the fields' adv_neg must not be positive", fields.adv_neg, lambda: ~(fields.adv_neg > 0))
     call.normalizer(normalizer)
     if fields.paths is not None:
-        fields.paths.check(call, len(of_pairs))
+        fields.paths.check(call, len(of_targets))
     require(
         dtype in (torch.float32, torch.float64),
         f"logprob must be fp32 or fp64, got {dtype}: ratios of rounded log-probs are noise",
@@ -111,12 +111,12 @@ def finish(
     *,
     has_entropy: bool,
 ) -> PolicyLossOutput:
-    """Loss and metrics from sums. Pairs that were left out because they cannot have a gradient count where they are
+    """Loss and metrics from sums. Targets that were left out because they cannot have a gradient count where they are
     zeros: in the denominators of the surrogate and its clip fractions.
     """
     of = dict(zip(reference.SUMS, sums.unbind(), strict=True))
     weight = fields.weight if fields.mask is None else torch.where(fields.mask, fields.weight, 0)
-    everything, count, known = weight.sum(dtype=torch.float64), of["count"], of["behaviour_count"]
+    everything, count, known = weight.sum(dtype=torch.float64), of["tokens"], of["behaviour_count"]
     metrics = {
         "actor/pg_loss": (of["pg_loss"], everything),
         "actor/pg_clipfrac": (of["clipped"], everything),

@@ -70,7 +70,7 @@ def pair_loss(
     paths.check(check, M)
     for name, leaves in (("chosen", chosen), ("rejected", rejected)):
         check.integers(name, leaves, chosen.shape if name == "rejected" else ("P",), " like chosen")
-        check.index(name, leaves, len(paths.leaf_pair), remedy="it names leaves of the paths")
+        check.index(name, leaves, len(paths.leaf_target), remedy="it names leaves of the paths")
     P = len(chosen)
     if ref_logprob is not None:
         check.floats("ref_logprob", ref_logprob, (M,), " like logprob")

@@ -67,13 +67,13 @@ def calm_tokens(fields: PolicyFields, entropy: Tensor, kl: Tensor, share: float)
     return only(fields, live & ~top_share(entropy, live, share) & ~top_share(kl, live, share))
 
 
-def _check(op: str, fields: PolicyFields, share: float, name: str = "share", **of_pairs: Tensor) -> None:
+def _check(op: str, fields: PolicyFields, share: float, name: str = "share", **of_targets: Tensor) -> None:
     check = Arguments(op, "the fields", fields.weight)
     check.number(name, share)
     check.require(0 < share <= 1, f"{name} must be in (0, 1], got {share}")
-    for known, values in of_pairs.items():
+    for known, values in of_targets.items():
         kind = check.integers if known == "token" else check.floats
-        kind(known, values, fields.weight.shape, ", one a pair")
+        kind(known, values, fields.weight.shape, ", one a target")
 
 
 def _uniform(token: Tensor, seed: int) -> Tensor:

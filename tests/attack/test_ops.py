@@ -212,7 +212,7 @@ def make_sequences(m: Maker) -> tuple[Given, dict[str, Kind]]:
     return given, kinds
 
 
-PATHS = ("pair_end", "leaf_pair", "leaf_start", "leaf_length", "leaf_weight", "leaf_advantage")
+PATHS = ("target_end", "leaf_target", "leaf_start", "leaf_length", "leaf_weight", "leaf_advantage")
 
 
 def tree_of_pairs(m: Maker) -> Given:
@@ -234,8 +234,8 @@ def tree_of_pairs(m: Maker) -> Given:
     for i in range(M):
         depth[i] = 1 + (depth[parent[i]] if parent[i] >= 0 else 0)
     return {
-        "pair_end": torch.tensor(end),
-        "leaf_pair": torch.tensor(leaves),
+        "target_end": torch.tensor(end),
+        "leaf_target": torch.tensor(leaves),
         "leaf_start": torch.full((L,), -1),
         "leaf_length": torch.tensor([float(depth[i]) for i in leaves]),
         "leaf_weight": torch.ones(L),
@@ -245,8 +245,8 @@ def tree_of_pairs(m: Maker) -> Given:
 
 def kinds_of_paths(M: int) -> dict[str, Kind]:
     return {
-        "pair_end": Index(end=M + 1, low=1),
-        "leaf_pair": Index(end=M, low=-1),
+        "target_end": Index(end=M + 1, low=1),
+        "leaf_target": Index(end=M, low=-1),
         "leaf_start": Index(end=M, low=-1),
         "leaf_length": Floats(whole_too=True),
         "leaf_weight": Floats(),
@@ -256,7 +256,7 @@ def kinds_of_paths(M: int) -> dict[str, Kind]:
 
 def make_paths(m: Maker) -> tuple[Given, dict[str, Kind]]:
     paths = tree_of_pairs(m)
-    M, index, advantage = len(paths["pair_end"]), PathIndex(**paths), paths["leaf_advantage"]
+    M, index, advantage = len(paths["target_end"]), PathIndex(**paths), paths["leaf_advantage"]
     given = paths | {"logprob": m.logprob(M), "old_logprob": m.logprob(M), "normalizer": 3.0,
                      "adv_pos": index.spread(advantage.clamp(min=0)), "adv_neg": index.spread(advantage.clamp(max=0)),
                      "weight": index.spread(torch.ones_like(advantage))}  # fmt: skip
@@ -292,12 +292,12 @@ def run_linear_policy_loss(advantage: Tensor, old_logprob: Tensor, **given: Any)
 
 def make_pair_loss(m: Maker) -> tuple[Given, dict[str, Kind]]:
     paths = tree_of_pairs(m)
-    M, L, P = len(paths["pair_end"]), len(paths["leaf_pair"]), m.size(1, 4)
+    M, L, P = len(paths["target_end"]), len(paths["leaf_target"]), m.size(1, 4)
     given = paths | {"logprob": m.logprob(M), "ref_logprob": m.logprob(M), "mask": m.index(3, M) > 0,
                      "chosen": m.index(L, P), "rejected": m.index(L, P), "beta": 0.3, "margin": 0.1,
                      "label_smoothing": 0.1, "weight": m.floats(P).abs(), "normalizer": 2.0}  # fmt: skip
     kinds: dict[str, Kind] = {n: replace(k, message="paths") for n, k in kinds_of_paths(M).items()}
-    kinds["pair_end"] = replace(kinds["pair_end"], message="pa")
+    kinds["target_end"] = replace(kinds["target_end"], message="pa")
     more: dict[str, Kind] = {
         "logprob": Floats(grad=True, message=""), "ref_logprob": Floats(), "mask": Mask(), "chosen": Index(end=L),
         "rejected": Index(end=L), "beta": Number(), "margin": Number(zero="and below"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,13 +62,14 @@ def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: An
         constants_of_pairs |= {
             "teacher_logprob": current + 0.4 * (uniform(M) - 0.5),
             "pass_rate": 0.2 + 0.5 * uniform(M),
+            "proximal_logprob": current + 0.3 * (uniform(M) - 0.5),
             "segment": torch.tensor([100 * s + t // 4 for s, n in enumerate(LENGTHS) for t in range(n)], device=DEVICE),
         }
     if shape == "flat":
         return given, PolicyFields.flat(advantage, **constants, **constants_of_pairs)
     paths = PathIndex(
-        pair_end=torch.tensor([8, 8, 8, 6, 6, 6, 8, 8, 9, 11, 11], device=DEVICE),
-        leaf_pair=torch.tensor([5, 7, 8, 10], device=DEVICE),
+        target_end=torch.tensor([8, 8, 8, 6, 6, 6, 8, 8, 9, 11, 11], device=DEVICE),
+        leaf_target=torch.tensor([5, 7, 8, 10], device=DEVICE),
         leaf_length=torch.tensor([6.0, 5.0, 1.0, 2.0], dtype=torch.float64, device=DEVICE),
         leaf_weight=torch.tensor([1.0, 0.5, 2.0, 1.0], dtype=torch.float64, device=DEVICE),
         leaf_advantage=torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64, device=DEVICE),
@@ -142,13 +144,16 @@ EVERY_PRESET_ON_THE_CPU = [
 @pytest.mark.parametrize("chunk", [5, 10, 1000])
 def test_equals_the_two_ops(backend: Backend, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given, fields = batch(bias=True, temperature="rows")
+    share = torch.linspace(0, 1, sum(LENGTHS), dtype=torch.float64, device=DEVICE)  # 0: the first has no gradient
+    needed = {"token_weight": share, "clip_low": 0.6 + 0.3 * share, "clip_high": 1.1 + 0.3 * share}
     for module in (plan, chunked):
         monkeypatch.setattr(module, "chunk_rows", lambda N, V, device: chunk)
     with use_backend(backend):
         for extra in ({}, {"kl_coef": 0.3, "entropy_coef": 0.2}):
             objective = Objective.preset(name, **extra)
-            expected = run(composed, given, fields, objective, TRAINED)
-            same(run(fused, given, fields, objective, TRAINED), expected, 2e-6)
+            full = replace(fields, **{n: needed[n] for n in objective.needs})
+            expected = run(composed, given, full, objective, TRAINED)
+            same(run(fused, given, full, objective, TRAINED), expected, 2e-6)
 
 
 @pytest.mark.parametrize("trained", [("hidden",), ("weight", "bias"), ("hidden", "a", "b"), ("a", "b"), TRAINED])
@@ -231,9 +236,12 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert schedule_of(sequence).schedule == "sequence_aligned"
     assert schedule_of(token, gradient=False).schedule == "logprob_only"
     monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 4)  # shorter than the longest sequence
-    assert schedule_of(sequence).schedule == "two_phase"
+    assert schedule_of(sequence).schedule == "sequence_aligned"
+    assert schedule_of(Objective.preset("segment_ratio")).schedule == "sequence_aligned"
     assert schedule_of(sequence, frozen=True).schedule == "frozen_head"
-    assert schedule_of(Objective.preset("gspo", entropy_coef=0.1), frozen=True).schedule == "two_phase"
+    assert schedule_of(Objective.preset("gspo", entropy_coef=0.1), frozen=True).schedule == "sequence_aligned"
+    assert schedule_of(Objective.preset("clip_cov")).schedule == "two_phase"
+    assert schedule_of(Objective.preset("clip_cov"), frozen=True).schedule == "frozen_head"
     assert schedule_of(token, frozen=True).schedule == "fused_forward"
 
 
@@ -293,9 +301,9 @@ def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend) -> Non
     nobody = torch.zeros(M, dtype=torch.bool, device=DEVICE)
     cu = torch.tensor([0, 5, M], device=DEVICE)
     masked = PolicyFields.flat(torch.ones(2, device=DEVICE), old_logprob=fields.old_logprob, mask=nobody, cu_seqlens=cu)
-    for name in ("dapo", "gspo", "sft"):
+    for objective in (Objective.preset("dapo"), Objective.preset("gspo"), Objective(surrogate="nll")):
         with use_backend(backend):
-            got = run(fused, given, masked, Objective.preset(name), ("hidden", "weight"))
+            got = run(fused, given, masked, objective, ("hidden", "weight"))
         assert got["loss"] == 0
         assert not got["d_hidden"].any()
         assert not got["d_weight"].any()

@@ -237,8 +237,10 @@ def test_scores_are_the_models_log_probs() -> None:
             np.testing.assert_allclose(values, expected.numpy(), rtol=0, atol=1e-5)
 
 
-def test_completions_tell_all_of_each_token() -> None:
-    params = SamplingParams(n=3, temperature=0.7, top_k=10, max_new_tokens=12, top_logprobs=4, logit_bias={30: 1.0})
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_completions_tell_all_of_each_token(temperature: float) -> None:
+    filters: dict[str, Any] = {"temperature": temperature, "top_k": 10, "logit_bias": {30: 1.0}}
+    params = SamplingParams(n=3, max_new_tokens=12, top_logprobs=4, **filters)
     native = engine()
     (request,) = native.submit([PROMPTS[2]], params, TREEPO)
     finish(native, [request])
@@ -251,11 +253,28 @@ def test_completions_tell_all_of_each_token() -> None:
         raw = logits.log_softmax(-1).gather(1, target)[:, 0]
         np.testing.assert_allclose(leaf.raw_logprobs, raw.numpy(), rtol=0, atol=1e-5)
         np.testing.assert_allclose(leaf.logprobs, sequence.behaviour_logprob)
-        top = (logits / 0.7).log_softmax(-1).topk(4)
+        top = logits.log_softmax(-1).topk(4)
         for known, ids_, values in zip(leaf.top, top.indices, top.values, strict=True):
             assert list(known) == ids_.tolist()
             np.testing.assert_allclose(list(known.values()), values.numpy(), rtol=0, atol=1e-5)
+        for token, own, known in zip(leaf.token_ids.tolist(), leaf.raw_logprobs.tolist(), leaf.top, strict=True):
+            assert known.get(token, own) == own
         assert leaf.error is None
+
+
+def test_prompts_are_scored_as_the_model_does_it() -> None:
+    native = engine()
+    for prompt in PROMPTS:
+        found = native.prompt_logprobs(prompt, 3)
+        with torch.no_grad():
+            logprobs = model("qwen3")(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        own, top = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0], logprobs.topk(3)
+        assert found["token"].tolist() == prompt[1:]
+        np.testing.assert_allclose(found["raw_logprob"], own.numpy(), rtol=0, atol=1e-5)
+        assert found["top_id"].tolist() == top.indices.tolist()
+        np.testing.assert_allclose(found["top_raw"], top.values.numpy(), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="exceeds the model's 512 positions"):
+        native.prompt_logprobs([5] * 513)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}])
