@@ -51,7 +51,7 @@ class Column:
 
         Raises:
             ValueError: another number of values, or a value the type does not hold; infinity never is one, and NaN only
-                where it stands for "none".
+                of tokens, or where it is the fill.
         """
         given = checks.array_of(f"{what}: the column '{self.name}'", values)
         if given.ndim == 0:
@@ -61,7 +61,8 @@ class Column:
         kind = np.dtype(self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             out = given.astype(kind)
-        exact = out == given if kind.kind != "f" else np.isfinite(out) | (np.isnan(given) & np.isnan(self.fill))
+        unknown = self.per == "token" or np.isnan(self.fill)  # NaN says so
+        exact = out == given if kind.kind != "f" else np.isfinite(out) | (np.isnan(given) & unknown)
         if not exact.all():
             worst = given[~exact][0]
             raise ValueError(f"{what}: the column '{self.name}' is {kind}, which does not hold {worst!r}.")

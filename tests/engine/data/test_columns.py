@@ -146,7 +146,9 @@ def test_what_nobody_set_reads_as_its_fill_and_is_not_written_to():
         ("value", 1e39, "does not hold"),
         ("policy_version", 2**32 + 5, "does not hold"),
         ("policy_version", 0.5, "does not hold"),
-        ("value", "high", "holds numbers"),
+        ("value", "high", "must be numbers"),
+        ("value", -np.inf, "does not hold"),
+        ("advantage", np.nan, "does not hold"),
     ],
 )
 def test_mistakes_are_named(name, values, said):
