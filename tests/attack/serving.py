@@ -22,7 +22,8 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 

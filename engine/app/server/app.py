@@ -230,7 +230,8 @@ class Service:
 
     @staticmethod
     def _whole(task: Task, choices: Sequence[Sequence[Completion]], scored: Sequence[Scored | None]) -> dict[str, Any]:
-        form, answers = task.form, []
+        form = task.form
+        answers: list[dict[str, Any]] = []
         for prompt, some, before in zip(task.prompts, choices, scored, strict=True):
             echoed = form.decode(prompt) if task.echo else ""
             answers += [form.choice(len(answers) + i, c, echoed, before) for i, c in enumerate(_best(some, task.n))]
@@ -238,7 +239,7 @@ class Service:
         return {**form.head(""), "choices": answers, "usage": usage(task.prompts, written)}
 
     async def _events(self, job: Job, task: Task) -> AsyncIterator[str]:
-        """Server-sent events with the text that has become certain since the last one, and the tokens that have come."""
+        """Server-sent events with the text that has become certain and the tokens that have come since the last one."""
         form, n = task.form, task.n
         sent: dict[int, tuple[int, int, int]] = {}  # choice -> characters, tokens, characters of those tokens
         while not job.done:

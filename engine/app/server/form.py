@@ -163,8 +163,8 @@ class Form:
         tops: list[dict[str, float] | None] = []
         for top in scored.tops:
             named: dict[str, float] = {}
-            for token, value in (top or {}).items():  # tokens of the same text: the likeliest comes first
-                named.setdefault(self._name(token), max(value, LEAST_LOGPROB))
+            for id_, value in (top or {}).items():  # tokens of the same text: the likeliest comes first
+                named.setdefault(self._name(id_), max(value, LEAST_LOGPROB))
             tops.append(named if top is not None else None)
         return {
             "tokens": tokens,

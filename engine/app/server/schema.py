@@ -15,6 +15,7 @@ Text = Annotated[str, Field(max_length=1024)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Count = Annotated[int, Field(ge=1, le=1024)]
 Length = Annotated[int, Field(ge=1, lt=2**31)]
+NoPenalty = Annotated[float, Field(ge=0, le=0)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -70,8 +71,8 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None  # who asks; of no consequence here
-    frequency_penalty: Literal[0, 0.0, None] = None
-    presence_penalty: Literal[0, 0.0, None] = None
+    frequency_penalty: NoPenalty | None = None
+    presence_penalty: NoPenalty | None = None
 
     def sampling_params(self, *, n: int, most: int, top_logprobs: int, seed: int, grammar: Any) -> SamplingParams:
         """Raises ValueError where a value makes no sense."""
