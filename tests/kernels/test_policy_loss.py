@@ -237,6 +237,7 @@ TOKEN_LOSS: dict[str, Callable[[dict[str, Tensor], Tensor], Tensor]] = {
     "off_policy_mask": off_policy_mask,
     "on_policy_pg": lambda b, lp: -b["advantage"][b["sequence"]] * (lp - lp.detach()).exp(),
     "nft": nft,
+    "prob_shaping": lambda b, lp: b["token_weight"] * -b["advantage"][b["sequence"]] / (1 + 0.1 * (-lp).exp()),
     "token_entropy_mask": entropy_mask,
     **dict.fromkeys(("sft", "weighted_nll", "raft", "aux_nll"), weighted_nll),
     "pear": pear,
