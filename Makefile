@@ -57,12 +57,12 @@ define install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[$(EXTRAS)]"
 endef
 
-$(VENV)/.ready: EXTRAS := tasks
+$(VENV)/.ready: EXTRAS := report,tasks
 $(VENV)/.ready: $(SOURCES)
 	$(install)
 	touch $@
 
-$(VENV)/.ready-dev: EXTRAS := tasks,dev,peers
+$(VENV)/.ready-dev: EXTRAS := report,tasks,dev,peers
 $(VENV)/.ready-dev: $(SOURCES)
 	$(install)
 	touch $(VENV)/.ready $@
