@@ -181,19 +181,19 @@ def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
 def _serve(args: argparse.Namespace, _: list[str]) -> int:
     if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
         raise UserError("serve needs fastapi and uvicorn; install rolltree[serve].")
-    import torch
-    import uvicorn
-
-    from ..loop import setup
-    from ..model.decoder import load_model, load_tokenizer
-    from ..rollout import EngineConfig, NativeEngine
-    from .server import make_app
+    from .server.serve import serve
 
     _quiet_transformers()
-    model = load_model(args.model, dtype=getattr(torch, args.dtype), device=setup.choose_device(args.device))
-    engine = NativeEngine(model, load_tokenizer(args.model), EngineConfig(kv_tokens=args.kv_tokens))
-    app = make_app(engine, args.name or Path(args.model).resolve().name)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning" if not args.debug else "debug")
+    serve(
+        args.model,
+        name=args.name,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        device=args.device,
+        kv_tokens=args.kv_tokens,
+        debug=args.debug,
+    )
     return 0
 
 

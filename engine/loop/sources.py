@@ -154,14 +154,12 @@ class Demonstrations:
         prompt = make_prompt(problem, data, tokenizer)
         answer = str(problem.entry["answer"])
         ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)]
-        tree = TokenTree.from_nodes(
+        return TokenTree.from_nodes(
             [-1, 0],
             [Segment.prompt(prompt.token_ids), Segment.make(ids, origin=Origin.INJECTED)],
             [1],
             [LeafStatus.STOP],
         )
-        tree.rewards["reward"] = np.zeros(1, np.float32)
-        return tree
 
 
 def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -277,9 +277,16 @@ class RolloutEngine(ABC):
         ``bubble``: the share of unfinished branches, summed over the steps, that sampled nothing.
         """
         counts = self.loop.counts
-        events = (
-            "sampled_tokens", "steps", "failed_steps", "forks", "rewinds", "pruned", "failed_calls", "appends_too_long",
-        )  # fmt: skip
+        events = [
+            "sampled_tokens",
+            "steps",
+            "failed_steps",
+            "forks",
+            "rewinds",
+            "pruned",
+            "failed_calls",
+            "appends_too_long",
+        ]
         branch_steps = counts["row_steps"] + counts["idle_row_steps"]
         return {
             **{name: counts[name] for name in events},

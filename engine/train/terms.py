@@ -63,7 +63,7 @@ class TokenTerm:
             return
         for tree in trees:
             weights = np.asarray(self.select(tree), np.float32)
-            per = "leaf" if len(weights) == tree.num_leaves != tree.num_tokens else "token"
+            per = "token" if weights.shape == (tree.num_tokens,) else "leaf"
             if per == "token":
                 weights = np.where(tree.response_leaves > 0, weights, 0)
             try:

@@ -237,6 +237,15 @@ def nft(x: Token, n: Spec) -> Terms:
     )
 
 
+@surrogate(preset={"beta": 0.1, "needs": ("token_weight",)})  # which tokens another policy wrote; beta [inf]
+def prob_shaping(x: Token, n: Spec) -> Terms:
+    """-+ p / (p + beta), p = e^logprob: for tokens of other policies, whose ratio is not known (Yan et al. 2025)."""
+    p = exp(x.logprob)
+    shaped = p / (p + n.beta)
+    slope = shaped * (n.beta / (p + n.beta))
+    return Terms(pos=-shaped, d_pos=-slope, neg=shaped, d_neg=slope)
+
+
 @surrogate()
 def nll(x: Token, n: Spec) -> Terms:
     """-logprob, whatever the advantage."""

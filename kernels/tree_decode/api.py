@@ -40,10 +40,12 @@ def _decode(
     row_begin: Tensor,  # [K] int32
     row_end: Tensor,  # [K] int32
     query_position: Tensor,  # [N] int32
+    partial_begin: Tensor | None,  # [N + 1] int32
+    items: Tensor | None,  # [1 + I, FIELDS] int32
+    partials: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    partials: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
     plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
@@ -52,7 +54,7 @@ def _decode(
         run = _BACKENDS["reference"]
     else:
         run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
-    return run(q, k_pages, v_pages, *plan, scale, window, softcap, partials)
+    return run(q, k_pages, v_pages, *plan, partial_begin, items, partials, scale, window, softcap)
 
 
 tree_decode_op = torch.library.custom_op("rolltree::tree_decode_attention", _decode, mutates_args=())
@@ -71,10 +73,12 @@ def _(
     row_begin: Tensor,
     row_end: Tensor,
     query_position: Tensor,
+    partial_begin: Tensor | None,
+    items: Tensor | None,
+    partials: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    partials: int | None,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
@@ -119,7 +123,11 @@ def tree_decode_attention(
     scale = float(q.shape[-1] ** -0.5 if scale is None else check.number("scale", scale))
     # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small step.
     op: Callable[..., tuple[Tensor, Tensor]] = tree_decode_op if torch.compiler.is_compiling() else _decode
-    return op(q, k_pages, v_pages, *plan.tensors().values(), scale, window, softcap, plan.partials)
+    schedule: tuple[Tensor | None, Tensor | None, int] = None, None, 0
+    if plan.schedule is not None:
+        items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
+        schedule = plan.schedule.partial_begin, items, plan.schedule.partials
+    return op(q, k_pages, v_pages, *plan.tensors().values(), *schedule, scale, window, softcap)
 
 
 def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
+from .schedule import FIELDS, Schedule, count_partials, items_of, partials_of_rows
 
-CHUNK = 512
-"""Keys of a node that are summed up together; counted from its first, whoever else reads it."""
+Array = npt.NDArray[Any]
+ALIGNED = 32  # int32 between the beginnings of columns that share a vector: 128 bytes
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """Nodes of the KV tree and the query rows that have them on their path; made once a step, used by every layer.
 
-    Rows are sorted depth-first, so the rows of a node are contiguous; nodes come parents first. A row is one query
-    token: a decoding sequence has one, a prefill chunk several consecutive ones. All tensors are contiguous int32 on
-    the device of the queries; K is the number of nodes, N of rows.
+    Rows and nodes are in depth-first order, so the rows of a node are contiguous, and among those of its parent. A row
+    is one query token: a decoding sequence has one, a prefill chunk several consecutive ones. All tensors are
+    contiguous int32 on the device of the queries; K is the number of nodes, N of rows.
     """
 
     page_indptr: Tensor  # [K + 1] node n owns page_ids[page_indptr[n] : page_indptr[n + 1]]
@@ -34,9 +35,9 @@ class DecodePlan:
     row_begin: Tensor  # [K] first row that has the node on its path
     row_end: Tensor  # [K] one past the last
     query_position: Tensor  # [N] a row sees keys at positions up to its own
-    partials: int | None = None
-    """At least the number of (row, chunk of `CHUNK` keys of a node on its path). A backend that needs it and is not
-    told counts on the device, and waits for that once a plan."""
+    schedule: Schedule | None = None
+    """Made by `from_host` and `of_columns`. A backend that needs one for query heads a key head that it lacks makes it
+    itself: it copies the plan to the host, and waits for that once a plan."""
 
     extent: tuple[int, int] | None = field(init=False, default=None)
     """Pages that the keys lie in, and the least size of a page that holds them; None: made on a device, not known."""
@@ -54,27 +55,33 @@ class DecodePlan:
             object.__setattr__(self, "extent", extent_of([t.numpy() for t in self.tensors().values()]))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("partials", "extent")}
-
-    @staticmethod
-    def count_partials(
-        node_length: npt.NDArray[Any], row_begin: npt.NDArray[Any], row_end: npt.NDArray[Any]
-    ) -> int:  # all [K]
-        return int(((row_end - row_begin).astype(np.int64) * -(-node_length // CHUNK)).sum())
+        return {name: getattr(self, name) for name in TENSORS}
 
     @staticmethod
     def from_host(
-        arrays: Sequence[npt.NDArray[Any]],  # int32, the tensors above in order
+        arrays: Sequence[Array],  # int32, the tensors above in order
         device: torch.device,
+        groups: Iterable[int] = (),
     ) -> DecodePlan:
-        """The plan of arrays on the host, whose partial results are counted there."""
+        """The plan of arrays on the host, and its schedule for each of these query heads a key head; one copy."""
         extent = extent_of(arrays)  # before a GPU follows them
-        partials = DecodePlan.count_partials(arrays[3], arrays[5], arrays[6])
-        names = [f.name for f in fields(DecodePlan)]  # the tensors, then the count
-        tensors: list[Any] = [torch.from_numpy(x).to(device) for x in arrays]
-        plan = DecodePlan(**dict(zip(names, [*tensors, partials], strict=False)))
+        columns = host_columns(arrays, groups)
+        places, length = lay_out({name: len(column) for name, column in columns.items()})
+        host = np.zeros(length, np.int32)
+        for name, column in columns.items():
+            host[places[name]] = column
+        vector = torch.from_numpy(host).to(device)
+        partials = count_partials(arrays[3], arrays[5], arrays[6])
+        plan = DecodePlan.of_columns({name: vector[place] for name, place in places.items()}, partials)
         object.__setattr__(plan, "extent", extent)
         return plan
+
+    @staticmethod
+    def of_columns(columns: Mapping[str, Tensor], partials: int) -> DecodePlan:
+        """The plan of what `host_columns` names, on the device, with room for ``partials`` partials."""
+        plan = {name: columns[name] for name in TENSORS}
+        items = {int(name[5:]): columns[name].view(-1, FIELDS) for name in columns if name.startswith("items")}
+        return DecodePlan(**plan, schedule=Schedule(columns["partial_begin"], items, partials) if items else None)
 
 
 def extent_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[int, int]:
@@ -99,3 +106,27 @@ def extent_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[int, int]:
     used, ids = length > 0, ids[indptr[0] : indptr[-1]]
     page = int((-(-(offset[used].astype(np.int64) + length[used]) // owned[used])).max(initial=1))
     return int(ids.max(initial=-1)) + 1, page
+
+
+TENSORS = tuple(f.name for f in fields(DecodePlan) if f.name not in ("schedule", "extent"))
+
+
+def host_columns(arrays: Sequence[Array], groups: Iterable[int]) -> dict[str, Array]:
+    """The vectors of a plan and of its schedule for ``groups`` by name, the longest one last; int32."""
+    named = dict(zip(TENSORS, arrays, strict=True))
+    page_ids = named.pop("page_ids")
+    if groups := list(groups):
+        named["partial_begin"], before = partials_of_rows(
+            named["node_length"], named["row_begin"], named["row_end"], len(named["query_position"])
+        )
+        named |= {f"items{group}": items_of(arrays, before, group).ravel() for group in groups}
+    return {**named, "page_ids": page_ids}
+
+
+def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:
+    """Places of columns in one vector, each aligned to 128 bytes, and its length."""
+    places, at = {}, 0
+    for name, size in sizes.items():
+        places[name] = slice(at, at + size)
+        at += -(-size // ALIGNED) * ALIGNED
+    return places, at

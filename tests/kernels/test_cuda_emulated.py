@@ -33,21 +33,36 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
     [
         (torch.bfloat16, 8, 2, 64, 1, None, None),
         (torch.float16, 8, 1, 64, 7, 30, None),
+        (torch.bfloat16, 3, 3, 64, 2, None, 5.0),
+        (torch.float16, 4, 1, 64, 1, 12, 5.0),
         (torch.bfloat16, 6, 2, 128, 1, None, 4.0),
         (torch.float16, 2, 2, 128, 40, 17, None),
+        (torch.bfloat16, 2, 1, 128, 3, 9, 4.0),
+        (torch.float16, 4, 1, 128, 1, None, None),
         (torch.bfloat16, 4, 1, 256, 5, None, None),
         (torch.float16, 2, 1, 256, 1, 25, 3.0),
+        (torch.bfloat16, 2, 1, 256, 1, 11, None),
+        (torch.float16, 2, 1, 256, 2, None, 3.0),
     ],
 )
 def test_tree_decode(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, chunk: int, window: int | None, softcap: float | None
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    chunk: int,
+    window: int | None,
+    softcap: float | None,
+    page: int,
 ) -> None:
-    step = forest(seed=heads, roots=2, longest=70, chunk=chunk)
+    """Every head dimension with and without each option; pages smaller and larger than what a thread copies."""
+    step = forest(seed=heads, roots=1, longest=70, chunk=chunk, page=page)
     q, k, v = tensors(step, heads, kv_heads, dim, dtype)
     truth = by_paths(q.double(), k.double(), v.double(), step, window, softcap)
     plain = by_paths(q, k, v, step, window, softcap)
@@ -89,8 +104,13 @@ def test_tree_decode_that_sees_nothing() -> None:
     out, lse = run("cuda", q, k, v, hidden)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-    with pytest.raises(ValueError, match="head dimensions"):
-        run("cuda", q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., :32].contiguous(), step.plan)
+    for match, bad in (
+        ("head dimensions", (q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., :32].contiguous())),
+        ("power of two", (q, k[:, :3].contiguous(), v[:, :3].contiguous())),
+        ("same strides", (q, k, v.transpose(1, 2).contiguous().transpose(1, 2))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            run("cuda", *bad, step.plan)
 
 
 @pytest.mark.parametrize("case", ["plain", "bias", "temperature of rows", "softcap", "everything", "several blocks"])

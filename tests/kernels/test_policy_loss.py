@@ -237,6 +237,7 @@ TOKEN_LOSS: dict[str, Callable[[dict[str, Tensor], Tensor], Tensor]] = {
     "off_policy_mask": off_policy_mask,
     "on_policy_pg": lambda b, lp: -b["advantage"][b["sequence"]] * (lp - lp.detach()).exp(),
     "nft": nft,
+    "prob_shaping": lambda b, lp: b["token_weight"] * -b["advantage"][b["sequence"]] / (1 + 0.1 * (-lp).exp()),
     "token_entropy_mask": entropy_mask,
     **dict.fromkeys(("sft", "weighted_nll", "raft", "aux_nll"), weighted_nll),
     "pear": pear,
@@ -903,20 +904,15 @@ def test_weights_of_tokens() -> None:
 
 
 def test_what_a_formula_reads_says_what_it_needs() -> None:
-    assert {n for n, s in SURROGATES.items() if s.of_all} == {
-        "nll",
-        "dro",
-        "kl_cov",
-        "distill_reverse",
-        "distill_forward",
-    }
-    assert {n for n, s in SURROGATES.items() if s.of_ratio} == {"ppo", "unclipped", "sapo"}
-    without = {n for n in SURROGATES if not Objective(surrogate=n).needs_old}
-    assert without == {"reinforce", "nll", "distill_reverse", "distill_forward"}
-    needs = {
-        base: Objective(ratio_base=base, mismatch="truncate").needs_old
-        for base in ("old", "proximal", "current", "self")
-    }
+    of_ratios = {"ppo", "unclipped", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "kl_cov", "nft"}
+    others = {"reinforce", "nll", "distill_reverse", "distill_forward"}
+    known = {name: of for name, of in SURROGATES.items() if name in of_ratios | others}
+    assert {n for n, s in known.items() if s.of_all} == {"nll", "dro", "kl_cov", "distill_reverse", "distill_forward"}
+    assert {n for n, s in known.items() if s.bounded} == {"ppo", "cispo", "dppo_tv", "dppo_kl", "nft"}
+    assert {n for n, s in known.items() if s.of_ratio} == {"ppo", "unclipped", "sapo"}
+    assert {n for n in known if Objective(surrogate=n).needs_old} == of_ratios
+    bases = ("old", "proximal", "current", "self")
+    needs = {base: Objective(ratio_base=base, mismatch="truncate").needs_old for base in bases}
     assert needs == {"old": True, "proximal": False, "current": False, "self": True}
 
 

@@ -1,287 +1,341 @@
 """The endpoints: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/health``.
 
 Requests of all clients share the engine's batch and its cached prefixes, so the turns of a conversation are computed
-once. A client that hangs up aborts its request.
+once. A client that hangs up aborts its request. Every error has OpenAI's form.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import secrets
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from ...data.segment import LeafStatus
 from ...rollout import Completion, RolloutEngine, SamplingParams
-from ...rollout import Request as Rollout
+from .driver import Driver, EngineFailedError, Job
+from .form import Form, Scored, error, event, usage
+from .grammar import Grammars
+from .prompts import answer_schema, chat_prompt, completion_prompts, forced_tool
 from .schema import ChatBody, CompletionBody, Sampling
 
-REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}
+Body = TypeVar("Body", bound=Sampling)
+T = TypeVar("T")
+MOST_BYTES = 16 << 20
+"""Of a body: its text is parsed and tokenised before anything is known of its length in tokens."""
+LOOK_S = 0.5  # between looks whether a client is still there
 
 
-def make_app(engine: RolloutEngine, name: str) -> FastAPI:
-    """The server of ``engine``, whose model clients know as ``name``."""
-    service = Service(engine, name)
+class RefusedError(Exception):
+    """What the client asked for cannot be done; one sentence."""
+
+    def __init__(self, message: str, code: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0) -> FastAPI:
+    """The server of ``engine``, whose model clients know as ``name``.
+
+    Args:
+        stalled_after_s: ``/health`` answers 503 where a step takes longer.
+
+    Raises:
+        ValueError: the engine has no tokenizer.
+    """
+    service = Service(engine, name, Driver(engine, stalled_after_s=stalled_after_s))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        driver = asyncio.create_task(service.drive())
+        service.driver.start()
         yield
-        driver.cancel()
+        service.driver.stop()
 
     app = FastAPI(title="rolltree", lifespan=lifespan)
-    app.add_exception_handler(ValueError, _refuse)  # what the client asked for cannot be done; one sentence
-    app.add_exception_handler(RequestValidationError, _refuse)
+    app.add_exception_handler(RefusedError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
+    app.add_exception_handler(ClientDisconnect, _nobody)
+    app.add_exception_handler(Exception, _fail)
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {"status": "ok", "policy_version": engine.policy_version}
+    async def health() -> JSONResponse:
+        well, known = service.driver.health()
+        return JSONResponse(known, 200 if well else 503)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rolltree"}]}
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionBody, http: Request) -> Any:
-        prompts = service.prompts(body.prompt)
-        params = body.sampling_params(body.max_tokens, body.logprobs or 0, secrets.randbits(63))
-        return await service.answer(body, prompts, params, http, chat=False, logprobs=body.logprobs is not None)
+    async def completions(http: Request) -> Response:
+        raw = await _read(http)
+        return await service.answer(await service.aside(partial(service.completion, raw)), http)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatBody, http: Request) -> Any:
-        prompt = service.chat_prompt(body)
-        asked = body.max_completion_tokens or body.max_tokens
-        most = asked or max((engine.longest or len(prompt) + 4096) - len(prompt), 1)
-        params = body.sampling_params(most, body.top_logprobs if body.logprobs else 0, secrets.randbits(63))
-        return await service.answer(body, [prompt], params, http, chat=True, logprobs=body.logprobs)
+    async def chat(http: Request) -> Response:
+        raw = await _read(http)
+        return await service.answer(await service.aside(partial(service.chat, raw)), http)
 
     return app
 
 
-class Service:
-    """Between HTTP and the engine's steps."""
+@dataclass(frozen=True)
+class Task:
+    """What a body asks for, checked."""
 
-    def __init__(self, engine: RolloutEngine, name: str) -> None:
+    body: Sampling
+    prompts: list[list[int]]
+    params: SamplingParams | None  # None: nothing is to be sampled
+    form: Form
+    top: int
+    n: int
+    """Choices of each prompt: the likeliest of ``params.n``."""
+    echo: bool = False
+
+
+class Service:
+    """Between HTTP and the engine."""
+
+    def __init__(self, engine: RolloutEngine, name: str, driver: Driver) -> None:
         if engine.tokenizer is None:
             raise ValueError("A server speaks in texts, so its engine needs a tokenizer.")
         self.engine = engine
         self.name = name
+        self.driver = driver
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
-        self._stepped = asyncio.Condition()
-        self._wanted = asyncio.Event()
-        self._numbers = itertools.count()
+        self._grammars = Grammars(self.tokenizer, engine.vocabulary)
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="rolltree-prompts")
 
-    async def drive(self) -> None:
-        """Step the engine while anything is asked of it."""
-        while True:
-            await self._wanted.wait()
-            while self.engine.loop.busy:
-                await asyncio.to_thread(self.engine.step)
-                async with self._stepped:
-                    self._stepped.notify_all()
-            self._wanted.clear()
+    async def aside(self, function: Callable[[], T]) -> T:
+        """Run what may take long in a thread; what is wrong with the request is refused."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        except ValueError as wrong:
+            raise RefusedError(str(wrong)) from wrong
 
-    # -- prompts ----------------------------------------------------------------------------------------------------
+    # -- bodies; ValueErrors say what is wrong with them -------------------------------------------------------------
 
-    def prompts(self, given: Any) -> list[list[int]]:
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given:
-            raise ValueError("`prompt` is empty; give a text or token ids.")
-        return [self.tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in given]
+    def completion(self, raw: bytes) -> Task:
+        body = self._body(CompletionBody, raw)
+        prompts = completion_prompts(self.tokenizer, body)
+        n, most = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
+        best_of, echo = body.best_of or n, bool(body.echo)
+        if best_of < n:
+            raise ValueError(f"`best_of` is {best_of}, fewer than the {n} choices that `n` asks for.")
+        if body.stream and (echo or best_of > n):
+            raise ValueError("`echo` and `best_of` are for answers in one piece; leave out `stream`.")
+        if most == 0 and not echo:
+            raise ValueError("`max_tokens` is 0; ask for at least one, or for the prompt itself with `echo`.")
+        return self._task(body, prompts, body.logprobs, n, best_of, most, chat=False, echo=echo)
 
-    def chat_prompt(self, body: ChatBody) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            raise ValueError(f"{self.name} has no chat template; use /v1/completions.")
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        ids = self.tokenizer.apply_chat_template(
-            messages,
-            tools=body.tools,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **body.chat_template_kwargs,
-        )
-        return cast("list[int]", ids)
+    def chat(self, raw: bytes) -> Task:
+        body = self._body(ChatBody, raw)
+        if body.top_logprobs and not body.logprobs:
+            raise ValueError("`top_logprobs` needs `logprobs` to be true.")
+        prompt = chat_prompt(self.tokenizer, body)
+        asked = body.max_completion_tokens or body.max_tokens
+        most = asked or max((self.engine.longest or len(prompt) + 4096) - len(prompt), 1)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        n = body.n or 1
+        return self._task(body, [prompt], top, n, n, most, chat=True, tool=forced_tool(body))
 
-    # -- answers ----------------------------------------------------------------------------------------------------
+    def _body(self, kind: type[Body], raw: bytes) -> Body:
+        try:
+            body = kind.model_validate_json(raw)
+        except ValidationError as wrong:
+            first = wrong.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"] if "[" not in str(part) and part not in ("str", "int"))
+            raise ValueError(f"`{where}`: {first['msg']}." if where else f"{first['msg']}.") from None
+        if body.model not in (None, self.name):
+            raise ValueError(f"There is no model '{body.model}' here; this is '{self.name}'.")
+        if body.stream_options is not None and not body.stream:
+            raise ValueError("`stream_options` needs `stream` to be true.")
+        return body
 
-    async def answer(
+    def _task(
         self,
         body: Sampling,
         prompts: list[list[int]],
-        params: SamplingParams,
-        http: Request,
+        top: int | None,
+        n: int,
+        best_of: int,
+        most: int,
         *,
         chat: bool,
-        logprobs: bool,
-    ) -> Any:
-        if body.model not in (None, self.name):
-            raise ValueError(f"There is no model '{body.model}' here; this is '{self.name}'.")
-        rollouts = self.engine.submit(prompts, params, seeds=[params.seed + i for i in range(len(prompts))])
-        self._wanted.set()
-        form = Form(self, body, params, chat=chat, logprobs=logprobs)
-        if body.stream:
-            return StreamingResponse(self._events(rollouts, form), media_type="text/event-stream")
-        async for _ in self._progress(rollouts):
-            if await http.is_disconnected():
-                break
-        if failed := next((r.error for r in rollouts if r.error is not None), None):
-            return JSONResponse(_error(str(failed), "server_error"), 500)
-        choices = [c for r in rollouts for c in r.completions()]
-        if failing := next((c.error for c in choices if c.error), None):
-            return JSONResponse(_error(failing, "server_error"), 500)
-        return {
-            **form.head(""),
-            "choices": [form.choice(i, completion) for i, completion in enumerate(choices)],
-            "usage": _usage(prompts, choices),
-        }
+        echo: bool = False,
+        tool: str | None = None,
+    ) -> Task:
+        params = None
+        if most:
+            schema = answer_schema(body)
+            grammar = None if schema is None else self._grammars.of_schema(schema, best_of * len(prompts))
+            seed = secrets.randbits(63)
+            params = body.sampling_params(n=best_of, most=most, top_logprobs=top or 0, seed=seed, grammar=grammar)
+        stop = () if params is None else params.stop
+        form = Form(self.tokenizer, self.name, body, stop, chat=chat, logprobs=top is not None, tool=tool)
+        return Task(body, prompts, params, form, top or 0, n, echo)
 
-    async def _progress(self, rollouts: Sequence[Rollout]) -> AsyncIterator[None]:
-        """After every step, until all are done; leaving early aborts them."""
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    async def answer(self, task: Task, http: Request) -> Response:
+        scored: list[Scored | None] = [None] * len(task.prompts)
         try:
-            while not all(rollout.done for rollout in rollouts):
-                async with self._stepped:
-                    await self._stepped.wait()
-                yield
+            if task.echo and task.form.logprobs:
+                for i, prompt in enumerate(task.prompts):
+                    records = await self.driver.call(partial(self.engine.prompt_logprobs, prompt, task.top))
+                    scored[i] = Scored.of_prompt(prompt, records)
+            job = await self._submit(task)
+        except ValueError as wrong:
+            raise RefusedError(str(wrong)) from wrong
+        if job is None:
+            nothing = [Scored() for _ in task.prompts]
+            return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in nothing], scored))
+        if task.body.stream:
+            return Events(self._events(job, task), partial(self.driver.finished, job))
+        try:
+            while not job.done:
+                try:
+                    await asyncio.wait_for(job.changed.wait(), LOOK_S)
+                except TimeoutError:
+                    if await http.is_disconnected():
+                        raise ClientDisconnect from None
         finally:
-            left = [rollout for rollout in rollouts if not rollout.done]
-            if left:
-                self.engine.abort(left)
+            self.driver.finished(job)
+        if failed := _failure(job):
+            return JSONResponse(error(failed, "server_error", 500), 500)
+        choices = [rollout.completions() for rollout in job.rollouts]
+        if failing := next((c.error for some in choices for c in some if c.error), None):
+            return JSONResponse(error(failing, "server_error", 500), 500)
+        return JSONResponse(self._whole(task, choices, scored))
 
-    async def _events(self, rollouts: Sequence[Rollout], form: Form) -> AsyncIterator[str]:
-        """Server-sent events with the text that has become certain since the last one."""
-        sent: dict[tuple[int, int], int] = {}
-        n = form.params.n
-        async for _ in self._progress(rollouts):
-            for i, rollout in enumerate(rollouts):
-                if rollout.done:
-                    continue
-                for branch, ids in self.engine.progress(rollout).items():
-                    text = form.certain(ids.tolist())
-                    begin = sent.setdefault((i, branch[0]), 0)
+    async def _submit(self, task: Task) -> Job | None:
+        if task.params is None:
+            return None
+        seeds = [(task.params.seed + i) % 2**64 for i in range(len(task.prompts))]
+        params = [task.params] * len(task.prompts)
+        return await self.driver.submit(task.prompts, params, seeds, watched=bool(task.body.stream))
+
+    @staticmethod
+    def _whole(task: Task, choices: Sequence[Sequence[Completion]], scored: Sequence[Scored | None]) -> dict[str, Any]:
+        form = task.form
+        answers: list[dict[str, Any]] = []
+        for prompt, some, before in zip(task.prompts, choices, scored, strict=True):
+            echoed = form.decode(prompt) if task.echo else ""
+            answers += [form.choice(len(answers) + i, c, echoed, before) for i, c in enumerate(_best(some, task.n))]
+        written = sum(len(c.token_ids) for some in choices for c in some)
+        return {**form.head(""), "choices": answers, "usage": usage(task.prompts, written)}
+
+    async def _events(self, job: Job, task: Task) -> AsyncIterator[str]:
+        """Server-sent events with the text that has become certain and the tokens that have come since the last one."""
+        form, n = task.form, task.n
+        sent: dict[int, tuple[int, int, int]] = {}  # choice -> characters, tokens, characters of those tokens
+        while not job.done:
+            await job.changed.wait()
+            job.changed.clear()
+            for i, branches in enumerate(job.progress):
+                for branch, records in branches.items() if form.tool is None else ():
+                    index = i * n + branch[0]
+                    begin, tokens, offset = sent.get(index, (0, 0, 0))
+                    text = form.certain(records["token"].tolist())
                     if len(text) > begin:
-                        sent[i, branch[0]] = len(text)
-                        yield _event(form.chunk(i * n + branch[0], text[begin:], None))
-        for i, rollout in enumerate(rollouts):
-            if rollout.error is not None:
-                yield _event(_error(str(rollout.error), "server_error"))
-                continue
-            for j, completion in enumerate(rollout.completions()):
-                rest = form.text(completion)[sent.get((i, j), 0) :]
-                yield _event(form.chunk(i * n + j, rest, completion))
-        if form.body.stream_options is not None and form.body.stream_options.include_usage:
-            choices = [c for r in rollouts if r.error is None for c in r.completions()]
-            prompts = [rollout.prompt.tolist() for rollout in rollouts]
-            yield _event({**form.head(".chunk"), "choices": [], "usage": _usage(prompts, choices)})
+                        new = Scored.of_records(records[tokens:]) if form.logprobs else Scored()
+                        yield event(form.chunk(index, text[begin:], new, offset, None, first=not begin))
+                        sent[index] = len(text), len(records), offset + form.width(new.tokens)
+        if failed := _failure(job):
+            yield event(error(failed, "server_error", 500))
+        written = 0
+        for i, rollout in enumerate(job.rollouts if job.error is None else ()):
+            for j, completion in enumerate(rollout.completions() if rollout.error is None else ()):
+                index, written = i * n + j, written + len(completion.token_ids)
+                begin, tokens, offset = sent.get(index, (0, 0, 0))
+                new = Scored.of_completion(completion).since(tokens)
+                if completion.error:
+                    yield event(error(completion.error, "server_error", 500))
+                yield event(form.chunk(index, form.text(completion)[begin:], new, offset, completion, first=not begin))
+        if task.body.stream_options is not None and task.body.stream_options.include_usage:
+            yield event({**form.head(".chunk"), "choices": [], "usage": usage(task.prompts, written)})
         yield "data: [DONE]\n\n"
 
 
-class Form:
-    """How the answer to one body is spelt."""
+class Events(StreamingResponse):
+    """A stream that tells when it has ended, even where it never began."""
 
-    def __init__(self, service: Service, body: Sampling, params: SamplingParams, *, chat: bool, logprobs: bool) -> None:
-        self.body, self.params, self.chat, self.logprobs = body, params, chat, logprobs
-        self._tokenizer = service.tokenizer
-        self._model = service.name
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+    def __init__(self, content: AsyncIterator[str], ended: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._ended = ended
 
-    def head(self, suffix: str) -> dict[str, Any]:
-        kind = "chat.completion" + suffix if self.chat else "text_completion"
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-
-    def text(self, completion: Completion) -> str:
-        """Without the text that stopped it, as the API wants it."""
-        return self._cut(self._decode(completion.token_ids.tolist()))
-
-    def certain(self, ids: list[int]) -> str:
-        """The beginning of the text that further tokens cannot change."""
-        text = self._decode(ids)
-        whole = self._cut(text)
-        if len(whole) < len(text):
-            return whole
-        held = max((len(stop) for stop in self.params.stop), default=1) - 1
-        while text.endswith("\ufffd"):
-            text = text[:-1]
-        return text[: len(text) - held] if held else text
-
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        text = self.text(completion)
-        body = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return {"index": index, **body, **self._end(completion)}
-
-    def chunk(self, index: int, text: str, completion: Completion | None) -> dict[str, Any]:
-        body = {"delta": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        end = {"finish_reason": None} if completion is None else self._end(completion)
-        return {**self.head(".chunk"), "choices": [{"index": index, **body, **end}]}
-
-    def _end(self, completion: Completion) -> dict[str, Any]:
-        end: dict[str, Any] = {"finish_reason": REASONS.get(completion.status, "error"), "logprobs": None}
-        if self.logprobs:
-            end["logprobs"] = self._chat_logprobs(completion) if self.chat else self._logprobs(completion)
-        if self.body.return_token_ids:
-            end["token_ids"] = completion.token_ids.tolist()
-        return end
-
-    def _chat_logprobs(self, completion: Completion) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self._decode([token])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        tops = completion.top or [{} for _ in completion.token_ids]
-        return {
-            "content": [
-                {**entry(token, logprob), "top_logprobs": [entry(t, lp) for t, lp in top.items()]}
-                for token, logprob, top in zip(
-                    completion.token_ids.tolist(), completion.logprobs.tolist(), tops, strict=True
-                )
-            ]
-        }
-
-    def _logprobs(self, completion: Completion) -> dict[str, Any]:
-        tokens = [self._decode([token]) for token in completion.token_ids.tolist()]
-        offsets = itertools.accumulate((len(token) for token in tokens), initial=0)
-        return {
-            "tokens": tokens,
-            "token_logprobs": completion.logprobs.tolist(),
-            "top_logprobs": [{self._decode([t]): lp for t, lp in top.items()} for top in completion.top] or None,
-            "text_offset": list(offsets)[:-1],
-        }
-
-    def _decode(self, ids: list[int]) -> str:
-        return cast("str", self._tokenizer.decode(ids, skip_special_tokens=True))
-
-    def _cut(self, text: str) -> str:
-        ends = [at for stop in self.params.stop if (at := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except (ClientDisconnect, OSError):
+            pass
+        finally:
+            self._ended()
 
 
-def _usage(prompts: Sequence[Sequence[int]], choices: Sequence[Completion]) -> dict[str, int]:
-    read, written = sum(map(len, prompts)), sum(len(c.token_ids) for c in choices)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+_NONE, _NO_IDS = np.zeros(0, np.float32), np.zeros(0, np.int32)
+_EMPTY = Completion(
+    _NO_IDS, np.zeros(0, np.int8), _NONE, _NONE, _NONE, _NO_IDS, [], None, LeafStatus.LENGTH, None
+)  # where nothing was to be sampled
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+def _best(choices: Sequence[Completion], n: int) -> Sequence[Completion]:
+    """The ``n`` likeliest by the mean log-prob of their tokens."""
+    if len(choices) <= n:
+        return choices
+    return sorted(choices, key=lambda c: -float(c.raw_logprobs.mean()))[:n]
 
 
-def _error(message: str, kind: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind}}
+def _failure(job: Job) -> str | None:
+    found: EngineFailedError | Exception | None = job.error
+    found = found or next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
+    return None if found is None else str(found) or type(found).__name__
 
 
-async def _refuse(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "str")))
-        return JSONResponse(_error(f"`{where}`: {first['msg']}.", "invalid_request_error"), 400)
-    return JSONResponse(_error(str(error), "invalid_request_error"), 400)
+async def _read(http: Request) -> bytes:
+    """The body, up to `MOST_BYTES`."""
+    too_long = RefusedError(f"The body exceeds {MOST_BYTES >> 20} MiB; send less at once.", 413)
+    if (
+        http.headers.get("content-length", "0").isdecimal()
+        and int(http.headers.get("content-length", "0")) > MOST_BYTES
+    ):
+        raise too_long
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > MOST_BYTES:
+            raise too_long
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _refuse(http: Request, wrong: Exception) -> JSONResponse:
+    if isinstance(wrong, HTTPException):  # no such path, or not this method
+        message = f"{http.method} {http.url.path}: {wrong.detail}."
+        return JSONResponse(
+            error(message, "invalid_request_error", wrong.status_code), wrong.status_code, wrong.headers
+        )
+    code = wrong.code if isinstance(wrong, RefusedError) else 400
+    return JSONResponse(error(str(wrong), "invalid_request_error", code), code)
+
+
+async def _nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # the client has hung up
+
+
+async def _fail(_: Request, wrong: Exception) -> JSONResponse:
+    message = " ".join(f"{type(wrong).__name__}: {wrong}".split())[:500]
+    return JSONResponse(error(message, "server_error", 500), 500)

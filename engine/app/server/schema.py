@@ -1,4 +1,7 @@
-"""Bodies of requests, as OpenAI names them. A field that is not here is refused: nothing is silently ignored."""
+"""Bodies of requests, as OpenAI names them. A field that is not here is refused: nothing is silently ignored.
+
+Types are strict, as JSON has them; ``null`` stands for a field's default.
+"""
 
 from __future__ import annotations
 
@@ -8,73 +11,156 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...rollout import SamplingParams
 
+Text = Annotated[str, Field(max_length=1024)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+Count = Annotated[int, Field(ge=1, le=1024)]
+Length = Annotated[int, Field(ge=1, lt=2**31)]
+NoPenalty = Annotated[float, Field(ge=0, le=0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Sampling(BaseModel):
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+
+
+class JsonSchema(Strict):
+    name: Name
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None  # the schema is always kept to
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class Sampling(Strict):
     """What both endpoints share. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``, ``allowed_token_ids`` and
     ``return_token_ids`` are extensions, spelt as vLLM does."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    n: Annotated[int, Field(ge=1)] = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    model: Text | None = None
+    n: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
-    allowed_token_ids: list[int] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     logit_bias: dict[int, float] | None = None
-    ignore_eos: bool = False
-    return_token_ids: bool = False
-    stream: bool = False
+    response_format: ResponseFormat | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # who asks; of no consequence here
-    frequency_penalty: Literal[0, None] = None
-    presence_penalty: Literal[0, None] = None
+    user: Text | None = None  # who asks; of no consequence here
+    frequency_penalty: NoPenalty | None = None
+    presence_penalty: NoPenalty | None = None
 
-    def sampling_params(self, most: int, top_logprobs: int, seed: int) -> SamplingParams:
+    def sampling_params(self, *, n: int, most: int, top_logprobs: int, seed: int, grammar: Any) -> SamplingParams:
+        """Raises ValueError where a value makes no sense."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
-            n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
+            n=n,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
             max_new_tokens=most,
             stop=tuple(stop),
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=self.stop_token_ids or (),
             allowed_token_ids=self.allowed_token_ids,
             logit_bias=self.logit_bias or {},
-            ignore_eos=self.ignore_eos,
+            prefix_allowed_tokens_fn=grammar,
+            ignore_eos=bool(self.ignore_eos),
             top_logprobs=top_logprobs,
             seed=seed if self.seed is None else self.seed,
         )
 
 
 class CompletionBody(Sampling):
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] = False
+    echo: bool | None = None
+    best_of: Count | None = None
+    suffix: Literal["", None] = None
+
+
+class ToolFunction(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ToolName(Strict):
+    name: Name
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: ToolName
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Text
+    text: str | None = None
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")  # templates read tool calls and names
-    role: str
-    content: Any = None
+    model_config = ConfigDict(extra="allow", strict=True)  # templates read tool calls and names
+    role: Text
+    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
+
+    def text(self, where: str) -> str:
+        """The content as templates read it: text parts one a line.
+
+        Raises:
+            ValueError: it has parts that are no text, or there is none.
+        """
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None:
+            if (self.model_extra or {}).get("tool_calls"):
+                return ""
+            raise ValueError(f"`{where}.content` is missing; only a message with tool_calls can do without.")
+        for i, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                raise ValueError(f"`{where}.content.{i}` is of type '{part.type}'; this model reads text parts only.")
+        return "\n".join(part.text or "" for part in self.content)
 
 
 class ChatBody(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None  # an answer has at most one
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[Name, str | int | float | bool | None] | None = None

@@ -138,7 +138,7 @@ def test_a_client_that_hangs_up_frees_its_rows(client: openai.OpenAI, engine: Na
         ({"model": "other"}, "no model 'other' here; this is 'tiny'"),
         ({"max_tokens": 600}, "exceed the model's 512 positions"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"extra_body": {"best_of": 3}}, "`best_of`: Extra inputs are not permitted"),
+        ({"extra_body": {"beam": 3}}, "`beam`: Extra inputs are not permitted"),
         ({"frequency_penalty": 0.5}, "`frequency_penalty`"),
         ({"prompt": [5, 999]}, "outside the model's vocabulary"),
     ],

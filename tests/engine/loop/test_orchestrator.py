@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop import orchestrator
+from rolltree.engine.loop import learner
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.train.trainer import Trainer
 
@@ -295,7 +295,7 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
     """The warning names the difference; updates of padded sequences learn what the tree's would have taught."""
     weights = []
     for name, error, says in (("fits", 1e-7, False), ("not", 0.25, True), ("unasked", 0.25, False)):
-        monkeypatch.setattr(orchestrator, "tree_error", lambda model, trees, error=error: error)
+        monkeypatch.setattr(learner, "tree_error", lambda model, trees, error=error: error)
         check = str(name != "unasked").lower()
         config = configure(home, tmp_path, f"--name={name}", "--trainer.steps=1", f"--trainer.self_check={check}")
         screen = io.StringIO()

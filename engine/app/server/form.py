@@ -1,0 +1,219 @@
+"""How answers are spelt: choices, chunks of streams, log-probs, usage, errors.
+
+Log-probs, of the chosen token and of the likeliest beside it, are all under softmax(logits): the model's own
+distribution, before temperature, filters, biases and grammars.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from ...data.tree import LeafStatus
+from ...rollout import Completion
+from ...rollout.branch import top_logprobs
+from .schema import Sampling
+
+Array = npt.NDArray[Any]
+REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}
+LEAST_LOGPROB = -9999.0  # OpenAI's own floor: JSON has no infinity
+
+
+@dataclass
+class Scored:
+    """Tokens with their log-probs; None for the first of a prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    tops: list[dict[int, float] | None] = field(default_factory=list)
+
+    @classmethod
+    def of_records(cls, records: Array) -> Scored:  # [tokens], see RolloutEngine.progress
+        logprobs = [max(value, LEAST_LOGPROB) for value in records["raw_logprob"].tolist()]
+        return cls(records["token"].tolist(), logprobs, list(top_logprobs(records)))
+
+    @classmethod
+    def of_completion(cls, completion: Completion) -> Scored:
+        logprobs = [max(value, LEAST_LOGPROB) for value in completion.raw_logprobs.tolist()]
+        tops = completion.top or [{} for _ in logprobs]
+        return cls(completion.token_ids.tolist(), logprobs, list(tops))
+
+    @classmethod
+    def of_prompt(cls, ids: Sequence[int], records: Array) -> Scored:  # [P - 1] records
+        return cls([ids[0]], [None], [None]) + cls.of_records(records)
+
+    def __add__(self, other: Scored) -> Scored:
+        return Scored(self.tokens + other.tokens, self.logprobs + other.logprobs, self.tops + other.tops)
+
+    def since(self, begin: int) -> Scored:
+        return Scored(self.tokens[begin:], self.logprobs[begin:], self.tops[begin:])
+
+
+class Form:
+    """How the answer to one body is spelt.
+
+    Args:
+        tool: the function that the answer calls, "" where the answer names it; None where it is a text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: str,
+        body: Sampling,
+        stop: Sequence[str],
+        *,
+        chat: bool,
+        logprobs: bool,
+        tool: str | None = None,
+    ) -> None:
+        self.body, self.chat, self.logprobs, self.tool = body, chat, logprobs, tool
+        self._stop = stop
+        self._tokenizer = tokenizer
+        self._model = model
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    def head(self, suffix: str) -> dict[str, Any]:
+        kind = "chat.completion" + suffix if self.chat else "text_completion"
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def text(self, completion: Completion) -> str:
+        """Without the text that stopped it, as the API wants it."""
+        return self._cut(self.decode(completion.token_ids.tolist()))
+
+    def certain(self, ids: list[int]) -> str:
+        """The beginning of the text that further tokens cannot change."""
+        text = self.decode(ids)
+        whole = self._cut(text)
+        if len(whole) < len(text):
+            return whole
+        held = max((len(stop) for stop in self._stop), default=1) - 1
+        while text.endswith("\ufffd"):
+            text = text[:-1]
+        return text[: len(text) - held] if held else text
+
+    def choice(
+        self, index: int, completion: Completion, echoed: str = "", before: Scored | None = None
+    ) -> dict[str, Any]:
+        """One answer; ``echoed`` is the prompt's text where it is wanted and ``before`` its log-probs."""
+        text, scored = self.text(completion), Scored.of_completion(completion)
+        end: dict[str, Any] = {"finish_reason": self._reason(completion), "logprobs": None}
+        if self.logprobs:
+            end["logprobs"] = self.spell(scored if before is None else before + scored, 0)
+        if self.body.return_token_ids:
+            end["token_ids"] = completion.token_ids.tolist()
+        if not self.chat:
+            return {"index": index, "text": echoed + text, **end}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self.tool is not None and completion.status is LeafStatus.STOP:
+            message = {"role": "assistant", "content": None, "tool_calls": [self._call(text)]}
+        return {"index": index, "message": message, **end}
+
+    def chunk(
+        self, index: int, text: str, scored: Scored, offset: int, completion: Completion | None, *, first: bool
+    ) -> dict[str, Any]:
+        """A part of a stream: new text and new tokens, and the end where ``completion`` is there.
+
+        Args:
+            offset: characters of the tokens sent before.
+            first: nothing of this choice has been sent.
+        """
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if self.tool is not None and completion is not None and completion.status is LeafStatus.STOP:
+            delta["tool_calls"] = [{"index": 0, **self._call(self.text(completion))}]
+        else:
+            delta["content"] = text
+        end: dict[str, Any] = {
+            "finish_reason": None if completion is None else self._reason(completion),
+            "logprobs": None,
+        }
+        if self.logprobs and scored.tokens:
+            end["logprobs"] = self.spell(scored, offset)
+        if completion is not None and self.body.return_token_ids:
+            end["token_ids"] = completion.token_ids.tolist()
+        body = {"delta": delta} if self.chat else {"text": text}
+        return {**self.head(".chunk"), "choices": [{"index": index, **body, **end}]}
+
+    def width(self, tokens: Sequence[int]) -> int:
+        """Characters of tokens one by one."""
+        return sum(len(self._name(token)) for token in tokens)
+
+    def spell(self, scored: Scored, offset: int) -> dict[str, Any]:
+        """Log-probs as the endpoint has them."""
+        if self.chat:
+            rows = zip(scored.tokens, scored.logprobs, scored.tops, strict=True)
+            return {
+                "content": [
+                    {**self._entry(t, lp), "top_logprobs": [self._entry(*other) for other in (top or {}).items()]}
+                    for t, lp, top in rows
+                ]
+            }
+        tokens = [self._name(token) for token in scored.tokens]
+        offsets = [offset]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        tops: list[dict[str, float] | None] = []
+        for top in scored.tops:
+            named: dict[str, float] = {}
+            for id_, value in (top or {}).items():  # tokens of the same text: the likeliest comes first
+                named.setdefault(self._name(id_), max(value, LEAST_LOGPROB))
+            tops.append(named if top is not None else None)
+        return {
+            "tokens": tokens,
+            "token_logprobs": scored.logprobs,
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": offsets[:-1],
+        }
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return cast("str", self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _name(self, token: int) -> str:
+        return cast("str", self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._name(token)
+        parts = None if "\ufffd" in text else list(text.encode())  # a part of a character is no text
+        return {"token": text, "logprob": None if logprob is None else max(logprob, LEAST_LOGPROB), "bytes": parts}
+
+    def _reason(self, completion: Completion) -> str:
+        if self.tool is not None and completion.status is LeafStatus.STOP:
+            return "tool_calls"
+        return REASONS.get(completion.status, "error")
+
+    def _call(self, text: str) -> dict[str, Any]:
+        name, arguments = self.tool, text
+        if not name:  # one of several: the answer says which
+            call = json.loads(text)
+            name, arguments = call["name"], json.dumps(call["arguments"])
+        return {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+    def _cut(self, text: str) -> str:
+        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+
+def usage(prompts: Sequence[Sequence[int]], written: int) -> dict[str, int]:
+    read = sum(map(len, prompts))
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def error(message: str, kind: str, code: int) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

@@ -1,0 +1,90 @@
+"""Answers that keep to a JSON schema: llguidance says which tokens may follow, the engine samples no other."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+Array = npt.NDArray[Any]
+
+
+class Grammars:
+    """Grammars over one tokenizer, whose tables are made when a request first needs them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._tables: Any = None
+        self._lock = threading.Lock()
+
+    def of_schema(self, schema: str, responses: int) -> Grammar:
+        """The grammar of a JSON schema, for as many responses at once.
+
+        Raises:
+            ValueError: llguidance is missing, or cannot keep to the schema or write with this tokenizer.
+        """
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError("Answers by a schema need llguidance on the server; install rolltree[grammar].")
+        import llguidance
+        import llguidance.hf
+
+        with self._lock:
+            if self._tables is None:
+                try:
+                    self._tables = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
+                except Exception as error:  # whatever its native code makes of a tokenizer
+                    raise ValueError(f"This model's tokenizer cannot write by a schema: {_line(error)}") from error
+        try:
+            start = llguidance.LLMatcher(self._tables, llguidance.LLMatcher.grammar_from_json_schema(schema))
+            problem = start.get_error() if start.is_error() else ""
+        except Exception as error:  # or of a schema
+            problem = _line(error)
+        if problem:
+            raise ValueError(f"The schema cannot be kept to: {' '.join(problem.split())[:500]}")
+        return Grammar(start, self._vocabulary, responses)
+
+
+class Grammar:
+    """What may follow a response, as `SamplingParams.prefix_allowed_tokens_fn`.
+
+    A matcher is kept for every response in flight, by what it has read, so a token costs one move of it.
+    """
+
+    def __init__(self, start: Any, vocabulary: int, responses: int) -> None:
+        self._start = start
+        self._vocabulary = vocabulary
+        self._most = 2 * responses + 2  # those before and after the step's tokens
+        self._read: OrderedDict[bytes, Any] = OrderedDict()
+
+    def __call__(self, response: Array) -> Array:  # [tokens] int32 -> [allowed] int64
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+        matcher = self._after(np.ascontiguousarray(response, np.int32))
+        mask = allocate_token_bitmask(1, self._vocabulary)
+        fill_next_token_bitmask(matcher, mask, 0)
+        if matcher.is_error():
+            raise ValueError(_line(RuntimeError(matcher.get_error())))
+        return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocabulary])
+
+    def _after(self, response: Array) -> Any:
+        key = response.tobytes()
+        matcher = self._read.get(key)
+        if matcher is None:
+            before = self._read.get(response[:-1].tobytes()) if len(response) else None
+            matcher = (before or self._start).deep_copy()
+            matcher.consume_tokens((response if before is None else response[-1:]).tolist())
+            self._read[key] = matcher
+        self._read.move_to_end(key)
+        while len(self._read) > self._most:
+            self._read.popitem(last=False)
+        return matcher
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

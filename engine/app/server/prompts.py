@@ -1,0 +1,115 @@
+"""From bodies to token ids: texts, conversations through the model's own template, and the grammars of answers.
+
+All of it may take long and runs in threads beside the event loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any, cast
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from ...rollout.sampling_params import check_text
+from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
+
+MOST_RESPONSES = 4096  # of one HTTP request
+
+
+def completion_prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody) -> list[list[int]]:
+    """Raises ValueError where there is nothing to complete."""
+    given: Any = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise ValueError("`prompt` is empty; give a text or token ids.")
+    if len(given) * max(body.n or 1, body.best_of or 1) > MOST_RESPONSES:
+        raise ValueError(f"`prompt` and `n` ask for more than {MOST_RESPONSES} responses; ask for fewer at once.")
+    return [tokenizer(text)["input_ids"] if isinstance(text, str) else text for text in given]
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
+    """The conversation, as the model's template writes it.
+
+    Raises:
+        ValueError: there is no template, or it cannot write this.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("This model has no chat template; use /v1/completions.")
+    messages = []
+    for i, message in enumerate(body.messages):
+        messages.append({**message.model_dump(exclude_none=True), "content": message.text(f"messages.{i}")})
+    shown = None if body.tool_choice == "none" else body.tools
+    options = body.chat_template_kwargs or {}
+    # what the method itself takes would let a client bring a template of its own
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
+    if refused := next((name for name in options if name in taken), None):
+        raise ValueError(f"`chat_template_kwargs.{refused}` is no variable of the template; leave it out.")
+    try:
+        ids = tokenizer.apply_chat_template(
+            messages,
+            tools=None if shown is None else [tool.model_dump(exclude_none=True) for tool in shown],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **options,
+        )
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The model's chat template cannot write these messages: {' '.join(str(error).split())}"
+        ) from error
+    return cast("list[int]", ids)
+
+
+def check_texts(body: Sampling) -> None:
+    """Raises ValueError where a text holds what no tokenizer reads; JSON's own parser lets none through."""
+    for text in [body.stop] if isinstance(body.stop, str) else body.stop or []:
+        check_text("`stop`", text)
+
+
+def forced_tool(body: ChatBody) -> str | None:
+    """The tool that the answer must call; "" for any.
+
+    Raises:
+        ValueError: there is no such tool, or the answer is to have another format too.
+    """
+    choice = body.tool_choice
+    if choice in (None, "none", "auto"):
+        return None
+    names = [tool.function.name for tool in body.tools or []]
+    if not names:
+        raise ValueError("`tool_choice` wants a tool to be called but `tools` has none.")
+    if isinstance(body.response_format, JsonObjectFormat | JsonSchemaFormat):
+        raise ValueError("`tool_choice` and `response_format` cannot both say what the answer is; choose one.")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise ValueError(f"`tool_choice` names '{choice.function.name}'; `tools` has {', '.join(names)}.")
+    if isinstance(choice, NamedTool):
+        return choice.function.name
+    return names[0] if len(names) == 1 else ""
+
+
+def answer_schema(body: Sampling) -> str | None:
+    """The JSON schema that the answer must keep to; None for any text."""
+    if isinstance(body, ChatBody) and (tool := forced_tool(body)) is not None:
+        schemas = {t.function.name: t.function.parameters or {"type": "object"} for t in body.tools or []}
+        if tool:
+            return json.dumps(schemas[tool])
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in schemas.items()
+        ]
+        return json.dumps({"anyOf": calls})
+    match body.response_format:
+        case None | TextFormat():
+            return None
+        case JsonObjectFormat():
+            return json.dumps({"type": "object"})
+        case JsonSchemaFormat(json_schema=named):
+            return json.dumps(named.schema_)

@@ -1,0 +1,105 @@
+"""Servers to attack: one in a thread of this process, one as a process of its own, of the same tiny model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rolltree.engine.app.server import make_app
+from rolltree.engine.rollout import EngineConfig, NativeEngine
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every byte, and an end of text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", clean_up_tokenization_spaces=False)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=256,
+        pad_token_id=256,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_engine() -> NativeEngine:
+    return NativeEngine(model(), tokenizer(), EngineConfig(page_size=4, kv_tokens=4096))
+
+
+@contextmanager
+def in_thread(engine: NativeEngine, **options: Any) -> Iterator[str]:
+    """A server's URL."""
+    server = uvicorn.Server(uvicorn.Config(make_app(engine, "tiny", **options), port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+
+
+def save(directory: Path) -> Path:
+    model().save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def as_process(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`rolltree serve` of a model, and its URL."""
+    command = [sys.executable, "-m", "rolltree.engine.app.cli", "serve", str(directory), "--name", "tiny"]
+    command += ["--port", "0", "--dtype", "float32", "--device", "cpu", "--kv_tokens", "4096"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said = ""
+        while "serving at " not in said:
+            said = process.stderr.readline()
+            assert said, f"the server ended with {process.wait()}"
+        yield process, said.partition("serving at ")[2].strip().removesuffix("/v1")
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
