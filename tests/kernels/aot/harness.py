@@ -43,6 +43,7 @@ class AotCase:
     num_stages: int = 2
     needs_wgmma: bool = False
     multiply_adds: int | None = None  # one round of a main loop needs; if given, sm_90's loops must have no `faults`
+    vectors: int = 0  # that a round copies, for `faults`
     archs: tuple[int, ...] = tuple(SHARED_LIMIT)  # those it is launched on
 
 
@@ -137,7 +138,8 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
     if case.needs_wgmma and not wgmma:
         problems.append("does not use wgmma")
     if case.multiply_adds is not None:
-        problems += [fault for loop in code.main_loops for fault in loop.faults(case.num_warps, case.multiply_adds)]
+        needs = case.num_warps, case.multiply_adds, case.vectors
+        problems += [fault for loop in code.main_loops for fault in loop.faults(*needs)]
     ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps)
     loops = tuple(_figures(loop, case) for loop in code.main_loops)
     return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, ctas, loops, "; ".join(problems))
