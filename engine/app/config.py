@@ -184,6 +184,7 @@ def _known_override(key: str) -> str:
 def _nearest(key: str) -> str:
     """'the nearest is `trainer.lr`': the right name in the wrong table first, then the nearest spelling."""
     keys = [k.key for k in config_keys()]
+    key = key[:MAX_SHOWN]  # comparing takes the square of its length
     leaf = key.rpartition(".")[2]
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     found = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
