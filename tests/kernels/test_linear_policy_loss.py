@@ -32,7 +32,7 @@ LENGTHS = [5, 1, 9, 0, 7, 6, 4, 3]  # sequences; the fourth has no token
 
 
 def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Inputs, PolicyFields]:
-    """Head inputs and fields on the same targets. "flat": sequences, a target a row; "tree": two trees with branches."""
+    """Head inputs and fields on the same targets. "flat": sequences, a target a row; "tree": two with branches."""
     g = torch.Generator().manual_seed(4)
 
     def uniform(*size: int) -> Tensor:
