@@ -198,6 +198,23 @@ def test_the_products_are_those_of_one_term(monkeypatch: pytest.MonkeyPatch) -> 
     assert multiplied == [35]
 
 
+@pytest.mark.parametrize(("trained", "passes"), [(("hidden",), 1), (TRAINED, 2)])
+def test_logits_are_formed_as_often_as_the_plan_says(
+    trained: tuple[str, ...], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preference pairs: once for a frozen head, else once more in the backward for rows that have a gradient."""
+    given, fields = batch("flat", bias=True)
+    terms = make_terms("pairs+entropy" if passes == 2 else "policy+pairs", "flat", fields)
+    needed = torch.stack([t.objective.live(t.fields) if isinstance(t, Term) else t.mask for t in terms]).any(0)
+    multiplied: list[int] = []
+    original = chunked.Head.logits
+    monkeypatch.setattr(
+        chunked.Head, "logits", lambda self, h, out: multiplied.append(len(h)) or original(self, h, out)
+    )
+    run(together, given, terms, trained, torch.float32)
+    assert sum(multiplied) == passes * int(needed.sum())
+
+
 def test_metrics_of_a_term_bear_its_name_and_are_its_own() -> None:
     given, fields = batch("flat")
     terms = make_terms("policy+nll+kl+pairs", "flat", fields)
