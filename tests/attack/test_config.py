@@ -33,7 +33,8 @@ from rolltree.engine.tasks import read_problems
 from ..engine.rewards.test_hostile import HOSTILE, alive
 from ..engine.tiny import write_run
 
-KEYS = [key for key in config_keys() if key.type != "list of tables" and ".tasks." not in key.key]
+LISTS = tuple(f"{key.key}." for key in config_keys() if key.type == "list of tables")
+KEYS = [key for key in config_keys() if key.type != "list of tables" and not key.key.startswith(LISTS)]
 COUNTS = st.integers(-2, 300)  # where larger ones ask for what takes hours, and are no mistake
 TEXTS = st.text(max_size=40) | st.sampled_from(
     ["", "\0", "/", "..", "a" * 300, "\u2028", "x.py:f", ":", "a/b", "{prompt}", "cpu", "mine.py:judge", "-", "ü" * 130]
