@@ -53,9 +53,10 @@ gpu:
 equality: $(VENV)/.ready-dev
 	$(BIN)/python -m tests.engine.equality_table
 
-# Compile every Triton kernel for sm_80, sm_90 and sm_100 and print registers, spills and shared memory. Needs no GPU.
+# Compile every Triton kernel for sm_80, sm_90 and sm_100, print what the machine code says, and write the figures of
+# sm_90 to bench/results/static-sm_90/. Needs no GPU.
 aot: $(VENV)/.ready-dev
-	$(BIN)/python -m tests.kernels.aot.harness
+	$(BIN)/python -m tests.kernels.aot.harness --write
 
 # Without build isolation the build sees the torch installed here, instead of fetching a second one.
 define install

@@ -54,6 +54,7 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
             needs_wgmma=dtype == "bf16" and tile.keys * tile.rows >= 64 * 32,
             multiply_adds=products * tile.rows * tile.keys * dim if dim in (64, 128) and dtype == "bf16" else None,
             vectors=(2 if name == "dkdv" else 1) + window,  # lse and delta; subtree_end where masked; positions
+            ci=dtype == "bf16" and not option and (dim == 128 or (dim == 64 and archs == (90,))),
             archs=archs,
         )
         for name, kernel, signature, more, tile, products in [
