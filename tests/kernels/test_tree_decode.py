@@ -277,7 +277,9 @@ def test_a_scheduled_call_only_makes_room_and_launches() -> None:
     """No sort, no search, no copy beside the two kernels: what every layer of a replayed step would repeat."""
 
     class Called(TorchDispatchMode):
-        ops: set[str] = set()
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: set[str] = set()
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.ops.add(str(func))
