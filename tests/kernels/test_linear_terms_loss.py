@@ -168,6 +168,20 @@ def test_one_pass_is_the_sum_of_its_terms(
         assert (found[name].double() - gradients[name]).abs().max() <= 3e-6 * scale, name
 
 
+@pytest.mark.parametrize("names", ["policy", "policy+kl+entropy", "sequence", "policy+pairs"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_fp64_is_exact(backend: Backend, names: str) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("fp64 is for checking gradients on a CPU")
+    given, fields = batch("flat", bias=True)
+    terms = make_terms(names, "flat", fields)
+    exact, gradients = run(apart, given, terms, TRAINED, torch.float64)
+    with use_backend(backend):
+        got, found = run(together, given, terms, TRAINED, torch.float64)
+    torch.testing.assert_close(got.loss, exact.loss, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("names", CASES)
 def test_what_the_plan_says(names: str) -> None:
     _, fields = batch("flat")
