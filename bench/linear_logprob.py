@@ -66,21 +66,6 @@ def rolltree(x: Inputs) -> Calls:
     return both_directions(x, lambda: linear_logprob(x.hidden, x.weight, x.target).logprob)
 
 
-def epilogue(x: Inputs) -> Calls:
-    """Row statistics from the GEMM's epilogue in Triton, without a tile of logits; targets by gathered rows."""
-    needs_cuda(x)
-    from rolltree.kernels.linear_logprob import triton_gemm
-
-    hidden, weight = x.hidden.detach(), x.weight.detach()
-    nothing, one = torch.empty(0, device=hidden.device), torch.ones(len(hidden), device=hidden.device)
-
-    def forward() -> Tensor:
-        logsumexp, *_ = triton_gemm.statistics(hidden, weight, nothing, one, 0.0, True, False)
-        return (hidden.float() * weight[x.target].float()).sum(1) - logsumexp
-
-    return {"forward": forward}
-
-
 def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return -torch.nn.functional.cross_entropy((hidden @ weight.T).float(), target, reduction="none")
 
@@ -170,7 +155,6 @@ BENCH = Bench(
     cases=cases,
     providers={
         "rolltree": rolltree,
-        "gemm epilogue (rolltree)": epilogue,
         "torch": torch_eager,
         "torch.compile": torch_compile,
         "liger": liger,

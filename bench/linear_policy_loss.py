@@ -13,7 +13,7 @@ from rolltree.kernels import Objective, PolicyFields, linear_policy_loss, plan_p
 from .linear_logprob import full_logits, needs_cuda
 from .runner import Bench, Calls, Case, UnsupportedError
 
-DAPO = Objective.preset("dapo")
+DAPO, GSPO = Objective.preset("dapo"), Objective.preset("gspo")
 LIVE = {"all live": 1.0, "36 % live": 0.36}
 
 
@@ -21,11 +21,16 @@ LIVE = {"all live": 1.0, "36 % live": 0.36}
 class Inputs:
     hidden: Tensor  # [N, H], requires grad
     weight: Tensor  # [V, H], requires grad unless frozen
-    target: Tensor  # [N]
-    advantage: Tensor  # [N], one number a sequence
+    target: Tensor  # [M]
+    advantage: Tensor  # [M], one number a sequence
     length: int  # of the sequences
-    old_logprob: Tensor  # [N]
-    mask: Tensor  # [N] bool
+    old_logprob: Tensor  # [M]
+    mask: Tensor  # [M] bool
+    row: Tensor | None = None  # [M], for responses to one prompt, which share its last row; None: one target a row
+
+    @property
+    def objective(self) -> Objective:
+        return DAPO if self.row is None else GSPO
 
     @property
     def trained(self) -> list[Tensor]:
@@ -48,6 +53,21 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 if not frozen or share == 1:
                     kind = f"{name}, head frozen" if frozen else name
                     yield Case(f"N={n} H={h} V={v} {kind}", _inputs(n, h, v, dtype, device, share, frozen))
+
+        yield Case(f"N={n} H={h} V={v} GSPO, 8 groups of 8", _groups(_inputs(n, h, v, dtype, device, 1.0, False)))
+
+
+def _groups(x: Inputs) -> Inputs:
+    """The same tokens as 8 groups of 8 responses, each group's first tokens scored in one row."""
+    x = replace(x, length=len(x.target) // 64)
+    place = torch.arange(len(x.target), device=x.target.device)
+    last_of_prompt = place - place % (8 * x.length)
+    row = torch.where(place % x.length == 0, last_of_prompt, place)
+    with torch.no_grad():
+        parts = zip(row.split(256), x.target.split(256), strict=True)
+        now = torch.cat([full_logits(x.hidden[some], x.weight, target) for some, target in parts])
+    noise = torch.randn(len(now), generator=torch.Generator(now.device).manual_seed(1), device=now.device)
+    return replace(x, row=row, old_logprob=now.float() + 0.02 * noise)
 
 
 def _inputs(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device, share: float, frozen: bool) -> Inputs:
@@ -74,29 +94,50 @@ def with_gradients(x: Inputs, loss: Callable[[], Tensor]) -> Calls:
 
 def rolltree(x: Inputs) -> Calls:
     """The plan is made once, as where a batch is made."""
-    fields = PolicyFields.flat(x.advantage, old_logprob=x.old_logprob, mask=x.mask)
-    normalizer = x.mask.sum()
+    objective = x.objective
+    cu = torch.arange(0, len(x.target) + 1, x.length, device=x.target.device)
+    fields = PolicyFields.flat(x.advantage, old_logprob=x.old_logprob, mask=x.mask, cu_seqlens=cu)
+    fields = fields.folded(objective.aggregation)
+    normalizer = x.mask.sum() if x.row is None else len(cu) - 1
     (n, h), v = x.hidden.shape, len(x.weight)
     plan = plan_policy_loss(
-        fields, DAPO, num_rows=n, vocabulary=v, hidden_size=h, device=x.hidden.device, frozen=not x.weight.requires_grad
-    )
-    return with_gradients(
-        x,
-        lambda: linear_policy_loss(x.hidden, x.weight, x.target, fields, DAPO, normalizer=normalizer, plan=plan).loss,
-    )
+        fields, objective, num_rows=n, vocabulary=v, hidden_size=h, device=x.hidden.device, row=x.row,
+        frozen=not x.weight.requires_grad,
+    )  # fmt: skip
+
+    def loss() -> Tensor:
+        given = (x.hidden, x.weight, x.target, fields, objective)
+        return linear_policy_loss(*given, normalizer=normalizer, row=x.row, plan=plan).loss
+
+    return with_gradients(x, loss)
 
 
 def clipped_mean(x: Inputs, logprob: Tensor) -> Tensor:
+    if x.row is not None:
+        ratio = (logprob - x.old_logprob).view(-1, x.length).mean(1).exp()
+        advantage = x.advantage[:: x.length]
+        clipped = ratio.clamp(1 - GSPO.eps_low, 1 + GSPO.eps_high) * advantage
+        return -torch.minimum(ratio * advantage, clipped).mean()
     ratio = (logprob - x.old_logprob).exp()
     surrogate = torch.minimum(ratio * x.advantage, ratio.clamp(1 - DAPO.eps_low, 1 + DAPO.eps_high) * x.advantage)
     return -(surrogate * x.mask).sum() / x.mask.sum()
 
 
 def torch_eager(x: Inputs) -> Calls:
-    return with_gradients(x, lambda: clipped_mean(x, full_logits(x.hidden, x.weight, x.target)))
+    def loss() -> Tensor:
+        hidden = x.hidden if x.row is None else x.hidden[x.row]
+        return clipped_mean(x, full_logits(hidden, x.weight, x.target))
+
+    return with_gradients(x, loss)
+
+
+def _one_a_row(x: Inputs) -> None:
+    if x.row is not None:
+        raise UnsupportedError("timed with an objective of tokens only")
 
 
 def torch_compile(x: Inputs) -> Calls:
+    _one_a_row(x)
     if x.hidden.device.type == "cpu":
         raise UnsupportedError("timed on CUDA only, compiling takes longer than the benchmark")
     compiled = torch.compile(lambda hidden, weight: clipped_mean(x, full_logits(hidden, weight, x.target)))
@@ -104,6 +145,7 @@ def torch_compile(x: Inputs) -> Calls:
 
 
 def liger(x: Inputs) -> Calls:
+    _one_a_row(x)
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     needs_cuda(x)  # type: ignore[arg-type]
@@ -116,6 +158,7 @@ def liger(x: Inputs) -> Calls:
 
 
 def trl(x: Inputs) -> Calls:
+    _one_a_row(x)
     from trl.kernels import ChunkedLogProbFunction
 
     needs_cuda(x)  # type: ignore[arg-type]
@@ -132,6 +175,7 @@ def trl(x: Inputs) -> Calls:
 
 
 def verl(x: Inputs) -> Calls:
+    _one_a_row(x)
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     needs_cuda(x)  # type: ignore[arg-type]
@@ -142,7 +186,8 @@ def verl(x: Inputs) -> Calls:
 
 def bare_gemms(x: Inputs) -> Calls:
     """The products that any exact implementation needs, over the rows that have a gradient."""
-    hidden, weight = x.hidden.detach()[x.mask], x.weight.detach()
+    hidden, weight = x.hidden.detach(), x.weight.detach()
+    hidden = hidden[x.mask] if x.row is None else hidden[x.row.unique()]
     rows = min(len(hidden), max(1, 2**28 // len(weight)))
     logits = torch.randn(rows, len(weight), device=hidden.device).to(hidden.dtype)
 

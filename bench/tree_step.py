@@ -117,7 +117,10 @@ def tree(x: Inputs) -> Calls:
     model = own_model(x, "rolltree")
     batches = pack([x.tree], max_tokens=MAX_TREE_TOKENS, device=model.device)
     objective = Objective()
-    return step_of(model, lambda: (batch_loss(model, b, objective, normalizer=x.normalizer).loss for b in batches))
+    return step_of(
+        model,
+        lambda: (batch_loss(model, b, objective, normalizer=x.normalizer, old_logprob=None).loss for b in batches),
+    )
 
 
 def flat(x: Inputs) -> Calls:
@@ -197,7 +200,10 @@ def varlen_flat(x: Inputs) -> Calls:
     paths = [x.tree.chain(leaf) for leaf in range(x.tree.num_leaves)]
     batches = pack(paths, max_tokens=MAX_TREE_TOKENS, device=model.device)
     objective = Objective()
-    return step_of(model, lambda: (batch_loss(model, b, objective, normalizer=x.normalizer).loss for b in batches))
+    return step_of(
+        model,
+        lambda: (batch_loss(model, b, objective, normalizer=x.normalizer, old_logprob=None).loss for b in batches),
+    )
 
 
 def on_policy(logprob: Tensor, advantage: Tensor, normalizer: int) -> Tensor:

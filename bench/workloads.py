@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.engine import TokenTree
-from rolltree.engine.data.tree import LeafStatus, Segment
+from rolltree.engine.data.segment import LeafStatus, Segment
 
 VOCABULARY = 1024  # of the token ids; any model's is larger
 

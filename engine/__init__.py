@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from .data.batch import TreeBatch, pack
     from .data.cost import CostModel
     from .data.distribute import distribute
-    from .data.tree import LeafStatus, Origin, Segment, Sequence, TokenTree
+    from .data.segment import LeafStatus, Origin, Segment, Sequence
+    from .data.tree import TokenTree
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
-    from .model.decoder import batch_logprob, batch_loss, load_model, load_tokenizer
-    from .model.loss import backward
+    from .model.decoder import batch_logprob, load_model, load_tokenizer
+    from .model.loss import backward, batch_loss
     from .model.self_check import tree_error
     from .model.sharding import shard
     from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
@@ -28,15 +29,15 @@ _HOME = {
     "Completion": "rollout",
     "CostModel": "data.cost",
     "EngineConfig": "rollout",
-    "LeafStatus": "data.tree",
+    "LeafStatus": "data.segment",
     "NativeEngine": "rollout",
     "Orchestrator": "loop.orchestrator",
-    "Origin": "data.tree",
+    "Origin": "data.segment",
     "Request": "rollout",
     "RunError": "errors",
     "SamplingParams": "rollout",
-    "Segment": "data.tree",
-    "Sequence": "data.tree",
+    "Segment": "data.segment",
+    "Sequence": "data.segment",
     "TokenTree": "data.tree",
     "TrainConfig": "settings",
     "Trainer": "train.trainer",
@@ -44,7 +45,7 @@ _HOME = {
     "UserError": "errors",
     "backward": "model.loss",
     "batch_logprob": "model.decoder",
-    "batch_loss": "model.decoder",
+    "batch_loss": "model.loss",
     "distribute": "data.distribute",
     "load_config": "app.config",
     "load_model": "model.decoder",

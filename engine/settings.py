@@ -14,9 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -26,7 +24,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+LONGEST_NAME = 200
+"""Bytes of a run's name; file systems take 255, and a run adds endings of its own."""
 VERIFIERS = ("task", "math", "exact")
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -93,10 +95,10 @@ class RolloutConfig(Section):
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `vllm.LLM`."""
     program: str = "flat"
-    """Who branches, and where: `flat`, `treepo`, `spo_tree`, ...; `rolltree methods` lists them."""
+    """Who branches, and where: a name that `rolltree methods` lists, or `file.py:Class` of your own."""
     program_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the program."""
-    n: PositiveInt = 8
+    n: Annotated[int, Field(gt=0, le=65536)] = 8
     """Responses of one prompt (leaves of its tree)."""
     temperature: PositiveFloat = 1.0
     """Softmax temperature of sampling, and of the log-probs that training compares with."""
@@ -123,10 +125,12 @@ class RewardConfig(Section):
     """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, or `file.py:function`."""
     timeout_s: PositiveFloat = 10.0
     """Seconds one verification may take before its worker is killed."""
-    workers: PositiveInt = 2
+    workers: Annotated[int, Field(gt=0, le=1024)] = 2
     """Verifier processes."""
     on_failure: Literal["drop", "zero", "raise"] = "drop"
     """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
+    max_failed_steps: PositiveInt = 5
+    """Steps in a row without a single verdict after which the run stops."""
 
     @field_validator("verifier")
     @classmethod
@@ -136,13 +140,114 @@ class RewardConfig(Section):
         return verifier
 
 
+Points = tuple[tuple[NonNegativeInt, float], ...]
+Schedule = Annotated[float | Points, Field(union_mode="left_to_right")]
+
+
+class TermConfig(Section):
+    name: str
+    """Of its metrics, such as `<name>/loss`."""
+    objective: str | None = None
+    """Its objective, as `algorithm.objective`; or give `pairs`."""
+    objective_options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the objective to change."""
+    select: str | None = None
+    """Which tokens or responses it sees: a name that `rolltree methods` lists, or `file.py:function` of a tree."""
+    select_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
+    pairs: str | None = None
+    """Which responses a preference loss compares: a name that `rolltree methods` lists, or `file.py:function`."""
+    pairs_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
+    weight: Schedule = 1.0
+    """What it is multiplied with: a number, or `[[step, value], ...]`."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_its_own(cls, name: str) -> str:
+        if not name.isidentifier() or name in ("actor", "critic", "training"):
+            raise ValueError("it must be a word of letters, digits and _, other than actor, critic and training")
+        return name
+
+    @model_validator(mode="after")
+    def _one_loss(self) -> Self:
+        if (self.objective is None) == (self.pairs is None):
+            raise ValueError(f"the loss term '{self.name}' needs either `objective` or `pairs`")
+        if self.pairs is not None and self.select is not None:
+            raise ValueError(f"the loss term '{self.name}' has `pairs`, which say what it sees; leave `select` out")
+        return self
+
+
+class ReferenceConfig(Section):
+    path: str | None = None
+    """A model directory; without it the policy as the run began."""
+    reset_every: NonNegativeInt = 0
+    """Updates after which it becomes the policy of that moment; 0: never."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of its weights kept at every update, the rest being the policy's."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.reset_every and self.ema is not None:
+            raise ValueError("give `roles.reference.reset_every` or `roles.reference.ema`, not both")
+        return self
+
+
+class TeacherConfig(Section):
+    path: str
+    """A model directory with the policy's vocabulary."""
+
+
+class CriticConfig(Section):
+    path: str | None = None
+    """A model directory to begin with; without it the policy's."""
+    lr: PositiveFloat = 1e-5
+    """Learning rate."""
+    clip: PositiveFloat | None = 0.5
+    """How far a value may move from the one it was scored with."""
+
+
+class RolesConfig(Section):
+    reference: ReferenceConfig | None = None
+    """For `kl_coef` and preference losses."""
+    teacher: TeacherConfig | None = None
+    """For distillation."""
+    critic: CriticConfig | None = None
+    """For `algorithm.advantage` = "gae"."""
+
+
+class DemonstrationsConfig(Section):
+    path: str
+    """A parquet or jsonl file of prompts and responses."""
+    prompt_key: str = "prompt"
+    """Column of the problem; it goes into `data.template`."""
+    response_key: str = "response"
+    """Column of the response."""
+    per_step: PositiveInt = 8
+    """Demonstrations of each update; terms see them by `select = "injected"`."""
+
+
 class AlgorithmConfig(Section):
     objective: str = "grpo"
     """The loss; `rolltree methods` lists the presets."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the objective to change, such as `eps_high = 0.28`."""
+    select: str | None = None
+    """Which tokens or responses the objective sees: a name that `rolltree methods` lists, or `file.py:function`."""
+    select_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
+    weight: Schedule = 1.0
+    """What the objective is multiplied with: a number, or `[[step, value], ...]`."""
+    terms: tuple[TermConfig, ...] = ()
+    """Further terms of the loss."""
+    old_logprob: Literal["behaviour", "recompute"] = "behaviour"
+    """What ratios compare with after the first update of a step: the sampler's log-probs, or the policy's before it."""
     advantage: str = "group_norm"
-    """How rewards become advantages; `rolltree methods` lists the estimators."""
+    """How rewards become credit: a name that `rolltree methods` lists, or `file.py:function` of the batch's trees."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
     drop_zero_variance: bool = True
     """Leave groups whose rewards are all equal out of the update; they are counted."""
 
@@ -169,7 +274,7 @@ class TrainerConfig(Section):
     self_check: bool = True
     """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
     max_bad_steps: PositiveInt = 5
-    """Steps in a row with a non-finite loss or gradient after which the run stops."""
+    """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
 
 
 class EvaluationConfig(Section):
@@ -191,7 +296,7 @@ class CheckpointConfig(Section):
 class TrainConfig(Section):
     name: str
     """Name of the run, and of its directory."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: problems, sampling, order."""
     output_dir: str = "runs"
     """The run lives in `<output_dir>/<name>`."""
@@ -200,6 +305,8 @@ class TrainConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    roles: RolesConfig = RolesConfig()
+    demonstrations: DemonstrationsConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -213,6 +320,8 @@ class TrainConfig(Section):
     def _name_is_a_directory_name(cls, name: str) -> str:
         if name != name.strip() or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise ValueError("it names a directory, so it must be a plain name without slashes or surrounding blanks")
+        if len(name.encode("utf-8", "replace")) > LONGEST_NAME or not name.isprintable():
+            raise ValueError(f"it names a directory, so it must be printable and {LONGEST_NAME} bytes long at most")
         return name
 
     @model_validator(mode="after")

@@ -19,10 +19,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import TokenTree, pack
-from rolltree.engine.app.config import TrainConfig, TrainerConfig
 from rolltree.engine.loop.sources import PromptSource, held_out
+from rolltree.engine.settings import TrainConfig, TrainerConfig
 from rolltree.engine.tasks import GymProblems
-from rolltree.engine.train.trainer import Trainer
+from rolltree.engine.train.terms import TokenTerm
+from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
 
 SEED = 1234
@@ -125,11 +126,9 @@ def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree]) -> None:
     """Next-token training on the solutions, the learning rate falling along a cosine."""
     config = TrainerConfig(lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, lr_warmup_steps=40)
     trainer = Trainer(model, config)
-    objective = Objective.preset("sft")
+    term = TokenTerm(Objective(surrogate="nll"))
     for step in track(range(STEPS), description="warm-up of the small model", transient=True):
         trees = [next(stream) for _ in range(PROBLEMS_PER_STEP)]
         trainer.lr_scale = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        tokens = sum(int(tree.loss_length.sum()) for tree in trees)
-        trainer.step(
-            pack(trees, max_tokens=config.max_tokens), objective, normalizer=tokens, temperature=1.0, on_policy=True
-        )
+        terms = [Weighted(term, term.normalizer(trees))]
+        trainer.step(pack(trees, max_tokens=config.max_tokens), terms, temperature=1.0, on_policy=True)

@@ -6,7 +6,16 @@
 if __name__ == "rolltree.kernels":
     from .dispatch import BackendError, use_backend
     from .linear_logprob import HeadLora, LogprobOutput, VocabShards, linear_logprob, logprob_from_logits
-    from .linear_policy_loss import HeadPlan, linear_policy_loss, plan_policy_loss
+    from .linear_policy_loss import (
+        HeadPlan,
+        LogprobTerm,
+        Term,
+        TermsLossOutput,
+        linear_policy_loss,
+        linear_terms_loss,
+        plan_policy_loss,
+        plan_terms_loss,
+    )
     from .policy_loss import (
         Objective,
         PathIndex,
@@ -31,11 +40,14 @@ if __name__ == "rolltree.kernels":
         "HeadLora",
         "HeadPlan",
         "LogprobOutput",
+        "LogprobTerm",
         "Objective",
         "PathIndex",
         "PolicyFields",
         "PolicyLossOutput",
         "SampleOutput",
+        "Term",
+        "TermsLossOutput",
         "VocabShards",
         "calm_tokens",
         "entropy_quantile",
@@ -43,9 +55,11 @@ if __name__ == "rolltree.kernels":
         "kept_tokens",
         "linear_logprob",
         "linear_policy_loss",
+        "linear_terms_loss",
         "logprob_from_logits",
         "pair_loss",
         "plan_policy_loss",
+        "plan_terms_loss",
         "policy_loss",
         "probability_mask",
         "random_share",

@@ -1,4 +1,4 @@
-// The clipped-ratio policy loss on elements (kernels/policy_loss/reference.py has the formulas): value, derivatives and
+// The clipped-ratio policy loss on elements (kernels/policy_loss/elements.py has the formulas): value, derivatives and
 // the sums its metrics are made of, in one pass.
 //
 // A thread takes four neighbouring elements, 16 bytes of each input at a time where all of them are aligned to that. A
@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <string>
 
 #include "launch.cuh"
 
@@ -21,7 +22,16 @@ using torch::stable::Tensor;
 constexpr int kThreads = 256;
 constexpr int kPack = 4;
 constexpr int kWarps = kThreads / 32;
-constexpr int kSums = 13;  // the loss, then `SUMS`
+// What is added up over the elements: the rows of `partial`, which Python knows by these names (elements.Sums).
+#define ROLLTREE_SUMS(X) \
+  X(loss) X(pg_loss) X(clipped) X(clipped_lower) X(ppo_kl) X(entropy) X(kl) X(mismatch_k3) X(mismatch_probability) \
+  X(mismatch_weight) X(mismatch_rejected) X(behaviour_count) X(tokens)
+#define ROLLTREE_PLACE(name) name,
+#define ROLLTREE_NAME(name) #name " "
+namespace sum {
+enum Sum : int { ROLLTREE_SUMS(ROLLTREE_PLACE) kSums };
+}
+constexpr int kSums = sum::kSums;
 constexpr float kMaxLogRatio = 20.0f;
 
 enum Kl : int { kK1, kK2, kK3, kLowVar, kAbs };
@@ -118,20 +128,20 @@ __global__ void __launch_bounds__(kThreads) clipped_loss_kernel(
       const float sampled = known ? (&sampled4.x)[k] : old;
       const float gap = clamp(old - sampled, -kMaxLogRatio, kMaxLogRatio);
       if (known) {
-        sums[7] += s_one * (expm1f(gap) - gap);
-        sums[8] += s_one * fabsf(expf(old) - expf(sampled));
-        sums[11] += s_one;
+        sums[sum::mismatch_k3] += s_one * (expm1f(gap) - gap);
+        sums[sum::mismatch_probability] += s_one * fabsf(expf(old) - expf(sampled));
+        sums[sum::behaviour_count] += s_one;
       }
       if (n.mismatch != kNone) {
         float w = expf(gap);
         const bool outside = w > n.mismatch_cap || w < n.mismatch_low;
         if (n.mismatch == kMask) {
           w = outside ? 0.0f : w;
-          sums[10] += outside ? s_one : 0.0f;
+          sums[sum::mismatch_rejected] += outside ? s_one : 0.0f;
         } else {
           w = clamp(w, n.mismatch_low, n.mismatch_cap);
         }
-        sums[9] += s_one * w;
+        sums[sum::mismatch_weight] += s_one * w;
         pg *= w;
         grad *= w;
       }
@@ -147,23 +157,23 @@ __global__ void __launch_bounds__(kThreads) clipped_loss_kernel(
       }
       loss += s_one * n.kl_coef * kl.value;
       grad += s_one * n.kl_coef * kl.derivative;
-      sums[6] += s_one * kl.value;
+      sums[sum::kl] += s_one * kl.value;
     }
     if (in.entropy) {
       loss -= s_one * n.entropy_coef * (&h4.x)[k];
-      sums[5] += s_one * (&h4.x)[k];
+      sums[sum::entropy] += s_one * (&h4.x)[k];
     }
     (&grad4.x)[k] = grad;
     (&grad_h4.x)[k] = -n.entropy_coef * s_one;
     const float size = s_pos - s_neg;
-    sums[0] += loss;
-    sums[1] += pg;
+    sums[sum::loss] += loss;
+    sums[sum::pg_loss] += pg;
     if (size > 0) {
-      sums[2] += s_one * (((over ? s_pos : 0.0f) - (under ? s_neg : 0.0f)) / size);
-      sums[3] += s_one * ((beyond ? -s_neg : 0.0f) / size);
+      sums[sum::clipped] += s_one * (((over ? s_pos : 0.0f) - (under ? s_neg : 0.0f)) / size);
+      sums[sum::clipped_lower] += s_one * ((beyond ? -s_neg : 0.0f) / size);
     }
-    sums[4] += s_one * (old - lp);
-    sums[12] += s_one;
+    sums[sum::ppo_kl] += s_one * (old - lp);
+    sums[sum::tokens] += s_one;
   }
   store(d_logprob, i, M, aligned, grad4);
   if (d_entropy) store(d_entropy, i, M, aligned, grad_h4);
@@ -226,17 +236,26 @@ void clipped_loss(
   check(cudaGetLastError());
 }
 
+std::string clipped_loss_sums() {
+  return ROLLTREE_SUMS(ROLLTREE_NAME);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cuda, m) {
   m.def(
       "clipped_loss(Tensor logprob, Tensor entropy, Tensor adv_pos, Tensor adv_neg, Tensor weight, Tensor mask, Tensor "
-      "log_ratio, Tensor old_logprob, Tensor ref_logprob, Tensor behaviour, Tensor low, Tensor high, float low_bound, "
-      "float high_bound, float clip_ratio_c, float kl_coef, float entropy_coef, float mismatch_low, float mismatch_cap, "
-      "int kl, int mismatch, bool straight_through, bool kl_importance, Tensor(a!) d_logprob, Tensor(b!) d_entropy, "
-      "Tensor(c!) partial) -> ()");
+      "log_ratio, Tensor old_logprob, Tensor ref_logprob, Tensor behaviour_logprob, Tensor low, Tensor high, float "
+      "low_bound, float high_bound, float clip_ratio_c, float kl_coef, float entropy_coef, float mismatch_low, float "
+      "mismatch_cap, int kl, int mismatch, bool straight_through, bool kl_importance, Tensor(a!) d_logprob, Tensor(b!) "
+      "d_entropy, Tensor(c!) partial) -> ()");
+  m.def("clipped_loss_sums() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cuda, CUDA, m) {
   m.impl("clipped_loss", TORCH_BOX(&clipped_loss));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cuda, CompositeExplicitAutograd, m) {
+  m.impl("clipped_loss_sums", TORCH_BOX(&clipped_loss_sums));
 }

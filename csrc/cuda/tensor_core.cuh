@@ -38,6 +38,15 @@ __device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
   }
 }
 
+// Four 8x8 matrices in shared memory: lane l names row l % 8 of matrix l / 8 and gets row l / 4, columns 2 (l % 4) and one
+// more, of each.
+__device__ inline void load_matrices(uint32_t (&r)[4], const void* row) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
 // Four 8x8 matrices in shared memory, transposed: lane l names row l % 8 of matrix l / 8 and gets column l / 4, rows
 // 2 (l % 4) and one more, of each.
 __device__ inline void load_transposed(uint32_t (&r)[4], const void* row) {
@@ -47,10 +56,10 @@ __device__ inline void load_transposed(uint32_t (&r)[4], const void* row) {
                : "r"(address));
 }
 
-// Begins to copy 16 bytes to shared memory; zeros where `bytes` is 0.
-__device__ inline void copy_async(void* to, const void* from, int bytes) {
+// Begins to copy 16 bytes to shared memory.
+__device__ inline void copy_async(void* to, const void* from) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
 }
 
 // Ends a group of copies.

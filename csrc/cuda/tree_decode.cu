@@ -1,16 +1,20 @@
 // Decode attention over a paged tree in bf16 and fp16 (kernels/tree_decode/reference.py defines it).
 //
-//   partial  a block takes item after item: 512 keys of a node, 64 (row, head) queries below it, one key head. Keys and
-//            values go through shared memory, double-buffered; each of four warps multiplies 16 queries with mma.sync.
+//   partial  a block takes item after item (kernels/tree_decode/schedule.py): up to 512 keys of a node, 64 (row, head)
+//            queries below it, one key head. Keys and values go through shared memory in three stages, so that two tiles
+//            are on their way while a third is multiplied; each of four warps multiplies 16 queries, held in registers,
+//            with mma.sync, if any of them exists. A key's place in the pages is found once, by one thread, a tile before
+//            it is copied, from a page id loaded a tile earlier still.
 //   merge    a warp adds one (row, head)'s partials in the order of its path, weighted by their log-sum-exps.
 //
-// The work list is kernels/tree_decode/work.py's. Chunks are counted from a node's first key and partials are added in a
-// fixed order, so a row's bits do not depend on the other rows.
+// Chunks are counted from a node's first key and partials are added in a fixed order, so a row's bits do not depend on the
+// other rows.
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "launch.cuh"
 #include "tensor_core.cuh"
@@ -24,19 +28,23 @@ using torch::stable::Tensor;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kQueries = 16 * kWarps;  // of an item
-constexpr int kChunk = 512;            // keys of an item
+constexpr int kStages = 3;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+struct alignas(16) Item {
+  int32_t first_page, slot, keys, position, first_row, rows, before, unused;
+};
+
 struct Problem {
   const void *q, *k_pages, *v_pages;
-  const int32_t *page_indptr, *page_ids, *node_offset, *node_length, *node_position, *row_begin, *row_end, *query_position;
-  const int32_t* item_end;
-  const int64_t* partial_base;
+  const int32_t *page_ids, *query_position, *partial_begin;
+  const Item* items;  // the first holds their number
   float *partial_out, *partial_lse;
-  int64_t q_row, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head;
-  int nodes, page, heads, group, window;  // window 0: none
-  float scale, softcap;                   // softcap 0: none
+  int64_t q_row, q_head, page_stride, slot_stride, head_stride;  // in elements
+  int page_shift, heads, group, window;
+  // In the log2 domain: scores are scale x, or cap (1 - 2 / (2^(scale x) + 1)), which is cap tanh.
+  float scale, cap;
 };
 
 __device__ float of_quad_max(float x) {
@@ -53,117 +61,122 @@ template <typename T, int D>
 struct Tiles {
   static constexpr int kKeys = D < 256 ? 64 : 32;  // of a tile
   static constexpr int kStride = D + 8;  // 16 bytes more than a row, so that eight rows lie in different banks
-  T k[2][kKeys][kStride];
-  T v[2][kKeys][kStride];
+  T k[kStages][kKeys][kStride];
+  T v[kStages][kKeys][kStride];
+  int64_t place[kStages][kKeys];  // of a key in the pages, in elements
 };
 
-// Begins the copy of a tile of the node's keys, from `begin`, into one half of the buffers.
+// Begins the copy of a tile's keys and values of one head.
 template <typename T, int D>
-__device__ void fetch(Tiles<T, D>& tiles, int half, const Problem& p, int node, int begin, int64_t kv_head) {
+__device__ void fetch(Tiles<T, D>& tiles, int stage, const T* k, const T* v) {
   constexpr int kPieces = D / 8;  // of 16 bytes in a row
-  constexpr int kKeys = Tiles<T, D>::kKeys;
-  const int length = p.node_length[node], offset = p.node_offset[node];
-  const int32_t* pages = p.page_ids + p.page_indptr[node];
-  for (int i = threadIdx.x; i < kKeys * kPieces; i += kThreads) {
-    const int key = i / kPieces, column = i % kPieces * 8;
-    const int index = begin + key;
-    const bool held = index < length;
-    const int slot = offset + (held ? index : 0);
-    const int64_t page = pages[slot / p.page], within = slot % p.page;
-    const T* from_k = static_cast<const T*>(p.k_pages) + page * p.k_page + within * p.k_slot + kv_head * p.k_head + column;
-    const T* from_v = static_cast<const T*>(p.v_pages) + page * p.v_page + within * p.v_slot + kv_head * p.v_head + column;
-    copy_async(&tiles.k[half][key][column], from_k, held ? 16 : 0);
-    copy_async(&tiles.v[half][key][column], from_v, held ? 16 : 0);
+  const int column = threadIdx.x % kPieces * 8;
+#pragma unroll
+  for (int i = 0; i < Tiles<T, D>::kKeys * kPieces / kThreads; ++i) {
+    const int key = threadIdx.x / kPieces + i * (kThreads / kPieces);
+    const int64_t from = tiles.place[stage][key] + column;
+    copy_async(&tiles.k[stage][key][column], k + from);
+    copy_async(&tiles.v[stage][key][column], v + from);
   }
-  commit_copies();
 }
 
-template <typename T, int D>
+template <typename T, int D, bool kWindow, bool kSoftcap>
 __global__ void __launch_bounds__(kThreads) partial_kernel(const Problem p) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& tiles = *reinterpret_cast<Tiles<T, D>*>(memory);
   constexpr int kSteps = D / 16, kKeys = Tiles<T, D>::kKeys;
-  const int64_t kv_head = blockIdx.y;
+  const int64_t kv_head = blockIdx.x;
+  const T* k = static_cast<const T*>(p.k_pages) + kv_head * p.head_stride;
+  const T* v = static_cast<const T*>(p.v_pages) + kv_head * p.head_stride;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int rows_a_tile = kQueries / p.group;
-  const int items = p.item_end[p.nodes - 1];
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    int node = 0;
-    for (int last = p.nodes - 1; node < last;) {
-      const int middle = (node + last) / 2;
-      if (p.item_end[middle] > item)
-        last = middle;
-      else
-        node = middle + 1;
+  const int count = p.items[0].first_page;
+  for (int at = 1 + blockIdx.y; at <= count; at += gridDim.y) {
+    const Item item = p.items[at];
+    const int32_t* pages = p.page_ids + item.first_page;
+    const int last = item.slot + item.keys - 1, end = (item.keys + kKeys - 1) / kKeys;
+
+    // This thread's key of a tile: past the item's last key it is that key again, hidden from all queries.
+    const auto slot_of = [&](int tile) { return min(item.slot + tile * kKeys + static_cast<int>(threadIdx.x), last); };
+    const auto page_of = [&](int tile) { return pages[slot_of(tile) >> p.page_shift]; };
+    const auto find = [&](int tile, int64_t page) {
+      if (threadIdx.x >= kKeys) return;
+      const int within = slot_of(tile) & ((1 << p.page_shift) - 1);
+      tiles.place[tile % kStages][threadIdx.x] = page * p.page_stride + within * p.slot_stride;
+    };
+    for (int tile = 0; tile < kStages; ++tile) find(tile, page_of(tile));
+    __syncthreads();  // places are written, and no one multiplies a tile of the last item any more
+    for (int tile = 0; tile < kStages - 1; ++tile) {
+      if (tile < end) fetch<T, D>(tiles, tile, k, v);
+      commit_copies();
     }
-    const int local = item - (node > 0 ? p.item_end[node - 1] : 0);
-    const int first_row = p.row_begin[node], stop_row = p.row_end[node];
-    const int row_tiles = (stop_row - first_row + rows_a_tile - 1) / rows_a_tile;
-    const int chunk = local / row_tiles, length = p.node_length[node], position = p.node_position[node];
+    int page = page_of(kStages);
 
     // the two queries of this thread: rows g and g + 8 of the warp's sixteen
-    const T* query[2];
-    int row[2], head[2], at[2];
-    bool live[2];
+    const auto query_of = [&](int i) { return warp * 16 + g + 8 * i; };
+    const auto row_of = [&](int i) { return item.first_row + query_of(i) / p.group; };
+    const auto head_of = [&](int i) { return static_cast<int>(kv_head) * p.group + query_of(i) % p.group; };
+    const auto exists = [&](int i) { return query_of(i) < item.rows * p.group; };
+    uint32_t query[kSteps][4];
+    int newest[2], oldest[2];  // keys [oldest, newest] of the item are seen
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int within = warp * 16 + g + 8 * i;
-      row[i] = first_row + (local % row_tiles) * rows_a_tile + within / p.group;
-      head[i] = static_cast<int>(kv_head) * p.group + within % p.group;
-      live[i] = within / p.group < rows_a_tile && row[i] < stop_row;
-      at[i] = live[i] ? p.query_position[row[i]] : -1;
-      query[i] = static_cast<const T*>(p.q) + (live[i] ? row[i] * p.q_row + head[i] * p.q_head : 0);
+      const bool live = exists(i);
+      const int age = live ? p.query_position[row_of(i)] - item.position : -1;
+      newest[i] = min(age, item.keys - 1);
+      oldest[i] = age - p.window + 1;
+      const T* from = static_cast<const T*>(p.q) + row_of(i) * p.q_row + head_of(i) * p.q_head + 2 * t;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        query[step][i] = live ? *reinterpret_cast<const uint32_t*>(from + step * 16) : 0u;
+        query[step][i + 2] = live ? *reinterpret_cast<const uint32_t*>(from + step * 16 + 8) : 0u;
+      }
     }
     float top[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
     float out[D / 8][4] = {};
 
-    const int begin = chunk * kChunk, end = min(begin + kChunk, length);
-    fetch<T, D>(tiles, 0, p, node, begin, kv_head);
-    for (int tile = begin, half = 0; tile < end; tile += kKeys, half ^= 1) {
-      if (tile + kKeys < end) {
-        fetch<T, D>(tiles, half ^ 1, p, node, tile + kKeys, kv_head);
-        wait_for_copies<1>();
-      } else {
-        wait_for_copies<0>();
-      }
-      __syncthreads();
+    for (int tile = 0, stage = 0; tile < end; ++tile, stage = stage == kStages - 1 ? 0 : stage + 1) {
+      wait_for_copies<kStages - 2>();
+      __syncthreads();  // this tile is there, and the one before is multiplied: its stage is free
+      if (tile + kStages - 1 < end) fetch<T, D>(tiles, stage == 0 ? kStages - 1 : stage - 1, k, v);
+      commit_copies();
+      find(tile + kStages, page);
+      page = page_of(tile + kStages + 1);
+      if (warp * 16 >= item.rows * p.group) continue;  // none of the warp's queries exists
 
       float scores[kKeys / 8][4] = {};
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int column = step * 16 + 2 * t;
-        uint32_t a[4];
-        for (int i = 0; i < 2; ++i) {
-          a[i] = live[i] ? *reinterpret_cast<const uint32_t*>(query[i] + column) : 0u;
-          a[i + 2] = live[i] ? *reinterpret_cast<const uint32_t*>(query[i] + column + 8) : 0u;
-        }
+      for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          const T* key = &tiles.k[half][n * 8 + g][column];
-          mma<T>(scores[n], a, *reinterpret_cast<const uint32_t*>(key), *reinterpret_cast<const uint32_t*>(key + 8));
+        for (int n = 0; n < kKeys / 8; n += 2) {
+          uint32_t b[4];
+          load_matrices(b, &tiles.k[stage][n * 8 + lane / 16 * 8 + lane % 8][step * 16 + lane / 8 % 2 * 8]);
+          mma<T>(scores[n], query[step], b[0], b[1]);
+          mma<T>(scores[n + 1], query[step], b[2], b[3]);
         }
-      }
 
       float best[2] = {-INFINITY, -INFINITY};
+      const int first = tile * kKeys + 2 * t;
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int i = e / 2, index = tile + n * 8 + 2 * t + e % 2;
+          const int i = e / 2, beyond = n * 8 + e % 2;
           float s = scores[n][e] * p.scale;
-          if (p.softcap > 0.0f) s = p.softcap * (1.0f - 2.0f / (exp2f(2.0f * kLog2E * s / p.softcap) + 1.0f));  // tanh
-          const int age = at[i] - (position + index);
-          const bool seen = live[i] && index < end && age >= 0 && (p.window == 0 || age < p.window);
-          scores[n][e] = seen ? s * kLog2E : -INFINITY;
+          if constexpr (kSoftcap) s = p.cap * (1.0f - 2.0f / (exp2f(s) + 1.0f));
+          bool seen = beyond <= newest[i] - first;
+          if constexpr (kWindow) seen = seen && beyond >= oldest[i] - first;
+          scores[n][e] = seen ? s : -INFINITY;
           best[i] = fmaxf(best[i], scores[n][e]);
         }
-      }
       float base[2];
+#pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float new_top = fmaxf(top[i], of_quad_max(best[i]));
         base[i] = new_top == -INFINITY ? 0.0f : new_top;
         const float keep = exp2f(top[i] - base[i]);
         top[i] = new_top;
         total[i] *= keep;
+#pragma unroll
         for (int n = 0; n < D / 8; ++n) {
           out[n][2 * i] *= keep;
           out[n][2 * i + 1] *= keep;
@@ -180,45 +193,48 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const Problem p) {
       for (int i = 0; i < 2; ++i) total[i] += of_quad_sum(sum[i]);
 
 #pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
+      for (int j = 0; j < kKeys / 16; ++j) {
         const uint32_t a[4] = {
-            pack<T>(scores[2 * k][0], scores[2 * k][1]), pack<T>(scores[2 * k][2], scores[2 * k][3]),
-            pack<T>(scores[2 * k + 1][0], scores[2 * k + 1][1]), pack<T>(scores[2 * k + 1][2], scores[2 * k + 1][3])};
-        const int key = k * 16 + lane / 8 % 2 * 8 + lane % 8;
+            pack<T>(scores[2 * j][0], scores[2 * j][1]), pack<T>(scores[2 * j][2], scores[2 * j][3]),
+            pack<T>(scores[2 * j + 1][0], scores[2 * j + 1][1]), pack<T>(scores[2 * j + 1][2], scores[2 * j + 1][3])};
+        const int key = j * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
           uint32_t b[4];
-          load_transposed(b, &tiles.v[half][key][n * 8 + lane / 16 * 8]);
+          load_transposed(b, &tiles.v[stage][key][n * 8 + lane / 16 * 8]);
           mma<T>(out[n], a, b[0], b[1]);
           mma<T>(out[n + 1], a, b[2], b[3]);
         }
       }
-      __syncthreads();  // before the next tile's copy overwrites this half
     }
 
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (!live[i]) continue;
+      if (!exists(i)) continue;
       const bool saw = total[i] != 0.0f;
-      const int64_t to = p.partial_base[node] + static_cast<int64_t>(chunk) * (stop_row - first_row) + row[i] - first_row;
-      float* target = p.partial_out + (to * p.heads + head[i]) * D;
-      for (int n = 0; n < D / 8; ++n)
-        for (int e = 0; e < 2; ++e) target[n * 8 + 2 * t + e] = saw ? out[n][2 * i + e] / total[i] : 0.0f;
-      if (t == 0) p.partial_lse[to * p.heads + head[i]] = saw ? top[i] + log2f(total[i]) : -INFINITY;
+      const float factor = saw ? 1.0f / total[i] : 0.0f;
+      const int64_t to = static_cast<int64_t>(p.partial_begin[row_of(i)] + item.before) * p.heads + head_of(i);
+      float* target = p.partial_out + to * D + 2 * t;
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) {
+        target[n * 8] = out[n][2 * i] * factor;
+        target[n * 8 + 1] = out[n][2 * i + 1] * factor;
+      }
+      if (t == 0) p.partial_lse[to] = saw ? top[i] + log2f(total[i]) : -INFINITY;
     }
   }
 }
 
 template <typename T, int D>
 __global__ void merge_kernel(
-    const float* partial_out, const float* partial_lse, const int64_t* ids, const int64_t* begins, T* out, float* lse, int heads,
-    int64_t queries) {
+    const float* partial_out, const float* partial_lse, const int32_t* begins, T* out, float* lse, int heads, int64_t queries) {
   const int64_t query = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   if (query >= queries) return;
   const int lane = threadIdx.x % 32;
   const int64_t row = query / heads, head = query % heads;
   float top = -INFINITY, total = 0.0f, sum[D / 32] = {};
   for (int64_t i = begins[row]; i < begins[row + 1]; ++i) {
-    const int64_t which = ids[i] * heads + head;
+    const int64_t which = i * heads + head;
     const float part = partial_lse[which];
     const float new_top = fmaxf(top, part);
     const float base = new_top == -INFINITY ? 0.0f : new_top;
@@ -232,34 +248,40 @@ __global__ void merge_kernel(
   if (lane == 0) lse[query] = saw ? (top + log2f(total)) * kLn2 : -INFINITY;
 }
 
+// The value of a condition as a template's argument.
+template <typename F>
+void with_flag(bool flag, F f) {
+  flag ? f(std::true_type{}) : f(std::false_type{});
+}
+
 template <typename T, int D>
-void launch(
-    const Problem& p, int kv_heads, int programs, const Tensor& partial_ids, const Tensor& partial_begin, Tensor& out, Tensor& lse,
-    cudaStream_t stream) {
+void launch(const Problem& p, bool softcap, dim3 grid, Tensor& out, Tensor& lse, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Tiles<T, D>);
-  check(cudaFuncSetAttribute(partial_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const dim3 grid(programs, kv_heads);
-  partial_kernel<T, D><<<grid, kThreads, kBytes, stream>>>(p);
+  with_flag(p.window > 0, [&](auto window) {
+    with_flag(softcap, [&](auto capped) {
+      const auto kernel = partial_kernel<T, D, decltype(window)::value, decltype(capped)::value>;
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+      kernel<<<grid, kThreads, kBytes, stream>>>(p);
+    });
+  });
   check(cudaGetLastError());
   const int64_t queries = out.size(0) * p.heads;
   merge_kernel<T, D><<<static_cast<unsigned>((queries + 3) / 4), 128, 0, stream>>>(
-      p.partial_out, p.partial_lse, static_cast<const int64_t*>(partial_ids.data_ptr()),
-      static_cast<const int64_t*>(partial_begin.data_ptr()), static_cast<T*>(out.data_ptr()),
-      static_cast<float*>(lse.data_ptr()), p.heads, queries);
+      p.partial_out, p.partial_lse, p.partial_begin, static_cast<T*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()),
+      p.heads, queries);
   check(cudaGetLastError());
 }
 
 template <typename T>
 void launch_by_dim(
-    const Problem& p, int64_t dim, int kv_heads, int programs, const Tensor& ids, const Tensor& begins, Tensor& out, Tensor& lse,
-    cudaStream_t stream) {
+    const Problem& p, int64_t dim, bool softcap, dim3 grid, Tensor& out, Tensor& lse, cudaStream_t stream) {
   switch (dim) {
     case 64:
-      return launch<T, 64>(p, kv_heads, programs, ids, begins, out, lse, stream);
+      return launch<T, 64>(p, softcap, grid, out, lse, stream);
     case 128:
-      return launch<T, 128>(p, kv_heads, programs, ids, begins, out, lse, stream);
+      return launch<T, 128>(p, softcap, grid, out, lse, stream);
     case 256:
-      return launch<T, 256>(p, kv_heads, programs, ids, begins, out, lse, stream);
+      return launch<T, 256>(p, softcap, grid, out, lse, stream);
     default:
       STD_TORCH_CHECK(false, "head dimension ", dim, " is not one of 64, 128, 256");
   }
@@ -270,37 +292,41 @@ const T* data(const Tensor& t) {
   return static_cast<const T*>(t.data_ptr());
 }
 
+int log2_of(int64_t x) {
+  int shift = 0;
+  while (int64_t{1} << shift < x) ++shift;
+  STD_TORCH_CHECK(int64_t{1} << shift == x, "the page size ", x, " is not a power of two");
+  return shift;
+}
+
 void tree_decode(
-    Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_indptr, Tensor page_ids, Tensor node_offset, Tensor node_length,
-    Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, Tensor item_end, Tensor partial_base,
-    Tensor partial_ids, Tensor partial_begin, double scale, int64_t window, double softcap, int64_t programs, Tensor partial_out,
-    Tensor partial_lse, Tensor out, Tensor lse) {
+    Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_ids, Tensor query_position, Tensor partial_begin, Tensor items,
+    double scale, int64_t window, double softcap, int64_t programs, Tensor partial_out, Tensor partial_lse, Tensor out,
+    Tensor lse) {
   const int kv_heads = static_cast<int>(k_pages.size(2)), heads = static_cast<int>(q.size(1));
   STD_TORCH_CHECK(heads / kv_heads <= kQueries, "a key head serves more than ", kQueries, " query heads");
+  const bool capped = softcap > 0.0;
   const Problem p{
-      q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), data<int32_t>(page_indptr), data<int32_t>(page_ids),
-      data<int32_t>(node_offset), data<int32_t>(node_length), data<int32_t>(node_position), data<int32_t>(row_begin),
-      data<int32_t>(row_end), data<int32_t>(query_position), data<int32_t>(item_end), data<int64_t>(partial_base),
-      static_cast<float*>(partial_out.data_ptr()), static_cast<float*>(partial_lse.data_ptr()), q.stride(0), q.stride(1),
-      k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), v_pages.stride(0), v_pages.stride(1), v_pages.stride(2),
-      static_cast<int>(node_length.numel()), static_cast<int>(k_pages.size(1)), heads, heads / kv_heads,
-      static_cast<int>(window), static_cast<float>(scale), static_cast<float>(softcap)};
+      q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), data<int32_t>(page_ids), data<int32_t>(query_position),
+      data<int32_t>(partial_begin), data<Item>(items), static_cast<float*>(partial_out.data_ptr()),
+      static_cast<float*>(partial_lse.data_ptr()), q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1),
+      k_pages.stride(2), log2_of(k_pages.size(1)), heads, heads / kv_heads, static_cast<int>(window),
+      static_cast<float>((capped ? 2.0 / softcap : 1.0) * scale * kLog2E), static_cast<float>(softcap * kLog2E)};
   const OnDevice on(q);
-  const int blocks = static_cast<int>(programs);
+  const dim3 grid(kv_heads, static_cast<unsigned>(programs));
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch_by_dim<__nv_bfloat16>(p, q.size(2), kv_heads, blocks, partial_ids, partial_begin, out, lse, on.stream());
+    launch_by_dim<__nv_bfloat16>(p, q.size(2), capped, grid, out, lse, on.stream());
   else
-    launch_by_dim<__half>(p, q.size(2), kv_heads, blocks, partial_ids, partial_begin, out, lse, on.stream());
+    launch_by_dim<__half>(p, q.size(2), capped, grid, out, lse, on.stream());
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cuda, m) {
   m.def(
-      "tree_decode(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_indptr, Tensor page_ids, Tensor node_offset, Tensor "
-      "node_length, Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, Tensor item_end, Tensor "
-      "partial_base, Tensor partial_ids, Tensor partial_begin, float scale, int window, float softcap, int programs, "
-      "Tensor(a!) partial_out, Tensor(b!) partial_lse, Tensor(c!) out, Tensor(d!) lse) -> ()");
+      "tree_decode(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_ids, Tensor query_position, Tensor partial_begin, "
+      "Tensor items, float scale, int window, float softcap, int programs, Tensor(a!) partial_out, Tensor(b!) partial_lse, "
+      "Tensor(c!) out, Tensor(d!) lse) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cuda, CUDA, m) {

@@ -15,10 +15,23 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import RunError, UserError
-from ..settings import TrainConfig, resolved_toml
-from .config import load_config
+from ..methods.calling import failure
+
+if TYPE_CHECKING:
+    from ..settings import TrainConfig
+
+EXTRAS = {
+    "engine": ("transformers", "safetensors", "numba"),
+    "train": ("pydantic", "pyarrow", "rich", "tomli_w"),
+    "report": ("jinja2", "plotly"),
+    "serve": ("fastapi", "uvicorn"),
+    "tasks": ("reasoning_gym", "math_verify"),
+    "lora": ("peft",),
+}
+"""Modules that the package does not bring itself, by the extra that does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,19 +50,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace, list[str]], int] = args.run
     try:
         return run(args, rest)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if missing in modules), None)
+        if extra is None:
+            return _fail(args, error, 1)
+        return _fail(args, UserError(f"This needs {missing}; install it with `pip install 'rolltree[{extra}]'`."), 2)
     except UserError as error:
         return _fail(args, error, 2)
     except KeyboardInterrupt:
         print("rolltree: interrupted; a training run goes on from its last checkpoint with --resume.", file=sys.stderr)
         return 130
-    except (RunError, OSError, MemoryError, RuntimeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # user code may call sys.exit where it is not asked to
         return _fail(args, error, 1)
 
 
 def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
     if args.debug:
         traceback.print_exception(error)
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split())
+    if not message or not isinstance(error, UserError | RunError | OSError | RuntimeError | ValueError):
+        message = failure(error)
+    message = message.encode("utf-8", "backslashreplace").decode()
     hint = "" if isinstance(error, UserError | RunError) or args.debug else " (--debug shows the traceback)"
     print(f"rolltree: {message}{hint}", file=sys.stderr)
     return code
@@ -83,17 +105,21 @@ def _parser() -> argparse.ArgumentParser:
     train.epilog = keys
     rollout = command("rollout", _rollout, "Sample trees for some training prompts and show them; nothing is trained.")
     rollout.add_argument("config", metavar="CONFIG", help="TOML file")
-    rollout.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to sample for (default 2)")
+    rollout.add_argument(
+        "--prompts", type=_integer(1, 2**31 - 1), default=2, metavar="N", help="prompts to sample for (default 2)"
+    )
     rollout.add_argument("--out", type=Path, metavar="FILE", help="also write the trees to this parquet file")
     rollout.epilog = keys
     serve = command("serve", _serve, "Serve a model on this machine in the manner of OpenAI's API.")
     serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
     serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
     serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--port", type=_integer(0, 65535), default=8000)
     serve.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     serve.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    serve.add_argument("--kv_tokens", type=int, default=65536, help="capacity of the KV cache (default 65536)")
+    serve.add_argument(
+        "--kv_tokens", type=_integer(1, 2**31 - 1), default=65536, help="capacity of the KV cache (default 65536)"
+    )
     report = command("report", _report, "Write report.html of a run.")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
@@ -102,7 +128,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"it must be an integer from {least} to {most}, not '{text[:40]}'")
+        return int(text)
+
+    return parse
+
+
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    from ..settings import resolved_toml
+    from .config import load_config
+
     config = load_config(args.config, overrides)
     if args.dry_run:
         from .dry_run import plan_lines
@@ -112,13 +150,17 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from ..loop.orchestrator import Orchestrator
     from .console import Console
-    from .report import write_report
 
     _quiet_transformers()
     with Console() as console:
         summary = Orchestrator(config, console=console, resume=args.resume).run()
         console.phase("writing the report")
-        report = write_report(config.run_dir)
+        if all(importlib.util.find_spec(name) for name in EXTRAS["report"]):
+            from .report import write_report
+
+            report = str(write_report(config.run_dir))
+        else:
+            report = "not written; `pip install 'rolltree[report]'`, then `rolltree report " + f"{config.run_dir}`"
         program = sys.argv[0] if Path(sys.argv[0]).name == "rolltree" else "rolltree"
         lines = [f"{summary.steps} steps in {summary.seconds / 60:.1f} minutes."]
         if summary.accuracy_before is not None and summary.accuracy_after is not None:
@@ -127,6 +169,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
                 f"Held-out accuracy on {summary.problems} problems: {100 * summary.accuracy_before:.1f} % before, "
                 f"{100 * summary.accuracy_after:.1f} % after ({gain:+.1f} points)."
             )
+        lines += summary.failures
         lines += [
             f"Report: {report}",
             f"Model:  {summary.export} (a Hugging Face directory)",
@@ -151,10 +194,9 @@ def _next_name(config: TrainConfig) -> str:
 
 
 def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
-    if args.prompts < 1:
-        raise UserError(f"--prompts is {args.prompts}; ask for at least one.")
     if args.out is not None and args.out.exists():
         raise UserError(f"'{args.out}' exists already; choose another --out.")
+    from .config import load_config
     from .show import sample_and_show
 
     _quiet_transformers()

@@ -9,15 +9,26 @@ from __future__ import annotations
 import datetime
 import difflib
 import json
+import math
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError
 from ..settings import Section, TrainConfig
+
+OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
+"""`file.py:object`."""
+
+
+MAX_DEPTH = 24
+"""Tables and arrays inside one another; options of programs need a few."""
+MAX_SHOWN = 200
+"""Characters of the user's text that a sentence repeats."""
 
 
 class ConfigKey(NamedTuple):
@@ -35,7 +46,7 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
     """The checked configuration of TOML file ``path``.
 
     Args:
-        path: the TOML file. `model.create` and a `file.py:function` verifier in it are relative to its directory.
+        path: the TOML file. every `file.py:object` in it is relative to its directory.
         overrides: ``["--trainer.lr", "1e-6", "--seed=1"]`` or ``[("trainer.lr", "1e-6"), ("seed", "1")]``. Values are
             TOML (numbers, booleans, strings, arrays, inline tables); what is not TOML is taken as a string. Paths in
             them are relative to the working directory.
@@ -45,11 +56,14 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
     """
     path = Path(path)
     data = _read_toml(path)
+    _check_plain(data, str(path))
     _resolve_callables(data, path.parent)
     given = _parse_overrides(overrides)
     types = {k.key: k.type for k in config_keys()}
     for key, text in given.items():
-        _put(data, key, _parse_value(text, types.get(key, "any")))
+        value = _parse_value(text, types.get(key, "any"))
+        _check_plain({key: value}, f"--{key}")
+        _put(data, key, value)
     if given:
         _resolve_callables(data, Path())
     try:
@@ -61,7 +75,7 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
 def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[ConfigKey]:
     """Every key of the configuration in the order of the models; the tables of the documentation come from here."""
     for name, field in (section or TrainConfig).model_fields.items():
-        inner = field.annotation
+        inner = _without_none(field.annotation)
         if _is_section(inner):
             yield from config_keys(inner, f"{prefix}{name}.")
             continue
@@ -78,12 +92,57 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"There is no configuration file '{path}'; give the path of a TOML file.") from None
     except OSError as error:
-        raise UserError(f"The configuration file '{path}' cannot be read: {error.strerror}.") from None
+        raise UserError(f"The configuration file {_quoted(path)} cannot be read: {error.strerror}.") from None
+    except RecursionError:
+        raise UserError(f"The configuration file '{path}' nests its tables and arrays too deeply.") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"The configuration file '{path}' is not a TOML file: line {line} is not UTF-8 text.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The configuration file '{path}' is not valid TOML: {error}.") from None
+    except ValueError as error:  # a TOMLDecodeError, a number of thousands of digits, a path with a zero byte
+        raise UserError(f"The configuration file {_quoted(path)} is not valid TOML: {_quoted(error)[1:-1]}.") from None
+
+
+def _check_plain(value: Any, where: str, key: str = "", depth: int = 0) -> None:
+    """What TOML may say but no file, tokenizer or number format can take, wherever it stands.
+
+    Raises:
+        UserError: a text with a zero byte or half a character, a number beyond 64 bits or not finite, or tables nested
+            deeper than any setting.
+    """
+    found = None
+    if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        found = "it holds a zero byte or half a character"
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        found = "it does not fit in 64 bits"
+    elif isinstance(value, float) and not math.isfinite(value):
+        found = f"it must be a finite number and is {value}"
+    elif depth > MAX_DEPTH:
+        found = "it is nested too deeply"
+    if found is not None:
+        raise UserError(f"{_quoted(where)}: `{_quoted(key)[1:-1]}` is not allowed: {found}.")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            path = f"{key}.{name}" if key else name
+            _check_plain(name, where, path, depth + 1)
+            _check_plain(inner, where, path, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_plain(inner, where, key, depth + 1)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _quoted(text: object) -> str:
+    """A text of the user's in a sentence: on one line, printable, and not longer than the sentence can bear."""
+    shown = " ".join(str(text).encode("utf-8", "backslashreplace").decode().split())
+    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
+    return f"'{shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + '...'}'"
 
 
 def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -96,7 +155,7 @@ def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> di
         elif waiting is not None:
             given[waiting], waiting = item, None
         elif not item.startswith("--"):
-            raise UserError(f"'{item}' stands alone on the command line; overrides look like --trainer.lr 1e-6.")
+            raise UserError(f"{_quoted(item)} stands alone on the command line; overrides look like --trainer.lr 1e-6.")
         else:
             name, equals, text = item.removeprefix("--").partition("=")
             name = _known_override(name)
@@ -119,12 +178,13 @@ def _known_override(key: str) -> str:
         raise UserError(
             f"--{key} reaches into the list `data.tasks`; give the whole list as --data.tasks '[{{name = \"...\"}}]'."
         )
-    raise UserError(f"--{key} is not a key of the configuration; {_nearest(key)}.")
+    raise UserError(f"--{_quoted(key)[1:-1]} is not a key of the configuration; {_nearest(key)}.")
 
 
 def _nearest(key: str) -> str:
     """'the nearest is `trainer.lr`': the right name in the wrong table first, then the nearest spelling."""
     keys = [k.key for k in config_keys()]
+    key = key[:MAX_SHOWN]  # comparing takes the square of its length
     leaf = key.rpartition(".")[2]
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     found = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
@@ -138,7 +198,7 @@ def _parse_value(text: str, kind: str) -> Any:
     """``text`` as a TOML value; a string where it is not one, where it is a date, or where the key wants a string."""
     try:
         found = tomllib.loads(f"v = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     value = found["v"]
     one_value = len(found) == 1 and not isinstance(value, datetime.date | datetime.time)
@@ -158,13 +218,19 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _resolve_callables(data: dict[str, Any], base: Path) -> None:
-    """Make the file of each `file.py:function` absolute, so that worker processes find it wherever they run."""
-    for table, key in (("model", "create"), ("reward", "verifier")):
-        section = data.get(table)
-        value = section.get(key) if isinstance(section, dict) else None
-        if isinstance(value, str) and ".py:" in value:
-            file, _, function = value.rpartition(":")
-            cast(dict[str, Any], section)[key] = f"{(base / file).resolve()}:{function}"
+    """Make the file of each `file.py:object` absolute; whatever key names it, it is relative to its TOML file."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: absolute(v) for key, v in value.items()}
+        if isinstance(value, list):
+            return [absolute(v) for v in value]
+        if isinstance(value, str) and OBJECT.fullmatch(value):
+            file, _, name = value.rpartition(":")
+            return f"{(base / file).resolve()}:{name}"
+        return value
+
+    data.update(absolute(data))
 
 
 def _validate(data: dict[str, Any]) -> TrainConfig:
@@ -179,11 +245,11 @@ def _sentence(error: ValidationError, path: Path, given: dict[str, str]) -> str:
     first, more = mistakes[0], len(mistakes) - 1
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     flag = next((k for k in given if key and (key == k or key.startswith(f"{k}."))), None)
-    where = f"--{flag}" if flag else f"'{path}'"
+    where = f"--{flag}" if flag else _quoted(path)
     rest = f" ({more} more {'mistake' if more == 1 else 'mistakes'} after this one)" if more else ""
     message = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     if first["type"] == "extra_forbidden":
-        return f"{where}: there is no key `{key}`; {_nearest(key)}{rest}."
+        return f"{where}: there is no key `{_quoted(key)[1:-1]}`; {_nearest(key)}{rest}."
     if first["type"] == "missing":
         needed = [k for k in _required() if k == key or k.startswith(f"{key}.")] or [key]
         return (
@@ -206,6 +272,12 @@ def _required(section: type[BaseModel] | None = None, prefix: str = "") -> Itera
             yield f"{prefix}{name}"
 
 
+def _without_none(annotation: Any) -> Any:
+    """``X`` of ``X | None``."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and type(None) in get_args(annotation) and _is_section(kinds[0]) else annotation
+
+
 def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
@@ -216,7 +288,8 @@ def _toml_value(value: Any) -> str:
         return "{...}" if value else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
-    return json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _type_name(annotation: Any) -> str:
@@ -227,7 +300,7 @@ def _type_name(annotation: Any) -> str:
     origin, args = get_origin(annotation), [a for a in get_args(annotation) if a is not type(None)]
     if origin is Literal:
         return " | ".join(json.dumps(a) for a in args)
-    if origin is tuple:
+    if origin in (tuple, list):
         return "list of tables" if _is_section(args[0]) else f"list of {_type_name(args[0])}s"
     if origin is dict:
         return "table"

@@ -32,8 +32,11 @@ def _count(value: float) -> str:
     return f"{value:.0f}"
 
 
+# A part whose text is empty is left out.
 PARTS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("reward/mean", lambda v: f"reward {v:.3f}"),
+    ("rollout/failed", lambda v: f"{v:.0f} UNSAMPLED" if v else ""),
+    ("reward/failed", lambda v: f"{v:.0f} UNJUDGED" if v else ""),
     ("actor/pg_loss", lambda v: f"loss {v:.3f}"),
     ("actor/entropy", lambda v: f"ent {v:.2f}"),
     ("actor/pg_clipfrac", lambda v: f"clip {100 * v:.1f}%"),
@@ -102,7 +105,7 @@ class Console:
         self._last_line = now
         width = len(str(self._total))
         parts = [f"step {step:>{width}}/{self._total}"]
-        parts += [show(float(metrics[key])) for key, show in PARTS if key in metrics]
+        parts += [text for key, show in PARTS if key in metrics and (text := show(float(metrics[key])))]
         if self._progress is None and left:
             parts.append(left)
         self._print(" | ".join(parts))

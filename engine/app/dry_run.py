@@ -11,41 +11,67 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.kernels import Objective
 from rolltree.kernels.dispatch import load_library
-from rolltree.kernels.policy_loss import PRESETS
+from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
-from ..loop import setup
-from ..methods.credit import ADVANTAGES, find_advantage
-from ..model.decoder import check_model_dir
-from ..programs import NEEDED, PROGRAMS, program_options
+from ..errors import UserError
+from ..loop import early, setup
+from ..loop.sources import PromptSource, held_out
+from ..methods.calling import failure
+from ..methods.credit import ADVANTAGES
+from ..methods.resolve import NEEDED, import_object, options_of
+from ..methods.selections import PAIRINGS, SELECTIONS
+from ..model.decoder import check_model_dir, load_tokenizer
+from ..programs import PROGRAMS
+from ..rewards import RewardPool
 from ..settings import TrainConfig
+from ..tasks import GymProblems, read_problems
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def plan_lines(config: TrainConfig) -> Iterator[str]:
-    """The plan of a run, a line each. The names the configuration uses are looked up, so a wrong one is found here.
+    """The plan of a run, a line each. What the configuration names is tried, as far as that writes nothing.
 
     Raises:
         UserError: as the run itself would.
     """
-    objective = setup.objective(config)
-    setup.rollout_program(config.rollout)
-    find_advantage(config.algorithm.advantage)
+    setup.loss_terms(config)
+    algorithm = config.algorithm
+    objective = setup.objective(
+        config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select
+    )
+    program = setup.rollout_program(config.rollout)
+    early.check_credit(config, setup.credit(config))
+    setup.check_backend(config.rollout)
+    early.check_writable(config.run_dir)
     device = setup.choose_device(config.model.device)
     rollout, trainer = config.rollout, config.trainer
     yield "# plan"
-    taken = "exists: the run would need --resume or another name" if config.run_dir.exists() else "would be made"
+    found = early.holds_a_run(config.run_dir)
+    taken = "holds a run: it would need --resume or another name" if found else "would be made"
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
-    found = ", ".join(compiled) or "none, see `rolltree doctor`"
-    yield f"device             {device}; compiled backends: {found}"
+    yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
+        import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
-    else:
+        for key in ("path", "eval_path"):
+            if (file := getattr(config.data, key)) is not None:
+                read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+        if config.data.tasks:
+            GymProblems(config.data.tasks, [config.seed])
+    elif path.exists() or str(path).count("/") != 1:
         yield from _model_lines(config, path)
+        tokenizer = load_tokenizer(path)
+        problems = held_out(config, tokenizer)
+        source = PromptSource(config.data, tokenizer, config.seed, problems)
+        early.check_program(config, program, tokenizer, source.peek(early.TRIED))
+    else:
+        yield f"model              {path} from the hub, fetched when the run starts"
+    with RewardPool(config.reward.model_copy(update={"workers": 1}), config.data.tasks):
+        yield f"verifier           {config.reward.verifier}, in {config.reward.workers} processes"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (
@@ -64,18 +90,18 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
 
 
 def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
-    if path.exists() or str(path).count("/") != 1:
-        check_model_dir(path)
-    else:
-        yield f"model              {path} from the hub, fetched when the run starts"
-        return
-    hf = AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf)
+    check_model_dir(path)
+    try:
+        hf = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf)
+    except Exception as error:
+        raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
     parameters = sum(p.numel() for p in model.parameters())
     weight = BYTES[config.model.dtype]
     state = parameters * (weight * 2 + 8 + (0 if weight == 4 else 8))
     text = hf.get_text_config()
+    early.check_lengths(config, getattr(text, "max_position_embeddings", None))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv = 2 * text.num_hidden_layers * heads * size * weight * config.rollout.kv_tokens
@@ -94,17 +120,32 @@ def _size(count: float) -> str:
 def method_lines() -> Iterator[str]:
     """Objectives, advantage estimators and rollout programs, each with a line of its own words."""
     yield "objectives (algorithm.objective)"
-    for name in PRESETS:
-        preset = Objective.preset(name)
-        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}"
+    for name, preset in PRESETS.items():
+        if name in ALIASES:
+            other, how = ALIASES[name]
+            yield f"  {name:18} {other} {how}"
+            continue
+        needs = ", ".join(preset.needs_fields)
+        with_fields = f", needs {needs}" if needs else ""
+        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}"
     yield "advantages (algorithm.advantage)"
     for name, function in ADVANTAGES.items():
-        yield f"  {name:18} {_first_line(function)}"
+        yield _method_line(name, function, ("trees",))
+    yield "selections (algorithm.select, algorithm.terms.select)"
+    for name, selection in SELECTIONS.items():
+        yield _method_line(name, selection, ("tree",))
+    yield "pairs of preference losses (algorithm.terms.pairs)"
+    for name, pairing in PAIRINGS.items():
+        yield _method_line(name, pairing, ("tree",))
     yield "rollout programs (rollout.program)"
     for name, program in PROGRAMS.items():
-        known = program_options(program).items()
-        options = ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
-        yield f"  {name:18} {_first_line(program)}{f' [{options}]' if options else ''}"
+        yield _method_line(name, program, ())
+
+
+def _method_line(name: str, part: Callable[..., Any], inputs: tuple[str, ...]) -> str:
+    known = options_of(part, inputs).items()
+    options = ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
+    return f"  {name:18} {_first_line(part)}{f' [{options}]' if options else ''}"
 
 
 def _first_line(thing: Callable[..., Any]) -> str:

@@ -10,9 +10,11 @@ from rich.markup import escape
 from rich.tree import Tree as RichTree
 from transformers import PreTrainedTokenizerBase
 
-from ..data.tree import LeafStatus, TokenTree
+from ..data.segment import LeafStatus
+from ..data.store import write_rollouts
+from ..data.tree import TokenTree
 from ..loop import setup
-from ..loop.metrics import write_rollouts
+from ..loop.failures import unsampled
 from ..loop.sources import PromptSource, held_out
 from ..rewards import RewardItem, RewardPool
 from ..settings import TrainConfig
@@ -38,15 +40,24 @@ def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: 
     with RewardPool(config.reward, config.data.tasks) as pool:
         for tree, prompt in zip(trees, prompts, strict=True):
             leaves = [tokenizer.decode(s.response, skip_special_tokens=True) for s in tree.flatten()]
-            results = pool.score([RewardItem(text, prompt.entry) for text in leaves])
-            tree.rewards["reward"] = np.array([np.nan if r.value is None else r.value for r in results], np.float32)
+            failed = unsampled(tree)
+            judged = [leaf for leaf in range(len(leaves)) if leaf not in failed]
+            results = pool.score([RewardItem(leaves[leaf], prompt.entry) for leaf in judged])
+            failed |= {leaf: r.reason for leaf, r in zip(judged, results, strict=True) if r.reason is not None}
+            values = dict(zip(judged, (r.value for r in results), strict=True))
+            rewards = [values.get(leaf) for leaf in range(len(leaves))]
+            tree.rewards["reward"] = np.array([np.nan if value is None else value for value in rewards], np.float32)
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
             texts.append(leaves)
             console.print(draw(tree, tokenizer))
+            given = [value for value in rewards if value is not None]
             console.print(
-                f"reward {np.nanmean(tree.rewards['reward']):.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
-                f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)\n"
+                f"reward {np.mean(given) if given else np.nan:.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
+                f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)"
             )
+            if failed:
+                console.print(escape(f"{len(failed)} of {len(leaves)} have no reward: {next(iter(failed.values()))}."))
+            console.print()
     if out is not None:
         write_rollouts(out, 0, trees, texts)
         console.print(f"Written to {out}.")

@@ -1,16 +1,17 @@
 """TreeBatch: trees packed back to back into a token budget, on the device.
 
-A *pair* is one response token to score: its predictor's row and its id. Pairs follow the packed order of their tokens,
-so pair ``i`` lies on the path of pair ``j`` iff ``i <= j < pair_end[i]``, the same interval rule as for rows. A token
-shared by several leaves is one pair that carries their sums (S_pos, S_neg, S_1); those sums add up over disjoint sets
-of leaves, which is why a tree larger than the budget can be split by its leaves without changing loss or gradient.
+A *target* is one response token to score: its predictor's row and its id. Targets follow the packed order of their
+tokens, so target ``i`` lies on the path of target ``j`` iff ``i <= j < target_end[i]``, the same interval rule as for
+rows. A token shared by several leaves is one target that carries their sums (S_pos, S_neg, S_1); those sums add up over
+disjoint sets of leaves, which is why a tree larger than the budget can be split by its leaves without changing loss or
+gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -18,17 +19,21 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields
 
+from . import checks
+from .columns import COLUMNS, Array
 from .cost import CostModel
 from .pieces import Piece, cut
-from .tree import Array, TokenTree
+from .tree import TokenTree
 
+FIELDS = frozenset(f.name for f in fields(PolicyFields))
+"""Columns of these names reach the kernels as they are."""
 WORTH_SHARING = 1.1
 """FLOP of the flat batch over those of the tree, from which on a tree is computed as one."""
 
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
-    """Packed trees. ``T`` tokens, ``M`` pairs, ``R`` rows whose hidden state predicts something, ``L`` leaves."""
+    """Packed trees. ``T`` tokens, ``M`` targets, ``R`` rows whose hidden state predicts something, ``L`` leaves."""
 
     trees: tuple[TokenTree, ...]
     tree_index: tuple[int, ...]  # of each tree, in the list given to pack()
@@ -36,20 +41,23 @@ class TreeBatch:
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
     subtree_end: Tensor  # [T] int32
-    row: Tensor  # [M] int64, the packed row that predicts the pair's token
+    row: Tensor  # [M] int64, the packed row that predicts the target
     target: Tensor  # [M] int64
     head_row: Tensor  # [R] int64, distinct rows among `row`, ascending
     head_index: Tensor  # [M] int64, row == head_row[head_index]
     loss_mask: Tensor  # [M] bool
-    behaviour_logprob: Tensor | None  # [M] float32, None where no pair in the loss has one
-    pair_end: Tensor  # [M] int64
-    leaf_pair: Tensor  # [L] int64, the last pair on the leaf's path, -1 for an empty response
-    leaf_start: Tensor | None  # [L] int64, the last pair before the leaf's response, -1 for none; None: none anywhere
+    columns: dict[str, Tensor]  # of tokens and nodes [M], of leaves [L], of paths [P]; those training reads
+    target_end: Tensor  # [M] int64
+    leaf_target: Tensor  # [L] int64, the last target on the leaf's path, -1 for an empty response
+    leaf_start: Tensor | None  # [L] int64, the last target before the leaf's response, -1 for none; None: none anywhere
     leaf_length: Tensor  # [L] int64, response tokens in the loss
-    segment: Tensor  # [M] int64, the pair's node, among all nodes of the batch
+    segment: Tensor  # [M] int64, the target's node, among all nodes of the batch
     copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the token
     leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
     mixed: bool  # some token is shared by leaves whose advantages differ in sign
+    path_target: Tensor | None  # [P] int64, the target of each leaf's every response token; None: no column needs it
+    path_leaf: Tensor | None  # [P] int64, that leaf
+    path_advantage: Tensor | None  # [P] float64, where credit differs along a path; None: it is the leaf's
     cu_seqlens: Tensor | None  # [trees + 1] int32, where every tree is a plain sequence
     longest: int  # path, in tokens
     padded: tuple[int, int] | None  # (B, S): single sequences, which the model takes as an ordinary batch padded to S
@@ -59,7 +67,14 @@ class TreeBatch:
     def to(self, device: torch.device | str) -> TreeBatch:
         """Its tensors on ``device``: batches can wait in the host's memory for their turn."""
         moved = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        return replace(self, **cast("Any", moved), pieces=tuple(piece.to(device) for piece in self.pieces))
+        columns = {name: values.to(device) for name, values in self.columns.items()}
+        pieces = tuple(piece.to(device) for piece in self.pieces)
+        return replace(self, **cast("Any", moved), columns=columns, pieces=pieces)
+
+    @property
+    def behaviour_logprob(self) -> Tensor | None:  # [M] float32
+        """As recorded when the tokens were sampled; None where a token in the loss has none."""
+        return self.columns.get("behaviour_logprob")
 
     @property
     def num_tokens(self) -> int:
@@ -68,69 +83,122 @@ class TreeBatch:
 
     @property
     def num_leaves(self) -> int:
-        return self.leaf_pair.numel()
+        return self.leaf_target.numel()
 
     @property
-    def logical_tokens(self) -> int:
+    def loss_tokens(self) -> int:
         """Response tokens in the loss, counted once a leaf: the normaliser of ``token_mean``."""
-        return sum(int(tree.loss_length.sum()) for tree in self.trees)
+        return sum(tree.loss_tokens for tree in self.trees)
+
+    def paths(self, weight: Tensor | None = None, length: Tensor | None = None) -> PathIndex:
+        """Which targets lie on which leaf's path.
+
+        Args:
+            weight: ``[L]`` of each leaf, 1 where not given.
+            length: ``[L]`` tokens of each leaf that count; those in the loss where not given.
+        """
+        one = self.leaf_advantage.new_ones(self.num_leaves) if weight is None else weight
+        return PathIndex(
+            target_end=self.target_end,
+            leaf_target=self.leaf_target,
+            leaf_start=self.leaf_start,
+            leaf_length=self.leaf_length if length is None else length,
+            leaf_weight=one.float(),
+            leaf_advantage=self.leaf_advantage.float() if self.path_advantage is None else None,
+        )
 
     def fields(
         self,
         objective: Objective,
         *,
         normalizer: float | Tensor | None = None,
-        old_logprob: Tensor | None = None,  # [M]
+        old_logprob: Tensor | Literal["behaviour"] | None = None,  # [M]
         ref_logprob: Tensor | None = None,  # [M]
+        select: str | None = None,
     ) -> PolicyFields:
-        """What :func:`rolltree.kernels.policy_loss` needs of each pair, exact for shared tokens.
+        """What :func:`rolltree.kernels.policy_loss` needs of each target, exact for shared tokens.
 
         A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``. With ``normalizer`` the
         weights are divided by it, and ``policy_loss`` is then called with normalizer 1.
+
+        Args:
+            old_logprob: as in :func:`rolltree.engine.batch_loss`.
+            ref_logprob: in place of the column of that name.
+            select: of a loss term, whose selection says what counts instead of ``loss_mask``.
+
+        Raises:
+            ValueError: ``old_logprob`` is "behaviour", the objective needs it, and a token in the loss has none.
         """
-        weight = torch.ones_like(self.leaf_advantage)
+        mask, length, weight, share = self._selected(select)
+        given = {name: values for name, values in self.columns.items() if name in FIELDS}
+        if isinstance(old_logprob, str):
+            old_logprob = self.columns.get("proximal_logprob", self.behaviour_logprob)
+            if old_logprob is None and objective.needs_old:
+                raise ValueError(
+                    "A token in the loss has no recorded log-prob to compare with; give old_logprob, or None for a "
+                    "single on-policy update."
+                )
+        if ref_logprob is not None:
+            given["ref_logprob"] = ref_logprob
+        if share is None and select is not None and "token_weight" in objective.needs:
+            share = torch.ones_like(self.loss_mask, dtype=torch.float32)  # its leaves carry the selection
+        if share is not None:
+            given["token_weight"] = share
         if objective.aggregation == "seq_mean_token_mean":
-            weight = weight / self.leaf_length.clamp(min=1)
+            weight = weight / length.clamp(min=1)
         if normalizer is not None:
             weight = weight / normalizer
-
-        paths = PathIndex(
-            pair_end=self.pair_end,
-            leaf_pair=self.leaf_pair,
-            leaf_start=self.leaf_start,
-            leaf_length=self.leaf_length,
-            leaf_weight=weight.float(),
-            leaf_advantage=self.leaf_advantage.float(),
-        )
-        signed = weight * self.leaf_advantage
+        paths = self.paths(weight, length)
+        weighed, credit, spread = weight, self.leaf_advantage, paths.spread
+        if self.path_advantage is not None:
+            assert self.path_leaf is not None
+            weighed, credit, spread = weight[self.path_leaf], self.path_advantage, self.sum_paths
+        signed = weighed * credit
         return PolicyFields(
-            adv_pos=paths.spread(signed.clamp(min=0)).float(),
-            adv_neg=paths.spread(signed.clamp(max=0)).float(),
+            adv_pos=spread(signed.clamp(min=0)).float(),
+            adv_neg=spread(signed.clamp(max=0)).float(),
             weight=paths.spread(weight).float(),
-            mask=self.loss_mask,
+            mask=mask,
             old_logprob=old_logprob,
-            ref_logprob=ref_logprob,
-            behaviour_logprob=self.behaviour_logprob,
-            pos_weight=paths.spread(weight * (self.leaf_advantage > 0)).float() if self.mixed else None,
-            neg_weight=paths.spread(weight * (self.leaf_advantage < 0)).float() if self.mixed else None,
+            pos_weight=spread(weighed * (credit > 0)).float() if self.mixed else None,
+            neg_weight=spread(weighed * (credit < 0)).float() if self.mixed else None,
             segment=self.segment if objective.ratio_level == "segment" else None,
             paths=paths,
             aggregation=objective.aggregation,
+            **given,
         )
+
+    def _selected(self, select: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Mask ``[M]``, tokens ``[L]`` and weight ``[L]`` of each leaf, and the share ``[M]`` of each token, if any."""
+        one = torch.ones_like(self.leaf_advantage)
+        if select is None:
+            return self.loss_mask, self.leaf_length, one, None
+        of_leaves, of_tokens = (self.columns.get(f"select_{per}/{select}") for per in ("leaf", "token"))
+        if of_leaves is not None and of_tokens is None:
+            return self.loss_mask, self.leaf_length, of_leaves.double(), None
+        if of_tokens is None:
+            return torch.zeros_like(self.loss_mask), torch.zeros_like(self.leaf_length), 0 * one, None
+        mask = of_tokens != 0
+        return mask, self.paths().sum(mask.double()).long(), one, of_tokens
+
+    def sum_paths(self, values: Tensor) -> Tensor:  # [P] -> [M]
+        """At each target the sum of ``values`` over the leaves below it, in a fixed order."""
+        assert self.path_target is not None
+        return values.new_zeros(self.target.numel()).index_put((self.path_target,), values, accumulate=True)
 
     def to_leaves(self, values: Tensor) -> list[list[Tensor]]:  # [M, ...]
         """Per tree, per leaf (in leaf-index order), the response tokens' values in order."""
-        out, first_pair = [], 0
+        out, first_target = [], 0
         for tree in self.trees:
-            pairs = tree.num_tokens - tree.prompt_length
-            shift = first_pair - tree.prompt_length  # pairs are the rows after the prompt, in order
+            count = tree.num_tokens - tree.prompt_length
+            shift = first_target - tree.prompt_length  # targets are the rows after the prompt, in order
             out.append(
                 [
                     values[torch.from_numpy(tree.response_rows(leaf) + shift).to(values.device)]
                     for leaf in range(tree.num_leaves)
                 ]
             )
-            first_pair += pairs
+            first_target += count
         return out
 
 
@@ -155,8 +223,11 @@ def pack(
     from the others: a kernel made for those may be faster by more than that.
 
     Raises:
-        ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set.
+        ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set; or ``max_tokens``
+            is below 1.
     """
+    checks.all_of("trees", trees, TokenTree)
+    checks.size("max_tokens", max_tokens)
     if flat:
         return _pack_flat(trees, max_tokens, device)
     parts: list[tuple[int, TokenTree, Array]] = []
@@ -267,7 +338,7 @@ def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree
 def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | str | None) -> TreeBatch:
     trees = [tree for _, tree, _ in parts]
     tokens = np.cumsum([0] + [t.num_tokens for t in trees])
-    pairs = np.cumsum([0] + [t.num_tokens - t.prompt_length for t in trees])
+    targets = np.cumsum([0] + [t.num_tokens - t.prompt_length for t in trees])
     nodes = np.cumsum([0] + [t.num_nodes for t in trees])
 
     def join(columns: list[Array], dtype: type = np.int64) -> Array:
@@ -284,7 +355,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         node = np.repeat(np.arange(tree.num_nodes), tree.length)
         order = tree.leaf_order
 
-        def pair_of(row: Array, tree: TokenTree = tree, shift: int = pairs[i]) -> Array:
+        def target_of(row: Array, tree: TokenTree = tree, shift: int = targets[i]) -> Array:
             return np.where(row < tree.prompt_length, -1, row - tree.prompt_length + shift)
 
         add(
@@ -294,19 +365,17 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
             row=tree.parent_row[response] + tokens[i],
             target=tree.token_id[response],
             loss_mask=(tree.loss_mask & (tree.response_leaves > 0))[response],
-            behaviour_logprob=tree.behaviour_logprob[response],
-            pair_end=tree.subtree_end[response] - tree.prompt_length + pairs[i],
+            target_end=tree.subtree_end[response] - tree.prompt_length + targets[i],
             segment=node[response] + nodes[i],
             copies=(tree.last_leaf - tree.first_leaf + 1)[node],
-            leaf_pair=pair_of(tree.row_at(tree.path_length - 1)[order]),
-            leaf_start=pair_of(tree.row_at(tree.leaf_prompt - 1)[order]),
+            leaf_target=target_of(tree.row_at(tree.path_length - 1)[order]),
+            leaf_start=target_of(tree.row_at(tree.leaf_prompt - 1)[order]),
             leaf_length=tree.loss_length[order],
             leaf_advantage=tree.advantage[order],
         )
     row = join(columns["row"])
     head_row, head_index = np.unique(row, return_inverse=True)
-    behaviour = join(columns["behaviour_logprob"], np.float32)
-    known = not np.isnan(behaviour[join(columns["loss_mask"], np.bool_)]).any()
+    paths = _paths(trees, targets) if any(_along_paths(tree) for tree in trees) else {}
 
     def tensor(name: str, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(join(columns[name], dtype)).to(device)
@@ -323,15 +392,19 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         head_row=torch.from_numpy(head_row).to(device),
         head_index=torch.from_numpy(head_index.reshape(-1)).to(device),
         loss_mask=tensor("loss_mask", np.bool_),
-        behaviour_logprob=torch.from_numpy(behaviour).to(device) if known else None,
-        pair_end=tensor("pair_end"),
-        leaf_pair=tensor("leaf_pair"),
+        columns={
+            name: torch.from_numpy(values).to(device)
+            for name, values in _columns(trees, join(columns["loss_mask"], np.bool_))
+        },
+        target_end=tensor("target_end"),
+        leaf_target=tensor("leaf_target"),
         leaf_start=tensor("leaf_start") if (join(columns["leaf_start"]) >= 0).any() else None,
         leaf_length=tensor("leaf_length"),
         segment=tensor("segment"),
         copies=tensor("copies"),
         leaf_advantage=tensor("leaf_advantage", np.float64),
         mixed=any(_mixed(tree) for tree in trees),
+        **{name: torch.from_numpy(paths[name]).to(device) if name in paths else None for name in PATHS},
         cu_seqlens=torch.from_numpy(tokens.astype(np.int32)).to(device)
         if all(t.num_leaves == 1 for t in trees)
         else None,
@@ -342,8 +415,85 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
     )
 
 
+PATHS = ("path_target", "path_leaf", "path_advantage")
+CREDIT = ("token_advantage", "node_advantage", "path_advantage")
+"""Columns of credit finer than a leaf's."""
+
+
+def _along_paths(tree: TokenTree) -> bool:
+    """Whether something has a value for every response token of every leaf."""
+    return any(COLUMNS[name].to_device and COLUMNS[name].per == "path" for name in tree.columns) or _has_credit(tree)
+
+
+def _has_credit(tree: TokenTree) -> bool:
+    return any(name in tree.columns for name in CREDIT)
+
+
+def _paths(trees: Sequence[TokenTree], targets: Array) -> dict[str, Array]:
+    """Target, leaf and credit of every leaf's every response token, leaves in depth-first order."""
+    found: dict[str, list[Array]] = {name: [] for name in PATHS}
+    leaves = 0
+    for tree, shift in zip(trees, targets, strict=False):
+        rows = tree.path_tokens
+        in_order = _depth_first(tree)
+        found["path_target"].append(rows[in_order] - tree.prompt_length + shift)
+        rank = np.empty(tree.num_leaves, np.int64)
+        rank[tree.leaf_order] = np.arange(tree.num_leaves)
+        found["path_leaf"].append(np.repeat(rank, tree.response_length)[in_order] + leaves)
+        found["path_advantage"].append(_path_credit(tree, rows)[in_order])
+        leaves += tree.num_leaves
+    if not any(map(_has_credit, trees)):
+        del found["path_advantage"]
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def _path_credit(tree: TokenTree, rows: Array) -> Array:  # [P] float64
+    """The finest credit the tree carries, of every leaf's every response token."""
+    credit = np.repeat(tree.advantage.astype(np.float64), tree.response_length)
+    if "path_advantage" in tree.columns:
+        credit = tree.path_advantage
+    elif "token_advantage" in tree.columns:
+        credit = tree.token_advantage[rows]
+    elif "node_advantage" in tree.columns:
+        credit = np.repeat(tree.node_advantage, tree.length)[rows]
+    return credit.astype(np.float64)
+
+
+def _depth_first(tree: TokenTree) -> Array:  # [P]
+    """Places of a ``path`` column's values, for leaves in depth-first order."""
+    first = np.cumsum(tree.response_length) - tree.response_length
+    runs = [np.arange(first[leaf], first[leaf] + tree.response_length[leaf]) for leaf in tree.leaf_order]
+    return np.concatenate(runs)
+
+
+def _columns(trees: Sequence[TokenTree], loss_mask: Array) -> Iterator[tuple[str, Array]]:
+    """Columns that training reads, joined; without those of tokens that a token in the loss has no value of."""
+    for name in dict.fromkeys(name for tree in trees for name in tree.columns):
+        column = COLUMNS[name]
+        if not column.to_device or name in ("advantage", *CREDIT):
+            continue
+        parts = []
+        for tree in trees:
+            values = getattr(tree, name)
+            if column.per == "node":
+                values = np.repeat(values, tree.length)
+            if column.per == "leaf":
+                values = values[tree.leaf_order]
+            elif column.per == "path":
+                values = values[_depth_first(tree)]
+            else:
+                values = values[tree.prompt_length :]
+            parts.append(values)
+        joined = np.concatenate(parts)
+        of_tokens = column.per in ("token", "node")
+        if not (of_tokens and joined.dtype.kind == "f" and np.isnan(joined[loss_mask]).any()):
+            yield name, joined
+
+
 def _mixed(tree: TokenTree) -> bool:
-    """Whether leaves of one node below the prompt differ in the sign of their advantage."""
+    """Whether leaves of one node below the prompt may differ in the sign of their credit."""
+    if _has_credit(tree):
+        return tree.num_leaves > 1
     sign = np.sign(tree.advantage)[tree.leaf_order]
     changes = np.concatenate([[0], np.cumsum(sign[1:] != sign[:-1])])
     return bool((changes[tree.last_leaf[1:]] != changes[tree.first_leaf[1:]]).any())

@@ -20,7 +20,7 @@ class CostModel:
     """
 
     token: float  # projections and feed-forward of one token, in all layers
-    pair: float  # attention of one (row, key) pair, in all layers
+    attention: float  # of one row to one key, in all layers
     scored: float  # the head, for one token
 
     @staticmethod
@@ -38,18 +38,18 @@ class CostModel:
             weights -= sum(experts) * (1 - config.num_experts_per_tok / count)
         return CostModel(
             token=2 * weights,
-            pair=4 * config.num_hidden_layers * heads * dim,
+            attention=4 * config.num_hidden_layers * heads * dim,
             scored=2 * config.hidden_size * config.vocab_size,
         )
 
     def shared(self, tree: TokenTree) -> float:
         """Each of the tree's tokens once."""
-        pairs = float(tree.position.sum(dtype=np.int64) + tree.num_tokens)
+        visible = float(tree.position.sum(dtype=np.int64) + tree.num_tokens)
         scored = int((tree.loss_mask & (tree.response_leaves > 0)).sum())
-        return self.token * tree.num_tokens + self.pair * pairs + self.scored * scored
+        return self.token * tree.num_tokens + self.attention * visible + self.scored * scored
 
     def flat(self, tree: TokenTree) -> float:
         """Every leaf's path on its own."""
         length = tree.path_length.astype(np.float64)
-        pairs = float((length * (length + 1) / 2).sum())
-        return self.token * tree.logical_tokens + self.pair * pairs + self.scored * float(tree.loss_length.sum())
+        visible = float((length * (length + 1) / 2).sum())
+        return self.token * tree.logical_tokens + self.attention * visible + self.scored * tree.loss_tokens

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from . import checks
 from .batch import TreeBatch, pack
 from .cost import CostModel
 from .tree import TokenTree
@@ -27,8 +28,9 @@ def distribute(
     nothing, so that ranks which meet in every batch (FSDP) stay together. ``tree_index`` counts in ``trees``.
 
     Raises:
-        ValueError: there are fewer trees than ranks.
+        ValueError: there are fewer trees than ranks, or a tree does not fit; see :func:`pack`.
     """
+    checks.size("ranks", ranks)
     if len(trees) < ranks:
         raise ValueError(f"{len(trees)} trees cannot be distributed over {ranks} ranks; give at least one tree a rank.")
     load = np.zeros(ranks)
@@ -56,5 +58,6 @@ def _silent(batch: TreeBatch) -> TreeBatch:
         loss_mask=torch.zeros_like(batch.loss_mask),
         leaf_length=torch.zeros_like(batch.leaf_length),
         leaf_advantage=torch.zeros_like(batch.leaf_advantage),
+        path_advantage=None if batch.path_advantage is None else torch.zeros_like(batch.path_advantage),
         mixed=False,
     )

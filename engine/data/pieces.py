@@ -20,29 +20,32 @@ from torch import Tensor
 
 from rolltree.kernels import tree_attention
 
-from .tree import Array, TokenTree
+from . import checks
+from .columns import Array
+from .tree import TokenTree
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Rows ``begin`` to ``end`` of a batch, with the pairs whose predictor is among them."""
+    """Rows ``begin`` to ``end`` of a batch, with the targets whose predictor is among them."""
 
     begin: int
     end: int
     last: int  # one past the last row that sees some row of the piece
-    pair: Tensor  # [m] int64, its pairs among the batch's
+    target: Tensor  # [m] int64, its targets among the batch's
     head_row: Tensor  # [r] int64, the distinct predictors, counted from `begin`
-    head_index: Tensor  # [m] int64, a pair's predictor among these
+    head_index: Tensor  # [m] int64, a target's predictor among these
 
     def to(self, device: torch.device | str) -> Piece:
-        pair, head_row, head_index = (t.to(device) for t in (self.pair, self.head_row, self.head_index))
-        return replace(self, pair=pair, head_row=head_row, head_index=head_index)
+        target, head_row, head_index = (t.to(device) for t in (self.target, self.head_row, self.head_index))
+        return replace(self, target=target, head_row=head_row, head_index=head_index)
 
 
 def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = None) -> tuple[Piece, ...]:
     """Pieces of at most ``max_tokens`` rows, each ended where the path is shortest, if anywhere in its second half."""
+    checks.size("max_tokens", max_tokens)
     rows, ends = tree.num_tokens, tree.subtree_end
     bounds = [0]
     while bounds[-1] < rows:
@@ -57,14 +60,14 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
     predictor = tree.parent_row[tree.prompt_length :].astype(np.int64)
     pieces = []
     for begin, end in pairwise(bounds):
-        pair = np.flatnonzero((predictor >= begin) & (predictor < end))
-        head_row, head_index = np.unique(predictor[pair] - begin, return_inverse=True)
+        target = np.flatnonzero((predictor >= begin) & (predictor < end))
+        head_row, head_index = np.unique(predictor[target] - begin, return_inverse=True)
         pieces.append(
             Piece(
                 begin,
                 end,
                 int(ends[begin:end].max()),
-                torch.from_numpy(pair).to(device),
+                torch.from_numpy(target).to(device),
                 torch.from_numpy(head_row).to(device),
                 torch.from_numpy(head_index.reshape(-1)).to(device),
             )

@@ -1,12 +1,13 @@
 """Prefix trees of token sequences, in time linear in their tokens.
 
-Two response tokens merge only where id, behaviour log-prob (bit for bit), policy version and loss mask agree. A token
+Two response tokens merge only where their ids and all columns that must be equal agree, bit for bit. A token
 that is mere *context* to a sequence, its prompt, needs only the id: what it is to the other sequence (a prompt too, or
 an earlier turn's response) stays true, and it does not enter the loss of this one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba
@@ -27,9 +28,7 @@ class PrefixTree(NamedTuple):
 
 def prefix_tree(
     ids: Array,  # [n] int32, the sequences end to end
-    logprob: Array,  # [n] float32
-    version: Array,  # [n] int32
-    mask: Array,  # [n] bool
+    equal: Sequence[Array],  # columns [n] of at most 32 bits that must agree, bit for bit
     lengths: Array,  # [S] int64
     context: Array,  # [S] int64, tokens at the start of each sequence that are its prompt
 ) -> PrefixTree:
@@ -38,7 +37,7 @@ def prefix_tree(
     # Short prompts first: what a sequence reads as context was then put in by the one that answered there.
     order = np.argsort(context, kind="stable")
     parent, begin, end, rank, leaf_node = _insert(
-        ids, logprob.view(np.int32), version, mask, ends - lengths, ends, context.astype(np.int64), order
+        ids, _bits(equal, len(ids)), ends - lengths, ends, context.astype(np.int64), order
     )
     by_rank = np.argsort(rank, kind="stable")
     number = np.empty_like(by_rank)
@@ -47,6 +46,14 @@ def prefix_tree(
     return PrefixTree(
         np.where(above < 0, -1, number[np.maximum(above, 0)]), begin[by_rank], end[by_rank], number[leaf_node]
     )
+
+
+def _bits(columns: Sequence[Array], count: int) -> Array:  # [columns, n] int32
+    """The columns as integers that are equal where the values are, bit for bit."""
+    out = np.empty((len(columns), count), np.int32)
+    for row, values in zip(out, columns, strict=True):
+        row[:] = values.view(np.int32) if values.dtype == np.float32 else values
+    return out
 
 
 @numba.njit(cache=True)
@@ -62,23 +69,21 @@ def _slot(keys: Array, node: int, token: int) -> Any:
 
 
 @numba.njit(cache=True)
-def _common(
-    ids: Array, logprob: Array, version: Array, mask: Array, a: int, a_end: int, b: int, b_end: int, response: int
-) -> int:
+def _common(ids: Array, equal: Array, a: int, a_end: int, b: int, b_end: int, response: int) -> int:
     """How many tokens from ``a`` and from ``b`` on merge; those of b from ``response`` on are in its loss."""
     n = 0
     while a + n < a_end and b + n < b_end and ids[a + n] == ids[b + n]:
-        if b + n >= response and (
-            logprob[a + n] != logprob[b + n] or version[a + n] != version[b + n] or mask[a + n] != mask[b + n]
-        ):
-            break
+        if b + n >= response:
+            for values in equal:
+                if values[a + n] != values[b + n]:
+                    return n
         n += 1
     return n
 
 
 @numba.njit(cache=True)
 def _insert(
-    ids: Array, logprob: Array, version: Array, mask: Array, begins: Array, ends: Array, context: Array, order: Array
+    ids: Array, equal: Array, begins: Array, ends: Array, context: Array, order: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
     sequences = len(begins)
     most = 2 * sequences + 1
@@ -98,7 +103,7 @@ def _insert(
             best, shared = -1, 0
             child = first_child[slot]
             while child >= 0:
-                n = _common(ids, logprob, version, mask, begin[child], end[child], at, stop, response)
+                n = _common(ids, equal, begin[child], end[child], at, stop, response)
                 if n > shared:
                     best, shared = child, n
                 child = sibling[child]

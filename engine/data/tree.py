@@ -12,120 +12,20 @@ depth-first; ``first_leaf`` and ``last_leaf`` of a node are ranks in that order,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
-from enum import IntEnum
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from . import checks
+from .columns import COLUMNS, Array, find_column
 from .prefix import prefix_tree
-
-Array = npt.NDArray[Any]
-
-
-class Origin(IntEnum):
-    """Where a token came from."""
-
-    PROMPT = 0
-    SAMPLED = 1
-    OBSERVATION = 2  # a tool's answer
-    INJECTED = 3  # a hint or a teacher's token
-
-
-class LeafStatus(IntEnum):
-    """How a response ended."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORTED = 2
-    FAILED = 3
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of tokens with what training needs to know of each; all arrays have the same length."""
-
-    token_ids: Array  # [n] int32
-    loss_mask: Array  # [n] bool, True where the token is trained on
-    origin: Array  # [n] int8, an Origin
-    behaviour_logprob: Array  # [n] float32, log-probability under the distribution it was sampled from; NaN where none
-    policy_version: Array  # [n] int32
-    temperature: Array  # [n] float32
-
-    def __post_init__(self) -> None:
-        wrong = {f.name: np.shape(getattr(self, f.name)) for f in fields(self)}
-        if len(set(wrong.values())) != 1 or np.ndim(self.token_ids) != 1:
-            raise ValueError(f"A Segment's arrays must be one-dimensional and of one length, got {wrong}.")
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @staticmethod
-    def make(
-        token_ids: npt.ArrayLike,
-        *,
-        origin: npt.ArrayLike,
-        loss_mask: npt.ArrayLike = False,
-        behaviour_logprob: npt.ArrayLike = np.nan,
-        policy_version: npt.ArrayLike = 0,
-        temperature: npt.ArrayLike = 1.0,
-    ) -> Segment:
-        """A segment whose scalar arguments hold for every token."""
-        ids = np.asarray(token_ids, np.int32).reshape(-1)
-
-        def column(values: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
-            values = np.asarray(values, dtype)
-            return np.full(ids.shape, values, dtype) if values.ndim == 0 else values
-
-        return Segment(
-            ids,
-            column(loss_mask, np.bool_),
-            column(origin, np.int8),
-            column(behaviour_logprob, np.float32),
-            column(policy_version, np.int32),
-            column(temperature, np.float32),
-        )
-
-    @staticmethod
-    def prompt(token_ids: npt.ArrayLike) -> Segment:
-        """Prompt tokens: not trained on, no behaviour log-probability."""
-        return Segment.make(token_ids, origin=Origin.PROMPT)
-
-    @staticmethod
-    def sampled(
-        token_ids: npt.ArrayLike,
-        logprobs: npt.ArrayLike,
-        policy_version: npt.ArrayLike = 0,
-        temperature: npt.ArrayLike = 1.0,
-    ) -> Segment:
-        """Tokens the policy sampled, with their log-probability under the sampling distribution."""
-        return Segment.make(
-            token_ids,
-            origin=Origin.SAMPLED,
-            loss_mask=True,
-            behaviour_logprob=logprobs,
-            policy_version=policy_version,
-            temperature=temperature,
-        )
-
-
-_TOKEN_FIELDS = ("token_id", "loss_mask", "origin", "behaviour_logprob", "policy_version", "temperature")
-_SEGMENT_FIELDS = tuple(f.name for f in fields(Segment))
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One root-to-leaf path: what an ordinary trainer calls a sample."""
-
-    prompt: list[int]
-    response: list[int]
-    behaviour_logprob: Array  # [len(response)] float32
-    loss_mask: Array  # [len(response)] bool
-    policy_version: Array  # [len(response)] int32
-    advantage: float
-    status: LeafStatus
+from .segment import LeafStatus, Origin, Segment, Sequence
+from .structure import depth_first
 
 
 @dataclass(eq=False)
@@ -138,25 +38,46 @@ class TokenTree:
     length: Array
     first_leaf: Array  # first leaf below, as a rank in leaf_order
     last_leaf: Array  # last leaf below, inclusive
-    # per token [T]
-    token_id: Array  # int32
-    position: Array  # int32, depth along the path
-    parent_row: Array  # int32, the row whose hidden state predicts this token; -1 for the prompt's first
-    subtree_end: Array  # int32, one past the last row below this token
-    loss_mask: Array  # bool
-    origin: Array  # int8
-    behaviour_logprob: Array  # float32
-    policy_version: Array  # int32
-    temperature: Array  # float32
-    # per leaf [L]
-    leaf_node: Array  # int32
-    leaf_order: Array  # int32, leaf indices in depth-first order
-    leaf_prompt: Array  # int32, tokens on the leaf's path before its response; at least node 0's
-    status: Array  # int8, a LeafStatus
-    advantage: Array  # float32
-    answer_id: Array  # int32, responses with equal answers share one; -1 where unknown
+    # per token [T], int32
+    token_id: Array
+    position: Array  # depth along the path
+    parent_row: Array  # the row whose hidden state predicts this token; -1 for the prompt's first
+    subtree_end: Array  # one past the last row below this token
+    # per leaf [L], int32
+    leaf_node: Array
+    leaf_order: Array  # leaf indices in depth-first order
+    leaf_prompt: Array  # tokens on the leaf's path before its response; at least node 0's
+    columns: dict[str, Array] = field(default_factory=dict)  # what else it carries: see columns.py; written by set()
     rewards: dict[str, Array] = field(default_factory=dict)  # name -> [L] float32
     meta: dict[str, Any] = field(default_factory=dict)  # prompt id, task, ...
+
+    def __getattr__(self, name: str) -> Array:
+        """A declared column by its name; one that nobody has set reads as its fill and cannot be written to.
+
+        Raises:
+            AttributeError: there is no such column.
+        """
+        if name not in COLUMNS or "columns" not in self.__dict__:
+            raise AttributeError(f"'TokenTree' object has no attribute or column '{name}'")
+        if name in self.columns:
+            return self.columns[name]
+        values = COLUMNS[name].filled(self._count(name))
+        values.flags.writeable = False
+        return values
+
+    def set(self, name: str, values: npt.ArrayLike) -> None:
+        """Give the column ``name`` its values: one for all, or one a token, node, leaf or response token of a leaf.
+
+        Raises:
+            ValueError: it is not declared, or there are another number of values, or ones its type does not hold.
+        """
+        self.columns[name] = find_column(name).array(values, self._count(name), "TokenTree.set")
+
+    def _count(self, name: str) -> int:
+        per = COLUMNS[name].per
+        if per == "path":
+            return int(self.response_length.sum())
+        return {"token": self.num_tokens, "node": self.num_nodes, "leaf": self.num_leaves}[per]
 
     @property
     def num_nodes(self) -> int:
@@ -198,11 +119,20 @@ class TokenTree:
     @property
     def loss_length(self) -> Array:
         """[L] tokens of each response that are in the loss."""
+        return self.count_along(self.loss_mask)
+
+    def count_along(self, mask: Array) -> Array:  # [T] bool -> [L] int64
+        """Tokens of each response that ``mask`` marks."""
         change = np.zeros(self.num_tokens + 1, np.int64)
-        change[:-1] = self.loss_mask
-        np.subtract.at(change, self.subtree_end, self.loss_mask)  # a token counts for the rows below it
+        change[:-1] = mask
+        np.subtract.at(change, self.subtree_end, mask)  # a token counts for the rows below it
         along = change.cumsum()
         return along[self.row_at(self.path_length - 1)] - along[self.row_at(self.leaf_prompt - 1)]
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens of all responses that are in the loss, counted once a leaf: the normaliser of ``token_mean``."""
+        return int(self.loss_length.sum())
 
     @property
     def response_leaves(self) -> Array:
@@ -238,9 +168,10 @@ class TokenTree:
             statuses: how each leaf ended.
 
         Raises:
-            ValueError: the prompt is empty, no leaf is given, a parent does not precede its child, or a childless node
-                is no leaf's.
+            ValueError: the prompt is empty, no leaf is given, a parent does not precede its child, a leaf's node does
+                not exist, a status is unknown, or a childless node is no leaf's.
         """
+        checks.all_of("segments", segments, Segment)
         if not segments or len(segments[0]) == 0:
             raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
         if len(leaf_nodes) == 0:
@@ -250,8 +181,12 @@ class TokenTree:
                 f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
                 f"{len(statuses)} statuses; give one of each."
             )
+        parents = checks.integers("parents", parents).tolist()
+        leaf_nodes = checks.integers("leaf_nodes", leaf_nodes).tolist()
         if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
             raise ValueError("parents[0] must be -1 and every other parent must precede its child.")
+        if min(leaf_nodes) < 0 or max(leaf_nodes) >= len(parents):
+            raise ValueError(f"leaf_nodes must be in 0..{len(parents) - 1}, got {min(leaf_nodes)}..{max(leaf_nodes)}.")
 
         keep = [i for i, s in enumerate(segments) if len(s)]
         stands_for = list(range(len(parents)))  # an empty node is replaced by its nearest non-empty ancestor
@@ -261,13 +196,15 @@ class TokenTree:
         new = {node: k for k, node in enumerate(keep)}
         parent = np.array([-1] + [new[stands_for[parents[i]]] for i in keep[1:]], np.int32)
         leaf_node = np.array([new[stands_for[n]] for n in leaf_nodes], np.int32)
-        tokens = {
-            name: np.concatenate([getattr(segments[i], column) for i in keep])
-            for name, column in zip(_TOKEN_FIELDS, _SEGMENT_FIELDS, strict=True)
-        }
         length = np.array([len(segments[i]) for i in keep], np.int32)
-        prompts = np.full(len(leaf_node), length[0])
-        return _depth_first(parent, length, tokens, leaf_node, np.array(statuses, np.int8), prompts)
+        names = dict.fromkeys(name for i in keep for name in segments[i].columns)
+        columns = {
+            name: np.concatenate([segments[i].columns.get(name, COLUMNS[name].filled(len(segments[i]))) for i in keep])
+            for name in names
+        }
+        columns["status"] = checks.codes("statuses", statuses, LeafStatus)
+        token_id = np.concatenate([segments[i].token_ids for i in keep])
+        return _in_order(parent, length, token_id, leaf_node, np.full(len(leaf_node), length[0]), columns)
 
     @staticmethod
     def from_sequences(
@@ -279,13 +216,14 @@ class TokenTree:
         loss_masks: Seq[npt.ArrayLike] | None = None,
         policy_version: int | Seq[npt.ArrayLike] = 0,
         statuses: Seq[LeafStatus] | None = None,
+        columns: Mapping[str, Seq[npt.ArrayLike]] | None = None,
     ) -> TokenTree:
         """The tree of prompts and responses, shared prefixes merged.
 
-        Response tokens merge only where token id, behaviour log-prob (bit for bit), policy version and loss mask all
-        agree; otherwise the paths split there. Prompt tokens need only the id, and merge with responses too: the turns
-        of a conversation, each a prompt and a response, become one path. Responses may be empty, equal, or prefixes of
-        one another.
+        Response tokens merge only where token id, behaviour log-prob (bit for bit), policy version, loss mask and all
+        further columns that must be equal agree; otherwise the paths split there. Prompt tokens need only the id, and
+        merge with responses too: the turns of a conversation, each a prompt and a response, become one path. Responses
+        may be empty, equal, or prefixes of one another.
 
         Args:
             prompt: token ids of the prompt of all responses, or of each one's. Several must begin with the same token;
@@ -295,23 +233,30 @@ class TokenTree:
             behaviour_logprobs: per response, one number a token; NaN where absent.
             loss_masks: per response, True for the tokens to train on; all where absent. The others are observations.
             policy_version: one for all tokens, or per response one number or one a token.
+            statuses: how each response ended; STOP where absent.
+            columns: further columns by name, with an entry a response: of tokens and paths one number for all its
+                tokens or one a token, of leaves one number.
 
         Raises:
-            ValueError: no response, an empty prompt, prompts that share no first token, or per-response data whose
-                lengths differ from the responses'.
+            ValueError: no response, an empty prompt, prompts that share no first token, per-response data whose
+                lengths differ from the responses', or values that are not what they should be: ids and versions
+                integers of int32, advantages and log-probs finite, known statuses.
         """
         count = len(responses)
-        if count == 0:
-            raise ValueError("from_sequences needs at least one response; `responses` is empty.")
+        if isinstance(responses, str | bytes) or count == 0:
+            raise ValueError("from_sequences needs at least one response; give token ids of each in `responses`.")
         _check_count("advantages", advantages, count)
         _check_count("statuses", statuses, count)
-        ids = [np.asarray(r, np.int32).reshape(-1) for r in responses]
+        status = checks.codes("statuses", [LeafStatus.STOP] * count if statuses is None else statuses, LeafStatus)
+        ids = [checks.token_ids(f"responses[{i}]", response) for i, response in enumerate(responses)]
         lengths = np.array([len(r) for r in ids])
-        logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.nan, np.float32)
-        mask = _per_token("loss_masks", loss_masks, lengths, True, np.bool_)
+        as_logprobs = partial(checks.numbers, nan=True)
+        logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.float32(np.nan), as_logprobs)
+        mask = _per_token("loss_masks", loss_masks, lengths, np.True_, checks.flags)
         one = np.ndim(cast("npt.ArrayLike", policy_version)) == 0
         per_response = None if one else cast("Seq[npt.ArrayLike]", policy_version)
-        version = _per_token("policy_version", per_response, lengths, policy_version if one else 0, np.int32)
+        fallback = checks.integers("policy_version", policy_version if one else 0)
+        version = _per_token("policy_version", per_response, lengths, fallback, checks.integers)
         response = np.concatenate([*ids, np.zeros(0, np.int32)])
 
         root, prompts = _prompts(prompt, count)
@@ -328,62 +273,79 @@ class TokenTree:
             return values
 
         rest = np.concatenate([p[len(root) :] for p in prompts] + [np.zeros(0, np.int32)])
-        origin = np.where(mask, Origin.SAMPLED, Origin.OBSERVATION).astype(np.int8)
-        columns = {
-            "token_id": column(response, rest),
-            "loss_mask": column(mask, False),
-            "origin": column(origin, Origin.PROMPT),
-            "behaviour_logprob": column(logprob, np.nan),
-            "policy_version": column(version, 0),
-            "temperature": np.ones(len(within), np.float32),
+        given = {
+            "loss_mask": mask,
+            "origin": np.where(mask, Origin.SAMPLED, Origin.OBSERVATION).astype(np.int8),
+            "behaviour_logprob": logprob,
+            "policy_version": version,
         }
-        nodes = prefix_tree(
-            columns["token_id"],
-            columns["behaviour_logprob"],
-            columns["policy_version"],
-            columns["loss_mask"],
-            total,
-            context,
-        )
+        others: dict[str, Array] = {}
+        for name, values in (columns or {}).items():
+            declared = find_column(name)
+            if name in given or name in ("status", "advantage") or declared.per == "node":
+                raise ValueError(f"from_sequences: the column '{name}' cannot be given in `columns`.")
+            _check_count(name, values, count)
+            if declared.per == "leaf":
+                others[name] = declared.array(cast("npt.ArrayLike", values), count, "from_sequences")
+                continue
+            entries = [
+                declared.array(v, n, f"from_sequences, response {i}")
+                for i, (v, n) in enumerate(zip(values, lengths, strict=True))
+            ]
+            (others if declared.per == "path" else given)[name] = np.concatenate(entries)
+        ids_in_order = column(response, rest)
+        full = {name: column(values, COLUMNS[name].fill) for name, values in given.items()}
+        equal = [full[name] for name in given if COLUMNS[name].merge == "equal" and name != "origin"]
+        nodes = prefix_tree(ids_in_order, equal, total, context)
         length = nodes.end - nodes.begin
         source = np.repeat(nodes.begin - (np.cumsum(length) - length), length) + np.arange(length.sum())
-        of_root = Segment.prompt(root)
         length[0] = len(root)
-        tree = _depth_first(
+        made = {
+            name: np.concatenate([COLUMNS[name].filled(len(root)), values[source]]) for name, values in full.items()
+        }
+        tree = _in_order(
             nodes.parent,
             length,
-            {
-                name: np.concatenate([getattr(of_root, of_segment), columns[name][source]])
-                for name, of_segment in zip(_TOKEN_FIELDS, _SEGMENT_FIELDS, strict=True)
-            },
+            np.concatenate([root, ids_in_order[source]]),
             nodes.leaf_node,
-            np.array(statuses or [LeafStatus.STOP] * count, np.int8),
             len(root) + context,
+            made | others | {"status": status},
         )
+        for name in given:
+            if COLUMNS[name].merge == "sum":
+                sums = np.zeros(tree.num_tokens, np.float64)
+                np.add.at(sums, tree.path_tokens, given[name])
+                tree.set(name, sums)
         if advantages is not None:
-            tree.advantage[:] = advantages
+            tree.set("advantage", checks.numbers("advantages", advantages))
         return tree
 
     @staticmethod
     def forest(
-        prompts: Seq[Seq[int]], responses: Seq[Seq[int]], **per_response: Any
+        prompts: Seq[Seq[int]],
+        responses: Seq[Seq[int]],
+        *,
+        columns: Mapping[str, Seq[npt.ArrayLike]] | None = None,
+        **per_response: Any,
     ) -> tuple[list[TokenTree], list[Array]]:
         """Trees of samples of any prompts, one for each first token, and the indices ``[L]`` of each tree's samples.
 
-        ``per_response`` are the keyword arguments of :meth:`from_sequences`, each a sequence with one entry a response.
+        ``columns`` and ``per_response`` are keyword arguments of :meth:`from_sequences`, each with an entry a response.
 
         Raises:
             ValueError: as :meth:`from_sequences`.
         """
-        for name, values in {"prompts": prompts, **per_response}.items():
+        for name, values in {"prompts": prompts, **per_response, **(columns or {})}.items():
             _check_count(name, values, len(responses))
         members: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            members.setdefault(int(prompt[0]) if len(prompt) else -1, []).append(i)
+            ids = checks.token_ids(f"prompts[{i}]", prompt)
+            members.setdefault(int(ids[0]) if len(ids) else -1, []).append(i)
         trees = [
             TokenTree.from_sequences(
                 [prompts[i] for i in some],
                 [responses[i] for i in some],
+                columns={name: [values[i] for i in some] for name, values in (columns or {}).items()},
                 **{name: [values[i] for i in some] for name, values in per_response.items()},
             )
             for some in members.values()
@@ -399,36 +361,47 @@ class TokenTree:
         keep_node = below[self.last_leaf + 1] > below[self.first_leaf]
         keep_node[0] = True
         renumber = np.cumsum(keep_node) - 1
-        keep_token = np.repeat(keep_node, self.length)
         parent = np.where(self.parent[keep_node] < 0, -1, renumber[self.parent[keep_node]]).astype(np.int32)
-        tree = _depth_first(
+        keep = {
+            "token": np.repeat(keep_node, self.length),
+            "node": keep_node,
+            "leaf": keep_leaf,
+            "path": np.repeat(keep_leaf, self.response_length),
+        }
+        tree = _in_order(
             parent,
             self.length[keep_node],
-            {name: getattr(self, name)[keep_token] for name in _TOKEN_FIELDS},
+            self.token_id[keep["token"]],
             renumber[self.leaf_node[keep_leaf]].astype(np.int32),
-            self.status[keep_leaf],
             self.leaf_prompt[keep_leaf],
+            {name: values[keep[COLUMNS[name].per]] for name, values in self.columns.items()},
         )
-        tree.advantage[:] = self.advantage[keep_leaf]
-        tree.answer_id[:] = self.answer_id[keep_leaf]
         tree.rewards = {name: values[keep_leaf] for name, values in self.rewards.items()}
         tree.meta = dict(self.meta)
         return tree
 
     def chain(self, leaf: int) -> TokenTree:
-        """The path to ``leaf`` alone."""
+        """The path to ``leaf`` alone; its prompt is one node, and its response has the nodes of the path."""
         rows, prompt = self.path_rows(leaf), int(self.leaf_prompt[leaf])
-        length = np.array([prompt, len(rows) - prompt] if prompt < len(rows) else [prompt])
-        tree = _depth_first(
+        node = np.repeat(np.arange(self.num_nodes), self.length)[rows]
+        cuts = prompt + 1 + np.flatnonzero(np.diff(node[prompt:]))
+        bounds = np.unique([0, prompt, *cuts, len(rows)])
+        length = np.diff(bounds)
+        first = np.cumsum(self.response_length) - self.response_length
+        keep = {
+            "token": rows,
+            "node": node[bounds[:-1]],
+            "leaf": np.array([leaf]),
+            "path": np.arange(first[leaf], first[leaf] + self.response_length[leaf]),
+        }
+        tree = _in_order(
             np.arange(len(length)) - 1,
             length,
-            {name: getattr(self, name)[rows] for name in _TOKEN_FIELDS},
+            self.token_id[rows],
             np.array([len(length) - 1]),
-            self.status[[leaf]],
             self.leaf_prompt[[leaf]],
+            {name: values[keep[COLUMNS[name].per]] for name, values in self.columns.items()},
         )
-        tree.advantage[:] = self.advantage[leaf]
-        tree.answer_id[:] = self.answer_id[leaf]
         tree.rewards = {name: values[[leaf]] for name, values in self.rewards.items()}
         tree.meta = dict(self.meta)
         return tree
@@ -447,6 +420,11 @@ class TokenTree:
     def response_rows(self, leaf: int) -> Array:  # [response] int64
         """Rows of the response's tokens, in order."""
         return self.path_rows(leaf)[self.leaf_prompt[leaf] :]
+
+    @property
+    def path_tokens(self) -> Array:  # [P] int64
+        """Rows of every leaf's response tokens, leaf after leaf: what the values of a ``path`` column belong to."""
+        return np.concatenate([self.response_rows(leaf) for leaf in range(self.num_leaves)])
 
     def flatten(self) -> list[Sequence]:
         """The root-to-leaf paths in leaf-index order: the inverse of :meth:`from_sequences`."""
@@ -468,66 +446,26 @@ class TokenTree:
         return out
 
 
-def _depth_first(
-    parent: Array, length: Array, tokens: dict[str, Array], leaf_node: Array, status: Array, leaf_prompt: Array
+def _in_order(
+    parent: Array, length: Array, token_id: Array, leaf_node: Array, leaf_prompt: Array, columns: dict[str, Array]
 ) -> TokenTree:
-    """Reorder nodes into depth-first preorder, children in the order of their numbers, and derive the rest."""
-    count = len(parent)
-    children: list[list[int]] = [[] for _ in range(count)]
-    for node in range(count - 1, 0, -1):  # reversed, so that the stack pops the first child first
-        children[parent[node]].append(node)
-    preorder: list[int] = []
-    stack = [0]
-    while stack:
-        node = stack.pop()
-        preorder.append(node)
-        stack.extend(children[node])
-    order = np.array(preorder)
-    rank = np.empty(count, np.int32)
-    rank[order] = np.arange(count, dtype=np.int32)
-
-    begin = np.concatenate([[0], np.cumsum(length)[:-1]])
-    length = length[order].astype(np.int32)
-    start = (np.cumsum(length) - length).astype(np.int32)
-    total = int(length.sum())
-    within = np.arange(total) - np.repeat(start, length)
-    source = np.repeat(begin[order], length) + within
-    parent = np.where(order == 0, -1, rank[parent[order]]).astype(np.int32)
-
-    size = np.ones(count, np.int64)  # nodes in each subtree
-    node_position = np.zeros(count, np.int32)
-    for node in range(1, count):
-        node_position[node] = node_position[parent[node]] + length[parent[node]]
-    for node in range(count - 1, 0, -1):
-        size[parent[node]] += size[node]
-    node_end = np.append(start, total)[np.arange(count) + size]
-
-    leaf_node = rank[leaf_node]
-    leaf_order = np.argsort(leaf_node, kind="stable").astype(np.int32)
-    in_order = leaf_node[leaf_order]
-    first_leaf = np.searchsorted(in_order, np.arange(count)).astype(np.int32)
-    last_leaf = (np.searchsorted(in_order, np.arange(count) + size) - 1).astype(np.int32)
-    if (last_leaf < first_leaf).any():
-        raise ValueError("A childless node must be the end of a leaf; name it in leaf_nodes or leave it out.")
-
-    parent_last = np.where(parent < 0, -1, (start + length - 1)[parent])
-    leaves = len(leaf_node)
+    """The tree of nodes in any order that puts parents first, with their tokens end to end."""
+    made = depth_first(parent, length, leaf_node)
+    ordered = made.ordered({"advantage": np.zeros(len(leaf_node), np.float32)} | columns)
     return TokenTree(
-        parent=parent,
-        start=start,
-        length=length,
-        first_leaf=first_leaf,
-        last_leaf=last_leaf,
-        position=(np.repeat(node_position, length) + within).astype(np.int32),
-        parent_row=np.where(within == 0, np.repeat(parent_last, length), np.arange(total) - 1).astype(np.int32),
-        subtree_end=np.repeat(node_end, length).astype(np.int32),
-        leaf_node=leaf_node,
-        leaf_order=leaf_order,
-        leaf_prompt=leaf_prompt.astype(np.int32),
-        status=status.copy(),
-        advantage=np.zeros(leaves, np.float32),
-        answer_id=np.full(leaves, -1, np.int32),
-        **cast("dict[str, Any]", {name: values[source] for name, values in tokens.items()}),
+        parent=made.parent,
+        start=made.start,
+        length=made.length,
+        first_leaf=made.first_leaf,
+        last_leaf=made.last_leaf,
+        token_id=token_id[made.row_source],
+        position=made.position,
+        parent_row=made.parent_row,
+        subtree_end=made.subtree_end,
+        leaf_node=made.leaf_node,
+        leaf_order=made.leaf_order,
+        leaf_prompt=np.asarray(leaf_prompt, np.int32),
+        columns={name: np.array(values) for name, values in ordered.items()},
     )
 
 
@@ -535,12 +473,12 @@ def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[
     """The longest common prompt, and every response's own."""
     several = len(prompt) > 0 and np.ndim(cast("Any", prompt[0])) == 1
     if not several:
-        root = np.asarray(prompt, np.int32).reshape(-1)
+        root = checks.token_ids("prompt", prompt)
         if len(root) == 0:
             raise ValueError("A TokenTree needs a prompt of at least one token; `prompt` is empty.")
         return root, [root] * count
     _check_count("prompt", prompt, count)
-    prompts = [np.asarray(p, np.int32).reshape(-1) for p in cast("Seq[Seq[int]]", prompt)]
+    prompts = [checks.token_ids(f"prompt[{i}]", p) for i, p in enumerate(cast("Seq[Seq[int]]", prompt))]
     root = prompts[0]
     for other in prompts:
         shortest = min(len(root), len(other))
@@ -554,20 +492,26 @@ def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[
 
 
 def _check_count(name: str, values: Seq[Any] | None, count: int) -> None:
+    if values is not None and not hasattr(values, "__len__"):
+        raise ValueError(f"{name} must have one entry a response, got {values!r}.")
     if values is not None and len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} responses; give one a response.")
 
 
 def _per_token(
-    name: str, values: Seq[npt.ArrayLike] | None, lengths: Array, default: Any, dtype: npt.DTypeLike
+    name: str,
+    values: Seq[npt.ArrayLike] | None,
+    lengths: Array,
+    default: Any,  # a numpy scalar of the dtype of the column
+    checked: Callable[[str, object], Array],
 ) -> Array:  # [sum(lengths)]
-    total = int(lengths.sum())
+    dtype = default.dtype
     if values is None:
-        return np.full(total, default, dtype)
+        return np.full(int(lengths.sum()), default, dtype)
     _check_count(name, values, len(lengths))
     columns = []
     for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
-        column = np.asarray(value, dtype)
+        column = checked(f"{name}[{i}]", value)
         if column.ndim == 0:
             column = np.full(length, column, dtype)
         if column.shape != (length,):

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from ..data.tree import LeafStatus, Origin
+from ..data.segment import LeafStatus, Origin
 from ..rollout.branch import Branch, Node, Request, given, join, sample_dtype
 from ..rollout.seeds import child_seed
 from ..rollout.steering import Steering

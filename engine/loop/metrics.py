@@ -1,4 +1,4 @@
-"""What a run records: metrics as sums and counts, an account of each step's time, metrics.jsonl and the rollouts.
+"""What a run records: metrics as sums and counts, an account of each step's time, and metrics.jsonl.
 
 A mean of means is wrong as soon as the parts differ in size, so everything is added up as (sum, count) and divided
 once, at the end of a step. Names follow verl's and TRL's spelling.
@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from ..data.tree import Array, LeafStatus, TokenTree
+from ..data.columns import Array
 from ..errors import UserError
 
 Number = float | Tensor
 
-TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "eval", "checkpoint")
+TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "update_critic", "eval", "checkpoint")
 """Parts of ``timing_s/step``; ``other`` is the rest, so that the account sums to the step."""
 
 
@@ -120,20 +118,19 @@ class MetricsLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def rewind(self, step: int, aside: Path) -> bool:
+    def rewind(self, step: int, aside: Path) -> set[int]:
         """Drop the rows after ``step``; if there are any, the whole file is first copied to ``aside``.
 
         Returns:
-            Whether the row of ``step`` is there.
+            The steps whose rows are there.
 
         Raises:
             UserError: a row up to ``step`` cannot be read.
         """
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        kept, last = 0, None
-        for number, line in enumerate(text.splitlines(keepends=True), start=1):
-            if not line.endswith("\n"):
-                break  # the writer was killed in the middle of its last line
+        kept, found = 0, set()
+        *lines, _ = text.split("\n")  # behind the last is what a killed writer left of a line
+        for number, line in enumerate(lines, start=1):
             try:
                 row_step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError):
@@ -142,12 +139,13 @@ class MetricsLog:
                 ) from None
             if row_step > step:
                 break
-            kept, last = kept + len(line), row_step
+            kept += len(line) + 1
+            found.add(row_step)
         if kept < len(text):
             aside.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(text, encoding="utf-8")
             replace_file(self.path, text[:kept].encode())
-        return last == step
+        return found
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -158,83 +156,3 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-# -- rollouts ----------------------------------------------------------------------------------------------------------
-
-_ROLLOUT_SCHEMA = pa.schema(
-    {
-        "step": pa.int32(),
-        "prompt_id": pa.string(),
-        "task": pa.string(),
-        "leaf": pa.int32(),
-        "prompt_text": pa.string(),
-        "response_text": pa.string(),
-        "prompt_ids": pa.list_(pa.int32()),
-        "response_ids": pa.list_(pa.int32()),
-        "node_ids": pa.list_(pa.int32()),
-        "behaviour_logprob": pa.list_(pa.float32()),
-        "loss_mask": pa.list_(pa.bool_()),
-        "policy_version": pa.list_(pa.int32()),
-        "advantage": pa.float32(),
-        "reward": pa.float32(),
-        "status": pa.string(),
-    }
-)
-
-
-def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses: Sequence[Sequence[str]]) -> None:
-    """Write ``trees`` as parquet, one row a leaf path.
-
-    ``node_ids`` names the tree node of each response token, so leaves share a prefix as far as their node ids agree.
-    A reward that is NaN (its verifier failed) is null.
-
-    Args:
-        trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``.
-        responses: text of each leaf of each tree, in leaf-index order.
-    """
-    tables = [_rollout_table(step, tree, texts) for tree, texts in zip(trees, responses, strict=True)]
-    table = pa.concat_tables(tables) if tables else _ROLLOUT_SCHEMA.empty_table()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(table, temporary, compression="zstd")
-    temporary.replace(path)
-
-
-def _rollout_table(step: int, tree: TokenTree, texts: Sequence[str]) -> pa.Table:
-    leaves = tree.num_leaves
-    paths = [tree.response_rows(leaf) for leaf in range(leaves)]
-    rows = np.concatenate(paths)
-    offsets = pa.array(np.cumsum([0] + [len(p) for p in paths]), pa.int32())
-    node = np.repeat(np.arange(tree.num_nodes), tree.length)
-
-    def per_token(values: Array) -> pa.ListArray:  # [T] values of the tree's tokens
-        return pa.ListArray.from_arrays(offsets, pa.array(values[rows]))
-
-    reward = tree.rewards["reward"]
-    columns = {
-        "step": pa.array(np.full(leaves, step)),
-        "prompt_id": [tree.meta["prompt_id"]] * leaves,
-        "task": [tree.meta["task"]] * leaves,
-        "leaf": pa.array(np.arange(leaves)),
-        "prompt_text": [tree.meta["prompt_text"]] * leaves,
-        "response_text": list(texts),
-        "prompt_ids": [tree.token_id[tree.path_rows(leaf)[: tree.leaf_prompt[leaf]]] for leaf in range(leaves)],
-        "response_ids": per_token(tree.token_id),
-        "node_ids": per_token(node.astype(np.int32)),
-        "behaviour_logprob": per_token(tree.behaviour_logprob),
-        "loss_mask": per_token(tree.loss_mask),
-        "policy_version": per_token(tree.policy_version),
-        "advantage": pa.array(tree.advantage),
-        "reward": pa.array(reward, mask=np.isnan(reward)),
-        "status": [LeafStatus(int(status)).name.lower() for status in tree.status],
-    }
-    return pa.table({name: _cast(columns[name], field.type) for name, field in _by_name()}, schema=_ROLLOUT_SCHEMA)
-
-
-def _by_name() -> Iterator[tuple[str, pa.Field]]:
-    return ((field.name, field) for field in _ROLLOUT_SCHEMA)
-
-
-def _cast(column: Any, kind: pa.DataType) -> pa.Array:
-    return column.cast(kind) if isinstance(column, pa.Array) else pa.array(column, kind)

@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from ..data.batch import pack
-from ..data.cost import CostModel
-from ..data.tree import LeafStatus, TokenTree
+from ..data.segment import LeafStatus
+from ..data.store import write_rollouts
+from ..data.tree import TokenTree
 from ..errors import RunError, UserError
-from ..integrations import varlen
-from ..methods.credit import find_advantage
-from ..model.self_check import tree_error, trees_fit
+from ..methods.calling import failure
 from ..rewards import RewardItem, RewardPool, RewardResult
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
-from ..train.trainer import Trainer
-from . import setup
-from .metrics import MetricsLog, Stopwatch, Sums, write_rollouts
+from . import early, setup
+from .failures import Failures, unsampled
+from .learner import Learner
+from .metrics import MetricsLog, Stopwatch, Sums
 from .progress import Progress
 from .sources import Prompt, PromptSource, held_out
 
@@ -48,6 +47,8 @@ class RunSummary:
     problems: int
     seconds: float
     export: Path
+    failures: list[str]
+    """What could not be sampled or judged, a line each."""
 
 
 class Orchestrator:
@@ -61,10 +62,9 @@ class Orchestrator:
     def __init__(self, config: TrainConfig, *, console: Progress, resume: bool = False) -> None:
         self.config = config
         self.console = console
-        self.objective = setup.objective(config)
         self.program = setup.rollout_program(config.rollout)
-        self.advantage = find_advantage(config.algorithm.advantage)
         self.params = setup.sampling_params(config.rollout)
+        early.check_credit(config, setup.credit(config))
         _check_old_logprobs(config)
         self._saved = self._check_directory(resume)
         set_seed(config.seed)
@@ -72,13 +72,31 @@ class Orchestrator:
         console.phase("loading the model")
         self.model, self.tokenizer = setup.prepare_model(config)
         self.engine = setup.make_engine(config, self.model, self.tokenizer)
-        self.trainer = Trainer(self.model, config.trainer)
         self.problems = held_out(config, self.tokenizer)
         self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
+        early.check_lengths(config, self.engine.longest)
+        early.check_program(config, self.program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
         self.watch = Stopwatch()
+        self.failures = {
+            "rollout": Failures(
+                "rollout",
+                "responses could not be sampled",
+                limit=config.trainer.max_bad_steps,
+                key="trainer.max_bad_steps",
+                remedy="look into the weights and the last rollouts",
+            ),
+            "reward": Failures(
+                "reward",
+                "responses could not be judged",
+                limit=config.reward.max_failed_steps,
+                key="reward.max_failed_steps",
+                remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
+            ),
+        }
+        self.learner = Learner(config, self.model, self.watch, console.note)
+        self.demonstrations = setup.demonstrations(config, self.tokenizer)
         self.step = 0
-        self._flat: bool | None = None  # None: not known yet
         self.first_accuracy: float | None = None
         self.last_accuracy: float | None = None
 
@@ -105,6 +123,7 @@ class Orchestrator:
             problems=len(self.problems),
             seconds=time.perf_counter() - begin,
             export=export,
+            failures=[line for failures in self.failures.values() if (line := failures.summary())],
         )
 
     def _begin(self) -> None:
@@ -129,7 +148,9 @@ class Orchestrator:
             texts = self._score(trees, prompts, sums)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
-        self._update(trees, sums)
+        given = self.demonstrations.next() if self.demonstrations is not None else []
+        if self.learner.update(trees, given, step, sums):
+            self._renew_policy()
         write_rollouts(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, texts)
         self.step = step
         metrics = sums.means()
@@ -158,10 +179,15 @@ class Orchestrator:
             )
         except ValueError as error:
             raise UserError(f"[rollout] cannot be done: {error}") from error
+        except (UserError, RunError, RuntimeError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            program = f"rollout.program = '{self.config.rollout.program}'"
+            raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error
 
     def _renew_policy(self) -> None:
         """Let the engine sample with the trainer's weights."""
-        self.engine.update_weights(dict(self.model.named_parameters()), version=self.trainer.updates)
+        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
 
     def _due(self, every: int) -> bool:
         if not self.problems:
@@ -173,16 +199,29 @@ class Orchestrator:
         return sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
 
     def _score(self, trees: list[TokenTree], prompts: Sequence[Prompt], sums: Sums) -> list[list[str]]:
-        """Put rewards and names on the trees; the leaves' texts."""
+        """Put rewards and names on the trees; the leaves' texts. A response that could not be sampled is not judged."""
         texts = [_decode(self.tokenizer, tree) for tree in trees]
-        items = [RewardItem(text, p.entry) for p, leaves in zip(prompts, texts, strict=True) for text in leaves]
-        results = iter(self.rewards.score(items))
-        for tree, prompt, leaves in zip(trees, prompts, texts, strict=True):
-            verdicts = [next(results) for _ in leaves]
-            values = [self._value(verdict, prompt, sums) for verdict in verdicts]
+        failed_leaves = [unsampled(tree) for tree in trees]
+        items = [
+            RewardItem(text, prompt.entry)
+            for prompt, leaves, failed in zip(prompts, texts, failed_leaves, strict=True)
+            for leaf, text in enumerate(leaves)
+            if leaf not in failed
+        ]
+        verdicts = self.rewards.score(items)
+        results = iter(verdicts)
+        for tree, prompt, failed in zip(trees, prompts, failed_leaves, strict=True):
+            values = [
+                float("nan") if leaf in failed else self._value(next(results), prompt, sums)
+                for leaf in range(tree.num_leaves)
+            ]
             tree.rewards["reward"] = np.array(values, np.float32)
             tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        reasons = [reason for failed in failed_leaves for reason in failed.values()]
+        self.failures["rollout"].record(reasons, sum(map(len, texts)), sums, self.console)
+        reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
+        self.failures["reward"].record(reasons, len(items), sums, self.console)
         return texts
 
     def _value(self, verdict: RewardResult, prompt: Prompt, sums: Sums) -> float:
@@ -194,83 +233,7 @@ class Orchestrator:
                 f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
-        kind = verdict.reason if verdict.reason in ("timeout", "died") else "raised"
-        sums.count(f"reward/failed_{kind}")
         return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
-
-    def _update(self, trees: list[TokenTree], sums: Sums) -> None:
-        """Advantages, filter, pack, and `updates_per_step` optimiser steps on disjoint shares of the trees."""
-        config = self.config
-        with self.watch.part("pack"):
-            kept: list[TokenTree] = []
-            for tree in trees:
-                failed = np.isnan(tree.rewards["reward"])
-                judged = tree.without_leaves(failed)
-                if judged is not None:
-                    judged.advantage[:] = self.advantage(judged)
-                    tree.advantage[~failed] = judged.advantage
-                    kept.append(judged)
-            flat = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
-            sums.count("filter/zero_variance_groups", sum(flat))
-            sums.count("filter/failed_groups", len(trees) - len(kept))
-            updates = config.trainer.updates_per_step
-            shares = [range(i, len(kept), updates) for i in range(updates)]
-        updated = False
-        for share in shares:
-            with self.watch.part("pack"):
-                members = [kept[i] for i in share]
-                normalizer = self._normalizer(members)
-                live = [kept[i] for i in share if not (config.algorithm.drop_zero_variance and flat[i])]
-                batches = pack(
-                    live,
-                    max_tokens=config.trainer.max_tokens,
-                    in_pieces=True,
-                    flat=self._shares_nothing(live),
-                    unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
-                )
-            if not batches or normalizer == 0:
-                sums.count("actor/empty_updates")
-                continue
-            for tree in live:
-                sums.add_values("policy/lag", self.trainer.updates - tree.policy_version[tree.loss_mask])
-            with self.watch.part("update_actor"):
-                metrics = self.trainer.step(
-                    batches,
-                    self.objective,
-                    normalizer=normalizer,
-                    temperature=config.rollout.temperature,
-                    on_policy=not updated,
-                )
-            updated = True
-            for name, (total, count) in metrics.items():
-                sums.add(name, total, count)
-        if updated:
-            self._renew_policy()
-
-    def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
-        """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
-        if self._flat is None and trees:
-            error = tree_error(self.model, trees) if self.config.trainer.self_check else None
-            self._flat = not trees_fit(error, self.model.dtype)
-            if self._flat:
-                self.console.note(
-                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
-                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
-                    "nevertheless."
-                )
-        return bool(self._flat)
-
-    def _normalizer(self, trees: Sequence[TokenTree]) -> float:
-        """What the loss divides by. Groups left out for equal rewards count: their advantage is zero all the same."""
-        aggregation = self.objective.aggregation
-        leaves = sum(tree.num_leaves for tree in trees)
-        if aggregation == "token_mean":
-            return float(sum(int(tree.loss_length.sum()) for tree in trees))
-        if aggregation == "token_sum":
-            return 1.0
-        if aggregation == "seq_mean_token_sum_norm":
-            return float(leaves * self.config.rollout.max_new_tokens)
-        return float(leaves)
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
@@ -283,18 +246,23 @@ class Orchestrator:
             items = [
                 RewardItem(_decode(self.tokenizer, tree)[0], p.entry)
                 for tree, p in zip(trees, self.problems, strict=True)
+                if not unsampled(tree)
             ]
             results = self.rewards.score(items)
         solved = [r.value is not None and r.value >= SOLVED for r in results]
-        accuracy = float(np.mean(solved))
+        accuracy = sum(solved) / len(self.problems)
+        failed = [reason for tree in trees for reason in unsampled(tree).values()]
+        failed += [r.reason for r in results if r.reason is not None]
+        if failed:
+            self.console.note(f"{len(failed)} of {len(trees)} held-out problems could not be answered: {failed[0]}.")
         self.last_accuracy = accuracy
         if self.first_accuracy is None:
             self.first_accuracy = accuracy
-        self.console.evaluation(self.step, accuracy, len(solved))
+        self.console.evaluation(self.step, accuracy, len(self.problems))
         return {
             "eval/accuracy": accuracy,
             "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
-            "eval/failed": float(sum(r.value is None for r in results)),
+            "eval/failed": float(len(failed)),
         }
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
@@ -304,7 +272,8 @@ class Orchestrator:
         directory = self.config.run_dir
         if resume:
             return checkpoint.load_latest(directory / "checkpoints", self.config)
-        if directory.exists() and any(directory.iterdir()):
+        early.check_writable(directory)
+        if early.holds_a_run(directory):
             raise UserError(
                 f"'{directory}' already holds a run; continue it with --resume, or choose another --name or "
                 "--output_dir."
@@ -312,13 +281,15 @@ class Orchestrator:
         return None
 
     def _save(self, row: dict[str, float]) -> None:
-        tensors, counters = self.trainer.state_dict()
+        tensors, learner = self.learner.state_dict()
         state: dict[str, Any] = {
-            "trainer": counters,
+            "learner": learner,
+            "demonstrations": None if self.demonstrations is None else self.demonstrations.cursor,
             "prompts": self.source.state_dict(),
             "metrics": row,
             "first_accuracy": self.first_accuracy,
             "last_accuracy": self.last_accuracy,
+            "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
         }
         checkpoint.save(
             self.config.run_dir / "checkpoints",
@@ -331,14 +302,21 @@ class Orchestrator:
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         state = saved.state
-        self.trainer.load_state_dict(saved.tensors, state["trainer"])
+        self.learner.load_state_dict(saved.tensors, state["learner"])
+        if self.demonstrations is not None:
+            self.demonstrations.cursor = state["demonstrations"]
         self.source.load_state_dict(state["prompts"])
         self.step = saved.step
         self._renew_policy()
+        for name, failures in self.failures.items():
+            failures.load_state_dict(state["failures"][name])
         self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        if not self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl"):
+        there = self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl")
+        if saved.step not in there:
             self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
+        if lost := set(range(saved.step)) - there:
+            self.console.note(f"'{self.log.path}' lacks the rows of {len(lost)} steps before step {saved.step}.")
         checkpoint.restore_generators(*saved.generators)
         self.console.note(f"Resuming after step {saved.step}.")
 
@@ -359,10 +337,16 @@ def _held(directory: Path) -> Iterator[None]:
     """Make the run's directory and hold it against other processes; the lock goes with the process, however it ends.
 
     Raises:
-        UserError: another process holds it.
+        UserError: it cannot be made, or another process holds it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"The run directory '{directory}' cannot be made: {error.strerror}; choose another --output_dir."
+        ) from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,18 +5,30 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rolltree.kernels import Objective
+from rolltree.kernels.policy_loss.pairs import WITHOUT_REFERENCE
 
+from ..data.columns import COLUMNS
 from ..errors import UserError
-from ..methods.resolve import import_function
+from ..methods.calling import ask, call
+from ..methods.credit import ADVANTAGES, CreditFunction
+from ..methods.resolve import import_object, resolve
+from ..methods.schedules import Schedule
+from ..methods.selections import PAIRINGS, SELECTIONS
 from ..model.decoder import load_model, load_tokenizer
+from ..model.roles import Role
 from ..programs import RolloutProgram, make_program
 from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
+from ..train.critic import Critic
+from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
+from .sources import Demonstrations
 
 
 def choose_device(name: str) -> torch.device:
@@ -36,16 +48,33 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
+        what = f"model.create = '{config.model.create}'"
         unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
         shutil.rmtree(unfinished, ignore_errors=True)
-        import_function(config.model.create)(config, unfinished)
-        unfinished.rename(path)
+        try:
+            call(what, import_object(config.model.create), config, unfinished)
+            if not unfinished.is_dir():
+                raise UserError(
+                    f"{what} made no directory '{unfinished}'; it must write a model to its second argument."
+                )
+            unfinished.rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     model = load_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
     )
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, load_tokenizer(config.model.path)
+
+
+def check_backend(config: RolloutConfig) -> None:
+    """
+    Raises:
+        UserError: vLLM is asked for and not installed.
+    """
+    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
 
 
 def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -58,8 +87,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     if rollout.backend == "native":
         own = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, compile=rollout.compile)
         return NativeEngine(model, tokenizer, own)
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+    check_backend(rollout)
     from ..integrations.vllm import VllmEngine
 
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
@@ -86,26 +114,160 @@ def greedy_params(config: TrainConfig) -> SamplingParams:
 
 
 def rollout_program(config: RolloutConfig) -> RolloutProgram:
-    try:
-        return make_program(config.program, **config.program_options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"rollout.program = '{config.program}': {error}") from error
+    return make_program(config.program, **config.program_options)
 
 
-def objective(config: TrainConfig) -> Objective:
-    """The loss of `algorithm.objective`.
+def credit(config: TrainConfig) -> CreditFunction:
+    """How rewards become credit: `algorithm.advantage`.
 
     Raises:
-        UserError: an unknown name or option, or one that needs what a run does not have.
+        UserError: there is no such estimator, file or function, or it has no such option.
     """
-    try:
-        chosen = Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"algorithm.objective = '{config.algorithm.objective}': {error}") from error
+    algorithm = config.algorithm
+    if (algorithm.advantage == "gae") != (config.roles.critic is not None):
+        raise UserError('algorithm.advantage = "gae" and [roles.critic] need each other; give the run both or neither.')
+    found: CreditFunction = resolve(
+        "algorithm.advantage", algorithm.advantage, algorithm.advantage_options, known=ADVANTAGES, inputs=("trees",)
+    )
+    return found
+
+
+FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
+"""Fields of objectives, and the role that scores them."""
+
+
+def objective(
+    config: TrainConfig, key: str, name: str, options: dict[str, Any], select: str | None = None
+) -> Objective:
+    """The objective that ``key`` names.
+
+    Raises:
+        UserError: an unknown name or option, or one that needs what the run does not have.
+    """
+    chosen = ask(f"{key} = '{name}'", Objective.preset, name, **options)
+    assert isinstance(chosen, Objective)
     for field, why in chosen.needs_fields.items():
-        if field != "behaviour_logprob":
+        if field == "token_weight":
+            if select is None:
+                raise UserError(f"{key} = '{name}' learns from chosen tokens; say which with `select` ({why}).")
+            continue
+        if field == "proximal_logprob" and config.algorithm.old_logprob != "recompute":
             raise UserError(
-                f"algorithm.objective = '{config.algorithm.objective}' needs {field} ({why}), which a run does not "
-                "have; choose another objective or leave the option out."
+                f"{key} = '{name}' needs the policy's own log-probs before the update ({why}); set "
+                'algorithm.old_logprob to "recompute".'
+            )
+        role = FROM_ROLES.get(field)
+        if role is not None and getattr(config.roles, role) is None:
+            raise UserError(f"{key} = '{name}' needs {field} ({why}); give the run a [roles.{role}].")
+        if role is None and field not in COLUMNS:
+            raise UserError(
+                f"{key} = '{name}' needs {field} ({why}), which a run does not have; choose another objective or leave "
+                "the option out."
             )
     return chosen
+
+
+def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
+    """The summands of the loss, `algorithm.objective` first, each with its weight.
+
+    Raises:
+        UserError: a part is not known, or needs what the run does not have.
+    """
+    algorithm = config.algorithm
+    main = TokenTerm(
+        objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select),
+        select=_selection("algorithm.select", algorithm.select, algorithm.select_options),
+        length_limit=config.rollout.max_new_tokens,
+    )
+    terms: list[tuple[LossTerm, Schedule]] = [(main, algorithm.weight)]
+    for term in algorithm.terms:
+        key = f"algorithm.terms.{term.name}"
+        if term.pairs is not None:
+            choose = resolve(f"{key}.pairs", term.pairs, term.pairs_options, known=PAIRINGS, inputs=("tree",))
+            if term.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE and config.roles.reference is None:
+                raise UserError(f"{key} compares with a reference; give the run a [roles.reference].")
+            terms.append((PairTerm(choose, term.name, term.loss_options), term.weight))
+            continue
+        assert term.objective is not None
+        of_tokens = TokenTerm(
+            objective(config, f"{key}.objective", term.objective, term.objective_options, term.select),
+            term.name,
+            _selection(f"{key}.select", term.select, term.select_options),
+            config.rollout.max_new_tokens,
+        )
+        terms.append((of_tokens, term.weight))
+    names = [term.name for term, _ in terms]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(
+            f"Two loss terms are called '{min(twice)}'; give each in [[algorithm.terms]] a name of its own."
+        )
+    return terms
+
+
+def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection | None:
+    if name is None:
+        return None
+    found: Selection = resolve(key, name, options, known=SELECTIONS, inputs=("tree",))
+    return found
+
+
+def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
+    """The models that score log-probs for the loss.
+
+    Raises:
+        UserError: one cannot be loaded or has another vocabulary or other parameters than the policy.
+    """
+    found = []
+    if config.algorithm.old_logprob == "recompute":
+        found.append(Role("proximal_logprob", model))
+    if (reference := config.roles.reference) is not None:
+        if reference.path is None:
+            weights = Role.snapshot(model)
+        else:
+            weights = _weights(reference.path, "roles.reference.path", model)
+        found.append(
+            Role(
+                "ref_logprob",
+                model,
+                weights,
+                reset_every=reference.reset_every,
+                ema=reference.ema,
+                initial=reference.path is None,
+            )
+        )
+    if config.roles.teacher is not None:
+        teacher = (
+            load_model(config.roles.teacher.path, dtype=model.dtype, device=model.device).eval().requires_grad_(False)
+        )
+        if len(teacher.get_output_embeddings().weight) != len(model.get_output_embeddings().weight):
+            raise UserError(
+                f"roles.teacher.path = '{config.roles.teacher.path}' has another vocabulary than the policy; choose a "
+                "teacher with the policy's tokenizer."
+            )
+        found.append(Role("teacher_logprob", teacher))
+    return found
+
+
+def _weights(path: str, key: str, model: PreTrainedModel) -> dict[str, Tensor]:
+    other = load_model(path, dtype=model.dtype)
+    weights = Role.snapshot(other)
+    ours = {name: p.shape for name, p in model.named_parameters()}
+    if {name: w.shape for name, w in weights.items()} != ours:
+        raise UserError(f"{key} = '{path}' is a model of another shape than the policy; give one of the same.")
+    return weights
+
+
+def critic(config: TrainConfig) -> Critic | None:
+    """The critic of `[roles.critic]`, if there is one."""
+    chosen = config.roles.critic
+    if chosen is None:
+        return None
+    device = choose_device(config.model.device)
+    model = load_model(chosen.path or config.model.path, dtype=getattr(torch, config.model.dtype), device=device)
+    return Critic(model, config.trainer.model_copy(update={"lr": chosen.lr}), clip=chosen.clip)
+
+
+def demonstrations(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Demonstrations | None:
+    """What `[demonstrations]` names, if there is any."""
+    chosen = config.demonstrations
+    return None if chosen is None else Demonstrations(chosen, config.data, tokenizer, config.seed)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..data.segment import LeafStatus, Origin, Segment
+from ..data.tree import TokenTree
 from ..errors import UserError
-from ..settings import DataConfig, TrainConfig
+from ..settings import DataConfig, DemonstrationsConfig, TrainConfig
 from ..tasks import GymProblems, Problem, read_problems
 
 TRAIN, HELD_OUT = 0, 1
@@ -87,6 +89,14 @@ class PromptSource:
             prompts.append(prompt)
         return prompts
 
+    def peek(self, count: int) -> list[Prompt]:
+        """What `next` will give."""
+        cursor = self._cursor
+        try:
+            return self.next(count)
+        finally:
+            self._cursor = cursor
+
     def state_dict(self) -> dict[str, int]:
         """Where the stream is; fit for JSON."""
         return {"cursor": self._cursor, "rows": len(self._rows)}
@@ -111,6 +121,45 @@ class PromptSource:
         if self._order[0] != turn:
             self._order = (turn, np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist())
         return self._rows[self._order[1][index]]
+
+
+class Demonstrations:
+    """Given responses, in an order that follows from ``seed``, a share of them for every update.
+
+    Their tokens are injected: no part of a policy's loss, and there for a term that selects them.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+
+    def __init__(
+        self, config: DemonstrationsConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+    ) -> None:
+        self.config, self.seed, self.cursor = config, seed, 0
+        problems = read_problems(config.path, "demonstrations.path", config.prompt_key, config.response_key)
+        self._trees = [self._tree(problem, data, tokenizer) for problem in problems]
+
+    def next(self) -> list[TokenTree]:
+        """The next ``per_step`` of them; the file is shuffled anew for each pass over it."""
+        chosen = []
+        for _ in range(self.config.per_step):
+            turn, index = divmod(self.cursor, len(self._trees))
+            order = np.random.default_rng([self.seed, turn]).permutation(len(self._trees))
+            tree = self._trees[int(order[index])]
+            chosen.append(replace(tree, columns=dict(tree.columns), meta=dict(tree.meta)))
+            self.cursor += 1
+        return chosen
+
+    def _tree(self, problem: Problem, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TokenTree:
+        prompt = make_prompt(problem, data, tokenizer)
+        answer = str(problem.entry["answer"])
+        ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)]
+        return TokenTree.from_nodes(
+            [-1, 0],
+            [Segment.prompt(prompt.token_ids), Segment.make(ids, origin=Origin.INJECTED)],
+            [1],
+            [LeafStatus.STOP],
+        )
 
 
 def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -1,31 +1,86 @@
-"""Advantage estimators: the rewards of a tree's leaves in, one advantage a leaf out.
+"""Credit: the rewards of a batch of trees in, a number for every leaf, node or token out.
 
-``R`` are the rewards ``tree.rewards["reward"]`` of one prompt's responses, mu and sd their mean and unbiased standard
-deviation. Formulas and names are those of METHODS section 2; TreePO's is the only one that looks inside the tree.
-A token shared by several leaves gets its exact share from the leaf advantages (``engine/data/batch.py``), so
-estimators need not know about tokens.
+An estimator is a function of all trees of an update, so it may normalise over the batch; most look at one group at a
+time. ``R`` are the rewards ``tree.rewards["reward"]`` of one prompt's responses, mu and sd their mean and unbiased
+standard deviation. Formulas and names are those of METHODS section 2. What a token shared by several leaves gets
+follows from the credit exactly (``engine/data/batch.py``), so estimators need not know about S_pos and S_neg.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from ..data.tree import Array, TokenTree
+from rolltree.kernels.policy_loss import gae as generalised_advantages
+
+from ..data.columns import Array, Per
+from ..data.tree import TokenTree
 from ..errors import UserError
-from .resolve import import_function
+from .calling import call
 
 EPS = 1e-6
+COLUMN: dict[Per, str] = {
+    "leaf": "advantage",
+    "node": "node_advantage",
+    "token": "token_advantage",
+    "path": "path_advantage",
+}
+"""Where the credit of each kind is kept."""
 
-Advantage = Callable[[TokenTree], Array]
-"""Takes a tree of ``L`` leaves, returns ``[L]``."""
+
+class Credit(NamedTuple):
+    """One array a tree: ``[L]`` of leaves, ``[K]`` of nodes, ``[T]`` of tokens, or ``[P]`` of every leaf's tokens."""
+
+    per: Per
+    values: list[Array]
+
+
+CreditFunction = Callable[[Sequence[TokenTree]], Credit]
+
+
+def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree]) -> None:
+    """Put what ``function`` makes of ``trees`` on them. A list of arrays is the credit of leaves.
+
+    Raises:
+        UserError: it is not one finite number a leaf, node or token of every tree.
+    """
+    what = f"algorithm.advantage = '{name}'"
+    made = call(what, function, trees)
+    credit = made if isinstance(made, Credit) else Credit("leaf", call(what, list, made))
+    if len(credit.values) != len(trees):
+        raise UserError(f"algorithm.advantage = '{name}' returned {len(credit.values)} arrays for {len(trees)} trees.")
+    for tree, values in zip(trees, credit.values, strict=True):
+        found = call(what, np.asarray, values, np.float64)
+        if not np.isfinite(found).all():
+            raise UserError(
+                f"algorithm.advantage = '{name}' must return finite numbers, one a {credit.per}; "
+                f"{int((~np.isfinite(found)).sum())} of {found.size} are not."
+            )
+        try:
+            tree.set(COLUMN[credit.per], found)
+        except ValueError as error:
+            raise UserError(f"algorithm.advantage = '{name}': {error}") from error
+
+
+def group(function: Callable[[TokenTree], Array]) -> CreditFunction:
+    """An estimator that looks at one prompt's responses: ``[L]`` from a tree."""
+
+    @functools.wraps(function)
+    def estimate(trees: Sequence[TokenTree]) -> Credit:
+        return Credit("leaf", [function(tree) for tree in trees])
+
+    return estimate
 
 
 def _rewards(tree: TokenTree) -> Array:  # [L] float64
     return tree.rewards["reward"].astype(np.float64)
 
 
+@group
 def group_norm(tree: TokenTree) -> Array:  # [L]
     """GRPO: ``(R - mu) / (sd + 1e-6)``; a group of one has mu 0 and sd 1."""
     rewards = _rewards(tree)
@@ -34,12 +89,14 @@ def group_norm(tree: TokenTree) -> Array:  # [L]
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
 
 
+@group
 def group_mean(tree: TokenTree) -> Array:  # [L]
     """Dr. GRPO: ``R - mu``; a group of one has mu 0."""
     rewards = _rewards(tree)
     return rewards - (rewards.mean() if len(rewards) > 1 else 0.0)
 
 
+@group
 def rloo(tree: TokenTree) -> Array:  # [L]
     """RLOO: R minus the mean of the *others*, which is ``n / (n - 1) * (R - mu)``; R itself where there are none."""
     rewards = _rewards(tree)
@@ -47,6 +104,7 @@ def rloo(tree: TokenTree) -> Array:  # [L]
     return rewards if count == 1 else count / (count - 1) * (rewards - rewards.mean())
 
 
+@group
 def maxrl(tree: TokenTree) -> Array:  # [L]
     """MaxRL: ``(R - mu) / mu``, 0 where mu is 0.
 
@@ -63,6 +121,7 @@ def maxrl(tree: TokenTree) -> Array:  # [L]
     return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
 
 
+@group
 def opo(tree: TokenTree) -> Array:  # [L]
     """OPO: ``R - b``, ``b = sum(len * R) / sum(len)`` the length-weighted mean; mu if all responses are empty."""
     rewards = _rewards(tree)
@@ -70,6 +129,7 @@ def opo(tree: TokenTree) -> Array:  # [L]
     return rewards - (np.average(rewards, weights=length) if length.any() else rewards.mean())
 
 
+@group
 def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     """TreePO: the mean over a leaf's ancestor groups ``g`` of ``R - mean_g(R)``.
 
@@ -99,41 +159,137 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     return rewards - baseline
 
 
-ADVANTAGES: dict[str, Advantage] = {
+@group
+def nft(tree: TokenTree) -> Array:  # [L]
+    """NFT: ``+w(q)`` for a right answer and ``-w(q)`` for a wrong one, ``w = sqrt((1 - q) / q)``, q their pass rate.
+
+    Raises:
+        UserError: a reward is neither 0 nor 1.
+    """
+    rewards = _rewards(tree)
+    if not np.isin(rewards, (0, 1)).all():
+        raise UserError("The advantage 'nft' needs rewards of 0 and 1; choose another estimator.")
+    rate = rewards.mean()
+    return (2 * rewards - 1) * (np.sqrt((1 - rate) / rate) if 0 < rate < 1 else 0.0)
+
+
+def reinforce_pp(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
+    """REINFORCE++: returns to go ``G_t = r_t + gamma G_t+1`` of the tokens in the loss, whitened over the batch."""
+    returns = [_returns(tree, gamma) for tree in trees]
+    return Credit("path", _whiten(returns, [_in_loss(tree) for tree in trees]))
+
+
+def reinforce_pp_baseline(trees: Sequence[TokenTree]) -> Credit:
+    """REINFORCE++-baseline: ``R - mu`` of the group, whitened over the batch's tokens in the loss."""
+    return Credit("leaf", _whiten(group_mean(trees).values, [tree.loss_length for tree in trees]))
+
+
+def segment_value_diff(trees: Sequence[TokenTree]) -> Credit:
+    """SPO: of a node ``V(node) - V(parent)``, where V is the mean reward of the leaves below; 0 of the prompt."""
+
+    def difference(tree: TokenTree) -> Array:  # [K]
+        value = node_values(tree)
+        return value - value[np.maximum(tree.parent, 0)]
+
+    return Credit("node", [difference(tree) for tree in trees])
+
+
+def sibling_group(trees: Sequence[TokenTree]) -> Credit:
+    """PROPA: the values of nodes (mean reward of the leaves below), ``(V - mu) / (sd + 1e-6)`` among siblings."""
+
+    def normalised(tree: TokenTree) -> Array:  # [K]
+        value, parent = node_values(tree)[1:], tree.parent[1:]
+        count = np.maximum(np.bincount(parent, minlength=tree.num_nodes), 1)
+        mean = np.bincount(parent, value, tree.num_nodes) / count
+        off = value - mean[parent]
+        deviation = np.sqrt(np.bincount(parent, off**2, tree.num_nodes) / np.maximum(count - 1, 1))
+        return np.concatenate([[0.0], off / (deviation[parent] + EPS)])
+
+    return Credit("node", [normalised(tree) for tree in trees])
+
+
+def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Credit:
+    """PPO: generalised advantages along every path from the critic's `value` column; writes `value_target`.
+
+    ``delta_t = r_t + gamma V_t+1 - V_t``, ``A_t = delta_t + gamma lam A_t+1``, ``value_target = A + V``, carried over
+    tokens outside the loss (Schulman et al. 2016). A shared token has one value and, in each response, its own A.
+
+    Raises:
+        UserError: a token in the loss has no value, as in a run without a critic.
+    """
+    credit = []
+    for tree in trees:
+        rows, live = tree.path_tokens, _in_loss(tree)
+        value = tree.value[rows].astype(np.float64)
+        if np.isnan(value[live]).any():
+            raise UserError("algorithm.advantage = 'gae' needs the value of every token; add a critic to [roles].")
+        advantage, target = generalised_advantages(
+            torch.from_numpy(_token_rewards(tree)),
+            torch.from_numpy(np.where(live, value, 0.0)),
+            torch.from_numpy(_boundaries(tree)),
+            gamma=gamma,
+            lam=lam,
+            mask=torch.from_numpy(live),
+        )
+        credit.append(advantage.numpy())
+        tree.set("value_target", target.numpy())
+    return Credit("path", _whiten(credit, [_in_loss(tree) for tree in trees]) if whiten else credit)
+
+
+def node_values(tree: TokenTree) -> Array:  # [K] float64
+    """Mean reward of the leaves below each node."""
+    below = np.concatenate([[0.0], np.cumsum(_rewards(tree)[tree.leaf_order])])
+    return (below[tree.last_leaf + 1] - below[tree.first_leaf]) / (tree.last_leaf - tree.first_leaf + 1)
+
+
+def _boundaries(tree: TokenTree) -> Array:  # [L + 1] int64
+    return np.concatenate([[0], np.cumsum(tree.response_length, dtype=np.int64)])
+
+
+def _in_loss(tree: TokenTree) -> Array:  # [P] bool
+    return tree.loss_mask[tree.path_tokens]
+
+
+def _token_rewards(tree: TokenTree) -> Array:  # [P] float64
+    """Each token's own reward; the response's comes with its last token in the loss."""
+    rewards, live = tree.token_reward.astype(np.float64), _in_loss(tree)
+    place = np.where(live, np.arange(len(live)), -1)
+    cuts = _boundaries(tree)
+    for leaf, value in enumerate(_rewards(tree)):
+        own = place[cuts[leaf] : cuts[leaf + 1]]
+        if len(own) and own.max() >= 0:
+            rewards[own.max()] += value
+    return rewards
+
+
+def _returns(tree: TokenTree, gamma: float) -> Array:  # [P] float64
+    """``G_t = r_t + gamma G_t+1`` over the tokens in the loss: advantages of values that are all 0."""
+    rewards, live = _token_rewards(tree), torch.from_numpy(_in_loss(tree))
+    zero = torch.zeros(len(rewards), dtype=torch.float64)
+    cuts = torch.from_numpy(_boundaries(tree))
+    return generalised_advantages(torch.from_numpy(rewards), zero, cuts, gamma=gamma, lam=1.0, mask=live)[0].numpy()
+
+
+def _whiten(values: list[Array], weights: list[Array]) -> list[Array]:
+    """``(x - mean) / sqrt(var + 1e-8)``: mean and unbiased variance over all trees, each value ``weight`` times."""
+    x, w = np.concatenate(values), np.concatenate(weights).astype(np.float64)
+    count = w.sum()
+    mean = (w * x).sum() / max(count, 1)
+    variance = (w * (x - mean) ** 2).sum() / max(count - 1, 1)
+    return [(v - mean) / np.sqrt(variance + 1e-8) for v in values]
+
+
+ADVANTAGES: dict[str, CreditFunction] = {
     "group_norm": group_norm,
     "group_mean": group_mean,
     "rloo": rloo,
     "maxrl": maxrl,
     "opo": opo,
     "tree_path_mean": tree_path_mean,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "segment_value_diff": segment_value_diff,
+    "sibling_group": sibling_group,
+    "gae": gae,
+    "nft": nft,
 }
-
-
-def find_advantage(name: str) -> Advantage:
-    """The estimator called ``name``, or the function ``file.py:function`` names.
-
-    Raises:
-        UserError: there is no such estimator, file or function.
-    """
-    if name in ADVANTAGES:
-        return ADVANTAGES[name]
-    if ":" not in name:
-        raise UserError(
-            f"algorithm.advantage = '{name}' is not known; use one of {', '.join(ADVANTAGES)}, or file.py:function."
-        )
-    return _checked(import_function(name), name)
-
-
-def _checked(function: Advantage, name: str) -> Advantage:
-    """``function`` with its result checked: it is the user's."""
-
-    def estimate(tree: TokenTree) -> Array:  # [L]
-        advantage = np.asarray(function(tree), np.float64)
-        if advantage.shape != (tree.num_leaves,) or not np.isfinite(advantage).all():
-            raise UserError(
-                f"algorithm.advantage = '{name}' must return {tree.num_leaves} finite numbers, one a leaf; it returned "
-                f"an array of shape {advantage.shape} with {int(np.isfinite(advantage).sum())} finite numbers."
-            )
-        return advantage
-
-    return estimate

@@ -1,34 +1,137 @@
-"""Functions that a configuration names as `file.py:function`."""
+"""One way from a name in a configuration to the part it names.
+
+A part is built in, and then found by its name in its kind's table, or it is the user's own, named ``file.py:object``.
+Its options are the parameters that follow those the run fills in; they are checked against the signature before a run
+begins. A class is made with them, a function is returned with them bound.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib.util
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .calling import ask, call, failure
+
+NEEDED = inspect.Parameter.empty
+"""Stands for the default of an option that has none."""
 
 
-def import_function(reference: str) -> Callable[..., Any]:
-    """The function named by `file.py:function`.
+def resolve(
+    key: str,
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    known: Mapping[str, Callable[..., Any]],
+    inputs: tuple[str, ...] = (),
+) -> Any:
+    """The part that ``key`` of the configuration names.
+
+    Args:
+        key: the configuration's key, for the messages, such as ``rollout.program``.
+        name: a name in ``known``, or ``file.py:object``.
+        options: the part's options.
+        known: the built-in parts of this kind.
+        inputs: what a function of this kind is called with, in order; a class is called with its options alone.
 
     Raises:
-        UserError: there is no such file or function, or the file cannot be run.
+        UserError: there is no such part, file or object, it takes no such inputs, or an option is unknown, missing or
+            refused by the part itself.
+    """
+    options = options or {}
+    part = known[name] if name in known else _imported(key, name, known)
+    of = f"{key} = '{name}'"
+    taken = options_of(part, inputs, of)
+    if unknown := sorted(set(options) - set(taken)):
+        near = difflib.get_close_matches(unknown[0], taken, 1)
+        hint = f"did you mean '{near[0]}'" if near else f"it takes {', '.join(taken) or 'none'}"
+        raise UserError(f"{of} has no option '{unknown[0]}'; {hint}.")
+    if missing := [option for option, default in taken.items() if default is NEEDED and option not in options]:
+        raise UserError(f"{of} needs the option '{missing[0]}'; give it in {key}_options.")
+    if not inspect.isclass(part):
+        own = part if name in known else functools.partial(call, of, part)
+        return functools.partial(own, **options) if options else own
+    return ask(of, part, **options)
+
+
+def options_of(part: Callable[..., Any], inputs: Iterable[str] = (), of: str = "") -> dict[str, Any]:
+    """Names and defaults (`NEEDED` where there is none) of a part's options.
+
+    A class that takes any keyword takes the options of its parents too.
+
+    Raises:
+        UserError: a function does not take ``inputs`` as its first arguments.
+    """
+    if not inspect.isclass(part):
+        parameters = list(inspect.signature(part).parameters.values())
+        wanted = list(inputs)
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(places) < len(wanted) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise UserError(f"{of or part} must be a function of ({', '.join(wanted)}).")
+        rest = [p for p in parameters if p not in places[: len(wanted)]]
+        return {p.name: p.default for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    found: dict[str, Any] = {}
+    for cls in part.__mro__[:-1]:
+        if "__init__" not in cls.__dict__:
+            continue
+        parameters = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
+        for p in parameters:
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                found.setdefault(p.name, p.default)
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def import_object(reference: str) -> Callable[..., Any]:
+    """The function or class named by ``file.py:object``.
+
+    Raises:
+        UserError: there is no such file or object, or the file cannot be run.
     """
     file, _, name = reference.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise UserError(f"There is no file '{file}', named in '{reference}'; give file.py:function.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+        raise UserError(f"There is no file '{file}', named in '{reference}'; give file.py:object.")
+    module = _module(path.resolve())
+    found = getattr(module, name, None)
+    if not callable(found):
+        near = difflib.get_close_matches(name, dir(module), 1)
+        hint = f"; did you mean '{near[0]}'" if near else ""
+        raise UserError(f"'{file}' defines no function or class '{name}', named in '{reference}'{hint}.")
+    return found
+
+
+def _imported(key: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
+    if ":" in name:
+        return import_object(name)
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean '{near[0]}'" if near else f"use one of {', '.join(known)}"
+    raise UserError(f"{key} = '{name}' is not known; {hint}, or name your own as file.py:object.")
+
+
+def _module(path: Path) -> Any:
+    """The file as a module, run once as long as it stays the same: two names of one file share its state."""
+    name = f"rolltree_user_{path.stem}_{hash((path, path.stat().st_mtime_ns)) & 0xFFFFFFFFFFFFFFFF:x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"'{file}' cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"'{file}' defines no function '{name}', named in '{reference}'.")
-    return function
+    except BaseException as error:  # sys.exit too
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"'{path}' cannot be imported: {failure(error, path)}.") from error
+    return module

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rolltree.kernels import LogprobOutput, Objective, PolicyLossOutput, linear_logprob, linear_policy_loss
+from rolltree.kernels import LogprobOutput, linear_logprob
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
@@ -23,6 +23,7 @@ from .sharding import whole
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # what configurations call their list of layers
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")
 
 
@@ -115,18 +116,18 @@ def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 wher
 def batch_logprob(
     model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
 ) -> LogprobOutput:
-    """Log-probability of every pair of ``batch``, and on request (``want``) entropy and sum of squared probabilities.
+    """Log-probability of every target of ``batch``, and on request (``want``) entropy and sum of squared probabilities.
 
     Returns:
-        ``logprob [M]`` fp32, one value a pair. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *pair* too. Those of a
-        batch of pieces have no gradient.
+        ``logprob [M]`` fp32, one value a target. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *target* too. Those
+        of a batch of pieces have no gradient.
 
     Raises:
         ValueError: as :func:`decode`.
     """
     if batch.pieces:
         return _logprob_of_pieces(model, batch, temperature, want)
-    return pair_logprob(
+    return target_logprob(
         model, decode(model, batch).hidden, batch.target, batch.head_row, batch.head_index, temperature, want
     )
 
@@ -138,10 +139,12 @@ def _logprob_of_pieces(
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        some = pair_logprob(model, decoded.hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
+        some = target_logprob(
+            model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, temperature, want
+        )
         for name, values in some._asdict().items():
             if values is not None:
-                found.setdefault(name, values.new_empty(len(batch.target)))[p.pair] = values
+                found.setdefault(name, values.new_empty(len(batch.target)))[p.target] = values
 
     (tree,) = batch.trees
     run = partial(decode, model, batch)
@@ -149,7 +152,7 @@ def _logprob_of_pieces(
     return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
 
 
-def pair_logprob(
+def target_logprob(
     model: PreTrainedModel,
     hidden: Tensor,  # [T, H]
     target: Tensor,  # [M]
@@ -158,7 +161,7 @@ def pair_logprob(
     temperature: float,
     want: Sequence[str],
 ) -> LogprobOutput:
-    """What the head says of ``target``, predicted by the rows ``head_row[head_index]``; all values are per pair."""
+    """What the head says of ``target``, predicted by the rows ``head_row[head_index]``; all values are per target."""
     weight, bias, softcap = head(model)
     out = linear_logprob(
         hidden.index_select(0, head_row),
@@ -170,64 +173,13 @@ def pair_logprob(
         softcap=softcap,
         want=want,
     )
-    pair = head_index
     return LogprobOutput(
         logprob=out.logprob,
-        logsumexp=out.logsumexp[pair],
-        entropy=None if out.entropy is None else out.entropy[pair],
-        sum_p2=None if out.sum_p2 is None else out.sum_p2[pair],
+        logsumexp=out.logsumexp[head_index],
+        entropy=None if out.entropy is None else out.entropy[head_index],
+        sum_p2=None if out.sum_p2 is None else out.sum_p2[head_index],
         extra_logprob=None,
     )
-
-
-def batch_loss(
-    model: PreTrainedModel,
-    batch: TreeBatch,
-    objective: Objective,
-    *,
-    normalizer: float | Tensor,
-    temperature: float = 1.0,
-    old_logprob: Tensor | None = None,  # [M]
-    ref_logprob: Tensor | None = None,  # [M]
-    router_share: float = 1.0,
-) -> PolicyLossOutput:
-    """The objective's loss over all leaves of ``batch``, exact for shared tokens, ready for ``.backward()``.
-
-    Args:
-        normalizer: what the sum over logical tokens is divided by; see ``Objective.aggregation``. Give the count of the
-            whole update, so that the loss does not depend on how it was cut into micro-batches.
-        temperature: of the distribution whose log-probabilities enter the ratio.
-        old_logprob: of the policy at the start of the update; None for a single on-policy update (ratio 1).
-        ref_logprob: of the reference policy, for objectives with a KL term.
-        router_share: what the load balancing of experts counts here, where the model's config asks for it; over an
-            update's batches the shares should sum to 1. It is a mean over the tokens of one batch, so unlike the rest
-            it depends on how an update is cut.
-    """
-    fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
-    weight, bias, softcap = head(model)
-    decoded = decode(model, batch)
-    out = linear_policy_loss(
-        decoded.hidden,
-        weight,
-        batch.target,
-        fields,
-        objective,
-        normalizer=normalizer,
-        row=batch.row,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-    )
-    return with_router_loss(out, decoded, router_share)
-
-
-def with_router_loss(out: PolicyLossOutput, decoded: Decoded, share: float) -> PolicyLossOutput:
-    """``out`` and the share of the experts' load balancing, if there is any."""
-    if decoded.router_loss is None:
-        return out
-    counted = torch.full((), share, dtype=torch.float64, device=out.loss.device)
-    metric = {"actor/router_loss": (decoded.router_loss.detach() * counted, counted)}
-    return PolicyLossOutput(out.loss + share * decoded.router_loss, out.metrics | metric)
 
 
 def check_model_dir(path: str | Path) -> None:
@@ -253,7 +205,8 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
 
     Raises:
-        UserError: it cannot be read, or has layers that cannot be tree-masked.
+        UserError: it cannot be read, its tensors are not those of its configuration, or it has layers that cannot be
+            tree-masked.
     """
     local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
     if local:
@@ -261,11 +214,21 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     try:
         config = AutoConfig.from_pretrained(path)
         _check_layers(config, path)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=integration.NAME, use_safetensors=True
+        # wrong shapes are let through here, to be named one by one below
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=integration.NAME,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"The model '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    except UserError:
+        raise
+    except Exception as error:  # a damaged directory makes transformers raise whatever it meets first
+        raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
+    _check_tensors(model, found, path)
     _check_modules(model, path)
     return model.to(device)
 
@@ -274,12 +237,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model.
 
     Raises:
-        UserError: there is none, or it names no end-of-sequence token.
+        UserError: there is none, it knows no characters, or it names no end-of-sequence token.
     """
+    directory = Path(path)
+    if directory.is_dir() and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"'{path}' holds no tokenizer ({TOKENIZER_FILES[0]}); save the model's tokenizer beside its weights."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"The tokenizer in '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    except Exception as error:  # as above
+        raise UserError(f"The tokenizer in '{path}' cannot be loaded: {_why(error)}.") from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
+        raise UserError(f"The tokenizer in '{path}' makes no tokens of a text; save the model's own there.")
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config."
@@ -294,6 +264,36 @@ def _check_layers(config: Any, path: str | Path) -> None:
         raise UserError(
             f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
         )
+
+
+def _check_tensors(model: PreTrainedModel, found: dict[str, Any], path: str | Path) -> None:
+    """Every weight must come from the files: transformers fills what is missing with random numbers.
+
+    Tied weights are not missing. Tensors of parts that a decoder has not (a vision tower) are left out, as transformers
+    does; what belongs to the decoder itself must have its place there.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # of tied weights the first name
+    missing = sorted(found["missing_keys"], key=lambda key: (key not in named, key))
+    misshapen = sorted(found["mismatched_keys"])
+    unknown = sorted(key for key in found["unexpected_keys"] if key.startswith(f"{model.base_model_prefix}."))
+    wrong = [f"'{key}' is missing" for key in missing]
+    wrong += [f"'{key}' is {list(theirs)} and not {list(ours)}" for key, theirs, ours in misshapen]
+    wrong += [f"'{key}' has no place in the model" for key in unknown]
+    if not wrong:
+        wrong = [f"'{key}' holds numbers that are not finite" for key, t in named.items() if not _finite(t)]
+    if wrong:
+        more = f" and {len(wrong) - 1} more are wrong" if len(wrong) > 1 else ""
+        raise UserError(
+            f"The weights in '{path}' are not those its config.json describes: {wrong[0]}{more}; restore the files."
+        )
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or tensor.is_meta or bool(torch.isfinite(tensor).all())
+
+
+def _why(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def _check_modules(model: nn.Module, path: str | Path) -> None:

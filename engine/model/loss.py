@@ -1,43 +1,120 @@
-"""Loss and gradients of a batch: at once, or in pieces where its tree is larger than the budget."""
+"""Loss and gradients of a batch: at once, or in pieces where its tree is larger than the budget.
+
+A loss is a sum of kernel terms (`rolltree.kernels.Term`, `LogprobTerm`) over the same targets; all of them share one
+forward of the model and one pass of its head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rolltree.kernels import Objective, PolicyFields, PolicyLossOutput, linear_policy_loss, policy_loss
+from rolltree.kernels import (
+    LogprobTerm,
+    Objective,
+    PolicyLossOutput,
+    Term,
+    TermsLossOutput,
+    linear_terms_loss,
+    policy_loss,
+)
+from rolltree.kernels.linear_policy_loss.terms import named
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
-from .decoder import Decoded, batch_logprob, batch_loss, decode, head, pair_logprob, with_router_loss
+from .decoder import Decoded, batch_logprob, decode, head, target_logprob
 
+AnyTerm = Term | LogprobTerm
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
-def backward(
+def batch_loss(
     model: PreTrainedModel,
     batch: TreeBatch,
     objective: Objective,
     *,
     normalizer: float | Tensor,
     temperature: float = 1.0,
-    old_logprob: Tensor | None = None,  # [M]
+    old_logprob: Tensor | Literal["behaviour"] | None = "behaviour",  # [M]
     ref_logprob: Tensor | None = None,  # [M]
     router_share: float = 1.0,
-    after_each: Callable[[], object] | None = None,
 ) -> PolicyLossOutput:
-    """:func:`batch_loss` and its backward: adds to the gradients of the model's parameters.
+    """The objective's loss over all leaves of ``batch``, exact for shared tokens, ready for ``.backward()``.
 
-    A batch of pieces gives the same loss and gradients, with the activations of one piece in memory. Where the
-    objective looks at whole paths (ratios of sequences, say) it needs every log-prob before the first gradient, so the
+    Args:
+        normalizer: what the sum over logical tokens is divided by; see ``Objective.aggregation``. Give the count of the
+            whole update, so that the loss does not depend on how it was cut into micro-batches.
+        temperature: of the distribution whose log-probabilities enter the ratio.
+        old_logprob: of the policy at the start of the update: a tensor, the ones recorded when the tokens were sampled
+            ("behaviour"), or None for a single on-policy update (ratio 1).
+        ref_logprob: of the reference policy, for objectives with a KL term; the batch's column where it has one.
+        router_share: what the load balancing of experts counts here, where the model's config asks for it; over an
+            update's batches the shares should sum to 1. It is a mean over the tokens of one batch, so unlike the rest
+            it depends on how an update is cut.
+
+    Raises:
+        ValueError: ``old_logprob`` is "behaviour", the objective looks at a ratio, and a token in the loss has none.
+    """
+    fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
+    out = terms_loss(model, batch, [Term(fields, objective, normalizer)], temperature, router_share)
+    return PolicyLossOutput(out.loss, out.metrics)
+
+
+def terms_loss(
+    model: PreTrainedModel, batch: TreeBatch, terms: Sequence[AnyTerm], temperature: float, router_share: float
+) -> TermsLossOutput:
+    """The sum of ``terms`` over ``batch``, ready for ``.backward()``."""
+    decoded = decode(model, batch)
+    return with_router_loss(
+        _head_pass(model, decoded.hidden, batch.target, terms, batch.row, temperature), decoded, router_share
+    )
+
+
+def _head_pass(
+    model: PreTrainedModel,
+    hidden: Tensor,  # [N, H]
+    target: Tensor,  # [M]
+    terms: Sequence[AnyTerm],
+    row: Tensor,  # [M]
+    temperature: float,
+) -> TermsLossOutput:
+    weight, bias, softcap = head(model)
+    options: dict[str, Any] = {"row": row, "bias": bias, "temperature": temperature, "softcap": softcap}
+    return linear_terms_loss(hidden, weight, target, terms, **options)
+
+
+def with_router_loss(out: TermsLossOutput, decoded: Decoded, share: float) -> TermsLossOutput:
+    """``out`` and the share of the experts' load balancing, if there is any."""
+    if decoded.router_loss is None:
+        return out
+    counted = torch.full((), share, dtype=torch.float64, device=out.loss.device)
+    metric = {"actor/router_loss": (decoded.router_loss.detach() * counted, counted)}
+    return out._replace(loss=out.loss + share * decoded.router_loss, metrics=out.metrics | metric)
+
+
+def backward(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    terms: Sequence[AnyTerm],
+    *,
+    temperature: float = 1.0,
+    router_share: float = 1.0,
+    after_each: Callable[[], object] | None = None,
+) -> TermsLossOutput:
+    """The loss of ``terms`` and its backward: adds to the gradients of the model's parameters.
+
+    A batch of pieces gives the same loss and gradients, with the activations of one piece in memory. Where a term looks
+    at whole paths (ratios of sequences, preference pairs) it needs every log-prob before the first gradient, so the
     model runs once more.
 
     Args:
-        normalizer, temperature, old_logprob, ref_logprob, router_share: as for :func:`batch_loss`.
+        terms: on the batch's targets; see `linear_terms_loss`.
+        temperature, router_share: as for :func:`batch_loss`.
         after_each: called after every backward, as to move gradients away.
 
     Returns:
@@ -45,23 +122,15 @@ def backward(
     """
     after = after_each or (lambda: None)
     if not batch.pieces:
-        out = batch_loss(
-            model,
-            batch,
-            objective,
-            normalizer=normalizer,
-            temperature=temperature,
-            old_logprob=old_logprob,
-            ref_logprob=ref_logprob,
-            router_share=router_share,
-        )
-        out.loss.backward()
+        out = terms_loss(model, batch, terms, temperature, router_share)
+        if out.loss.requires_grad:
+            out.loss.backward()
         after()
         return out._replace(loss=out.loss.detach())
-    fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
-    if objective.scope == "token":
-        return _token_by_token(model, batch, objective, fields, normalizer, temperature, router_share, after)
-    return _in_two_passes(model, batch, objective, fields, normalizer, temperature, router_share, after)
+    of_tokens = [t for t in terms if isinstance(t, Term) and t.objective.scope == "token"]
+    if len(of_tokens) == len(terms):
+        return _token_by_token(model, batch, of_tokens, temperature, router_share, after)
+    return _in_two_passes(model, batch, terms, temperature, router_share, after)
 
 
 class _Account:
@@ -70,49 +139,40 @@ class _Account:
     def __init__(self) -> None:
         self.loss: float | Tensor = 0.0
         self.metrics: Metrics = {}
+        self.losses: dict[str, Tensor] = {}
 
-    def add(self, loss: Tensor, metrics: Metrics) -> None:
-        self.loss = self.loss + loss.detach()
-        for name, values in metrics.items():
+    def add(self, out: TermsLossOutput) -> None:
+        self.loss = self.loss + out.loss.detach()
+        for name, values in out.metrics.items():
             before = self.metrics.get(name)
             self.metrics[name] = values if before is None else (before[0] + values[0], before[1] + values[1])
+        for name, value in out.losses.items():
+            self.losses[name] = self.losses[name] + value if name in self.losses else value
 
-    def result(self) -> PolicyLossOutput:
+    def result(self) -> TermsLossOutput:
         assert isinstance(self.loss, Tensor)
-        return PolicyLossOutput(self.loss, self.metrics)
+        return TermsLossOutput(self.loss, self.metrics, self.losses)
 
 
 def _token_by_token(
     model: PreTrainedModel,
     batch: TreeBatch,
-    objective: Objective,
-    fields: PolicyFields,
-    normalizer: float | Tensor,
+    terms: Sequence[Term],
     temperature: float,
     router_share: float,
     after: Callable[[], object],
-) -> PolicyLossOutput:
-    weight, bias, softcap = head(model)
+) -> TermsLossOutput:
     account = _Account()
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        out = linear_policy_loss(
-            decoded.hidden.index_select(0, p.head_row),
-            weight,
-            batch.target[p.pair],
-            fields.take(p.pair),
-            objective,
-            normalizer=normalizer,
-            row=p.head_index,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-        )
+        some = [t._replace(fields=t.fields.take(p.target)) for t in terms]
+        hidden = decoded.hidden.index_select(0, p.head_row)
+        out = _head_pass(model, hidden, batch.target[p.target], some, p.head_index, temperature)
         out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()
-        account.add(*out)
+        account.add(out)
 
     _visit(model, batch, use)
     return account.result()
@@ -121,35 +181,43 @@ def _token_by_token(
 def _in_two_passes(
     model: PreTrainedModel,
     batch: TreeBatch,
-    objective: Objective,
-    fields: PolicyFields,
-    normalizer: float | Tensor,
+    terms: Sequence[AnyTerm],
     temperature: float,
     router_share: float,
     after: Callable[[], object],
-) -> PolicyLossOutput:
+) -> TermsLossOutput:
     """Log-probs first; the loss's derivatives by them are then the weights of a linear objective."""
     known = batch_logprob(model, batch, temperature=temperature, want=("entropy",))
     assert known.entropy is not None
-    logprob, entropy = known.logprob.requires_grad_(), known.entropy.requires_grad_(objective.needs_entropy)
+    wanted = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
+    logprob, entropy = known.logprob.requires_grad_(), known.entropy.requires_grad_(wanted)
     with torch.enable_grad():
-        out = policy_loss(logprob, fields, objective, normalizer=normalizer, entropy=entropy)
-    by_logprob, *by_entropy = torch.autograd.grad(out.loss, [t for t in (logprob, entropy) if t.requires_grad])
+        loss, losses = 0.0 * logprob.sum(), {}
+        metrics: Metrics = {}
+        for term in terms:
+            if isinstance(term, Term):
+                out = policy_loss(logprob, term.fields, term.objective, normalizer=term.normalizer, entropy=entropy)
+            else:
+                out = term.loss(torch.where(term.mask, logprob, 0))
+            loss = loss + term.weight * out.loss
+            metrics |= named(out.metrics, term.name)
+            losses[term.name] = out.loss.detach()
+    by_logprob, *by_entropy = torch.autograd.grad(loss, [t for t in (logprob, entropy) if t.requires_grad])
     want = ("entropy",) if by_entropy else ()
     account = _Account()
-    account.add(*out)
+    account.add(TermsLossOutput(loss, metrics, losses))
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        now = pair_logprob(model, decoded.hidden, batch.target[p.pair], p.head_row, p.head_index, temperature, want)
-        linear = (now.logprob * by_logprob[p.pair]).sum()
+        now = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, temperature, want)
+        linear = (now.logprob * by_logprob[p.target]).sum()
         if now.entropy is not None:
-            linear = linear + (now.entropy * by_entropy[0][p.pair]).sum()
+            linear = linear + (now.entropy * by_entropy[0][p.target]).sum()
         share = router_share * (p.end - p.begin) / batch.num_tokens
-        routed = with_router_loss(PolicyLossOutput(linear, {}), decoded, share)
+        routed = with_router_loss(TermsLossOutput(linear, {}, {}), decoded, share)
         routed.loss.backward()
         after()
-        account.add(routed.loss - linear, routed.metrics)
+        account.add(routed._replace(loss=routed.loss - linear))
 
     _visit(model, batch, use)
     return account.result()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+from ..errors import UserError
+from ..methods.resolve import resolve
 from .arpo import ARPO
 from .eptree import CURE, EPTree
 from .flat import Flat
@@ -46,39 +47,18 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
 }
 
 
-NEEDED = inspect.Parameter.empty
-"""Stands for the default of an option that has none."""
-
-
 def make_program(name: str, **options: Any) -> RolloutProgram:
-    """The program called ``name``.
+    """The program called ``name``, or the class that ``file.py:Class`` names.
 
     Raises:
-        ValueError: no program or no option of that name, one missing, or an option's value makes no sense.
+        UserError: no program or no option of that name, one missing, or an option's value makes no sense.
     """
-    if name not in PROGRAMS:
-        raise ValueError(f"There is no rollout program '{name}'; choose one of {', '.join(PROGRAMS)}.")
-    known = program_options(PROGRAMS[name])
-    if unknown := sorted(set(options) - set(known)):
-        takes = ", ".join(known) or "none"
-        raise ValueError(f"The rollout program '{name}' has no option '{unknown[0]}'; it takes: {takes}.")
-    needed = [option for option, default in known.items() if default is NEEDED]
-    if missing := [option for option in needed if option not in options]:
-        raise ValueError(f"The rollout program '{name}' needs the option '{missing[0]}'.")
-    return PROGRAMS[name](**options)
-
-
-def program_options(program: type[RolloutProgram]) -> dict[str, Any]:
-    """Names and defaults (`NEEDED` where there is none); a program that takes any takes those of its parent too."""
-    found: dict[str, Any] = {}
-    for cls in program.__mro__:
-        parameters = inspect.signature(cls).parameters.values() if issubclass(cls, RolloutProgram) else []
-        for p in parameters:
-            if p.kind is not inspect.Parameter.VAR_KEYWORD:
-                found.setdefault(p.name, p.default)
-        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
-            break
-    return found
+    program = resolve("rollout.program", name, options, known=PROGRAMS)
+    if not isinstance(program, RolloutProgram):
+        raise UserError(
+            f"rollout.program = '{name}' must be a class derived from rolltree.engine.programs.RolloutProgram."
+        )
+    return program
 
 
 __all__ = [
@@ -86,7 +66,6 @@ __all__ = [
     "CURE",
     "LATR",
     "MCTS",
-    "NEEDED",
     "PROGRAMS",
     "SGRPO",
     "WHOLE",
@@ -109,5 +88,4 @@ __all__ = [
     "ToolTurns",
     "TreePO",
     "make_program",
-    "program_options",
 ]

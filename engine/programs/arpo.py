@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.tree import LeafStatus
+from ..data.segment import LeafStatus
 from .program import WHOLE, Action, BranchId, Fork, GroupState, Rewind, SegmentReport
 from .tools import Tool, ToolTurns
 

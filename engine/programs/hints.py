@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..methods.resolve import import_function
+from ..methods.resolve import import_object
 from .program import Action, BranchId, Call, Given, GroupState, Prune, Rewind, RolloutProgram, SegmentReport
 
 Judge = Callable[[str, Any], float]
@@ -33,7 +33,7 @@ class HintLadder(RolloutProgram):
     ) -> None:
         if list(fractions) != sorted(set(fractions)) or not all(0 < f <= 1 for f in fractions):
             raise ValueError(f"hints needs fractions that rise within (0, 1], got {list(fractions)}.")
-        self.judge = import_function(judge) if isinstance(judge, str) else judge
+        self.judge = import_object(judge) if isinstance(judge, str) else judge
         self.fractions, self.keep_failed = tuple(fractions), keep_failed
 
     def start(self, group: GroupState) -> int:

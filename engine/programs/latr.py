@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from ..data.tree import LeafStatus
+from ..data.segment import LeafStatus
 from .program import Action, BranchId, Fork, Given, GroupState, Prune, Rewind, RolloutProgram, SegmentReport
 
 Array = npt.NDArray[Any]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.tree import LeafStatus
-from ..methods.resolve import import_function
+from ..data.segment import LeafStatus
+from ..methods.resolve import import_object
 from .hints import Judge
 from .program import (
     WHOLE,
@@ -78,7 +78,7 @@ class MCTS(RolloutProgram):
     ) -> None:
         if min(segment_tokens, branch, expansions, max_depth) < 1:
             raise ValueError("mcts needs segment_tokens, branch, expansions and max_depth >= 1.")
-        self.judge = import_function(judge) if isinstance(judge, str) else judge
+        self.judge = import_object(judge) if isinstance(judge, str) else judge
         self.segment_tokens, self.branch, self.expansions, self.max_depth = (
             segment_tokens,
             branch,

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from ..data.tree import LeafStatus, Origin
+from ..data.segment import LeafStatus, Origin
 
 Array = npt.NDArray[Any]
 WHOLE = sys.maxsize

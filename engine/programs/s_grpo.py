@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..data.tree import LeafStatus
+from ..data.segment import LeafStatus
 from .program import Action, Given, GroupState, Rewind, RolloutProgram, SegmentReport
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..data.tree import LeafStatus, Origin
-from ..methods.resolve import import_function
+from ..data.segment import LeafStatus, Origin
+from ..methods.resolve import import_object
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 
 Tool = Callable[..., str]
@@ -36,7 +36,7 @@ class ToolTurns(RolloutProgram):
     ) -> None:
         if max_turns < 1 or "{}" not in observation:
             raise ValueError("tools needs max_turns >= 1 and an observation with {} for the tool's text.")
-        self.tool = import_function(tool) if isinstance(tool, str) else tool
+        self.tool = import_object(tool) if isinstance(tool, str) else tool
         self.call_start, self.observation, self.max_turns = call_start, observation, max_turns
         self.segment_stop = (call_end,)
 

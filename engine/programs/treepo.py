@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.tree import LeafStatus
+from ..data.segment import LeafStatus
 from .program import Action, Finish, Fork, GroupState, Rewind, RolloutProgram, SegmentReport
 
 SHARES = {"even": 0, "likely": 1, "unlikely": -1}

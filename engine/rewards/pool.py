@@ -1,9 +1,11 @@
 """RewardPool: verifiers in processes of their own, because a verifier may hang, crash or take the interpreter with it.
 
 Items go to the workers in batches, and each answer comes back by itself, so the pool always knows which item a worker
-is at. A worker that gives no answer for ``timeout_s`` is killed, the item's result is ``timeout``, and the rest of its
-batch goes back to the queue for others; likewise when a worker dies. Order is kept, and results do not depend on which
-worker computed them. Workers are started by ``exec``, not ``fork``: torch's threads and memory stay out of them.
+is at. A worker that gives no answer for ``timeout_s`` is killed with everything it has started (`keeper.py`), the
+item's result is ``timeout``, and the rest of its batch goes back to the queue for others; likewise when a worker dies
+or sends what is no answer. The pool never blocks on a worker, neither sending nor receiving. Order is kept, and results
+do not depend on which worker computed them. Workers are started by ``exec``, not ``fork``: torch's threads and memory
+stay out of them.
 """
 
 from __future__ import annotations
@@ -11,25 +13,34 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import pickle
+import selectors
+import socket
 import subprocess
 import sys
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from multiprocessing import Pipe, connection
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import UserError
 from ..settings import RewardConfig, TaskConfig
+from .worker import HEADER, LENGTH
 
-WORKER = Path(__file__).with_name("worker.py")
+KEEPER = Path(__file__).with_name("keeper.py")
 START_S = 120.0
 """Time for a worker to import its verifier (sympy, reasoning_gym, user code)."""
 MAX_BATCH = 64
+LONGEST_ANSWER = 1 << 16
+"""Bytes; a verdict has no more than some hundreds."""
+KILL_S = 10.0
+"""Time for a keeper to end; it gives up earlier by itself."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class RewardResult:
 
     value: float | None
     reason: str | None
-    """`timeout`, `died`, or what the verifier raised."""
+    """`timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
 
 
 class RewardPool:
@@ -63,18 +74,13 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, tasks: Sequence[TaskConfig] = ()) -> None:
         self._config = config
-        self._setup = {
-            "verifier": config.verifier,
-            "tasks": [(task.name, task.options) for task in tasks],
-            "timeout_s": config.timeout_s,
-        }
-        self._workers = [_Worker(self._setup) for _ in range(config.workers)]
+        setup = {"verifier": config.verifier, "tasks": [(task.name, task.options) for task in tasks]}
+        self._start = lambda: _Worker(setup, config.timeout_s)
+        self._workers = [self._start() for _ in range(config.workers)]
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # runs at interpreter exit too
         try:
-            for worker in self._workers:
-                if not worker.connection.poll(START_S):
-                    raise _broken(config.verifier, f"its process was not ready after {START_S:.0f} s")
-                self._started(worker)
+            while not all(worker.ready for worker in self._workers):
+                self._collect([], deque())
         except UserError:
             self.close()
             raise
@@ -113,12 +119,11 @@ class RewardPool:
     def _collect(self, results: list[RewardResult | None], queue: deque[range]) -> int:
         """Wait for the next answers or time-outs; how many items are settled by them."""
         settled = 0
-        wait = min(worker.deadline for worker in self._workers) - time.monotonic()
-        answered = connection.wait([worker.connection for worker in self._workers], max(0.0, min(wait, START_S)))
+        readable = self._wait()
         now = time.monotonic()
         for index, worker in enumerate(self._workers):
             failure, asked = None, len(worker.pending)
-            if worker.connection in answered:
+            if worker in readable:
                 try:
                     self._take(worker, results)
                 except (EOFError, OSError):
@@ -129,77 +134,138 @@ class RewardPool:
             if failure is None:
                 continue
             if not worker.ready:
-                raise _broken(self._config.verifier, f"a new process of it {failure} while starting")
+                why = "died while starting" if failure == "died" else f"was not ready after {START_S:.0f} s"
+                raise _broken(self._config.verifier, f"its process {why}")
             if worker.pending:
                 results[worker.pending[0]] = RewardResult(None, failure)
                 settled += 1
                 if rest := worker.pending[1:]:
                     queue.appendleft(rest)
             worker.kill()
-            self._workers[index] = _Worker(self._setup)
+            self._workers[index] = self._start()
         return settled
+
+    def _wait(self) -> set[_Worker]:
+        """Send what is waiting to be sent, until something can be received or a time is up."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                writes = selectors.EVENT_WRITE if worker.outbox else 0
+                selector.register(worker.connection, selectors.EVENT_READ | writes, worker)
+            wait = min(worker.deadline for worker in self._workers) - time.monotonic()
+            found = selector.select(max(0.0, min(wait, START_S)))
+        for key, events in found:
+            if events & selectors.EVENT_WRITE:
+                key.data.flush()
+        return {key.data for key, events in found if events & selectors.EVENT_READ}
 
     def _take(self, worker: _Worker, results: list[RewardResult | None]) -> None:
         """Take what a worker has sent.
 
         Raises:
-            EOFError, OSError: the worker died, at the first of its pending items.
+            EOFError, OSError: the worker died or sent what is no answer, at the first of its pending items.
         """
-        if not worker.ready:
-            self._started(worker)
-            return
-        if not worker.pending:
-            raise EOFError  # readable with nothing asked of it: it hung up
-        while worker.pending and worker.connection.poll():
-            value, reason = json.loads(worker.connection.recv_bytes())
-            results[worker.pending[0]] = RewardResult(value, reason)
-            worker.pending = worker.pending[1:]
-        worker.set_deadline(self._config.timeout_s)
-
-    def _started(self, worker: _Worker) -> None:
-        try:
-            message = json.loads(worker.connection.recv_bytes())
-        except (EOFError, OSError):
-            raise _broken(self._config.verifier, "its process died while starting") from None
-        if message != ["ready"]:
-            raise _broken(self._config.verifier, message[1])
-        worker.ready = True
-        worker.set_deadline(self._config.timeout_s)
+        for message in worker.receive():
+            if not worker.ready:
+                if message != ["ready"]:
+                    raise _broken(self._config.verifier, message[1])
+                worker.ready = True
+            elif not worker.pending or message[0] != worker.pending[0]:
+                raise EOFError  # not the answer to what it was asked
+            else:
+                results[worker.pending[0]] = RewardResult(*message[1:])
+                worker.pending = worker.pending[1:]
+            worker.set_deadline()
 
 
-@dataclass
 class _Worker:
-    """A process and what it was given."""
+    """A process, what it was given, and what of it is under way."""
 
-    setup: dict[str, Any]
-    ready: bool = False
-    pending: range = range(0)
-    """Items given and not answered; it is at the first."""
-    deadline: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.connection, theirs = Pipe()
-        with theirs:
-            fd = theirs.fileno()
+    def __init__(self, setup: dict[str, Any], timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.ready = False
+        self.pending = range(0)
+        """Items given and not answered; it is at the first."""
+        self.outbox = bytearray()
+        self._inbox = bytearray()
+        self._token = os.urandom(16)
+        self.connection, theirs = socket.socketpair()
+        self.lifeline, its_end = socket.socketpair()
+        with theirs, its_end:
+            fds = [its_end.fileno(), theirs.fileno()]
             self.process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER), str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL
+                [sys.executable, "-P", str(KEEPER), *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the run's to handle
             )
-        self.connection.send(self.setup)
+        self.connection.setblocking(False)
+        self._send(setup | {"token": self._token})
         self.deadline = time.monotonic() + START_S
 
     def give(self, batch: range, items: Sequence[RewardItem]) -> None:
         self.pending = batch
-        self.set_deadline(self.setup["timeout_s"])
-        with contextlib.suppress(OSError):  # it died; the next wait finds the connection closed
-            self.connection.send([(items[i].response_text, items[i].entry) for i in batch])
+        self.set_deadline()
+        self._send([(i, items[i].response_text, items[i].entry) for i in batch])
 
-    def set_deadline(self, timeout_s: float) -> None:
-        self.deadline = time.monotonic() + timeout_s if self.pending else math.inf
+    def set_deadline(self) -> None:
+        self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf
+
+    def _send(self, message: Any) -> None:
+        content = pickle.dumps(message)
+        self.outbox += LENGTH.pack(len(content)) + content
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as it takes now."""
+        try:
+            while self.outbox:
+                del self.outbox[: self.connection.send(self.outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it died; the next wait finds the connection closed
+            self.outbox.clear()
+
+    def receive(self) -> Iterator[Any]:
+        """The whole messages that are there.
+
+        Raises:
+            EOFError, OSError: it hung up, or something else than its answers has come.
+        """
+        content = self.connection.recv(1 << 20)
+        self._inbox += content
+        if not content:
+            raise EOFError
+        while self._inbox:
+            if not self._inbox.startswith(self._token[: len(self._inbox)]):
+                raise EOFError
+            if len(self._inbox) < HEADER.size:
+                return
+            _, length, checksum = HEADER.unpack_from(self._inbox)
+            end = HEADER.size + length
+            if length > LONGEST_ANSWER or (
+                len(self._inbox) >= end and zlib.crc32(self._inbox[HEADER.size : end]) != checksum
+            ):
+                raise EOFError
+            if len(self._inbox) < end:
+                return
+            message = json.loads(self._inbox[HEADER.size : end])
+            del self._inbox[:end]
+            yield message
+
+    def release(self) -> None:
+        """Let its keeper kill it and all it has started."""
+        with contextlib.suppress(OSError):  # shut down, not only closed: a fork may hold a copy
+            self.lifeline.shutdown(socket.SHUT_RDWR)
+        self.lifeline.close()
+        self.connection.close()
 
     def kill(self) -> None:
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
+        self.release()
+        try:
+            self.process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def _broken(verifier: str, why: str) -> UserError:
@@ -207,5 +273,7 @@ def _broken(verifier: str, why: str) -> UserError:
 
 
 def _kill_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.release()
     while workers:
         workers.pop().kill()

@@ -1,83 +1,111 @@
-"""One verifier process. Run as a script, so that it imports neither torch nor the rest of rolltree.
+"""One verifier process, which `keeper.py` runs, so that it imports neither torch nor the rest of rolltree.
 
-It talks to :class:`RewardPool` over the socket whose number is its only argument. First comes a *setup* message
-``{verifier, tasks, timeout_s}``, answered by ``["ready"]`` or ``["broken", why]``; then lists of
-``(response text, entry)``, each item answered in order by ``[value, reason]``. Answers are JSON: nothing that user code
-returns is unpickled.
+It talks to :class:`RewardPool` over a socket. First comes a *setup* message ``{verifier, tasks, token}``, answered by
+``["ready"]`` or ``["broken", why]``; then lists of ``(number, response text, entry)``, each item answered in order by
+``[number, value, reason]``. Answers are JSON: nothing that user code returns is unpickled.
 
-The process never outlives its parent for long: a thread that reads the socket ends it at once when the parent is gone,
-and while a verifier runs, faulthandler's timer, which needs no interpreter lock, ends it a little after the time limit.
+User code shares the process, and may write to any file descriptor. The socket has a high number, closes on ``exec``,
+and each answer is framed by the token of its process and a checksum, so that the pool takes nothing else for one.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import fcntl
 import importlib.util
 import json
-import math
 import os
+import pickle
 import queue
 import re
-import signal
+import resource
+import socket
+import struct
 import sys
 import threading
+import zlib
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 Verifier = Callable[[str, dict[str, Any]], Any]
 
-GRACE_S = 5.0
-"""The parent kills a hanging worker at the time limit; without a parent it ends itself this much later."""
+HEADER = struct.Struct("!16sII")
+"""Before each answer: the token, and length and checksum of the JSON that follows."""
+LENGTH = struct.Struct("!Q")
+"""Before each message of the pool: the length of the pickle that follows."""
 
 
 def main(fd: int) -> None:
     os.dup2(2, 1)  # what a verifier prints must not mix with the parent's own output
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    connection = Connection(fd)
+    sys.argv = sys.argv[:1]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(fd, min(limit % 1025, 1024) - 16))
+    os.close(fd)
+    connection = socket.socket(fileno=high)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     setup = messages.get()
+    send = _Sender(connection, setup["token"])
+    failure = _load_file("rolltree_calling", Path(__file__).parents[1] / "methods" / "calling.py").failure
     try:
         verify = load_verifier(setup["verifier"], setup["tasks"])
-    except Exception as error:
-        _send(connection, ["broken", _describe(error)])
+    except BaseException as error:
+        send(["broken", failure(error)])
         return
-    _send(connection, ["ready"])
+    send(["ready"])
+    here = os.getpid()
     while True:
-        for text, entry in messages.get():
-            _send(connection, _judge(verify, text, entry, setup["timeout_s"]))
+        for number, text, entry in messages.get():
+            value, reason = _judge(verify, text, entry, failure)
+            if os.getpid() != here:
+                os._exit(0)  # the verifier forked, and both came back
+            send([number, value, reason])
 
 
-def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
-    while True:
-        try:
-            messages.put(connection.recv())
-        except (EOFError, OSError):
-            os._exit(0)  # the pool was closed, or its process is gone
+def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
+    with connection.makefile("rb") as stream:
+        while len(length := stream.read(LENGTH.size)) == LENGTH.size:
+            messages.put(pickle.loads(stream.read(LENGTH.unpack(length)[0])))
+    os._exit(0)  # the pool was closed, or its process is gone
 
 
-def _judge(verify: Verifier, text: str, entry: dict[str, Any], timeout_s: float) -> list[Any]:
-    faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True)
+def _judge(
+    verify: Verifier, text: str, entry: dict[str, Any], failure: Callable[..., str]
+) -> tuple[float | None, str | None]:
     try:
         value = float(verify(text, entry))
-    except Exception as error:
-        return [None, _describe(error)]
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    return [value, None] if math.isfinite(value) else [None, f"the verifier returned {value}"]
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-
-
-def _send(connection: Connection, message: list[Any]) -> None:
+    except BaseException as error:  # sys.exit too
+        return None, failure(error, verify)
     try:
-        connection.send_bytes(json.dumps(message).encode())
-    except OSError:
-        os._exit(0)
+        (rounded,) = struct.unpack("f", struct.pack("f", value))  # what training keeps of it
+    except OverflowError:
+        rounded = float("inf")
+    if rounded - rounded != 0:
+        return None, f"the verifier returned {value:g}, which is not finite in fp32"
+    return value, None
+
+
+class _Sender:
+    def __init__(self, connection: socket.socket, token: bytes) -> None:
+        self._connection, self._token = connection, token
+
+    def __call__(self, message: list[Any]) -> None:
+        text = json.dumps(message).encode()
+        try:
+            self._connection.sendall(HEADER.pack(self._token, len(text), zlib.crc32(text)) + text)
+        except OSError:
+            os._exit(0)
+
+
+def _load_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 # -- verifiers ---------------------------------------------------------------------------------------------------------
@@ -133,13 +161,8 @@ def _user_verifier(name: str) -> Verifier:
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    module = _load_file(path.stem, path)
     verify = getattr(module, function, None)
     if not callable(verify):
         raise AttributeError(f"{path} has no function {function}")
@@ -174,7 +197,3 @@ def _closing_brace(text: str, start: int) -> int:
         if depth == 0:
             return index
     return -1
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

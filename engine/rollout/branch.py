@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.tree import LeafStatus, Origin, Segment, TokenTree
+from ..data.segment import LeafStatus, Origin, Segment
+from ..data.tree import TokenTree
 from ..programs import BranchId, GroupState, RolloutProgram
 from .sampling_params import SamplingParams
 
@@ -94,7 +95,7 @@ class Node:
         """A field of all tokens on the path."""
         return np.concatenate([node.records[name] for node in self.path()][::-1])
 
-    def segment(self, temperature: float) -> Segment:
+    def segment(self) -> Segment:
         records = self.records
         sampled = self.origin is Origin.SAMPLED
         return Segment.make(
@@ -103,7 +104,7 @@ class Node:
             loss_mask=sampled,
             behaviour_logprob=records["logprob"] if sampled else np.nan,
             policy_version=records["version"] if sampled else 0,
-            temperature=temperature if sampled else 1.0,
+            entropy=records["entropy"] if sampled else np.nan,
         )
 
 
@@ -245,7 +246,7 @@ class Request:
         index = {id(node): i for i, node in enumerate(by_start)}
         tree = TokenTree.from_nodes(
             [-1 if node.parent is None else index[id(node.parent)] for node in by_start],
-            [node.segment(self.params.temperature) for node in by_start],
+            [node.segment() for node in by_start],
             [index[id(leaf.node)] for leaf in ordered],
             [LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered],
         )

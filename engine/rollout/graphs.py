@@ -2,13 +2,13 @@
 
 A step that only decodes has one row a branch. Its rows and the partial results of its attention are padded to powers
 of two; padding rows read no key and write to a slot that nobody reads. All that changes from step to step is one vector
-of int32, copied to the device at once; slots, ids and the plan of attention are views of it. So a replay waits for
-nothing.
+of int32, copied to the device at once; slots, ids, the plan of attention and its schedule are views of it. So a replay
+waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels.tree_decode import DecodePlan
+from rolltree.kernels.tree_decode import schedule as schedules
+from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
 from .kv_cache import KvCache
 from .scheduler import Step
@@ -26,46 +28,50 @@ LEAST_ROWS, LEAST_PARTIALS = 8, 64
 
 
 class Padded:
-    """A step's numbers on the device, with room for ``rows`` rows and ``partials`` partial results."""
+    """A step's numbers on the device, with room for ``rows`` rows and ``partials`` partial results.
 
-    def __init__(self, rows: int, partials: int, pages: int, device: torch.device) -> None:
+    Args:
+        groups: query heads a key head, of all layers.
+    """
+
+    def __init__(self, rows: int, partials: int, pages: int, groups: Sequence[int], device: torch.device) -> None:
         self.partials = partials
-        nodes = partials  # a node that some row reads has at least one
+        self._groups = groups
+        nodes = partials  # a node that some row reads has at least one, and so has an item
         sizes = {
-            "input_ids": rows,
-            "position": rows,
-            "slots": rows,
+            **dict.fromkeys(("input_ids", "slots", "query_position"), rows),
             "page_indptr": nodes + 1,
-            "page_ids": pages,
             **dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes),
+            "partial_begin": rows + 1,
+            **{f"items{group}": (1 + partials) * schedules.FIELDS for group in groups},
+            "page_ids": pages,
         }
-        end = np.cumsum(list(sizes.values()))
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(int(end[-1]), dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(int(end[-1]), dtype=torch.int32, device=device)
-        self._places = {n: slice(int(e) - size, int(e)) for (n, size), e in zip(sizes.items(), end, strict=True)}
+        self._places, length = lay_out(sizes)
+        self._host = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(length, dtype=torch.int32, device=device)
 
     @staticmethod
-    def at_least_two(step: Step, spare_slot: int, device: torch.device) -> Padded:
+    def at_least_two(step: Step, cache: KvCache, device: torch.device) -> Padded:
         """For compilers, to whom a size of one is another program."""
         partials = max(count_partials(step), len(step.plan[2]), 2)
-        padded = Padded(max(len(step.input_ids), 2), partials, max(len(step.plan[1]), 2), device)
-        padded.load(step, spare_slot)
+        padded = Padded(max(len(step.input_ids), 2), partials, max(len(step.plan[1]), 2), cache.groups, device)
+        padded.load(step, cache.spare_slot)
         return padded
 
     def load(self, step: Step, spare_slot: int) -> None:
         """Take a step's numbers over."""
-        indptr, *others = step.plan
-        names = ("page_ids", "node_offset", "node_length", "node_position", "row_begin", "row_end")
-        values = {"input_ids": step.input_ids, "position": step.position_ids, "slots": step.kv_slots}
-        values |= {"page_indptr": indptr, **dict(zip(names, others, strict=True))}
-        rest = {"slots": spare_slot, "page_indptr": int(indptr[-1])}
+        columns = host_columns((*step.plan, step.position_ids.astype(np.int32)), self._groups)
+        values = {"input_ids": step.input_ids, "slots": step.kv_slots, **columns}
+        ends = {name: int(values[name][-1]) for name in ("page_indptr", "partial_begin")}
+        rest = {"slots": spare_slot, **ends}
         host = self._host.numpy()
-        for name, place in self._places.items():
-            column, new = host[place], values[name]
+        for name, new in values.items():
+            column = host[self._places[name]]
             column[: len(new)] = new
-            column[len(new) :] = rest.get(name, 0)
-        self._device.copy_(self._host, non_blocking=True)
+            if name != "page_ids":  # what lies beyond them no node names
+                column[len(new) :] = rest.get(name, 0)
+        used = self._places["page_ids"].start + len(columns["page_ids"])
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
 
     def view(self, name: str) -> Tensor:
         return self._device[self._places[name]]
@@ -73,14 +79,10 @@ class Padded:
     def begin(self, cache: KvCache) -> tuple[Tensor, Tensor]:
         """Begin the step; its ids and positions [rows] int64."""
         cache.begin_step_on_device(self.view("slots").long(), self.plan())
-        return self.view("input_ids").long(), self.view("position").long()
+        return self.view("input_ids").long(), self.view("query_position").long()
 
     def plan(self) -> DecodePlan:
-        """New views each time: what a backend derives from a plan it remembers by its tensors."""
-        names = ("page_indptr", "page_ids", "node_offset", "node_length", "node_position", "row_begin", "row_end")
-        return DecodePlan(
-            **{n: self.view(n) for n in names}, query_position=self.view("position"), partials=self.partials
-        )
+        return DecodePlan.of_columns({name: self.view(name) for name in self._places}, self.partials)
 
 
 class DecodeGraphs:
@@ -113,7 +115,7 @@ class DecodeGraphs:
 
     def pad(self, step: Step, rows: int, partials: int) -> Padded:
         pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys
-        padded = Padded(rows, partials, pages, self._device)
+        padded = Padded(rows, partials, pages, self._cache.groups, self._device)
         padded.load(step, self._cache.spare_slot)
         return padded
 
@@ -136,7 +138,7 @@ class DecodeGraphs:
 
 def count_partials(step: Step) -> int:
     _, _, _, lengths, _, begins, ends = step.plan
-    return DecodePlan.count_partials(lengths, begins, ends)
+    return schedules.count_partials(lengths, begins, ends)
 
 
 def _bucket(n: int, least: int) -> int:

@@ -53,6 +53,8 @@ class KvCache:
         self.tree = KvTree(kv_tokens // page_size, page_size)
         self.spare_slot = self.tree.num_pages * page_size
         """A slot no node reads: keys of tokens that are only queried again are written here."""
+        self.groups: list[int] = []
+        """Query heads a key head, of all layers that have attended."""
         self._device = device
         self._debug = debug
         self._host = HostKeys(host_tokens) if host_tokens else None
@@ -74,7 +76,7 @@ class KvCache:
         query_position: npt.NDArray[Any],  # [N] int32
     ) -> None:
         on_device = torch.from_numpy(slots).to(self._device)
-        self.begin_step_on_device(on_device, DecodePlan.from_host((*plan, query_position), self._device))
+        self.begin_step_on_device(on_device, DecodePlan.from_host((*plan, query_position), self._device, self.groups))
 
     def begin_step_on_device(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
         self._slots, self._plan = slots, plan
@@ -94,6 +96,8 @@ class KvCache:
         assert self._plan is not None
         if layer_idx not in self._pages:
             self._pages[layer_idx] = (self._new_pages(key), self._new_pages(value))
+            if (group := query.shape[1] // key.shape[1]) not in self.groups:
+                self.groups.append(group)
         k_pages, v_pages = self._pages[layer_idx]
         k_pages.view(-1, *key.shape[1:]).index_copy_(0, self._slots, key)
         v_pages.view(-1, *value.shape[1:]).index_copy_(0, self._slots, value)

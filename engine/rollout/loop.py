@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.tree import LeafStatus, Origin
+from ..data.segment import LeafStatus, Origin
 from .branch import Branch, Node, Request, given, join
 from .kv_cache import KvCache
 from .rows import RowTable

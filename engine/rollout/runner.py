@@ -67,7 +67,8 @@ class Runner:
         """
         self._use_adapter(step.adapter)
         slots = np.repeat(step.sample_slots, samples)
-        if self.graphs is not None and len(step.sample_rows) == len(step.input_ids) == len(slots):
+        only_decodes = len(step.sample_rows) == len(step.input_ids) == len(slots)
+        if self.graphs is not None and self._cache.ready and only_decodes:  # pages are made outside of a graph
             return self._sample(self.graphs.logits(step), rows, slots, seeds)
         hidden = self._hidden(step)
         if len(step.sample_rows) == 0:
@@ -86,14 +87,15 @@ class Runner:
     def _hidden(self, step: Step) -> Tensor:  # [N, H]
         small = min(len(step.input_ids), len(step.plan[1]), len(step.plan[2])) < 2
         if self._compiled is not None and self._cache.ready and small:
-            padded = Padded.at_least_two(step, self._cache.spare_slot, self._device)
+            padded = Padded.at_least_two(step, self._cache, self._device)
             return self._compiled(*padded.begin(self._cache))
         self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
         ids, positions = self._to_device(step.input_ids), self._to_device(step.position_ids)
         if self._compiled is None:
             return self._decode(ids, positions)
-        if not self._cache.ready:  # pages are made outside of what is compiled
+        if not self._cache.ready:  # pages are made, and groups become known, outside of what is compiled
             self._decode(ids, positions)
+            return self._hidden(step)
         return self._compiled(ids, positions)
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]

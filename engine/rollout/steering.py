@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.tree import LeafStatus, Origin
+from ..data.segment import LeafStatus, Origin
+from ..methods.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Rewind, SegmentReport
 from .branch import Branch, Node, Request, given
 from .seeds import child_seed
@@ -330,7 +331,7 @@ class Steering(ABC):
     def _call(self, request: Request, key: BranchId, function: Any, arguments: tuple[Any, ...]) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(thread_name_prefix="rolltree-call")
-        request.calls.append((key, self._threads.submit(function, *arguments)))
+        request.calls.append((key, self._threads.submit(call, "a call", function, *arguments)))
         if request not in self._calling:
             self._calling.append(request)
 
@@ -352,7 +353,7 @@ class Steering(ABC):
                 if error is None:
                     self._ask(request, partial(request.program.returned, request.state(), key, future.result()))
                 else:
-                    request.errors[key] = f"{type(error).__name__}: {error}"
+                    request.errors[key] = str(error).rstrip(".")
                     self.counts["failed_calls"] += 1
                     if key in request.leaves:
                         request.leaves[key].status = LeafStatus.FAILED

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.tree import Origin
+from ..data.segment import Origin
 from .branch import Branch, Request
 from .rows import RowTable
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import UserError
@@ -43,6 +42,10 @@ def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list
         text = row[prompt_key]
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"Row {number} of '{path}' has no text in column '{prompt_key}' (data.prompt_key).")
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise UserError(
+                f"Row {number} of '{path}' holds half a character (a lone surrogate) in column '{prompt_key}'; mend it."
+            )
         problems.append(Problem(f"{file.stem}/{number}", file.stem, text, row | {"answer": row[answer_key]}))
     return problems
 
@@ -50,15 +53,15 @@ def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list
 def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
     try:
         return pq.read_table(file).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        why = str(error).splitlines()[0]
+    except Exception as error:  # of a value that Python has no type for, too
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"The prompts file '{file}' ({key}) is not a readable parquet file: {why}.") from error
 
 
 def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
     rows = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside a string too
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The prompts file '{file}' ({key}) cannot be read: {error}.") from error
     for number, line in enumerate(lines, 1):
@@ -66,8 +69,9 @@ def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"Line {number} of '{file}' ({key}) is not JSON: {error.msg}.") from error
+        except (ValueError, RecursionError) as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UserError(f"Line {number} of '{file}' ({key}) is not JSON: {why.rstrip('.')}.") from error
         if not isinstance(row, dict):
             raise UserError(f"Line {number} of '{file}' ({key}) is not a JSON object; give one object a line.")
         rows.append(row)

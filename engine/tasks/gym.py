@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from ..methods.calling import failure
 from ..settings import TaskConfig
 from .problem import Problem
 
@@ -41,7 +42,11 @@ class GymProblems:
 
     def __getitem__(self, k: int) -> Problem:
         index = int(np.random.default_rng([*self._seed, k]).choice(len(self._names), p=self._share))
-        item = dict(self._generator(index, k // CHUNK)[k % CHUNK])
+        generator = self._generator(index, k // CHUNK)
+        try:
+            item = dict(generator[k % CHUNK])
+        except Exception as error:  # many options are not looked at before they are used
+            raise self._refused(index, error) from error
         return Problem(f"{self._names[index]}/{k}", self._names[index], item["question"], item | {"task_index": index})
 
     def _generator(self, index: int, chunk: int) -> Any:
@@ -50,7 +55,11 @@ class GymProblems:
             seed = int(np.random.SeedSequence(stream).generate_state(1)[0] >> 1)
             try:
                 generator = self._create(name, seed=seed, size=CHUNK, **self._options[index])
-            except (ValueError, TypeError, AssertionError) as error:
-                raise UserError(f"The task '{name}' in data.tasks cannot be made: {error}.") from error
+            except Exception as error:
+                raise self._refused(index, error) from error
             self._chunks[index] = (chunk, generator)
         return self._chunks[index][1]
+
+    def _refused(self, index: int, error: Exception) -> UserError:
+        why = str(error).rstrip(".") if isinstance(error, ValueError | TypeError | AssertionError) else failure(error)
+        return UserError(f"The task '{self._names[index]}' in data.tasks cannot be made with its options: {why}.")

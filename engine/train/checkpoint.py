@@ -14,7 +14,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..app.config import config_keys
 from ..errors import RunError, UserError
-from ..settings import TrainConfig
+from ..settings import Section, TrainConfig
 
-FORMAT = 1
+FORMAT = 2
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 
 FREE_TO_CHANGE = (
@@ -41,6 +40,7 @@ FREE_TO_CHANGE = (
     "rollout.max_batch_rows",
     "rollout.kv_tokens",
     "reward.workers",
+    "reward.max_failed_steps",
     "trainer.steps",
     "trainer.max_tokens",
     "trainer.max_bad_steps",
@@ -108,10 +108,8 @@ def save(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         before = latest(directory)
-        intact = f"'{before}' is intact" if before else "there is no earlier one"
-        raise RunError(
-            f"The checkpoint '{final}' could not be written ({error}); {intact}: free disk space and use --resume."
-        ) from error
+        then = f"'{before}' is intact: free disk space and use --resume" if before else "free disk space and start over"
+        raise RunError(f"The checkpoint '{final}' could not be written ({error}); {then}.") from error
     for _, old in _complete(directory)[:-keep]:
         doomed = old.with_name(old.name + ".tmp")  # half removed, it must not look complete
         old.rename(doomed)
@@ -128,8 +126,7 @@ def load_latest(directory: Path, config: TrainConfig) -> Checkpoint:
     path = latest(directory)
     if path is None:
         raise UserError(
-            f"There is nothing to resume: '{directory}' holds no complete checkpoint; "
-            f"start without --resume (remove '{directory.parent}' first if it is there)."
+            f"There is nothing to resume: '{directory}' holds no complete checkpoint; start without --resume."
         )
     checkpoint = load(path)
     now = training_config(config)
@@ -180,9 +177,7 @@ def load(path: Path) -> Checkpoint:
 
 def training_config(config: TrainConfig) -> dict[str, Any]:
     """What of ``config`` decides what is learned, as ``{dotted key: json value}``."""
-    table = config.model_dump(mode="json")
-    keys = [key.key for key in config_keys() if not key.key.startswith("data.tasks.")]
-    return {key: _look_up(table, key) for key in keys if key not in FREE_TO_CHANGE}
+    return {key: value for key, value in _flat(config, config.model_dump(mode="json")) if key not in FREE_TO_CHANGE}
 
 
 # -- random number generators ------------------------------------------------------------------------------------------
@@ -243,7 +238,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _look_up(table: Any, key: str) -> Any:
-    for part in key.split("."):
-        table = table[part]
-    return table
+def _flat(section: Section, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _flat(value, table[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", table[name]

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rolltree.kernels import Objective
+from rolltree.kernels import TermsLossOutput
 
 from ..data.batch import TreeBatch
 from ..errors import RunError, UserError
 from ..model.loss import backward
 from ..settings import TrainerConfig
+from .terms import LossTerm
 
 Metrics = dict[str, tuple[float | Tensor, float | Tensor]]
 """``{name: (sum, count)}``, to be added up and divided once."""
+
+
+class Weighted(NamedTuple):
+    """A term in one update."""
+
+    term: LossTerm
+    normalizer: float
+    weight: float = 1.0
 
 
 class Trainer:
@@ -34,6 +44,7 @@ class Trainer:
         self.bad_steps = 0  # non-finite ones since the last good one
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for _, p in self._named]
+        self._device = self._masters[0].device
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
@@ -41,9 +52,8 @@ class Trainer:
     def step(
         self,
         batches: Sequence[TreeBatch],
-        objective: Objective,
+        terms: Sequence[Weighted],
         *,
-        normalizer: float,
         temperature: float,
         on_policy: bool,
     ) -> Metrics:
@@ -51,7 +61,7 @@ class Trainer:
 
         Args:
             batches: on any device; each is moved to the model's for its turn.
-            normalizer: of the whole update; see `Objective.aggregation`.
+            terms: the summands of the loss, with the normaliser and the weight each has in this update.
             on_policy: the weights are those that sampled, so the ratio is 1 and no old log-probs are needed; otherwise
                 they are the sampler's.
 
@@ -59,25 +69,33 @@ class Trainer:
             ValueError: off policy, a token in the loss has no log-prob from the sampler.
             RunError: `max_bad_steps` updates in a row were not finite.
         """
-        self.model.train()
-        metrics: Metrics = {}
-        total = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
-        tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
-        for waiting, held in zip(batches, tokens, strict=True):
-            batch = waiting.to(self.model.device)
-            old = None if on_policy else batch.behaviour_logprob
-            if old is None and not on_policy:
-                raise ValueError("An update off policy needs the sampler's log-prob of every token in the loss.")
-            out = backward(
+
+        def compute(batch: TreeBatch, share: float) -> TermsLossOutput:
+            on_batch = [t.term.on(batch, t.normalizer, on_policy, t.weight) for t in terms]
+            return backward(
                 self.model,
                 batch,
-                objective,
-                normalizer=normalizer,
+                on_batch,
                 temperature=temperature,
-                old_logprob=old,
-                router_share=held / sum(tokens),
+                router_share=share,
                 after_each=self._gather_gradients,
             )
+
+        return self.update(batches, compute)
+
+    def update(self, batches: Sequence[TreeBatch], compute: Callable[[TreeBatch, float], TermsLossOutput]) -> Metrics:
+        """One optimiser step on the gradients that ``compute`` leaves, called with each batch and its share of tokens.
+
+        Raises:
+            RunError: `max_bad_steps` updates in a row were not finite.
+        """
+        self.model.train()
+        metrics: Metrics = {}
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
+        for waiting, held in zip(batches, tokens, strict=True):
+            out = compute(waiting.to(self._device), held / sum(tokens))
+            self._gather_gradients()
             total += out.loss
             for name, (value, count) in out.metrics.items():
                 before = metrics.get(name, (0.0, 0.0))

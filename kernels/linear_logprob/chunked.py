@@ -13,7 +13,7 @@ backward), and the fp32 weight gradient is read and written once: chunks are as 
 A vocabulary no wider than the hidden state (toy models) makes the GEMM cheap to keep instead: then the forward returns
 the logits, which take no more memory than ``hidden`` in fp32, and the backward does not recompute them.
 
-Several targets of one row: pairs come grouped by row (CSR), the softmax part of the gradient is done once per row.
+Several targets of one row: targets come grouped by row (CSR), the softmax part of the gradient is done once per row.
 
 Precision: logits stay in fp32, the weight gradient is summed in fp32. fp32 cannot hold the log-sum-exp of large logits
 to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps what rounding took from it (``correction``).
@@ -28,11 +28,13 @@ from torch import Tensor
 
 from . import frozen
 from .head import Head, HeadGradient
-from .pairs import Pairs
+from .targets import Targets
 
 
 class RowKernels(Protocol):
     """What a backend supplies. Optional inputs and outputs are empty tensors where absent."""
+
+    ROW_MULTIPLE: int  # elements; see `new_tiles`
 
     def statistics(
         self,
@@ -40,9 +42,9 @@ class RowKernels(Protocol):
         bias: Tensor,  # [V] or [0], like logits
         temperature: Tensor,  # [C] (any stride), like logits
         softcap: float,  # 0: none
-        start: Tensor,  # [C + 1] int64: pairs of each row
+        start: Tensor,  # [C + 1] int64: targets of each row
         target: Tensor,  # [M] int64
-        logprob: Tensor,  # [M], out: only the pairs of these rows
+        logprob: Tensor,  # [M], out: only the targets of these rows
         logsumexp: Tensor,  # [C], out
         correction: Tensor,  # [C], out: exact log-sum-exp minus `logsumexp`
         entropy: Tensor,  # [C] or [0], out
@@ -73,7 +75,7 @@ def forward(
     rows: RowKernels,
     hidden: Tensor,  # [N, H]
     head: Head,
-    pairs: Pairs,
+    targets: Targets,
     temperature: Tensor,  # [N], in the accumulation dtype
     softcap: float,
     want_entropy: bool,
@@ -82,23 +84,22 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `reference.forward`."""
     N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
-    logprob = hidden.new_empty(len(pairs.target), dtype=accumulator)
+    logprob = hidden.new_empty(len(targets.target), dtype=accumulator)
     logsumexp = hidden.new_empty(N, dtype=accumulator)
     correction = torch.empty_like(logsumexp)
     entropy = hidden.new_empty(N if want_entropy else 0, dtype=accumulator)
     sum_p2 = hidden.new_empty(N if want_sum_p2 else 0, dtype=accumulator)
     kept = hidden.new_empty((0, V) if frozen_head else kept_shape(hidden, head.weight), dtype=accumulator)
     C = chunk_rows(N, V, hidden.device)
-    tile = hidden.new_empty((0 if len(kept) else C, V), dtype=accumulator)
+    tile, d_tile = new_tiles(rows, head, 0 if len(kept) else C)
     if frozen_head:
         direction = torch.empty_like(hidden)
-        d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
-        towards, constant = frozen.direction_coefficients(pairs, logprob)
+        towards, constant = frozen.direction_coefficients(targets, logprob)
         none = logprob[:0]
     for c in chunks(N, C):
         logits = head.logits(hidden[c], kept[c] if len(kept) else tile[: c.stop - c.start])
-        start = pairs.start[c.start : c.stop + 1]
-        scaling = (head.bias, temperature[c], softcap, start, pairs.target)
+        start = targets.start[c.start : c.stop + 1]
+        scaling = (head.bias, temperature[c], softcap, start, targets.target)
         rows.statistics(logits, *scaling, logprob, logsumexp[c], correction[c], entropy[c], sum_p2[c])
         if frozen_head:
             d_logits = d_tile[: c.stop - c.start]
@@ -111,7 +112,7 @@ def backward(
     rows: RowKernels,
     hidden: Tensor,  # [N, H]
     head: Head,
-    pairs: Pairs,
+    targets: Targets,
     temperature: Tensor,  # [N], in the accumulation dtype
     softcap: float,
     logsumexp: Tensor,  # [N]
@@ -127,15 +128,16 @@ def backward(
     need: HeadGradient,
 ) -> Tensor:
     """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
-    N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
+    N, V = len(hidden), len(head.weight)
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
 
-    alive = None if hidden.is_cuda else rows_with_gradient(pairs, grad_logprob, constant, per_log, per_p)
+    counted = hidden.device.type == "cpu"  # any other device would have to be waited for
+    alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if counted else None
     of_alive = d_hidden
     if alive is not None:
-        pairs, pair = pairs.of_rows(alive)
-        grad_logprob = grad_logprob[pair]
+        targets, place = targets.of_rows(alive)
+        grad_logprob = grad_logprob[place]
         temperature, logsumexp, correction, constant, hidden = (
             t[alive] for t in (temperature, logsumexp, correction, constant, hidden)
         )
@@ -143,8 +145,7 @@ def backward(
         of_alive, N = torch.empty_like(hidden), len(alive)
 
     C = chunk_rows(N, V, hidden.device)
-    tile = hidden.new_empty((C, V), dtype=accumulator)
-    d_tile = tile if head.dtype == accumulator else torch.empty_like(tile, dtype=head.dtype)
+    tile, d_tile = new_tiles(rows, head, C)
     for c in chunks(N, C):
         n = c.stop - c.start
         d_logits = d_tile[:n]
@@ -153,8 +154,8 @@ def backward(
             head.bias,
             temperature[c],
             softcap,
-            pairs.start[c.start : c.stop + 1],
-            pairs.target,
+            targets.start[c.start : c.stop + 1],
+            targets.target,
             logsumexp[c],
             correction[c],
             grad_logprob,
@@ -171,8 +172,19 @@ def backward(
     return d_hidden
 
 
+def new_tiles(rows: RowKernels, head: Head, C: int) -> tuple[Tensor, Tensor]:
+    """Tiles ``[C, V]`` for logits, in the accumulation dtype, and for their gradient, in the operands': maybe one.
+
+    Rows begin at multiples of what the row kernels ask for, so an odd V has strides that these and GEMMs like.
+    """
+    V = len(head.weight)
+    stride = -(-V // rows.ROW_MULTIPLE) * rows.ROW_MULTIPLE
+    tile = head.bias.new_empty((C, stride))[:, :V]
+    return tile, tile if head.dtype == head.accumulator else head.bias.new_empty((C, stride), dtype=head.dtype)[:, :V]
+
+
 def rows_with_gradient(
-    pairs: Pairs,
+    targets: Targets,
     grad_logprob: Tensor,  # [M], in row order
     constant: Tensor,  # [N]
     per_log: Tensor,  # [N] or [0]
@@ -182,21 +194,21 @@ def rows_with_gradient(
 
     Waits for the device.
     """
-    alive = has_gradient(pairs, grad_logprob, constant, per_log, per_p)
+    alive = has_gradient(targets, grad_logprob, constant, per_log, per_p)
     rows = alive.nonzero().flatten()
     return rows if len(rows) < WORTH_SELECTING * len(alive) else None
 
 
-def has_gradient(pairs: Pairs, grad_logprob: Tensor, constant: Tensor, per_log: Tensor, per_p: Tensor) -> Tensor:
+def has_gradient(targets: Targets, grad_logprob: Tensor, constant: Tensor, per_log: Tensor, per_p: Tensor) -> Tensor:
     """``[N] bool``: rows of which some gradient is not zero."""
     alive = constant != 0
     for t in (per_log, per_p):
         alive = alive | (t != 0) if len(t) else alive
-    if pairs.one_a_row:
+    if targets.one_a_row:
         alive = alive | (grad_logprob != 0)
     else:
         some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
-        alive = alive | (some[pairs.start[1:]] > some[pairs.start[:-1]])
+        alive = alive | (some[targets.start[1:]] > some[targets.start[:-1]])
     return alive
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ROW_MULTIPLE = 1  # rows of a tile lie end to end
+
 
 def statistics(
     logits: Tensor,  # [C, V]

@@ -1,15 +1,17 @@
-"""`extra_ids` of `linear_logprob`: K more ids to score in every row, as pairs after the caller's own."""
+"""`extra_ids` of `linear_logprob`: K more ids to score in every row, as targets after the caller's own."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
+
 ABSENT = -1
 
 
-class MorePairs:
-    """The caller's M pairs followed by N K others, one for each entry of ``extra_ids``."""
+class MoreTargets:
+    """The caller's M targets followed by N K others, one for each entry of ``extra_ids``."""
 
     def __init__(
         self,
@@ -17,11 +19,12 @@ class MorePairs:
         target: Tensor,  # [M] int
         row: Tensor | None,  # [M] int
         N: int,
+        V: int | None,  # None: known to all shards together
     ) -> None:
-        if extra_ids.dim() != 2 or len(extra_ids) != N:
-            raise ValueError(f"linear_logprob: extra_ids must be [{N}, K], got {list(extra_ids.shape)}.")
-        if extra_ids.is_floating_point():
-            raise ValueError(f"linear_logprob: extra_ids must hold integers, got {extra_ids.dtype}.")
+        check = Arguments("linear_logprob", "target", target)
+        check.integers("extra_ids", extra_ids, (N, "K"))
+        if V is not None and target.device.type == "cpu":  # on a GPU its log-prob is NaN
+            check.index("extra_ids", extra_ids, V, low=ABSENT, remedy=f"{ABSENT} stands for none")
         rows = torch.arange(N, device=target.device)
         self.absent = extra_ids == ABSENT  # [N, K]
         # An absent entry scores token 0 instead, so that no shape depends on the ids.

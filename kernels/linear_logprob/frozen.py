@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from .head import Head
-from .pairs import Pairs, sum_by_row
+from .targets import Targets, sum_by_row
 
-PAIRS_AT_ONCE = 4096
+TARGETS_AT_ONCE = 4096
 
 
-def direction_coefficients(pairs: Pairs, like: Tensor) -> tuple[Tensor, Tensor]:
+def direction_coefficients(targets: Targets, like: Tensor) -> tuple[Tensor, Tensor]:
     """``grad_logprob [M]`` and ``constant [N]`` with which the gradient of the logits becomes that of U."""
-    if pairs.one_a_row:
-        return like.new_ones(len(pairs.target)), like.new_zeros(len(pairs.start) - 1)
-    first, has = pairs.start[:-1], pairs.start[:-1] < pairs.start[1:]
-    of_first = like.new_zeros(len(pairs.target) + 1)
-    of_first[torch.where(has, first, len(pairs.target))] = 1  # rows without a pair write into the last slot
+    if targets.one_a_row:
+        return like.new_ones(len(targets.target)), like.new_zeros(len(targets.start) - 1)
+    first, has = targets.start[:-1], targets.start[:-1] < targets.start[1:]
+    of_first = like.new_zeros(len(targets.target) + 1)
+    of_first[torch.where(has, first, len(targets.target))] = 1  # rows without a target write into the last slot
     return of_first[:-1], -(~has).to(like.dtype)
 
 
 def backward(
     head: Head,
-    pairs: Pairs,
+    targets: Targets,
     temperature: Tensor,  # [N]
     softcap: float,
     logprob: Tensor,  # [M], in row order
@@ -42,21 +42,21 @@ def backward(
     grad_logsumexp: Tensor | None,  # [N]
 ) -> Tensor:
     """Gradient of hidden ``[N, H]``, in the dtype of ``direction``."""
-    if pairs.one_a_row and grad_logsumexp is None:
+    if targets.one_a_row and grad_logsumexp is None:
         return (grad_logprob[:, None] * direction).to(direction.dtype)
-    of_pair = pairs.row
-    slope = 1 / temperature[of_pair]
+    of_target = targets.row
+    slope = 1 / temperature[of_target]
     if softcap:
-        z = logprob + logsumexp[of_pair]
-        slope = slope * (1 - (z * temperature[of_pair] / softcap).square())
-    towards = sum_by_row(pairs, grad_logprob)
+        z = logprob + logsumexp[of_target]
+        slope = slope * (1 - (z * temperature[of_target] / softcap).square())
+    towards = sum_by_row(targets, grad_logprob)
     if grad_logsumexp is not None:
         towards = towards - grad_logsumexp
-    first, _ = direction_coefficients(pairs, grad_logprob)
-    of_weight = (grad_logprob - first * towards[of_pair]) * slope  # [M]: 0 for the only pair of a row
+    first, _ = direction_coefficients(targets, grad_logprob)
+    of_weight = (grad_logprob - first * towards[of_target]) * slope  # [M]: 0 for the only target of a row
     total = towards[:, None] * direction.to(logsumexp.dtype)
-    for begin in range(0, len(pairs.target), PAIRS_AT_ONCE):
-        some = slice(begin, begin + PAIRS_AT_ONCE)
-        rows = of_weight[some, None] * head.rows(pairs.target[some])
-        total.index_put_((of_pair[some],), rows, accumulate=True)  # sorted, not atomic: the order of the sum is fixed
+    for begin in range(0, len(targets.target), TARGETS_AT_ONCE):
+        some = slice(begin, begin + TARGETS_AT_ONCE)
+        rows = of_weight[some, None] * head.rows(targets.target[some])
+        total.index_put_((of_target[some],), rows, accumulate=True)  # sorted, not atomic: the order of the sum is fixed
     return total.to(direction.dtype)

@@ -78,10 +78,7 @@ class Head:
         if self.lora is None and out.dtype == self.dtype:
             torch.mm(d_logits, self.operand, out=out)
             return
-        if self.mixed:
-            product = torch.mm(d_logits, self.operand, out_dtype=self.accumulator)
-        else:
-            product = torch.mm(d_logits, self.operand)
+        product = self._product(d_logits, self.operand)
         if self.lora is not None:
             a, b, scale = self.lora
             self._add(product, self._operand(scale * (d_logits @ b)), a)
@@ -89,6 +86,10 @@ class Head:
 
     def _project(self, hidden: Tensor, lora: HeadLora) -> Tensor:  # [C, r]
         return lora.scale * (hidden @ lora.a.T)
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left right`` in the accumulation dtype."""
+        return torch.mm(left, right, out_dtype=self.accumulator) if self.mixed else torch.mm(left, right)
 
     def _add(self, out: Tensor, left: Tensor, right: Tensor) -> None:
         """``out += left right``, ``out`` in the accumulation dtype."""
@@ -104,26 +105,59 @@ def has_bf16_gemm(weight: Tensor) -> bool:
 
 
 class HeadGradient:
-    """Sums over chunks of the gradients of weight, bias and adapter, in the accumulation dtype; empty if not needed."""
+    """Sums over chunks of the gradients of weight, bias and adapter, in the accumulation dtype.
 
-    def __init__(self, head: Head, need_weight: bool, need_bias: bool, need_lora: bool) -> None:
-        V, H = head.weight.shape
-        new = head.bias.new_zeros
+    The first product of each is its sum, so nothing is filled with zeros before; that of the weight is added to
+    ``into`` [V, H] where given.
+    """
+
+    def __init__(
+        self, head: Head, need_weight: bool, need_bias: bool, need_lora: bool, into: Tensor | None = None
+    ) -> None:
         self.head = head
-        self.weight = new((V, H) if need_weight else (0,))
-        self.bias = new(V if need_bias else 0)
-        rank = len(head.lora.a) if need_lora and head.lora is not None else 0
-        self.a = new((rank, H) if rank else (0,))
-        self.b = new((V, rank) if rank else (0,))
+        self.need_weight, self.need_bias = need_weight, need_bias
+        self.need_lora = need_lora and head.lora is not None
+        self.sums: dict[str, Tensor] = {} if into is None else {"weight": into}
 
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
         """Take in a chunk: ``d_logits [C, V]`` in the operands' dtype, ``hidden [C, H]``."""
         head = self.head
         hidden = head._operand(hidden)
-        if len(self.weight):
-            head._add(self.weight, d_logits.T, hidden)
-        if len(self.bias):
-            self.bias += d_logits.sum(0, dtype=self.bias.dtype)
-        if len(self.a) and head.lora is not None:
-            head._add(self.b, d_logits.T, head._project(hidden, head.lora))
-            head._add(self.a, (head.lora.scale * (d_logits @ head.lora.b)).T, hidden)
+        if self.need_weight:
+            self._add_product("weight", d_logits.T, hidden)
+        if self.need_bias:
+            self.add_sum("bias", d_logits.sum(0, dtype=head.accumulator))
+        if self.need_lora and head.lora is not None:
+            self._add_product("b", d_logits.T, head._project(hidden, head.lora))
+            self._add_product("a", (head.lora.scale * (d_logits @ head.lora.b)).T, hidden)
+
+    def _add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        if name in self.sums:
+            self.head._add(self.sums[name], left, right)
+        else:
+            self.sums[name] = self.head._product(left, right)
+
+    def add_sum(self, name: str, values: Tensor) -> None:
+        """Take in the sum over a chunk of the gradient of weight, bias, a or b."""
+        if name in self.sums:
+            self.sums[name] += values
+        else:
+            self.sums[name] = values
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of weight ``[V, H]``, bias ``[V]``, a ``[r, H]`` and b ``[V, r]``; ``[0]`` if not needed."""
+        weight, lora = self.head.weight, self.head.lora
+        shapes: dict[str, tuple[bool, tuple[int, ...]]] = {
+            "weight": (self.need_weight, weight.shape),
+            "bias": (self.need_bias, weight.shape[:1]),
+            "a": (self.need_lora, (0,) if lora is None else lora.a.shape),
+            "b": (self.need_lora, (0,) if lora is None else lora.b.shape),
+        }
+
+        def of(name: str) -> Tensor:
+            needed, shape = shapes[name]
+            if needed and name in self.sums:
+                return self.sums[name]
+            return weight.new_zeros(shape if needed else (0,), dtype=self.head.accumulator)
+
+        return of("weight"), of("bias"), of("a"), of("b")

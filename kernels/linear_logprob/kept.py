@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
+from .op import check_values
+
 ELEMENTS_AT_ONCE = 2**24
 """Of gathered weight rows: 64 MiB in fp32."""
 
@@ -35,15 +38,15 @@ def kept_logprob(
             NaN on a GPU, where checking would wait for the device).
         IndexError: an id is out of range (CPU only).
     """
-    indptr, ids = kept
+    check_values("linear_logprob", hidden, target, row, temperature, len(weight))
+    check = Arguments("linear_logprob", "hidden", hidden)
+    if not isinstance(kept, tuple | list) or len(kept) != 2:
+        check.wrong_type("kept", "a pair of tensors (indptr [N + 1], ids [nnz])", kept)
     (N, V), dtype = (len(hidden), len(weight)), temperature.dtype
-    if indptr.shape != (N + 1,) or ids.dim() != 1 or indptr.is_floating_point() or ids.is_floating_point():
-        raise ValueError(
-            f"linear_logprob: kept must be integers (indptr [{N + 1}], ids [nnz]), got {list(indptr.shape)} and "
-            f"{list(ids.shape)}."
-        )
-    indptr, ids = indptr.long(), ids.long()
-    _check_on_cpu(indptr, ids, V)
+    indptr = check.integers("kept's indptr", kept[0], (N + 1,), ", one more than rows").long().contiguous()
+    ids = check.integers("kept's ids", kept[1], ("nnz",)).long()
+    check.edges("kept's indptr", indptr, len(ids), "ids")
+    check.index("kept's ids", ids, V)
     rows = torch.searchsorted(indptr[1:], torch.arange(len(ids), device=ids.device), right=True)
     key, order = (rows * V + ids).sort()  # within a row by id, so that targets can be looked up
     rows, ids = rows, ids[order]
@@ -72,27 +75,18 @@ def kept_logprob(
     p = e / torch.where(some, whole, 1)[rows]
     entropy = torch.where(some, log_sum - total(p * d), 0)
 
-    of_pair = torch.arange(len(target), device=target.device) if row is None else row
-    wanted = of_pair * V + target
+    of_target = torch.arange(len(target), device=target.device) if row is None else row
+    wanted = of_target * V + target
     place = torch.searchsorted(key, wanted).clamp(max=max(len(key) - 1, 0))
     found = key[place] == wanted if len(key) else torch.zeros_like(wanted, dtype=torch.bool)
     if target.device.type == "cpu" and not bool(found.all()):
         m = int((~found).nonzero()[0])
         raise ValueError(
-            f"linear_logprob: target {int(target[m])} of pair {m} is not among the kept ids of row {int(of_pair[m])}; "
-            "keep every sampled token."
+            f"linear_logprob: target {int(target[m])} in place {m} is not among the kept ids of row "
+            f"{int(of_target[m])}; keep every sampled token."
         )
-    logprob = torch.where(found, d[place] - log_sum[of_pair], torch.nan) if len(key) else wanted.double() * torch.nan
+    logprob = torch.where(found, d[place] - log_sum[of_target], torch.nan) if len(key) else wanted.double() * torch.nan
     return logprob.to(dtype), logsumexp.to(dtype), entropy.to(dtype), total(p * p).to(dtype)
-
-
-def _check_on_cpu(indptr: Tensor, ids: Tensor, V: int) -> None:
-    if ids.device.type != "cpu":
-        return
-    if indptr[0] != 0 or indptr[-1] != len(ids) or (indptr.diff() < 0).any():
-        raise ValueError(f"linear_logprob: kept's indptr must rise from 0 to its {len(ids)} ids.")
-    if len(ids) and (ids.min() < 0 or ids.max() >= V):
-        raise IndexError(f"linear_logprob: kept ids must be in 0..{V - 1}, got {ids.min().item()}..{ids.max().item()}.")
 
 
 class _GatheredLogits(torch.autograd.Function):

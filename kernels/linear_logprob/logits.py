@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import chunked, reference
-from .api import OUTPUTS, LogprobOutput
-from .op import check_range, row_kernels
-from .pairs import group_by_row
+from ..checks import Arguments
+from . import chunked
+from .api import OUTPUTS, LogprobOutput, check_targets, contiguous_targets, of_rows
+from .op import backend_of, check_values, row_kernels
+from .targets import group_by_row
 
 
 def logprob_from_logits(
@@ -36,13 +37,13 @@ def logprob_from_logits(
     Args:
         logits: bf16, fp16, fp32 or fp64, contiguous.
         target: vocabulary ids. On a CPU out-of-range ids raise; on a GPU their log-prob is NaN.
-        row: row of each pair; default ``arange(N)``, then M = N.
+        row: row of each target; default ``arange(N)``, then M = N.
         inplace_backward: write the gradient over the logits, which saves ``[N, V]``. The logits hold their gradient
             from then on: a second backward raises, and so does any other whose graph saved them.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit; the message names which.
-        IndexError: a target or row is out of range (CPU only).
+        ValueError: shapes, dtypes, devices or options do not fit; the message names which.
+        IndexError: a target or row is out of range (CPU only; on a GPU a wrong row stops the program).
         RuntimeError: in backward, the logits were overwritten since: by an earlier in-place backward or by the caller.
     """
     if unknown := set(want) - set(OUTPUTS):
@@ -51,13 +52,10 @@ def logprob_from_logits(
         )
     _check_arguments(logits, target, row, temperature, softcap, inplace_backward)
     accumulator = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full((), temperature, dtype=accumulator, device=logits.device)
     logprob, logsumexp, _, entropy, sum_p2 = _logprob_from_logits(
         logits,
-        target.long(),
-        None if row is None else row.long(),
-        temperature.to(accumulator).expand(len(logits)),
+        *contiguous_targets(target, row),
+        of_rows(temperature, accumulator, logits),
         softcap or 0.0,
         "entropy" in want,
         "sum_p2" in want,
@@ -76,43 +74,21 @@ def _check_arguments(
     softcap: float | None,
     inplace_backward: bool,
 ) -> None:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"logprob_from_logits: {message}.")
-
-    require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [N, V], got {list(logits.shape)}")
-    require(
+    check = Arguments("logprob_from_logits", "logits", logits)
+    check.floats("logits", logits, ("N", "V"))
+    check.require(logits.shape[1] > 0, f"logits must be [N, V] with V > 0, got {list(logits.shape)}")
+    check.require(
         logits.is_contiguous(), f"logits must be contiguous, got strides {logits.stride()}; call .contiguous() on them"
     )
-    require(
-        logits.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
-        f"logits must be bf16, fp16, fp32 or fp64, got {logits.dtype}",
-    )
-    require(target.dim() == 1, f"target must be [M], got {list(target.shape)}")
-    require(not target.is_floating_point(), f"target must hold integers, got {target.dtype}")
-    if row is None:
-        require(
-            len(target) == len(logits),
-            f"{len(target)} targets for {len(logits)} rows; give row= to pair them otherwise",
-        )
-    else:
-        require(row.shape == target.shape, f"row must be [{len(target)}] like target, got {list(row.shape)}")
-        require(not row.is_floating_point(), f"row must hold integers, got {row.dtype}")
-    if isinstance(temperature, Tensor):
-        require(
-            temperature.dim() == 0 or temperature.shape == logits.shape[:1],
-            f"temperature must be a number or [{len(logits)}], got {list(temperature.shape)}",
-        )
-        require(not temperature.requires_grad, "temperature takes no gradient; detach it")
-    else:
-        require(temperature > 0, f"temperature must be positive, got {temperature}")
-    require(softcap is None or softcap > 0, f"softcap must be positive or None, got {softcap}")
+    check_targets(check, target, row, len(logits))
+    check.scale_of_rows("temperature", temperature, len(logits))
+    check.softcap(softcap)
     if inplace_backward:
-        require(
+        check.require(
             not (logits.is_leaf and logits.requires_grad),
             "inplace_backward would overwrite logits that are a leaf of the graph; leave it out",
         )
-        require(
+        check.require(
             not torch.compiler.is_compiling(), "inplace_backward does not go through torch.compile; leave it out there"
         )
 
@@ -130,23 +106,16 @@ def _logprob_from_logits(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N])``; empty where not wanted."""
     N, V = logits.shape
-    if logits.device.type == "cpu":
-        check_range("target", target, V, "logprob_from_logits")
-        if row is not None:
-            check_range("row", row, N, "logprob_from_logits")
-    backend, new = _backend(logits), temperature.new_empty
-    pairs = group_by_row(target, row, N)
-    if backend == "reference":
-        z = reference.scaled(logits, new(0), temperature, softcap)
-        logprob, *of_rows = reference.statistics(z, pairs, temperature, want_entropy, want_sum_p2)
-    else:
-        logprob = new(len(target))
-        of_rows = [new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)]
-        row_kernels(backend).statistics(
-            logits, new(0), temperature, softcap, pairs.start, pairs.target, logprob, *of_rows
-        )
-    if pairs.order is not None:
-        logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
+    check_values("logprob_from_logits", logits, target, row, temperature, V)
+    new = temperature.new_empty
+    targets = group_by_row(target, row, N)
+    logprob = new(len(target))
+    of_rows = [new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)]
+    row_kernels(backend_of("logprob_from_logits", logits)).statistics(
+        logits, new(0), temperature, softcap, targets.start, targets.target, logprob, *of_rows
+    )
+    if targets.order is not None:
+        logprob = torch.empty_like(logprob).index_copy_(0, targets.order, logprob)
     logsumexp, correction, entropy, sum_p2 = of_rows
     return logprob, logsumexp, correction, entropy, sum_p2
 
@@ -166,16 +135,6 @@ def _(
     return new(target.shape[0]), new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
 
 
-def _backend(logits: Tensor) -> str:
-    """Name of the backend for these logits: fp64 is for checking gradients, which GPU row kernels do not serve."""
-    names = ("cpu", "reference") if logits.dtype == torch.float64 else ("cuda", "triton", "cpu", "reference")
-
-    def named(name: str) -> Any:
-        return lambda: name
-
-    return str(dispatch.choose("logprob_from_logits", {name: named(name) for name in names}, logits.device)())
-
-
 def _gradient(
     logits: Tensor,  # [N, V]
     target: Tensor,  # [M] int64
@@ -192,23 +151,18 @@ def _gradient(
     grad_sum_p2: Tensor,  # [N] or [0]
     out: Tensor,  # [N, V], out; may be logits
 ) -> None:
-    backend = _backend(logits)
     grads = grad_logsumexp, grad_entropy, grad_sum_p2
-    pairs = group_by_row(target, row, len(logits))
-    if pairs.order is not None:
-        grad_logprob = grad_logprob[pairs.order]
-    if backend == "reference":
-        z = reference.scaled(logits, temperature.new_empty(0), temperature, softcap)
-        out.copy_(reference.gradient(z, pairs, temperature, softcap, entropy, sum_p2, grad_logprob, *grads))
-        return
+    targets = group_by_row(target, row, len(logits))
+    if targets.order is not None:
+        grad_logprob = grad_logprob[targets.order]
     constant, per_log, per_p = chunked.coefficients(entropy, sum_p2, *grads)
-    row_kernels(backend).gradient(
+    row_kernels(backend_of("logprob_from_logits", logits)).gradient(
         logits,
         temperature.new_empty(0),
         temperature,
         softcap,
-        pairs.start,
-        pairs.target,
+        targets.start,
+        targets.target,
         logsumexp,
         correction,
         grad_logprob,

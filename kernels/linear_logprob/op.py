@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..checks import Arguments
 from . import chunked, cpu, cuda, frozen, reference
 from .head import Head, HeadGradient, HeadLora
-from .pairs import group_by_row
+from .targets import group_by_row
 
 
 @torch.library.custom_op("rolltree::linear_logprob", mutates_args=())
@@ -29,29 +30,38 @@ def linear_logprob_op(
     want_entropy: bool,
     want_sum_p2: bool,
     frozen_head: bool,
+    weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(logprob [M], logsumexp [N], correction [N], entropy, sum_p2, kept)``; kept is what the backward reuses:
     the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow vocabulary, or nothing.
     """
-    if hidden.device.type == "cpu":
-        check_range("target", target, len(weight))
-        if row is not None:
-            check_range("row", row, len(hidden))
+    check_values("linear_logprob", hidden, target, row, temperature, len(weight))
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
-    run = dispatch.choose("linear_logprob", _backends(_FORWARD, hidden), hidden.device)
-    pairs = group_by_row(target, row, len(hidden))
-    logprob, *rest = run(hidden, head, pairs, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
-    if pairs.order is not None:
-        logprob = torch.empty_like(logprob).index_copy_(0, pairs.order, logprob)
-    return logprob, *rest
+    backend = backend_of("linear_logprob", hidden)
+    targets = group_by_row(target, row, len(hidden))
+    given = (hidden, head, targets, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
+    of = reference.forward(*given) if backend == "reference" else chunked.forward(row_kernels(backend), *given)
+    if targets.order is None:
+        return of
+    return torch.empty_like(of[0]).index_copy_(0, targets.order, of[0]), *of[1:]
 
 
-def check_range(name: str, index: Tensor, end: int, op: str = "linear_logprob") -> None:
-    if len(index) and (index.min() < 0 or index.max() >= end):
-        raise IndexError(
-            f"{op}: {name} must be in 0..{end - 1}, got {index.min().item()}..{index.max().item()}; "
-            "leave out pairs that are not to be scored."
-        )
+def check_values(
+    op: str,
+    rows: Tensor,  # [N, ...]
+    target: Tensor,  # [M]
+    row: Tensor | None,  # [M]
+    temperature: Tensor,  # [N]
+    vocabulary: int,
+) -> None:
+    """Targets that exist, at temperatures that make sense; on a GPU a target out of range scores NaN instead."""
+    check = Arguments(op, "rows", rows)
+    remedy = "mask or leave out targets that are not to be scored"
+    if target.device.type == "cpu":
+        check.index("target", target, vocabulary, remedy=remedy)
+    if row is not None:
+        check.index("row", row, len(rows), remedy=remedy)
+    check.positive("temperature", temperature)
 
 
 def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> HeadLora | None:
@@ -59,21 +69,8 @@ def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> HeadLora | None:
 
 
 @linear_logprob_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    target: Tensor,
-    row: Tensor | None,
-    temperature: Tensor,
-    softcap: float,
-    want_entropy: bool,
-    want_sum_p2: bool,
-    frozen_head: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, _, target, _, temperature, _, want_entropy, want_sum_p2, frozen_head, _ = rest
     N, new = hidden.shape[0], temperature.new_empty
     return (
         new(target.shape[0]),
@@ -85,7 +82,7 @@ def _(
     )
 
 
-@torch.library.custom_op("rolltree::linear_logprob_backward", mutates_args=())
+@torch.library.custom_op("rolltree::linear_logprob_backward", mutates_args=("weight_grad",))
 def linear_logprob_backward_op(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
@@ -112,23 +109,24 @@ def linear_logprob_backward_op(
     need_weight: bool,
     need_bias: bool,
     need_lora: bool,
+    weight_grad: Tensor | None,  # [V, H]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight, bias and the adapter's a and b; empty where not needed."""
+    """Gradients of hidden, weight, bias and the adapter's a and b; empty where not needed, or added to weight_grad."""
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
-    need = HeadGradient(head, need_weight, need_bias, need_lora)
+    need = HeadGradient(head, need_weight, need_bias, need_lora, weight_grad if need_weight else None)
     absent = temperature.new_empty(0)
-    pairs = group_by_row(target, row, len(hidden))
+    targets = group_by_row(target, row, len(hidden))
     a = torch.zeros_like(logprob) if grad_logprob is None else grad_logprob.contiguous()
-    if pairs.order is not None:
-        a, logprob = a[pairs.order], logprob[pairs.order]
+    if targets.order is not None:
+        a, logprob = a[targets.order], logprob[targets.order]
     if frozen_head and grad_entropy is None and grad_sum_p2 is None:
-        d_hidden = frozen.backward(head, pairs, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
+        d_hidden = frozen.backward(head, targets, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
     else:
-        run = dispatch.choose("linear_logprob", _backends(_BACKWARD, hidden), hidden.device)
-        d_hidden = run(
+        backend = backend_of("linear_logprob", hidden)
+        given = (
             hidden,
             head,
-            pairs,
+            targets,
             temperature,
             softcap,
             logsumexp,
@@ -143,44 +141,29 @@ def linear_logprob_backward_op(
             need_hidden,
             need,
         )
+        if backend == "reference":
+            d_hidden = reference.backward(*given)
+        else:
+            d_hidden = chunked.backward(row_kernels(backend), *given)
     dtype = weight.dtype
-    return d_hidden, need.weight.to(dtype), need.bias.to(dtype), need.a.to(dtype), need.b.to(dtype)
+    d_weight, *d_others = need.results()
+    d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight
+    d_bias, d_a, d_b = (d.to(dtype) for d in d_others)
+    return d_hidden, d_weight.to(dtype), d_bias, d_a, d_b
 
 
 @linear_logprob_backward_op.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    target: Tensor,
-    row: Tensor | None,
-    temperature: Tensor,
-    softcap: float,
-    logprob: Tensor,
-    logsumexp: Tensor,
-    correction: Tensor,
-    entropy: Tensor,
-    sum_p2: Tensor,
-    kept: Tensor,
-    frozen_head: bool,
-    grad_logprob: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_sum_p2: Tensor | None,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    need_lora: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, need_hidden, need_weight, need_bias, need_lora, weight_grad = rest
+
     def like(t: Tensor | None, needed: bool) -> Tensor:
         return torch.empty_like(t) if needed and t is not None else weight.new_empty(0)
 
     return (
         like(hidden, need_hidden),
-        like(weight, need_weight),
+        like(weight, need_weight and weight_grad is None),
         like(bias, need_bias),
         like(lora_a, need_lora),
         like(lora_b, need_lora),
@@ -188,7 +171,8 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, _, _, ctx.frozen_head = inputs
+    hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, *rest = inputs
+    _, _, ctx.frozen_head, ctx.weight_grad = rest
     ctx.backend = dispatch.forced()
     ctx.save_for_backward(hidden, weight, bias, a, b, target, row, temperature, *output)
     ctx.mark_non_differentiable(output[2], output[5])
@@ -206,35 +190,29 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
     found = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
     with dispatch.again(ctx.backend):
         gradients = linear_logprob_backward_op(
-            *head, target, row, temperature, ctx.softcap, *found, *grads, need[0], need[1], need[2], need[3]
+            *head, target, row, temperature, ctx.softcap, *found, *grads, *need[:4], ctx.weight_grad
         )
-    return *(g if needed else None for g, needed in zip(gradients, need, strict=True)), *(None,) * 8
+    need[1] = need[1] and ctx.weight_grad is None
+    return *(g if needed else None for g, needed in zip(gradients, need, strict=True)), *(None,) * 9
 
 
 linear_logprob_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def row_kernels(backend: str) -> chunked.RowKernels:
-    """The row kernels of ``cuda``, ``triton`` or ``cpu``."""
+    """The row kernels of a backend."""
     if backend == "triton":
         from . import triton  # not at the top: triton need not be installed
 
         return triton
-    return {"cpu": cpu, "cuda": cuda}[backend]
+    return {"cpu": cpu, "cuda": cuda, "reference": reference}[backend]
 
 
-def _with_rows(driver: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    return lambda *args: driver(row_kernels(backend), *args)
+def backend_of(op: str, values: Tensor) -> str:
+    """Name of the backend that runs ``op`` on ``values``; fp64, for checking gradients, is not served by a GPU's."""
+    names = ("cpu", "reference") if values.dtype == torch.float64 else dispatch.BACKENDS
 
+    def named(name: str) -> Callable[[], str]:
+        return lambda: name
 
-_FORWARD: dict[str, Callable[..., Any]] = {b: _with_rows(chunked.forward, b) for b in ("cuda", "triton", "cpu")}
-_FORWARD["reference"] = reference.forward
-_BACKWARD: dict[str, Callable[..., Any]] = {b: _with_rows(chunked.backward, b) for b in ("cuda", "triton", "cpu")}
-_BACKWARD["reference"] = reference.backward
-
-
-def _backends(table: dict[str, Callable[..., Any]], hidden: Tensor) -> dict[str, Callable[..., Any]]:
-    """The backends that know hidden's dtype: fp64 is for checking gradients, which GPU row kernels do not serve."""
-    if hidden.dtype == torch.float64:
-        return {b: f for b, f in table.items() if b not in ("cuda", "triton")}
-    return table
+    return dispatch.choose(op, {name: named(name) for name in names}, values.device)()

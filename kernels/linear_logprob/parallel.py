@@ -1,6 +1,6 @@
 """`linear_logprob` with the vocabulary split over a process group: every rank has a shard of the weight's rows.
 
-Each rank runs the unsharded op on its shard. One all_gather of 8 to 16 bytes a row and 4 a pair (twice that for fp64)
+Each rank runs the unsharded op on its shard. One all_gather of 8 to 16 bytes a row and 4 a target (twice that for fp64)
 then gives every rank what all have found, combined in rank order, in fp64, with w_r = exp(lse_r - lse):
 
     lse = log sum_r exp(lse_r)     logprob_m = logprob_m on the rank r that owns the target + log w_r
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .op import check_range, linear_logprob_backward_op, linear_logprob_op
-from .pairs import group_by_row, sum_by_row
+from .op import check_values, linear_logprob_backward_op, linear_logprob_op
+from .targets import group_by_row, sum_by_row
 
 
 class VocabShards(NamedTuple):
@@ -76,13 +76,12 @@ class _ShardedLogprob(torch.autograd.Function):
                 f"linear_logprob: weight has {len(weight)} rows and tp_group says {edges[rank + 1] - edges[rank]} for "
                 f"rank {rank}; gather the shards again."
             )
-        if target.device.type == "cpu":
-            check_range("target", target, edges[-1])
+        check_values("linear_logprob", hidden, target, row, temperature, edges[-1])
         mine = (target >= edges[rank]) & (target < edges[rank + 1])  # [M]
         local_target = torch.where(mine, target - edges[rank], 0)
         head = (hidden, weight, bias, None, None, 0.0)
         *local, kept = linear_logprob_op(
-            *head, local_target, row, temperature, softcap, want_entropy, want_sum_p2, False
+            *head, local_target, row, temperature, softcap, want_entropy, want_sum_p2, False, None
         )
         logprob, logsumexp, correction, entropy, sum_p2 = _combine(local, target, row, shards)
         ctx.shards, ctx.softcap = shards, softcap
@@ -101,9 +100,9 @@ class _ShardedLogprob(torch.autograd.Function):
         if grad_logprob is None:
             grad_logprob = logsumexp.new_zeros(mine.shape)
         # d logprob = onehot - p: where the target is another rank's, only - p is left, a gradient of the log-sum-exp.
-        pairs = group_by_row(target, row, len(hidden))
+        targets = group_by_row(target, row, len(hidden))
         elsewhere = torch.where(mine, 0.0, grad_logprob)
-        elsewhere = sum_by_row(pairs, elsewhere if pairs.order is None else elsewhere[pairs.order])
+        elsewhere = sum_by_row(targets, elsewhere if targets.order is None else elsewhere[targets.order])
         d_hidden, d_weight, d_bias, _, _ = linear_logprob_backward_op(
             hidden,
             weight,
@@ -130,6 +129,7 @@ class _ShardedLogprob(torch.autograd.Function):
             need_weight,
             need_bias,
             False,
+            None,
         )
         if need_hidden:
             total = d_hidden.to(logsumexp.dtype)

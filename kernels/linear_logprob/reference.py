@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from . import frozen
+from .chunked import coefficients as gradient_coefficients
 from .chunked import kept_shape
 from .head import Head, HeadGradient
-from .pairs import Pairs
+from .targets import Targets
+
+ROW_MULTIPLE = 1
 
 
 def forward(
     hidden: Tensor,  # [N, H]
     head: Head,
-    pairs: Pairs,
+    targets: Targets,
     temperature: Tensor,  # [N]
     softcap: float,  # 0: none
     want_entropy: bool,
@@ -34,40 +37,52 @@ def forward(
     The chunked backends use ``correction`` (what rounding took from the log-sum-exp) and, without a frozen head, logits
     kept for the backward; the definition has no use for them.
     """
-    z = scaled(product(hidden, head, temperature), head.bias, temperature, softcap)
+    u = product(hidden, head, temperature)
     kept = temperature.new_zeros(kept_shape(hidden, head.weight))
     if frozen_head:
-        towards, constant = frozen.direction_coefficients(pairs, temperature)
+        towards, constant = frozen.direction_coefficients(targets, temperature)
         absent, nothing = temperature.new_empty(0), HeadGradient(head, False, False, False)
-        given = (hidden, head, pairs, temperature, softcap, absent, absent, absent, absent, absent)
+        given = (hidden, head, targets, temperature, softcap, absent, absent, absent, absent, absent)
         kept = backward(*given, towards, constant, absent, absent, True, nothing)
-    return *statistics(z, pairs, temperature, want_entropy, want_sum_p2), kept
+    N, new = len(hidden), temperature.new_empty
+    logprob = new(len(targets.target))
+    of_rows = new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
+    statistics(u, head.bias, temperature, softcap, targets.start, targets.target, logprob, *of_rows)
+    return logprob, *of_rows, kept
 
 
 def statistics(
-    z: Tensor,  # [N, V] fp64
-    pairs: Pairs,
-    temperature: Tensor,  # [N], only for its dtype, which the results have
-    want_entropy: bool,
-    want_sum_p2: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N])``; empty where not wanted."""
-    dtype = temperature.dtype
+    logits: Tensor,  # [C, V]
+    bias: Tensor,  # [V] or [0]
+    temperature: Tensor,  # [C]
+    softcap: float,
+    start: Tensor,  # [C + 1]
+    target: Tensor,  # [M]
+    logprob: Tensor,  # [M]
+    logsumexp: Tensor,  # [C]
+    correction: Tensor,  # [C]
+    entropy: Tensor,  # [C] or [0]
+    sum_p2: Tensor,  # [C] or [0]
+) -> None:
+    """As `chunked.RowKernels.statistics`."""
+    z = scaled(logits, bias, temperature, softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
-    return (
-        logp[pairs.row, pairs.target].to(dtype),
-        torch.where(z.amax(-1) == torch.inf, torch.nan, torch.logsumexp(z, dim=-1)).to(dtype),
-        temperature.new_zeros(len(z)),
-        -torch.where(p > 0, p * logp, p).sum(-1).to(dtype) if want_entropy else temperature.new_empty(0),
-        (p * p).sum(-1).to(dtype) if want_sum_p2 else temperature.new_empty(0),
-    )
+    row, some = _row_of_targets(start)
+    logprob[some] = logp[row, target[some]].to(logprob.dtype)
+    exact = torch.where(z.amax(-1) == torch.inf, torch.nan, torch.logsumexp(z, dim=-1))
+    logsumexp.copy_(exact)
+    correction.zero_()
+    if len(entropy):
+        entropy.copy_(-torch.where(p > 0, p * logp, p).sum(-1))
+    if len(sum_p2):
+        sum_p2.copy_((p * p).sum(-1))
 
 
 def backward(
     hidden: Tensor,  # [N, H]
     head: Head,
-    pairs: Pairs,
+    targets: Targets,
     temperature: Tensor,  # [N]
     softcap: float,
     logsumexp: Tensor,  # [N]
@@ -83,46 +98,60 @@ def backward(
     need: HeadGradient,
 ) -> Tensor:
     """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
-    z = scaled(product(hidden, head, temperature), head.bias, temperature, softcap)
-    grads = grad_logprob, grad_logsumexp, grad_entropy, grad_sum_p2
-    du = gradient(z, pairs, temperature, softcap, entropy, sum_p2, *grads)
+    u = product(hidden, head, temperature)
+    coefficients = gradient_coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
+    found = targets.start, targets.target, logsumexp, correction, grad_logprob, *coefficients
+    du = torch.empty_like(u)
+    gradient(u, head.bias, temperature, softcap, *found, du)
     d_weight = du.T @ hidden.to(du.dtype)  # of the effective weight
-    if len(need.weight):
-        need.weight += d_weight
-    if len(need.bias):
-        need.bias += du.sum(0)
-    if len(need.a) and head.lora is not None:
+    if need.need_weight:
+        need.add_sum("weight", d_weight)
+    if need.need_bias:
+        need.add_sum("bias", du.sum(0))
+    if need.need_lora and head.lora is not None:
         a, b, scale = head.lora
-        need.a += scale * b.to(du.dtype).T @ d_weight
-        need.b += scale * d_weight @ a.to(du.dtype).T
+        need.add_sum("a", scale * b.to(du.dtype).T @ d_weight)
+        need.add_sum("b", scale * d_weight @ a.to(du.dtype).T)
     return (du @ effective_weight(head, du.dtype)).to(hidden.dtype) if need_hidden else hidden.new_empty(0)
 
 
 def gradient(
-    z: Tensor,  # [N, V] fp64
-    pairs: Pairs,
-    temperature: Tensor,  # [N]
+    logits: Tensor,  # [C, V]
+    bias: Tensor,  # [V] or [0]
+    temperature: Tensor,  # [C]
     softcap: float,
-    entropy: Tensor,  # [N], or [0] where it has no gradient
-    sum_p2: Tensor,  # [N], or [0]
-    grad_logprob: Tensor,  # [M], in row order
-    grad_logsumexp: Tensor,  # [N]
-    grad_entropy: Tensor,  # [N], or [0]
-    grad_sum_p2: Tensor,  # [N], or [0]
-) -> Tensor:
-    """Gradient of the logits u ``[N, V]``, in the dtype of ``temperature``."""
+    start: Tensor,  # [C + 1]
+    target: Tensor,  # [M]
+    logsumexp: Tensor,  # [C]
+    correction: Tensor,  # [C]
+    grad_logprob: Tensor,  # [M]
+    constant: Tensor,  # [C]
+    per_log: Tensor,  # [C] or [0]
+    per_p: Tensor,  # [C] or [0]
+    out: Tensor,  # [C, V]
+) -> None:
+    """As `chunked.RowKernels.gradient`; what the forward found is found again here."""
+    z = scaled(logits, bias, temperature, softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
-    onehot = torch.zeros_like(z).index_put((pairs.row, pairs.target), grad_logprob.to(z.dtype), accumulate=True)
-    dz = onehot + p * (grad_logsumexp - onehot.sum(-1))[:, None]
-    if len(grad_sum_p2):
-        dz += 2 * p * (p - sum_p2[:, None]) * grad_sum_p2[:, None]
-    if len(grad_entropy):
-        dz -= torch.where(p > 0, p * (logp + entropy[:, None]), p) * grad_entropy[:, None]
+    row, some = _row_of_targets(start)
+    a = grad_logprob[some].to(z.dtype)
+    onehot = torch.zeros_like(z).index_put((row, target[some]), a, accumulate=True)
+    dz = onehot + p * (constant - onehot.sum(-1))[:, None]
+    if len(per_p):
+        dz += p * p * per_p[:, None]
+    if len(per_log):
+        dz -= torch.where(p > 0, p * logp, p) * per_log[:, None]
     du = dz / temperature[:, None]
     if softcap:
         du = du * (1 - (z * temperature[:, None] / softcap).square())
-    return du.to(temperature.dtype)
+    out.copy_(du)
+
+
+def _row_of_targets(start: Tensor) -> tuple[Tensor, slice]:
+    """Row of each target of these rows, and where they are."""
+    rows = torch.arange(len(start) - 1, device=start.device)
+    return torch.repeat_interleave(rows, start.diff()), slice(int(start[0]), int(start[-1]))
 
 
 def product(hidden: Tensor, head: Head, temperature: Tensor) -> Tensor:

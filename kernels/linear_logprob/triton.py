@@ -8,6 +8,9 @@ are all below -100 would vanish otherwise. Then the row's targets are gathered, 
 targets are added in registers, so several targets of one row (or one target twice) need no atomics. Reads 4 V bytes a
 row and writes as many in the dtype of the result.
 
+A row of a tile begins at a multiple of ``ROW_MULTIPLE`` elements whatever V is, and is loaded and stored to its end, so
+that an odd vocabulary costs no vector access: Triton specialises on multiples of 16, and GEMMs want 8.
+
 NaN and +inf make their own row NaN; -inf is a logit of probability zero. Rows without any gradient are written as zeros
 whatever their logits are.
 """
@@ -23,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_BLOCK = 4096
+ROW_MULTIPLE = 16
 
 
 @triton.jit
@@ -45,6 +49,7 @@ def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl
 @triton.jit
 def _statistics(
     logits,  # [C, V] fp32, bf16 or fp16
+    stride,  # of a row, V or more; what lies between belongs to the tile
     bias,  # [V]
     temperature,  # [C]
     temperature_stride,
@@ -65,7 +70,7 @@ def _statistics(
     TARGETS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * V
+    logits += row * stride
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)
 
     most = tl.full((), float("-inf"), tl.float32)
@@ -76,7 +81,7 @@ def _statistics(
         columns = begin + tl.arange(0, BLOCK)
         inside = columns < V
         z, _ = _scaled(
-            tl.load(logits + columns, mask=inside, other=0.0),
+            tl.where(inside, tl.load(logits + columns, mask=columns < stride, other=0.0), 0.0),
             bias,
             columns,
             inside,
@@ -115,18 +120,19 @@ def _statistics(
     first = tl.load(start + row)
     last = tl.load(start + row + 1)
     for begin in range(first, last, TARGETS):
-        pair = begin + tl.arange(0, TARGETS)
-        present = pair < last
-        y = tl.load(target + pair, mask=present, other=0)
+        place = begin + tl.arange(0, TARGETS)
+        present = place < last
+        y = tl.load(target + place, mask=present, other=0)
         known = present & (y >= 0) & (y < V)
         u = tl.load(logits + y, mask=known, other=float("nan"))
         z, _ = _scaled(u, bias, y, known, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
-        tl.store(logprob + pair, (z - shift) - log_sum, mask=present)
+        tl.store(logprob + place, (z - shift) - log_sum, mask=present)
 
 
 @triton.jit
 def _gradient(
     logits,  # [C, V] fp32, bf16 or fp16
+    stride,
     bias,  # [V]
     temperature,  # [C]
     temperature_stride,
@@ -139,6 +145,7 @@ def _gradient(
     per_log,  # [C]
     per_p,  # [C]
     out,  # [C, V]; may be logits
+    out_stride,
     V,
     softcap,
     HAS_BIAS: tl.constexpr,
@@ -155,9 +162,9 @@ def _gradient(
     c = tl.load(constant + row)
     onehot = tl.full((BLOCK,), 0.0, tl.float32)
     size = tl.abs(c)
-    for pair in range(first, last):
-        a = tl.load(grad_logprob + pair)
-        onehot += tl.where(columns == tl.load(target + pair), a, 0.0)
+    for place in range(first, last):
+        a = tl.load(grad_logprob + place)
+        onehot += tl.where(columns == tl.load(target + place), a, 0.0)
         c -= a
         size += tl.abs(a)
     b = 0.0
@@ -170,7 +177,7 @@ def _gradient(
         size += tl.abs(q)
 
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)
-    u = tl.load(logits + row * V + columns, mask=inside, other=0.0)
+    u = tl.where(inside, tl.load(logits + row * stride + columns, mask=columns < stride, other=0.0), 0.0)
     z, slope = _scaled(u, bias, columns, inside, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
     logp = (z - tl.load(logsumexp + row)) - tl.load(correction + row)
     none = logp <= -100.0
@@ -178,7 +185,7 @@ def _gradient(
     p = tl.where(none, 0.0, tl.exp(logp))
     g = (onehot + p * (c - b * logp + q * p)) * (slope * inverse)
     g = tl.where(size == 0.0, 0.0, g)
-    tl.store(out + row * V + columns, g.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + columns, g.to(out.dtype.element_ty), mask=columns < out_stride)
 
 
 def statistics(
@@ -197,6 +204,7 @@ def statistics(
     rows, V = logits.shape
     _statistics[(rows,)](
         logits,
+        _row_stride(logits),
         bias,
         temperature,
         temperature.stride(0),
@@ -237,6 +245,7 @@ def gradient(
     launch = _launch(V)
     _gradient[(rows, triton.cdiv(V, launch["BLOCK"]))](
         logits,
+        _row_stride(logits),
         bias,
         temperature,
         temperature.stride(0),
@@ -249,6 +258,7 @@ def gradient(
         per_log,
         per_p,
         out,
+        _row_stride(out),
         V,
         softcap,
         HAS_BIAS=len(bias) > 0,
@@ -257,6 +267,11 @@ def gradient(
         PER_P=len(per_p) > 0,
         **launch,
     )
+
+
+def _row_stride(tile: Tensor) -> int:
+    """A row alone may be a part of another tensor, whose stride says nothing about what follows it."""
+    return tile.stride(0) if len(tile) > 1 else tile.shape[1]
 
 
 def _launch(V: int) -> dict[str, Any]:

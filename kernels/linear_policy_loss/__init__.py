@@ -1,4 +1,14 @@
-from .api import linear_policy_loss
-from .plan import HeadPlan, plan_policy_loss
+from .api import linear_policy_loss, linear_terms_loss
+from .plan import HeadPlan, plan_policy_loss, plan_terms_loss
+from .terms import LogprobTerm, Term, TermsLossOutput
 
-__all__ = ["HeadPlan", "linear_policy_loss", "plan_policy_loss"]
+__all__ = [
+    "HeadPlan",
+    "LogprobTerm",
+    "Term",
+    "TermsLossOutput",
+    "linear_policy_loss",
+    "linear_terms_loss",
+    "plan_policy_loss",
+    "plan_terms_loss",
+]

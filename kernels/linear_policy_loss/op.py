@@ -1,26 +1,39 @@
-"""`linear_policy_loss` as a differentiable op of torch: its forward makes the gradients, its backward hands them on."""
+"""`linear_terms_loss` as a differentiable op of torch: its forward makes the gradients, its backward hands them on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import dispatch
-from ..linear_logprob import chunked, reference
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
-from ..linear_logprob.op import row_kernels
-from ..linear_logprob.pairs import Pairs
+from ..linear_logprob.op import backend_of, check_values, row_kernels
+from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
 from . import fused
-from .plan import Schedule
+from .judge import Judge
+from .terms import Term
 
 
-@torch.library.custom_op("rolltree::linear_policy_loss", mutates_args=())
-def linear_policy_loss_op(
+def encoded(terms: Sequence[Term]) -> tuple[list[Tensor], str, str]:
+    """The terms' tensors, and their names and objectives a line a term: ops of torch take no objects."""
+    tensors, names = zip(*(t.fields.tensors() for t in terms), strict=True)
+    return [t for some in tensors for t in some], "\n".join(names), "\n".join(t.objective.encoded for t in terms)
+
+
+def _decoded(tensors: Sequence[Tensor], names: str, objectives: str) -> list[tuple[PolicyFields, Objective]]:
+    terms, rest = [], list(tensors)
+    for line, text in zip(names.split("\n"), objectives.split("\n"), strict=True):
+        count, objective = len(line.split()), Objective.decode(text)
+        terms.append((PolicyFields.from_tensors(rest[:count], line, objective.aggregation), objective))
+        rest = rest[count:]
+    return terms
+
+
+@torch.library.custom_op("rolltree::linear_terms_loss", mutates_args=())
+def linear_terms_loss_op(
     hidden: Tensor,  # [R, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
@@ -29,95 +42,52 @@ def linear_policy_loss_op(
     lora_scale: float,
     start: Tensor,  # [R + 1] int64
     target: Tensor,  # [P] int64, by row
-    caller: Tensor | None,  # [P] int64, place of each pair in the fields
+    place: Tensor | None,  # [P] int64, of each target in the fields
     temperature: Tensor,  # [R]
     softcap: float,  # 0: none
-    fields: Sequence[Tensor],  # `PolicyFields.tensors`, of M pairs
+    fields: Sequence[Tensor],  # `encoded`, of K terms on M targets
     names: str,
-    objective: str,  # `Objective.encoded`
-    schedule: str,
+    objectives: str,
+    scale: Tensor | None,  # [K], of the terms in the sum; None: one term
     row_cuts: Sequence[int],
-    pair_cuts: Sequence[int],
-    block_cuts: Sequence[int],
-    count_on_device: bool,
+    target_cuts: Sequence[int],
+    path_cuts: Sequence[int],
     need: Sequence[bool],  # [5], gradients of hidden, weight, bias, a, b
     weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(sum of the losses [], sums of the metrics fp64, gradients of hidden, weight, bias, a, b)``.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], gradients of
+    hidden, weight, bias, a, b)``.
 
     Gradients of the head are in the accumulation dtype; what is not needed is empty.
     """
-    if hidden.device.type == "cpu" and len(target) and (target.min() < 0 or target.max() >= len(weight)):
-        raise IndexError(
-            f"linear_policy_loss: target must be in 0..{len(weight) - 1}, got {target.min().item()}.."
-            f"{target.max().item()}; mask pairs that are not to be scored."
-        )
+    check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
     lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
     head = Head(weight, bias, lora, temperature.dtype)
     gradient = HeadGradient(head, need[1], need[2], need[3] or need[4])
-    given = fused.Inputs(
-        hidden,
-        head,
-        Pairs(start, target, None, caller is None and len(target) == len(hidden)),
-        caller,
-        temperature,
-        softcap,
-        PolicyFields.from_tensors(fields, names, Objective.decode(objective).aggregation),
-        Objective.decode(objective),
-    )
-    cuts = fused.Cuts(list(row_cuts), list(pair_cuts), list(block_cuts), count_on_device and lora is None)
-    backends = ("cpu", "reference") if hidden.dtype == torch.float64 else dispatch.BACKENDS
-    table = {b: partial(_BACKENDS[b], cast(Schedule, schedule), given, cuts, need[0], gradient) for b in backends}
-    total, sums, d_hidden = dispatch.choose("linear_policy_loss", table, hidden.device)()
-    return total.to(temperature.dtype), sums, d_hidden, gradient.weight, gradient.bias, gradient.a, gradient.b
+    targets = Targets(start, target, None, place is None and len(target) == len(hidden))
+    judge = Judge(_decoded(fields, names, objectives), scale, place, temperature)
+    cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
+    rows = row_kernels(backend_of("linear_policy_loss", hidden))
+    given = fused.Inputs(hidden, head, targets, temperature, softcap)
+    d_hidden = fused.one_pass(rows, given, judge, cuts, need[0], gradient)
+    total, totals, sums = judge.result()
+    return total.to(temperature.dtype), totals, sums, d_hidden, *gradient.results()
 
 
-def _chunked(backend: str, schedule: Schedule, given: fused.Inputs, *rest: Any) -> fused.Result:
-    rows, cuts = row_kernels(backend), rest[0]
-    rest = (cuts._replace(count_on_device=cuts.count_on_device and backend != "cpu"), *rest[1:])
-    if schedule in ("fused_forward", "sequence_aligned"):
-        return fused.one_pass(rows, given, *rest)
-    return fused.two_phase(partial(chunked.forward, rows), partial(chunked.backward, rows), schedule, given, *rest[1:])
-
-
-def _reference(schedule: Schedule, given: fused.Inputs, *rest: Any) -> fused.Result:
-    schedule = schedule if schedule in ("logprob_only", "frozen_head") else "two_phase"
-    return fused.two_phase(reference.forward, reference.backward, schedule, given, *rest[1:])
-
-
-_BACKENDS = {b: partial(_chunked, b) for b in ("cuda", "triton", "cpu")} | {"reference": _reference}
-
-
-@linear_policy_loss_op.register_fake
+@linear_terms_loss_op.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    start: Tensor,
-    target: Tensor,
-    caller: Tensor | None,
-    temperature: Tensor,
-    softcap: float,
-    fields: Sequence[Tensor],
-    names: str,
-    objective: str,
-    schedule: str,
-    row_cuts: Sequence[int],
-    pair_cuts: Sequence[int],
-    block_cuts: Sequence[int],
-    count_on_device: bool,
-    need: Sequence[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    _, _, _, _, temperature, _, _, _, objectives, *_, need, _ = rest
+
     def like(t: Tensor | None, needed: bool, empty: tuple[int, ...]) -> Tensor:
         return temperature.new_empty(t.shape if needed and t is not None else empty)
 
+    K = len(objectives.split("\n"))
     return (
         temperature.new_empty(()),
-        temperature.new_empty(len(SUMS), dtype=torch.float64),
+        temperature.new_empty(K, dtype=torch.float64),
+        temperature.new_empty((K, len(SUMS)), dtype=torch.float64),
         torch.empty_like(hidden) if need[0] else hidden.new_empty(0),
         like(weight, need[1], (0,)),
         like(bias, need[2], (0,)),
@@ -134,7 +104,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         for x in inputs[5:]
     ]
     # Not `save_for_backward`: that would hold the gradients while autograd takes them over, and so make it copy them.
-    ctx.gradients = list(output[2:])
+    ctx.gradients = list(output[3:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -159,9 +129,14 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
             ctx.weight_grad.addcmul_(gradient, grad)
             result.append(None)
             continue
-        scaled = gradient * grad if torch.compiler.is_compiling() else gradient.mul_(grad.to(gradient.dtype))
-        result.append(scaled if i == 0 else scaled.to(ctx.dtype))
+        dtype = gradient.dtype if i == 0 else ctx.dtype
+        if torch.compiler.is_compiling():
+            result.append((gradient * grad).to(dtype))
+        elif dtype == gradient.dtype:
+            result.append(gradient.mul_(grad.to(dtype)))
+        else:  # scaled and cast in one kernel
+            result.append(torch.mul(gradient, grad.to(gradient.dtype), out=torch.empty_like(gradient, dtype=dtype)))
     return *result, *ctx.constants
 
 
-linear_policy_loss_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+linear_terms_loss_op.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -3,12 +3,13 @@ from .evaluate import Evaluation, evaluate
 from .fields import PathIndex, PolicyFields
 from .objective import Objective, aggregation_weight
 from .pairs import pair_loss
-from .presets import PRESETS
+from .presets import ALIASES, PRESETS
 from .reference import SUMS
 from .subsets import calm_tokens, entropy_quantile, probability_mask, random_share
 from .value import gae, value_loss
 
 __all__ = [
+    "ALIASES",
     "PRESETS",
     "SUMS",
     "Evaluation",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
 from . import reference
 from .evaluate import evaluate
 from .fields import PolicyFields
@@ -44,31 +45,49 @@ def policy_loss(
     where the fields have none for that side's share of the advantages.
 
     Raises:
-        ValueError: the objective needs something that the fields, or ``entropy``, do not give, or shapes differ.
+        ValueError: the objective needs something that the fields, or ``entropy``, do not give, or shapes, dtypes,
+            devices or values do not fit.
+        IndexError: a leaf's or sequence's place is out of range (CPU only; on a GPU the program stops).
     """
-    if entropy is not None and entropy.shape != logprob.shape:
-        raise ValueError(f"policy_loss: entropy must be {list(logprob.shape)} like logprob, got {list(entropy.shape)}.")
+    call = Arguments("policy_loss", "logprob", logprob)
+    if entropy is not None:
+        call.floats("entropy", entropy, logprob.shape, " like logprob")
     if objective.needs_entropy and entropy is None:
         why = "entropy_coef is not 0" if objective.entropy_coef else "entropy_share is below 1"
         raise ValueError(f"policy_loss: {why}, so entropy must be given.")
-    fields = check("policy_loss", logprob, logprob.dtype, fields, objective).folded(objective.aggregation)
+    fields = check("policy_loss", logprob, logprob.dtype, fields, objective, normalizer)
+    fields = fields.folded(objective.aggregation)
     total, _, _, sums = policy_loss_op(logprob, entropy, *fields.tensors(), objective.encoded)
     return finish(total, sums, normalizer, fields, objective, has_entropy=entropy is not None)
 
 
-def check(op: str, of_pairs: Tensor, dtype: torch.dtype, fields: PolicyFields, objective: Objective) -> PolicyFields:
-    """``fields``, which must fit the pairs and hold what the objective needs.
+def check(
+    op: str,
+    of_targets: Tensor,  # [M]
+    dtype: torch.dtype,
+    fields: PolicyFields,
+    objective: Objective,
+    normalizer: float | Tensor,
+) -> PolicyFields:
+    """``fields``, which must fit the targets and hold what the objective needs.
 
     Raises:
         ValueError: they do not; the message begins with ``op``.
+        IndexError: a leaf's or sequence's place is out of range (CPU only; on a GPU the program stops).
     """
-
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{op}: {message}.")
-
-    shape = list(fields.adv_pos.shape)
-    require(list(of_pairs.shape) == shape, f"logprob must be {shape} like the fields, got {list(of_pairs.shape)}")
+    call = Arguments(op, "logprob", of_targets)
+    require = call.require
+    if not isinstance(fields, PolicyFields):
+        call.wrong_type("fields", "PolicyFields", fields)
+    if not isinstance(objective, Objective):
+        call.wrong_type("objective", "an Objective", objective)
+    call.tensor("logprob", of_targets, fields.adv_pos.shape, " like the fields")
+    call.tensor("the fields", fields.adv_pos)
+    call.look("the fields' adv_pos must not be negative", fields.adv_pos, lambda: ~(fields.adv_pos < 0))
+    call.look("the fields' adv_neg must not be positive", fields.adv_neg, lambda: ~(fields.adv_neg > 0))
+    call.normalizer(normalizer)
+    if fields.paths is not None:
+        fields.paths.check(call, len(of_targets))
     require(
         dtype in (torch.float32, torch.float64),
         f"logprob must be fp32 or fp64, got {dtype}: ratios of rounded log-probs are noise",
@@ -92,15 +111,12 @@ def finish(
     *,
     has_entropy: bool,
 ) -> PolicyLossOutput:
-    """Loss and metrics from sums. Pairs that were left out because they cannot have a gradient count where they are
+    """Loss and metrics from sums. Targets that were left out because they cannot have a gradient count where they are
     zeros: in the denominators of the surrogate and its clip fractions.
     """
-    if not isinstance(normalizer, Tensor):
-        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
-    loss = total / torch.where((normalizer == 0) & (total == 0), 1, normalizer)
     of = dict(zip(reference.SUMS, sums.unbind(), strict=True))
     weight = fields.weight if fields.mask is None else torch.where(fields.mask, fields.weight, 0)
-    everything, count, known = weight.sum(dtype=torch.float64), of["count"], of["behaviour_count"]
+    everything, count, known = weight.sum(dtype=torch.float64), of["tokens"], of["behaviour_count"]
     metrics = {
         "actor/pg_loss": (of["pg_loss"], everything),
         "actor/pg_clipfrac": (of["clipped"], everything),
@@ -117,7 +133,14 @@ def finish(
     if objective.mismatch != "none" and objective.mismatch_level == "token" and objective.surrogate != "vespo":
         metrics["training/rollout_is_mean"] = (of["mismatch_weight"], count)
         metrics["training/rollout_is_rejected"] = (of["mismatch_rejected"], count)
-    return PolicyLossOutput(loss, metrics)
+    return PolicyLossOutput(normalized(total, normalizer), metrics)
+
+
+def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
+    """``total / normalizer``, and 0 where both are."""
+    if not isinstance(normalizer, Tensor):
+        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
+    return total / torch.where((normalizer == 0) & (total == 0), 1, normalizer)
 
 
 @torch.library.custom_op("rolltree::policy_loss", mutates_args=())

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from .reference import SUMS, Elements, Kind
+from .elements import Elements, Kind
+from .reference import SUMS
 from .surrogates import Spec
 
 ELEMENTS_A_BLOCK = 1024
 KL = ("k1", "k2", "k3", "low_var", "abs")
 MISMATCH = ("none", "truncate", "mask")
+
+
+@functools.cache
+def _rows() -> tuple[str, ...]:
+    """What the rows of ``partial`` are, as the kernel names them: `Sums` in an order of its own."""
+    return tuple(torch.ops.rolltree_cuda.clipped_loss_sums().split())
 
 
 def knows(x: Elements, kind: Kind) -> bool:
@@ -22,29 +31,30 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
     M, absent = len(x.logprob), x.logprob[:0]
     d_logprob = torch.empty_like(x.logprob, memory_format=torch.contiguous_format)
     d_entropy = d_logprob.new_empty(0 if x.entropy is None else M)
-    partial = d_logprob.new_zeros(1 + len(SUMS), -(-M // ELEMENTS_A_BLOCK))
-    given = x._replace(mask=None if x.mask is None else x.mask.view(torch.uint8))
-    inputs = [
-        absent if t is None else t.contiguous()
-        for name, t in given._asdict().items()
+    rows = _rows()
+    partial = d_logprob.new_zeros(len(rows), -(-M // ELEMENTS_A_BLOCK))
+    given = x._replace(mask=None if x.mask is None else x.mask.view(torch.uint8))._asdict()
+    inputs = {
+        name: absent if t is None else t.contiguous()
+        for name, t in given.items()
         if name not in ("all_weight", "extra", "pos_weight", "neg_weight")  # what `knows` leaves to the others
-    ]
+    }
     torch.ops.rolltree_cuda.clipped_loss(
-        *inputs,
-        1 - spec.eps_low,
-        1 + spec.eps_high,
-        spec.clip_ratio_c,
-        spec.kl_coef,
-        spec.entropy_coef,
-        spec.mismatch_low,
-        spec.mismatch_cap,
-        KL.index(kind.kl.removesuffix("+")),
-        MISMATCH.index(kind.mismatch),
-        kind.kl.endswith("+"),
-        kind.kl_importance,
-        d_logprob,
-        d_entropy,
-        partial,
+        **inputs,
+        low_bound=1 - spec.eps_low,
+        high_bound=1 + spec.eps_high,
+        clip_ratio_c=spec.clip_ratio_c,
+        kl_coef=spec.kl_coef or 0.0,
+        entropy_coef=spec.entropy_coef or 0.0,
+        mismatch_low=spec.mismatch_low,
+        mismatch_cap=spec.mismatch_cap,
+        kl=KL.index(kind.kl.removesuffix("+")),
+        mismatch=MISMATCH.index(kind.mismatch),
+        straight_through=kind.kl.endswith("+"),
+        kl_importance=kind.kl_importance,
+        d_logprob=d_logprob,
+        d_entropy=d_entropy,
+        partial=partial,
     )
-    sums = partial.sum(1, dtype=torch.float64)
-    return sums[0].to(d_logprob.dtype), d_logprob, d_entropy, sums[1:].clone()
+    sums = dict(zip(rows, partial.sum(1, dtype=torch.float64).unbind(), strict=True))
+    return sums["loss"].to(d_logprob.dtype), d_logprob, d_entropy, torch.stack([sums[name] for name in SUMS])

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .. import dispatch
 from . import cuda, paths, reference, selection
+from .elements import Elements, Kind
+from .elementwise import MAX_LOG_RATIO
 from .fields import PolicyFields
-from .objective import ELEMENTWISE, Objective
-from .reference import SUMS, Elements, Kind
-from .surrogates import Spec, dynamic_bounds
+from .objective import Objective
+from .reference import SUMS
+from .surrogates import Spec
 
 OF_THE_SURROGATE = ("pg_loss", "clipped", "clipped_lower", "mismatch_weight", "mismatch_rejected")
 
@@ -37,23 +39,25 @@ def evaluate(
     fields: PolicyFields,  # [M], aggregation folded in
     objective: Objective,
 ) -> Evaluation:
-    """The objective on pairs that are whole paths, or any pairs where its scope is "token"."""
+    """The objective on targets that are whole paths, or any targets where its scope is "token"."""
     fields = fields.to(logprob.dtype)
+    if objective.ratio_base in ("proximal", "current"):
+        fields = replace(fields, old_logprob=fields.proximal_logprob if objective.ratio_base == "proximal" else None)
     entropy = None if entropy is None else entropy.to(logprob.dtype)
     d = torch.zeros_like(logprob)
-    if fields.old_logprob is not None and objective.ratio_base == "old":
+    if fields.old_logprob is not None and objective.ratio_base != "self":
         d = logprob - fields.old_logprob
     everywhere = fields  # KL and entropy terms are for every token, whatever was chosen for the surrogate
     fields = selection.apply(logprob, entropy, d, fields, objective)
     fields = paths.apply_leaf_weights(logprob, d, fields, objective)
+    if fields.token_weight is not None:
+        fields = selection.weighed(fields, fields.token_weight)
     if objective.pos_weight != 1 or objective.neg_weight != 1:
         fields = _weighted_by_sign(fields, objective.pos_weight, objective.neg_weight)
     if objective.ratio_level == "token":
         return _elements(logprob, entropy, d, fields, objective)
     over = paths.averaging(fields, objective)
-    of_tokens = replace(
-        objective, surrogate=ELEMENTWISE.get(objective.surrogate, objective.surrogate), ratio_level="token"
-    )
+    of_tokens = replace(objective, surrogate=objective.elementwise, ratio_level="token")
     surrogate = replace(of_tokens, kl_coef=0.0, entropy_coef=0.0)
     nothing = torch.zeros_like(fields.adv_pos)
     tokens = replace(everywhere, adv_pos=nothing, adv_neg=nothing, all_weight=nothing)
@@ -99,28 +103,28 @@ def _elements(
     if objective.dynamic_clip and fields.old_logprob is not None:
         low, high = dynamic_bounds(fields.old_logprob, objective.eps_low, objective.eps_high)
         high = high.clamp(max=objective.dynamic_cap)
-    surrogate = ELEMENTWISE.get(objective.surrogate, objective.surrogate)
     in_tokens = objective.mismatch_level == "token" and objective.surrogate != "vespo"
     of_tokens = objective.mismatch if in_tokens else "none"
+    extra = objective.formula.extra
     x = Elements(
-        logprob,
-        entropy,
-        fields.adv_pos,
-        fields.adv_neg,
-        fields.weight,
-        fields.all_weight,
-        fields.mask,
-        d,
-        fields.old_logprob,
-        fields.ref_logprob,
-        fields.behaviour_logprob,
-        low,
-        high,
-        fields.teacher_logprob if surrogate.startswith("distill") else fields.pass_rate,
-        fields.pos_weight,
-        fields.neg_weight,
+        logprob=logprob,
+        adv_pos=fields.adv_pos,
+        adv_neg=fields.adv_neg,
+        weight=fields.weight,
+        all_weight=fields.all_weight,
+        log_ratio=d,
+        low=low,
+        high=high,
+        extra=None if extra is None else getattr(fields, extra),
+        old_logprob=fields.old_logprob,
+        ref_logprob=fields.ref_logprob,
+        behaviour_logprob=fields.behaviour_logprob,
+        entropy=entropy,
+        pos_weight=fields.pos_weight,
+        neg_weight=fields.neg_weight,
+        mask=fields.mask,
     )
-    kind = Kind(surrogate, objective.kl, objective.kl_importance, of_tokens)
+    kind = Kind(objective.elementwise, objective.kl, objective.kl_importance, of_tokens)
     on_gpu = logprob.dtype == torch.float32
     serve = {"triton": on_gpu, "cuda": on_gpu and cuda.knows(x, kind)}
     table = {b: f for b, f in _TERMS.items() if serve.get(b, True)}
@@ -129,19 +133,28 @@ def _elements(
 
 
 def _spec(objective: Objective) -> Spec:
-    bound = {"dppo_tv": 20.0, "dppo_kl": 20.0}.get(objective.surrogate, float("inf"))
     return Spec(
         objective.eps_low,
         objective.eps_high,
-        bound if objective.clip_ratio_c is None else objective.clip_ratio_c,
+        objective.formula.cap if objective.clip_ratio_c is None else objective.clip_ratio_c,
         objective.tau_pos,
         objective.tau_neg,
         objective.beta,
-        objective.kl_coef,
-        objective.entropy_coef,
+        objective.kl_coef or None,
+        objective.entropy_coef or None,
         objective.mismatch_low,
         objective.mismatch_cap,
     )
+
+
+def dynamic_bounds(old_logprob: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
+    """Bounds of the ratio ``[M]`` each where ``|r - 1| p = eps``, p = r q: wide for unlikely tokens (DCPO).
+
+    high = (1 + sqrt(1 + 4 eps_high / q)) / 2, low = (1 + sqrt(max(1 - 4 eps_low / q, 0))) / 2, q = exp(old_logprob).
+    """
+    inverse = (-old_logprob).clamp(max=MAX_LOG_RATIO).exp()
+    low = 0.5 + 0.5 * (1 - 4 * eps_low * inverse).clamp(min=0).sqrt()
+    return low, 0.5 + 0.5 * (1 + 4 * eps_high * inverse).sqrt()
 
 
 def _triton_terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:

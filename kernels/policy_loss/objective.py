@@ -19,31 +19,20 @@ import torch
 from torch import Tensor
 
 from .runs import RunSum
+from .surrogates import SURROGATES, Surrogate
 
 if TYPE_CHECKING:
     from .fields import PolicyFields
 
-Surrogate = Literal[
-    "ppo", "unclipped", "cispo", "sapo", "reinforce", "topr", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "dro",
-    "clip_cov", "kl_cov", "nft", "nll", "distill_reverse", "distill_forward",
-]  # fmt: skip
 RatioLevel = Literal["token", "segment", "sequence", "sequence_token"]
+RatioBase = Literal["old", "proximal", "current", "self"]
 KL = Literal["k1", "k2", "k3", "low_var", "abs", "k1+", "k3+", "low_var+", "abs+"]
 Mismatch = Literal["none", "truncate", "mask"]
 MismatchLevel = Literal["token", "sequence", "geometric"]
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
-ELEMENTWISE: dict[Surrogate, Surrogate] = {
-    "topr": "reinforce",
-    "vespo": "reinforce",
-    "geo_mean": "unclipped",
-    "clip_cov": "ppo",
-}
+ELEMENTWISE = {"topr": "reinforce", "vespo": "reinforce", "geo_mean": "unclipped", "clip_cov": "ppo"}
 """Surrogates that are another one after `paths` and `selection` have changed the weights."""
-RATIOS = ("ppo", "unclipped", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov", "nft")
-AVERAGED = ("ppo", "unclipped", "sapo", "geo_mean")
-OF_ALL = ("nll", "dro", "kl_cov", "distill_reverse", "distill_forward")
-EXTRA_FIELD = {"nft": "pass_rate", "distill_reverse": "teacher_logprob", "distill_forward": "teacher_logprob"}
 
 
 @dataclass(frozen=True)
@@ -51,27 +40,19 @@ class Objective:
     """A policy objective; see ``Objective.preset`` for the named ones.
 
     Args:
-        surrogate: with r the ratio and sg a stop-gradient,
-            ``ppo``: g_pos = -min(r, high), g_neg = max(r, low), the latter at most ``clip_ratio_c`` where given (dual
-            clip; TRL's delta, from 1 + eps_high on). ``unclipped``: -+ r. ``cispo``: -+ sg(clip(r, low, high)) logprob
-            (TRL's bound is ``1 + eps_high`` with ``eps_low`` 1). ``sapo``: -+ (4 / tau) sigmoid(tau (r - 1)).
-            ``reinforce``:
-            -+ logprob. ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
+        surrogate: a function in `surrogates`, whose docstring has the formula, or made of one by what looks beyond a
+            token: ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
             reinforce times sg(e^lam W^k e^(-lam W)), W the ratio of the sequence (times the corrected mismatch of its
-            tokens), (k, lam) by sign. ``geo_mean``: -+ r
-            of the sequence, from log-ratios clamped to [-eps_low, eps_high] on the side that acts. ``dppo_tv``,
-            ``dppo_kl``: -+ sg(min(r, clip_ratio_c or 20)) logprob, 0 where the probability (the binary KL) has moved
-            by more than eps in the direction of the advantage. ``dro``: reinforce + (beta / 2) (log r)^2.
-            ``clip_cov``: ppo without a random ``covariance_share`` of the tokens whose covariance of advantage and
-            log-prob is in (covariance_low, covariance_high). ``kl_cov``: unclipped + beta |log r| on the
-            ``covariance_share`` of largest covariance. ``nft``: -log r, and -log max((1 - q r) / (1 - q), beta), q the
-            prompt's ``pass_rate`` and +-w(q) the advantages, not normalised by the group. ``nll``: -logprob, whatever
-            the advantage. ``distill_reverse``: sg(logprob - teacher) logprob, whose value is no KL.
-            ``distill_forward``: -sg(min(e^(teacher - logprob), clip_ratio_c)) logprob.
+            tokens), (k, lam) by sign. ``geo_mean``: unclipped r of the sequence, from log-ratios clamped to
+            [-eps_low, eps_high] on the side that acts. ``clip_cov``: ppo without a random ``covariance_share`` of the
+            tokens whose covariance of advantage and log-prob is in (covariance_low, covariance_high). ``kl_cov``: its
+            penalty is for the ``covariance_share`` of largest covariance.
         ratio_level: r of the ``token``; of the ``segment`` or ``sequence``: the exponential of the mean token
             log-ratio; ``sequence_token``: the sequence's value with the token's derivative (and advantage).
-        ratio_base: ``old``: r against ``old_logprob`` (against the current policy, r = 1, where that is None);
-            ``self``: r = 1 with its gradient, also where ``old_logprob`` is given (for metrics and mismatch).
+        ratio_base: ``old``: r against ``old_logprob`` (against the current policy, r = 1, where that is None).
+            ``proximal``: ``proximal_logprob`` takes the place of ``old_logprob`` in all of the loss: r against it, and
+            the mismatch from it to the sampler (decoupled PPO, Hilton et al. 2021). ``current``: the current policy
+            does, without gradient. ``self``: r = 1 with its gradient, while metrics and mismatch go by ``old_logprob``.
         eps_low, eps_high: the bounds are low = 1 - eps_low and high = 1 + eps_high, unless the fields bring
             ``clip_low`` and ``clip_high`` of their own.
         dynamic_clip, dynamic_cap: bounds from the old probability q instead, where |r - 1| r q = eps; low is at least
@@ -83,11 +64,13 @@ class Objective:
         kl_importance: the KL estimate is multiplied by the token's r (with its gradient), unbiased off policy.
         entropy_coef: the entropy times this is subtracted from the loss; needs ``entropy``.
         mismatch, mismatch_level, mismatch_low, mismatch_cap: the surrogate is multiplied by w = exp(old - behaviour)
-            without gradient: of the ``token``, of the ``sequence`` (product), or its ``geometric`` mean; ``truncate``:
-            clamped to [low, cap]; ``mask``: 0 outside.
+            (old: see ``ratio_base``) without gradient: of the ``token``, of the ``sequence`` (product), or its
+            ``geometric`` mean; ``truncate``: clamped to [low, cap]; ``mask``: 0 outside.
         off_policy_delta: sequences of negative advantage count 0 where mean(behaviour - logprob) exceeds this (old
             log-probs where there are no behaviour ones).
         entropy_share: only this share of the tokens, of highest entropy, enters the surrogate.
+        needs: optional fields without which the loss would be that of another objective, beside those that the other
+            options need; fields that lack one are refused.
         aggregation: over what the loss is a mean; ``aggregation_weight`` has the formula. The denominator itself is the
             caller's ``normalizer``: logical tokens for ``token_mean``, 1 for ``token_sum``, sequences for
             ``seq_mean_token_mean`` and ``seq_mean_token_sum``, sequences times the length limit for
@@ -97,9 +80,9 @@ class Objective:
         ValueError: a name is unknown, a number out of its range, or two options do not combine.
     """
 
-    surrogate: Surrogate = "ppo"
+    surrogate: str = "ppo"
     ratio_level: RatioLevel = "token"
-    ratio_base: Literal["old", "self"] = "old"
+    ratio_base: RatioBase = "old"
     eps_low: float = 0.2
     eps_high: float = 0.2
     clip_ratio_c: float | None = None
@@ -125,16 +108,18 @@ class Objective:
     mismatch_cap: float = 2.0
     off_policy_delta: float | None = None
     entropy_share: float = 1.0
+    needs: tuple[str, ...] = ()
     aggregation: Aggregation = "token_mean"
     encoded: str = field(init=False, repr=False, compare=False)  # for ops of torch, which take no objects
 
     def __post_init__(self) -> None:
-        for name in ("vespo_pos", "vespo_neg"):
+        for name in ("vespo_pos", "vespo_neg", "needs"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "encoded", json.dumps(named))
         for name, names in (
-            ("surrogate", get_args(Surrogate)), ("ratio_level", get_args(RatioLevel)), ("ratio_base", ("old", "self")),
+            ("surrogate", (*SURROGATES, *ELEMENTWISE)), ("ratio_level", get_args(RatioLevel)),
+            ("ratio_base", get_args(RatioBase)),
             ("kl", get_args(KL)), ("mismatch", get_args(Mismatch)), ("mismatch_level", get_args(MismatchLevel)),
             ("aggregation", get_args(Aggregation)),
         ):  # fmt: skip
@@ -157,6 +142,10 @@ class Objective:
             0 <= self.mismatch_low < self.mismatch_cap,
             f"mismatch_low must be in [0, mismatch_cap), got {self.mismatch_low} with mismatch_cap {self.mismatch_cap}",
         )
+        from .fields import OPTIONAL  # which needs this class
+
+        for name in self.needs:
+            _one_of("needs", name, OPTIONAL)
         _require(0 < self.entropy_share <= 1, f"entropy_share must be in (0, 1], got {self.entropy_share}")
 
     def _check_combinations(self) -> None:
@@ -164,13 +153,15 @@ class Objective:
             _require(not condition, f"{one} does not combine with {other}")
 
         surrogate, level = f"surrogate '{self.surrogate}'", f"ratio_level '{self.ratio_level}'"
-        bounded = ("ppo", "clip_cov", "dppo_tv", "dppo_kl", "distill_forward")
-        exclude(self.clip_ratio_c is not None and self.surrogate not in bounded, "clip_ratio_c", surrogate)
-        exclude(self.ratio_level != "token" and self.surrogate not in AVERAGED, level, surrogate)
+        reads, changed = self.formula.reads, self.surrogate in ELEMENTWISE
+        of_ratio = self.formula.of_ratio if not changed else self.surrogate == "geo_mean"
+        exclude(self.clip_ratio_c is not None and "clip_ratio_c" not in reads, "clip_ratio_c", surrogate)
+        exclude(self.ratio_level != "token" and not of_ratio, level, surrogate)
         exclude(self.surrogate == "geo_mean" and self.ratio_level != "sequence", surrogate, level)
         exclude(self.ratio_level != "token" and self.dynamic_clip, level, "dynamic_clip")
-        exclude(self.dynamic_clip and self.surrogate not in ("ppo", "cispo"), "dynamic_clip", surrogate)
-        exclude(self.dynamic_clip and self.ratio_base == "self", "dynamic_clip", "ratio_base 'self'")
+        exclude(self.dynamic_clip and ("low" not in reads or changed), "dynamic_clip", surrogate)
+        own = self.ratio_base in ("self", "current")
+        exclude(self.dynamic_clip and own, "dynamic_clip", f"ratio_base '{self.ratio_base}'")
         exclude(self.surrogate == "topr" and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'")
         of_sequences = self.mismatch != "none" and self.mismatch_level != "token"
         exclude(self.surrogate == "vespo" and of_sequences, surrogate, f"mismatch_level '{self.mismatch_level}'")
@@ -184,8 +175,12 @@ class Objective:
         Raises:
             ValueError: no such preset, or an override is wrong.
         """
-        from .presets import PRESETS  # which needs this class
+        from .presets import ADVANTAGES_ALONE, PRESETS  # which need this class
 
+        same = ADVANTAGES_ALONE.get(name)
+        _require(
+            same is None, f"preset '{name}' is '{same}' with advantages of its own; choose '{same}' and give it those"
+        )
         _one_of("preset", name, tuple(PRESETS))
         known = [f.name for f in fields(Objective) if f.init]
         unknown = ", ".join(sorted(overrides.keys() - set(known)))
@@ -199,8 +194,17 @@ class Objective:
         return Objective(**json.loads(text))
 
     @property
+    def elementwise(self) -> str:
+        """The surrogate that is left when `paths` and `selection` have done their part, a key of ``SURROGATES``."""
+        return ELEMENTWISE.get(self.surrogate, self.surrogate)
+
+    @property
+    def formula(self) -> Surrogate:
+        return SURROGATES[self.elementwise]
+
+    @property
     def scope(self) -> Literal["token", "path", "batch"]:
-        """What the loss of a pair depends on: that pair alone, its whole path, or every pair."""
+        """What the loss of a target depends on: that target alone, its whole path, or every target."""
         if self.surrogate in ("clip_cov", "kl_cov") or self.entropy_share < 1:
             return "batch"
         return "path" if self.ratio_level != "token" or self.weighs_leaves else "token"
@@ -212,7 +216,7 @@ class Objective:
         return of_sequences or self.off_policy_delta is not None or self.surrogate in ("topr", "vespo")
 
     def live(self, fields: PolicyFields) -> Tensor:
-        """``[M] bool``: pairs whose gradient can be other than zero, as known before any forward."""
+        """``[M] bool``: targets whose gradient can be other than zero, as known before any forward."""
         everyone = torch.ones_like(fields.weight, dtype=torch.bool) if fields.mask is None else fields.mask
         if self.scope == "batch":
             return everyone
@@ -221,10 +225,12 @@ class Objective:
             live = live | (fields.adv_pos != 0)
         if self.neg_weight:
             live = live | (fields.adv_neg != 0)
+        if self.formula.of_all:
+            live = live | ((fields.weight if fields.all_weight is None else fields.all_weight) != 0)
+        if fields.token_weight is not None:
+            live = live & (fields.token_weight != 0)
         if self.kl_coef or self.entropy_coef:
             live = live | (fields.weight != 0)
-        if self.surrogate in OF_ALL:
-            live = live | ((fields.weight if fields.all_weight is None else fields.all_weight) != 0)
         live = live & everyone
         together = fields.segment if fields.paths is None else fields.paths.sequence
         if self.scope == "path" and together is not None:  # a ratio is averaged over tokens without advantage too
@@ -234,8 +240,9 @@ class Objective:
     @property
     def needs_old(self) -> bool:
         """Whether ``old_logprob``, when given, changes the loss."""
-        ratio = (self.surrogate in (*RATIOS, "geo_mean", "topr", "vespo")) and self.ratio_base == "old"
-        return ratio or self.mismatch != "none"
+        ratio = "d" in self.formula.reads or self.surrogate in ("topr", "vespo")
+        mismatch = self.mismatch != "none"
+        return {"old": ratio or mismatch, "self": mismatch}.get(self.ratio_base, False)
 
     @property
     def needs_entropy(self) -> bool:
@@ -245,13 +252,15 @@ class Objective:
     @property
     def needs_fields(self) -> dict[str, str]:
         """Optional fields that must be given, and why."""
-        need = {}
+        need = dict.fromkeys(self.needs, f"the objective needs {' and '.join(self.needs)}")
+        if self.ratio_base == "proximal":
+            need["proximal_logprob"] = "ratio_base is 'proximal'"
         if self.kl_coef:
             need["ref_logprob"] = "kl_coef is not 0"
         if self.mismatch != "none":
             need["behaviour_logprob"] = f"mismatch is '{self.mismatch}'"
-        if self.surrogate in EXTRA_FIELD:
-            need[EXTRA_FIELD[self.surrogate]] = f"surrogate is '{self.surrogate}'"
+        if self.formula.extra is not None:
+            need[self.formula.extra] = f"surrogate is '{self.surrogate}'"
         return need
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .api import PolicyLossOutput
+from ..checks import Arguments
+from .api import PolicyLossOutput, normalized
 from .fields import PathIndex
 
 PairLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"]
@@ -49,24 +50,40 @@ def pair_loss(
     ``rewards/rejected`` (beta times the log-ratio), ``rewards/margins``, ``rewards/accuracies``.
 
     Raises:
-        ValueError: an unknown kind, an option out of its range or one that the kind does not take, or shapes differ.
+        ValueError: an unknown kind, an option out of its range or one that the kind does not take, or shapes, dtypes or
+            devices do not fit.
+        IndexError: a leaf is out of range (CPU only; on a GPU the program stops).
     """
 
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"pair_loss: {message}.")
-
+    check = Arguments("pair_loss", "logprob", logprob)
+    require = check.require
     require(kind in get_args(PairLoss), f"kind '{kind}' is not known; choose one of {', '.join(get_args(PairLoss))}")
-    require(chosen.shape == rejected.shape and chosen.dim() == 1, "chosen and rejected must be [P] alike")
     require(
         (ref_logprob is None) == (kind in WITHOUT_REFERENCE),
         f"kind '{kind}' {'takes no' if kind in WITHOUT_REFERENCE else 'needs'} ref_logprob",
     )
-    require(beta > 0, f"beta must be positive, got {beta}")
-    require(0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    check.number("beta", beta, above=0, wanted="positive and finite")
+    check.number("label_smoothing", label_smoothing, least=0)
+    require(label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     require(label_smoothing == 0 or kind in ("sigmoid", "robust"), f"kind '{kind}' does not take label_smoothing")
-    for name, value in (("ref_logprob", ref_logprob), ("mask", mask)):
-        require(value is None or value.shape == logprob.shape, f"{name} must be {list(logprob.shape)} like logprob")
+    M = len(check.floats("logprob", logprob, ("M",), dtypes=(torch.float32, torch.float64)))
+    paths.check(check, M)
+    for name, leaves in (("chosen", chosen), ("rejected", rejected)):
+        check.integers(name, leaves, chosen.shape if name == "rejected" else ("P",), " like chosen")
+        check.index(name, leaves, len(paths.leaf_target), remedy="it names leaves of the paths")
+    P = len(chosen)
+    if ref_logprob is not None:
+        check.floats("ref_logprob", ref_logprob, (M,), " like logprob")
+    if mask is not None:
+        check.mask("mask", mask, (M,), " like logprob")
+    if weight is not None:
+        check.floats("weight", weight, (P,), " like chosen")
+    if isinstance(margin, Tensor):
+        check.require(list(margin.shape) in ([], [P]), f"margin must be a number or [{P}], got {list(margin.shape)}")
+        check.floats("margin", margin)
+    else:
+        check.number("margin", margin)
+    check.normalizer(normalizer)
 
     log_ratio = logprob if ref_logprob is None else logprob - ref_logprob.to(logprob.dtype)
     counted = torch.ones_like(log_ratio) if mask is None else mask.to(log_ratio.dtype)
@@ -93,10 +110,8 @@ def pair_loss(
     }
     count = reward_w.new_tensor(float(len(chosen)))
     total = losses.sum()
-    if not isinstance(normalizer, Tensor):
-        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
     return PolicyLossOutput(
-        total / torch.where((normalizer == 0) & (total == 0), 1, normalizer),
+        normalized(total, normalizer),
         {name: (value.sum(), count) for name, value in metrics.items()},
     )
 

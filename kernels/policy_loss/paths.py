@@ -7,6 +7,7 @@ sum over the leaves below it. Everything is linear time in tokens: sums along pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,10 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .elementwise import MAX_LOG_RATIO, TINY
 from .fields import PathIndex, PolicyFields
 from .objective import Objective
 from .runs import RunSum
-from .surrogates import LOG_TINY, MAX_LOG_RATIO
+
+LOG_TINY = math.log(TINY)
 
 
 class Averaging(NamedTuple):
@@ -44,6 +47,8 @@ def averaging(fields: PolicyFields, objective: Objective) -> Averaging:
         of_runs = _over_runs(fields, paths.sequence)
         # each token its own derivative, at its sequence's ratio (Zheng et al. 2025, eq. 13)
         return of_runs._replace(back=lambda v: v) if level == "sequence_token" else of_runs
+    if fields.token_weight is not None:
+        raise ValueError(f"policy_loss: on trees ratio_level '{level}' does not combine with token_weight.")
     if paths is None or paths.leaf_advantage is None or paths.leaf_weight is None:
         raise ValueError(
             f"policy_loss: ratio_level '{level}' needs sequences, or the advantages and weights of a tree's leaves; "

@@ -6,14 +6,15 @@ ranks, not counts read by the host, so nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from .elementwise import ratio
 from .fields import PolicyFields
 from .objective import Objective
-from .surrogates import ratio
 
 
 def apply(
@@ -51,8 +52,17 @@ def only(fields: PolicyFields, chosen: Tensor, scale: float = 1.0) -> PolicyFiel
     Leaves of a tree have one advantage each, which no longer says what its tokens learn: it is dropped, so objectives
     that need it refuse these fields.
     """
+    return _changed(fields, lambda t: torch.where(chosen, scale * t, 0))
+
+
+def weighed(fields: PolicyFields, token_weight: Tensor) -> PolicyFields:
+    """The surrogate of each token times its weight ``[M]``; what `only` leaves as it is stays here too."""
+    return _changed(fields, lambda t: token_weight * t)
+
+
+def _changed(fields: PolicyFields, change: Callable[[Tensor], Tensor]) -> PolicyFields:
     of_all = fields.weight if fields.all_weight is None else fields.all_weight
-    pos, neg, of_all = (torch.where(chosen, scale * t, 0) for t in (fields.adv_pos, fields.adv_neg, of_all))
+    pos, neg, of_all = (change(t) for t in (fields.adv_pos, fields.adv_neg, of_all))
     paths = fields.paths
     if paths is not None:
         paths = replace(paths, leaf_advantage=None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..checks import Arguments
 from .fields import PolicyFields
 from .selection import live_of, only, top_share
 
@@ -21,7 +22,7 @@ def entropy_quantile(fields: PolicyFields, entropy: Tensor, share: float) -> Pol
     Raises:
         ValueError: share is not in (0, 1], or shapes differ.
     """
-    _check(share, entropy, fields)
+    _check("entropy_quantile", fields, share, entropy=entropy)
     return only(fields, top_share(entropy, live_of(fields), share))
 
 
@@ -35,7 +36,9 @@ def random_share(fields: PolicyFields, share: float, *, token: Tensor, seed: int
     Raises:
         ValueError: share is not in (0, 1], or shapes differ.
     """
-    _check(share, token, fields)
+    _check("random_share", fields, share, token=token)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"random_share: seed must be an integer of 64 bits, got {seed!r}.")
     return only(fields, _uniform(token, seed) < share, scale=1 / share)
 
 
@@ -45,10 +48,9 @@ def probability_mask(fields: PolicyFields, below: float = 0.9) -> PolicyFields:
     Raises:
         ValueError: the fields have no old_logprob, or below is not in (0, 1].
     """
+    _check("probability_mask", fields, below, "below")
     if fields.old_logprob is None:
         raise ValueError("probability_mask: the fields must have old_logprob.")
-    if not 0 < below <= 1:
-        raise ValueError(f"probability_mask: below must be in (0, 1], got {below}.")
     return only(fields, fields.old_logprob.exp() < below)
 
 
@@ -60,17 +62,18 @@ def calm_tokens(fields: PolicyFields, entropy: Tensor, kl: Tensor, share: float)
     Raises:
         ValueError: share is not in (0, 1], or shapes differ.
     """
-    _check(share, entropy, fields)
-    _check(share, kl, fields)
+    _check("calm_tokens", fields, share, entropy=entropy, kl=kl)
     live = live_of(fields)
     return only(fields, live & ~top_share(entropy, live, share) & ~top_share(kl, live, share))
 
 
-def _check(share: float, values: Tensor, fields: PolicyFields) -> None:
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be in (0, 1], got {share}.")
-    if values.shape != fields.weight.shape:
-        raise ValueError(f"expected one value a pair, {list(fields.weight.shape)}, got {list(values.shape)}.")
+def _check(op: str, fields: PolicyFields, share: float, name: str = "share", **of_targets: Tensor) -> None:
+    check = Arguments(op, "the fields", fields.weight)
+    check.number(name, share)
+    check.require(0 < share <= 1, f"{name} must be in (0, 1], got {share}")
+    for known, values in of_targets.items():
+        kind = check.integers if known == "token" else check.floats
+        kind(known, values, fields.weight.shape, ", one a target")
 
 
 def _uniform(token: Tensor, seed: int) -> Tensor:

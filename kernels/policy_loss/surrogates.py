@@ -1,26 +1,29 @@
-"""Surrogates and KL estimators: pure elementwise formulas, each with its derivative.
+"""Surrogates: pure elementwise formulas, each with its derivative, in the words of `elementwise`.
 
-A surrogate is one function from log-prob and log-ratio ``d`` (r = exp d) to the values of g and their derivatives by
-the log-prob, which differ where a stop-gradient stands in the formula. To add one, write the function, name it in
-``SURROGATES``, add its branch to `triton._surrogate` and its row to the test table.
+A surrogate is one function from log-prob and log-ratio ``d`` (r = exp d) to the values of g (g_pos and g_neg together:
+-+) and their derivatives by the log-prob, which differ where a stop-gradient sg stands in the formula. Its text is all
+there is of it: PyTorch runs it, Triton compiles it, and what an objective with it needs and takes follows from what it
+reads. To add one, write the function here, with the options of its preset if it has one of its name, and its row in the
+test table.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""|log-ratios| are clamped here: exp stays finite and a runaway token gets no gradient."""
-TINY = 1e-8
+from .elementwise import MAX_LOG_RATIO, TINY, clamp, exp, log, minimum, ratio, sigmoid, sign, where
 
 
 class Spec(NamedTuple):
-    """The numbers of an objective that the elementwise kernels read."""
+    """The numbers of an objective that formulas read."""
 
     eps_low: float
     eps_high: float
@@ -28,217 +31,236 @@ class Spec(NamedTuple):
     tau_pos: float
     tau_neg: float
     beta: float
-    kl_coef: float
-    entropy_coef: float
+    kl_coef: float | None  # None: the KL is a metric alone
+    entropy_coef: float | None  # None: so is the entropy
     mismatch_low: float
     mismatch_cap: float
 
 
-class Pairs(NamedTuple):
-    """What a surrogate may read, each [M]; absent tensors are None."""
+class Token(NamedTuple):
+    """What a surrogate may read, each [M]."""
 
     logprob: Tensor
     d: Tensor
-    low: Tensor | None  # bounds of the ratio; None: 1 - eps_low and 1 + eps_high
-    high: Tensor | None
-    extra: Tensor | None  # `Objective.extra_field`
-
-    def bounds(self, spec: Spec) -> tuple[Tensor | float, Tensor | float]:
-        return (
-            1 - spec.eps_low if self.low is None else self.low,
-            1 + spec.eps_high if self.high is None else self.high,
-        )
+    low: Tensor | float  # bounds of the ratio
+    high: Tensor | float
+    extra: Tensor  # the field that the surrogate names
 
 
 class Terms(NamedTuple):
-    """Values of g and derivatives by the log-prob, each [M]; and where a bound acts, as booleans [M]."""
+    """Values of g and derivatives by the log-prob, and where a bound acts, each [M] or a number for all."""
 
-    pos: Tensor
-    neg: Tensor
-    all: Tensor
-    d_pos: Tensor
-    d_neg: Tensor
-    d_all: Tensor
-    clipped_pos: Tensor  # r > 1 + eps_high, or what stands for it
-    clipped_neg: Tensor  # r < 1 - eps_low
-    clipped_lower: Tensor  # dual clip: above clip_ratio_c
-
-
-def ratio(d: Tensor) -> tuple[Tensor, Tensor]:
-    """``r`` and ``dr/dlogprob`` of a log-ratio [M]: both e^d, the latter 0 where d was clamped."""
-    r = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return r, torch.where(d.abs() <= MAX_LOG_RATIO, r, 0)
+    pos: Tensor | float = 0.0
+    d_pos: Tensor | float = 0.0
+    neg: Tensor | float = 0.0
+    d_neg: Tensor | float = 0.0
+    all: Tensor | float = 0.0
+    d_all: Tensor | float = 0.0
+    clipped_pos: Tensor | float = 0.0  # bool: r > 1 + eps_high, or what stands for it
+    clipped_neg: Tensor | float = 0.0  # bool: r < 1 - eps_low
+    clipped_lower: Tensor | float = 0.0  # bool: dual clip, above clip_ratio_c
 
 
-def _signed(
-    pos: Tensor,
-    neg: Tensor,
-    d_pos: Tensor,
-    d_neg: Tensor,
-    all_: Tensor | None = None,
-    d_all: Tensor | None = None,
-    clipped_pos: Tensor | None = None,
-    clipped_neg: Tensor | None = None,
-) -> Terms:
-    zero, never = torch.zeros_like(pos), torch.zeros_like(pos, dtype=torch.bool)
-
-    def given(t: Tensor | None, default: Tensor) -> Tensor:
-        return default if t is None else t
-
-    return Terms(
-        pos, neg, given(all_, zero), d_pos, d_neg, given(d_all, zero),
-        given(clipped_pos, never), given(clipped_neg, never), never,
-    )  # fmt: skip
+Formula = Callable[[Token, Spec], Terms]
 
 
-def _for_all(value: Tensor, derivative: Tensor) -> Terms:
-    zero = torch.zeros_like(value)
-    return _signed(zero, zero, zero, zero, value, derivative)
+@dataclass(frozen=True)
+class Surrogate:
+    """A formula and what its text does not say."""
+
+    formula: Formula
+    extra: str | None = None  # the optional field of `PolicyFields` that is ``Token.extra``
+    cap: float = math.inf  # clip_ratio_c where the objective gives none
+    preset: dict[str, Any] | None = None  # options of the preset that is called like it; None: there is none
+
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """Names of what the formula reads: fields of `Token` and `Spec`."""
+        names, todo = set[str](), [self.formula]
+        while todo:
+            function = todo.pop()
+            names.update(function.__code__.co_names)
+            used = (function.__globals__.get(name) for name in function.__code__.co_names)
+            todo += [f for f in used if isinstance(f, FunctionType) and f.__module__ == __name__]
+        return frozenset(names)
+
+    @functools.cached_property
+    def gives(self) -> frozenset[str]:
+        """Names of the `Terms` that it has."""
+        x = torch.full((1,), -1.0)
+        of = self.formula(Token(x, 0 * x, x, x, x), Spec(*[1.0] * len(Spec._fields)))
+        return frozenset(name for name, value in of._asdict().items() if isinstance(value, Tensor))
+
+    @property
+    def of_all(self) -> bool:
+        """Whether there is a g_all, whose weight is not an advantage."""
+        return "all" in self.gives
+
+    @property
+    def signed(self) -> bool:
+        """Whether there are g_pos and g_neg."""
+        return "pos" in self.gives
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a bound may act."""
+        return not self.gives.isdisjoint(("clipped_pos", "clipped_neg", "clipped_lower"))
+
+    @property
+    def of_ratio(self) -> bool:
+        """Whether the ratio is all it depends on, so that it may be a sequence's as well."""
+        return "d" in self.reads and not self.reads & {"logprob", "extra"} and not self.of_all
 
 
-def _ppo(x: Pairs, spec: Spec) -> Terms:
+SURROGATES: dict[str, Surrogate] = {}
+
+
+def surrogate(**of: Any) -> Callable[[Formula], Formula]:
+    """Enter a function into ``SURROGATES`` under its name; ``of``: fields of `Surrogate`."""
+
+    def enter(formula: Formula) -> Formula:
+        SURROGATES[formula.__name__] = Surrogate(formula, **of)
+        return formula
+
+    return enter
+
+
+@surrogate(preset={})
+def ppo(x: Token, n: Spec) -> Terms:
+    """g_pos = -min(r, high), g_neg = max(r, low), the latter at most clip_ratio_c (dual clip; TRL's delta, from
+    1 + eps_high on).
+    """
     r, dr = ratio(x.d)
-    low, high = x.bounds(spec)
-    over, under = r > high, r < low
-    neg = torch.where(under, low, r)
-    beyond = neg > spec.clip_ratio_c
-    d_neg = torch.where(~under & ~beyond, dr, 0)
-    zero = torch.zeros_like(r)
-    pos = -torch.where(over, high, r)
+    over = r > x.high
+    under = r < x.low
+    floored = where(under, x.low, r)
+    beyond = floored > n.clip_ratio_c
     return Terms(
-        pos, neg.clamp(max=spec.clip_ratio_c), zero, torch.where(over, 0, -dr), d_neg, zero, over, under, beyond
+        pos=-where(over, x.high, r),
+        d_pos=where(over, 0.0, -dr),
+        neg=minimum(floored, n.clip_ratio_c),
+        d_neg=where(under | beyond, 0.0, dr),
+        clipped_pos=over,
+        clipped_neg=under,
+        clipped_lower=beyond,
     )
 
 
-def _unclipped(x: Pairs, spec: Spec) -> Terms:
+@surrogate()
+def unclipped(x: Token, n: Spec) -> Terms:
+    """-+ r."""
     r, dr = ratio(x.d)
-    return _signed(-r, r, -dr, dr)
+    return Terms(pos=-r, d_pos=-dr, neg=r, d_neg=dr)
 
 
-def _cispo(x: Pairs, spec: Spec) -> Terms:
+@surrogate(preset={})
+def cispo(x: Token, n: Spec) -> Terms:
+    """-+ sg(clip(r, low, high)) logprob. TRL's bound is 1 + eps_high with eps_low 1."""
     r, _ = ratio(x.d)
-    low, high = x.bounds(spec)
-    over, under = r > high, r < low
-    w = torch.where(over, high, torch.where(under, low, r))
-    return _signed(-w * x.logprob, w * x.logprob, -w, w, clipped_pos=over, clipped_neg=under)
+    over = r > x.high
+    under = r < x.low
+    w = where(over, x.high, where(under, x.low, r))
+    return Terms(pos=-w * x.logprob, d_pos=-w, neg=w * x.logprob, d_neg=w, clipped_pos=over, clipped_neg=under)
 
 
-def _sapo(x: Pairs, spec: Spec) -> Terms:
+@surrogate(preset={"aggregation": "seq_mean_token_mean"})
+def sapo(x: Token, n: Spec) -> Terms:
+    """-+ (4 / tau) sigmoid(tau (r - 1))."""
     r, dr = ratio(x.d)
-    pos, neg = torch.sigmoid(spec.tau_pos * (r - 1)), torch.sigmoid(spec.tau_neg * (r - 1))
-    d_pos, d_neg = -4 * pos * (1 - pos) * dr, 4 * neg * (1 - neg) * dr
-    return _signed(-4 / spec.tau_pos * pos, 4 / spec.tau_neg * neg, d_pos, d_neg)
+    pos = sigmoid(n.tau_pos * (r - 1))
+    neg = sigmoid(n.tau_neg * (r - 1))
+    return Terms(
+        pos=-4 / n.tau_pos * pos,
+        d_pos=-4 * pos * (1 - pos) * dr,
+        neg=4 / n.tau_neg * neg,
+        d_neg=4 * neg * (1 - neg) * dr,
+    )
 
 
-def _reinforce(x: Pairs, spec: Spec) -> Terms:
-    one = torch.ones_like(x.logprob)
-    return _signed(-x.logprob, x.logprob, -one, one)
+@surrogate(preset={})
+def reinforce(x: Token, n: Spec) -> Terms:
+    """-+ logprob."""
+    return Terms(pos=-x.logprob, d_pos=-1.0, neg=x.logprob, d_neg=1.0)
 
 
-def _masked_importance(x: Pairs, spec: Spec, bad_pos: Tensor, bad_neg: Tensor) -> Terms:
+def _masked_importance(x: Token, n: Spec, bad_pos: Tensor, bad_neg: Tensor) -> Terms:
     r, _ = ratio(x.d)
-    w = r.clamp(max=spec.clip_ratio_c)
-    pos, neg = torch.where(bad_pos, 0, w), torch.where(bad_neg, 0, w)
-    return _signed(-pos * x.logprob, neg * x.logprob, -pos, neg, clipped_pos=bad_pos, clipped_neg=bad_neg)
+    w = minimum(r, n.clip_ratio_c)
+    pos = where(bad_pos, 0.0, w)
+    neg = where(bad_neg, 0.0, w)
+    return Terms(
+        pos=-pos * x.logprob, d_pos=-pos, neg=neg * x.logprob, d_neg=neg, clipped_pos=bad_pos, clipped_neg=bad_neg
+    )
 
 
-def _dppo_tv(x: Pairs, spec: Spec) -> Terms:
-    moved = x.logprob.exp() - (x.logprob - x.d).exp()
-    return _masked_importance(x, spec, moved > spec.eps_high, moved < -spec.eps_low)
+@surrogate(cap=20.0, preset={})
+def dppo_tv(x: Token, n: Spec) -> Terms:
+    """-+ sg(min(r, clip_ratio_c)) logprob, 0 where the probability has moved by more than eps with the advantage."""
+    moved = exp(x.logprob) - exp(x.logprob - x.d)
+    return _masked_importance(x, n, moved > n.eps_high, moved < -n.eps_low)
 
 
-def _dppo_kl(x: Pairs, spec: Spec) -> Terms:
-    old = x.logprob - x.d
-    p, q = x.logprob.exp(), old.exp()
-    divergence = -q * x.d + (1 - q) * torch.log((1 - q + TINY) / (1 - p + TINY))
-    return _masked_importance(x, spec, (divergence > spec.eps_high) & (p > q), (divergence > spec.eps_low) & (p < q))
+@surrogate(cap=20.0, preset={})
+def dppo_kl(x: Token, n: Spec) -> Terms:
+    """As dppo_tv, by the binary KL."""
+    p = exp(x.logprob)
+    q = exp(x.logprob - x.d)
+    divergence = -q * x.d + (1 - q) * log((1 - q + TINY) / (1 - p + TINY))
+    return _masked_importance(x, n, (divergence > n.eps_high) & (p > q), (divergence > n.eps_low) & (p < q))
 
 
-def _dro(x: Pairs, spec: Spec) -> Terms:
-    one = torch.ones_like(x.logprob)
-    return _signed(-x.logprob, x.logprob, -one, one, 0.5 * spec.beta * x.d * x.d, spec.beta * x.d)
+@surrogate(preset={})  # beta is the user's to set
+def dro(x: Token, n: Spec) -> Terms:
+    """reinforce + (beta / 2) (log r)^2."""
+    return Terms(pos=-x.logprob, d_pos=-1.0, neg=x.logprob, d_neg=1.0, all=0.5 * n.beta * x.d * x.d, d_all=n.beta * x.d)
 
 
-def _kl_cov(x: Pairs, spec: Spec) -> Terms:
+@surrogate(preset={})
+def kl_cov(x: Token, n: Spec) -> Terms:
+    """-+ r + beta |log r|, the latter on tokens of large covariance alone (`selection`)."""
     r, dr = ratio(x.d)
-    return _signed(-r, r, -dr, dr, spec.beta * x.d.abs(), spec.beta * x.d.sign())
+    return Terms(pos=-r, d_pos=-dr, neg=r, d_neg=dr, all=n.beta * abs(x.d), d_all=n.beta * sign(x.d))
 
 
-def _nft(x: Pairs, spec: Spec) -> Terms:
-    assert x.extra is not None
-    r, dr = ratio(x.d)
-    q = x.extra.clamp(max=1 - 1e-6)
-    rest = (1 - q * r) / (1 - q)
-    floor = rest < spec.beta
-    one = torch.ones_like(r)
-    inside = torch.where(floor, spec.beta, rest)
-    return _signed(-x.d, -inside.log(), -one, torch.where(floor, 0, q * dr / ((1 - q) * inside)), clipped_neg=floor)
-
-
-def _nll(x: Pairs, spec: Spec) -> Terms:
-    return _for_all(-x.logprob, -torch.ones_like(x.logprob))
-
-
-def _distill_reverse(x: Pairs, spec: Spec) -> Terms:
-    assert x.extra is not None
-    away = x.logprob - x.extra
-    return _for_all(away * x.logprob, away)
-
-
-def _distill_forward(x: Pairs, spec: Spec) -> Terms:
-    assert x.extra is not None
-    w = (x.extra - x.logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=spec.clip_ratio_c)
-    return _for_all(-w * x.logprob, -w)
-
-
-SURROGATES: dict[str, Callable[[Pairs, Spec], Terms]] = {
-    "ppo": _ppo,
-    "unclipped": _unclipped,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "reinforce": _reinforce,
-    "dppo_tv": _dppo_tv,
-    "dppo_kl": _dppo_kl,
-    "dro": _dro,
-    "kl_cov": _kl_cov,
-    "nft": _nft,
-    "nll": _nll,
-    "distill_reverse": _distill_reverse,
-    "distill_forward": _distill_forward,
-}
-
-
-def kl_terms(logprob: Tensor, ref_logprob: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """KL estimate and its derivative by the log-prob, each [M]. ``+``: the estimate's value with k2's derivative."""
-    x = ref_logprob - logprob
-    value, derivative = _kl(x, estimator.removesuffix("+"))
-    return value, -x if estimator.endswith("+") else derivative
-
-
-def _kl(x: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    match estimator:
-        case "k1":
-            return -x, torch.ones_like(x)
-        case "abs":
-            return x.abs(), -x.sign()
-        case "k2":
-            return 0.5 * x * x, -x
-    inside = x.abs() <= MAX_LOG_RATIO
-    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3, derivative = torch.expm1(x) - x, torch.where(inside, -torch.expm1(x), 0)
-    if estimator == "low_var":
-        return k3.clamp(max=10), torch.where(k3 <= 10, derivative, 0)
-    return k3, derivative
-
-
-def dynamic_bounds(old_logprob: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    """Bounds of the ratio ``[M]`` each where ``|r - 1| p = eps``, p = r q: wide for unlikely tokens (DCPO).
-
-    high = (1 + sqrt(1 + 4 eps_high / q)) / 2, low = (1 + sqrt(max(1 - 4 eps_low / q, 0))) / 2, q = exp(old_logprob).
+@surrogate(extra="pass_rate", preset={"beta": 1e-2})  # the floor of the implicit negative policy, [inf]
+def nft(x: Token, n: Spec) -> Terms:
+    """-log r, and -log max((1 - q r) / (1 - q), beta), q the prompt's pass rate and +-w(q) the advantages, not
+    normalised by the group.
     """
-    inverse = (-old_logprob).clamp(max=MAX_LOG_RATIO).exp()
-    low = 0.5 + 0.5 * (1 - 4 * eps_low * inverse).clamp(min=0).sqrt()
-    return low, 0.5 + 0.5 * (1 + 4 * eps_high * inverse).sqrt()
+    r, dr = ratio(x.d)
+    q = minimum(x.extra, 1 - 1e-6)
+    rest = (1 - q * r) / (1 - q)
+    floor = rest < n.beta
+    inside = where(floor, n.beta, rest)
+    return Terms(
+        pos=-x.d, d_pos=-1.0, neg=-log(inside), d_neg=where(floor, 0.0, q * dr / ((1 - q) * inside)), clipped_neg=floor
+    )
 
 
-LOG_TINY = math.log(TINY)
+@surrogate(preset={"beta": 0.1, "needs": ("token_weight",)})  # which tokens another policy wrote; beta [inf]
+def prob_shaping(x: Token, n: Spec) -> Terms:
+    """-+ p / (p + beta), p = e^logprob: for tokens of other policies, whose ratio is not known (Yan et al. 2025)."""
+    p = exp(x.logprob)
+    shaped = p / (p + n.beta)
+    slope = shaped * (n.beta / (p + n.beta))
+    return Terms(pos=-shaped, d_pos=-slope, neg=shaped, d_neg=slope)
+
+
+@surrogate()
+def nll(x: Token, n: Spec) -> Terms:
+    """-logprob, whatever the advantage."""
+    return Terms(all=-x.logprob, d_all=-1.0)
+
+
+@surrogate(extra="teacher_logprob")
+def distill_reverse(x: Token, n: Spec) -> Terms:
+    """sg(logprob - teacher) logprob, whose value is no KL."""
+    away = x.logprob - x.extra
+    return Terms(all=away * x.logprob, d_all=away)
+
+
+@surrogate(extra="teacher_logprob")
+def distill_forward(x: Token, n: Spec) -> Terms:
+    """-sg(min(e^(teacher - logprob), clip_ratio_c)) logprob."""
+    w = minimum(exp(clamp(x.extra - x.logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)), n.clip_ratio_c)
+    return Terms(all=-w * x.logprob, d_all=-w)

@@ -1,4 +1,7 @@
-"""The fused elementwise policy loss in Triton; the definition is `reference.terms`.
+"""The fused elementwise policy loss in Triton: `elements.losses`, the very text that PyTorch runs, compiled.
+
+`compiled` hands a formula's text to Triton's compiler with Triton's words under the names of `elementwise`. So a
+formula is written once; here stand the words, the loads and the stores.
 
 One pass: at most fourteen reads of 4 bytes an element, one or two writes. A program adds up its block and writes
 partial sums of loss and metrics; a second, fixed-order sum over blocks finishes them. No atomics.
@@ -8,17 +11,72 @@ partial sums of loss and metrics; a second, fixed-order sum over blocks finishes
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import SUMS, Elements, Kind
-from .surrogates import MAX_LOG_RATIO, TINY, Spec
+from .elements import Elements, Kind, Sums, losses
+from .kl import ESTIMATORS
+from .surrogates import SURROGATES, Spec
 
 BLOCK = 1024
-_MAX = tl.constexpr(MAX_LOG_RATIO)
-_TINY = tl.constexpr(TINY)
+_ROWS = tl.constexpr(len(Sums._fields))
+
+
+@triton.jit
+def _abs(x):
+    return tl.abs(x)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def _log(x):
+    return tl.log(x)
+
+
+@triton.jit
+def _sigmoid(x):
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def _zeros_like(x):
+    return tl.zeros_like(x)
+
+
+@triton.jit
+def _where(condition, yes, no):
+    return tl.where(condition, yes, no)
+
+
+@triton.jit
+def _isfinite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+@triton.jit
+def _minimum(x, high):
+    return tl.where(x > high, high, x)
+
+
+@triton.jit
+def _clamp(x, low, high):
+    return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
 @triton.jit
@@ -28,126 +86,68 @@ def _expm1(x):
     return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1)
 
 
-@triton.jit
-def _clamp(x, low, high):
-    """NaN stays NaN."""
-    return tl.where(x < low, low, tl.where(x > high, high, x))
+WORDS = {
+    "abs": _abs, "exp": _exp, "expm1": _expm1, "log": _log, "sigmoid": _sigmoid, "sign": _sign, "where": _where,
+    "minimum": _minimum, "clamp": _clamp, "isfinite": _isfinite, "zeros_like": _zeros_like,
+}  # fmt: skip
 
 
-@triton.jit
-def _surrogate(
-    lp, d, low, high, extra, eps_low, eps_high, clip_ratio_c, tau_pos, tau_neg, beta, SURROGATE: tl.constexpr
-):
-    """The fields of `surrogates.Terms`, in their order."""
-    r = tl.exp(_clamp(d, -_MAX, _MAX))
-    dr = tl.where(tl.abs(d) <= _MAX, r, 0.0)
-    zero = tl.zeros_like(r)
-    one = zero + 1.0
-    over = tl.where(r > high, 1.0, 0.0)
-    under = tl.where(r < low, 1.0, 0.0)
-    if SURROGATE == "ppo":
-        floored = tl.where(r < low, low, r)
-        beyond = tl.where(floored > clip_ratio_c, 1.0, 0.0)
-        pos = -tl.where(r > high, high, r)
-        neg = tl.where(floored > clip_ratio_c, clip_ratio_c, floored)
-        d_pos = tl.where(r > high, 0.0, -dr)
-        d_neg = tl.where((r < low) | (beyond != 0), 0.0, dr)
-        return pos, neg, zero, d_pos, d_neg, zero, over, under, beyond
-    elif SURROGATE == "unclipped":
-        return -r, r, zero, -dr, dr, zero, zero, zero, zero
-    elif SURROGATE == "cispo":
-        w = tl.where(r > high, high, tl.where(r < low, low, r))
-        return -w * lp, w * lp, zero, -w, w, zero, over, under, zero
-    elif SURROGATE == "sapo":
-        p = tl.sigmoid(tau_pos * (r - 1))
-        n = tl.sigmoid(tau_neg * (r - 1))
-        d_pos = -4 * p * (1 - p) * dr
-        d_neg = 4 * n * (1 - n) * dr
-        return -4 / tau_pos * p, 4 / tau_neg * n, zero, d_pos, d_neg, zero, zero, zero, zero
-    elif SURROGATE == "reinforce":
-        return -lp, lp, zero, -one, one, zero, zero, zero, zero
-    elif (SURROGATE == "dppo_tv") | (SURROGATE == "dppo_kl"):
-        w = tl.where(r > clip_ratio_c, clip_ratio_c, r)
-        p = tl.exp(lp)
-        q = tl.exp(lp - d)
-        if SURROGATE == "dppo_tv":
-            bad_pos = p - q > eps_high
-            bad_neg = p - q < -eps_low
-        else:
-            divergence = -q * d + (1 - q) * tl.log((1 - q + _TINY) / (1 - p + _TINY))
-            bad_pos = (divergence > eps_high) & (p > q)
-            bad_neg = (divergence > eps_low) & (p < q)
-        pos = tl.where(bad_pos, 0.0, w)
-        neg = tl.where(bad_neg, 0.0, w)
-        clipped_pos = tl.where(bad_pos, 1.0, 0.0)
-        clipped_neg = tl.where(bad_neg, 1.0, 0.0)
-        return -pos * lp, neg * lp, zero, -pos, neg, zero, clipped_pos, clipped_neg, zero
-    elif SURROGATE == "dro":
-        return -lp, lp, 0.5 * beta * d * d, -one, one, beta * d, zero, zero, zero
-    elif SURROGATE == "kl_cov":
-        sign = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
-        return -r, r, beta * tl.abs(d), -dr, dr, beta * sign, zero, zero, zero
-    elif SURROGATE == "nft":
-        q = tl.where(extra > 1 - 1e-6, 1 - 1e-6, extra)
-        rest = (1 - q * r) / (1 - q)
-        floor = tl.where(rest < beta, 1.0, 0.0)
-        inside = tl.where(rest < beta, beta, rest)
-        d_neg = tl.where(rest < beta, 0.0, q * dr / ((1 - q) * inside))
-        return -d, -tl.log(inside), zero, -one, d_neg, zero, zero, floor, zero
-    elif SURROGATE == "distill_reverse":
-        return zero, zero, (lp - extra) * lp, zero, zero, lp - extra, zero, zero, zero
-    elif SURROGATE == "distill_forward":
-        w = tl.exp(_clamp(extra - lp, -_MAX, _MAX))
-        w = tl.where(w > clip_ratio_c, clip_ratio_c, w)
-        return zero, zero, -w * lp, zero, zero, -w, zero, zero, zero
-    else:
-        tl.static_assert(SURROGATE == "nll", "no such surrogate")
-        return zero, zero, -lp, zero, zero, -one, zero, zero, zero
+@functools.cache
+def compiled(formula: Callable[..., Any]) -> Any:
+    """The `triton.jit` function with the text of ``formula``, a function in the words of `elementwise`.
+
+    Its names mean: a word Triton's, a number a constant, a function the same one compiled, a named tuple itself. Of
+    annotations, ``Tensor`` is Triton's, what is no named tuple is an argument known when compiling.
+
+    Raises:
+        ValueError: the formula uses a name that is none of these.
+    """
+    assert isinstance(formula, FunctionType)
+    known = formula.__globals__
+    meaning: dict[str, Any] = {"__name__": formula.__module__, "__builtins__": __builtins__, "tl": tl}
+    for name in {*formula.__annotations__.values(), *formula.__code__.co_names}:
+        value = known.get(name)
+        if name in WORDS:
+            meaning[name] = WORDS[name]
+        elif isinstance(value, type) and issubclass(value, tuple):
+            meaning[name] = value
+        elif name in formula.__annotations__.values():
+            meaning[name] = tl.tensor if value is Tensor else tl.constexpr
+        elif isinstance(value, FunctionType):
+            meaning[name] = compiled(value)
+        elif isinstance(value, int | float):
+            meaning[name] = tl.constexpr(value)
+        elif name in known:
+            raise ValueError(f"{formula.__name__} uses {name}, which is no word of kernels/policy_loss/elementwise.py.")
+    same = FunctionType(formula.__code__, meaning, formula.__name__)
+    same.__module__, same.__qualname__ = formula.__module__, formula.__qualname__
+    return triton.jit(same)
 
 
-@triton.jit
-def _kl(x, KL: tl.constexpr):
-    """Estimate and derivative by the log-prob; x = ref - logprob."""
-    if KL == "k1":
-        return -x, tl.zeros_like(x) + 1.0
-    elif KL == "abs":
-        return tl.abs(x), tl.where(x > 0, -1.0, tl.where(x < 0, 1.0, 0.0))
-    elif KL == "k2":
-        return 0.5 * x * x, -x
-    else:
-        tl.static_assert((KL == "k3") | (KL == "low_var"), "no such KL estimator")
-        inside = tl.abs(x) <= _MAX
-        x = _clamp(x, -_MAX, _MAX)
-        growth = _expm1(x)
-        k3 = growth - x
-        derivative = tl.where(inside, -growth, 0.0)
-        if KL == "low_var":
-            derivative = tl.where(k3 <= 10.0, derivative, 0.0)
-            k3 = tl.where(k3 > 10.0, 10.0, k3)
-        return k3, derivative
+_losses = compiled(losses)
 
 
 @triton.jit(do_not_specialize=["M", "blocks"])
 def _terms(
-    logprob,  # [M] fp32, like all but mask
-    entropy,
+    logprob,  # [M] fp32, like all but mask; None where absent
     adv_pos,
     adv_neg,
     weight,
     all_weight,
-    mask,  # [M] uint8
     log_ratio,
+    low,
+    high,
+    extra,
     old_logprob,
     ref_logprob,
     behaviour_logprob,
-    clip_low,
-    clip_high,
-    extra,
+    entropy,
     pos_weight,
     neg_weight,
+    mask,  # [M] uint8
     d_logprob,
     d_entropy,
-    partial,  # [1 + len(SUMS), blocks]: the loss, then SUMS
+    partial,  # [len(Sums), blocks]
     M,
     blocks,
     eps_low,
@@ -160,18 +160,10 @@ def _terms(
     entropy_coef,
     mismatch_low,
     mismatch_cap,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_ALL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_RATIO: tl.constexpr,
-    HAS_OLD: tl.constexpr,
-    HAS_REF: tl.constexpr,
-    HAS_BEHAVIOUR: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    HAS_SIDES: tl.constexpr,
     SURROGATE: tl.constexpr,
+    SIGNED: tl.constexpr,
+    OF_ALL: tl.constexpr,
+    BOUNDED: tl.constexpr,
     KL: tl.constexpr,
     STRAIGHT_THROUGH: tl.constexpr,
     KL_IMPORTANCE: tl.constexpr,
@@ -182,103 +174,38 @@ def _terms(
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < M
     live = inside
-    if HAS_MASK:
+    if mask is not None:
         live = live & (tl.load(mask + i, mask=inside, other=0) != 0)
-    # Elements that are not live are never read: whatever stands there cannot reach the sums.
-    lp = tl.load(logprob + i, mask=live, other=0.0)
-    s_pos = tl.load(adv_pos + i, mask=live, other=0.0)
-    s_neg = tl.load(adv_neg + i, mask=live, other=0.0)
-    s_one = tl.load(weight + i, mask=live, other=0.0)
-    zero = tl.zeros_like(lp)
-    s_all = s_one
-    if HAS_ALL:
-        s_all = tl.load(all_weight + i, mask=live, other=0.0)
-    old = lp
-    if HAS_OLD:
-        old = tl.load(old_logprob + i, mask=live, other=0.0)
-    d = zero
-    if HAS_RATIO:
-        d = tl.load(log_ratio + i, mask=live, other=0.0)
-    low = zero + (1 - eps_low)
-    if HAS_LOW:
-        low = tl.load(clip_low + i, mask=live, other=0.0)
-    high = zero + (1 + eps_high)
-    if HAS_HIGH:
-        high = tl.load(clip_high + i, mask=live, other=1.0)
-    more = zero
-    if HAS_EXTRA:
-        more = tl.load(extra + i, mask=live, other=0.0)
-    pos, neg, all_, d_pos, d_neg, d_all, over, under, beyond = _surrogate(
-        lp, d, low, high, more, eps_low, eps_high, clip_ratio_c, tau_pos, tau_neg, beta, SURROGATE
+    # Elements that are not live are never read: whatever stands there cannot reach the sums. Their weights are 0.
+    x = Elements(
+        logprob=tl.load(logprob + i, mask=live, other=0.0),
+        adv_pos=tl.load(adv_pos + i, mask=live, other=0.0),
+        adv_neg=tl.load(adv_neg + i, mask=live, other=0.0),
+        weight=tl.load(weight + i, mask=live, other=0.0),
+        all_weight=None if all_weight is None else tl.load(all_weight + i, mask=live, other=0.0),
+        log_ratio=None if log_ratio is None else tl.load(log_ratio + i, mask=live, other=0.0),
+        low=None if low is None else tl.load(low + i, mask=live, other=0.0),
+        high=None if high is None else tl.load(high + i, mask=live, other=1.0),
+        extra=None if extra is None else tl.load(extra + i, mask=live, other=0.0),
+        old_logprob=None if old_logprob is None else tl.load(old_logprob + i, mask=live, other=0.0),
+        ref_logprob=None if ref_logprob is None else tl.load(ref_logprob + i, mask=live, other=0.0),
+        behaviour_logprob=None if behaviour_logprob is None else tl.load(behaviour_logprob + i, mask=live, other=0.0),
+        entropy=None if entropy is None else tl.load(entropy + i, mask=live, other=0.0),
+        pos_weight=None if pos_weight is None else tl.load(pos_weight + i, mask=live, other=0.0),
+        neg_weight=None if neg_weight is None else tl.load(neg_weight + i, mask=live, other=0.0),
     )
-    pg = s_pos * pos - s_neg * neg + s_all * all_
-    grad = s_pos * d_pos - s_neg * d_neg + s_all * d_all
-
-    k3 = zero
-    difference = zero
-    known = zero
-    is_weight = zero
-    rejected = zero
-    if HAS_BEHAVIOUR:
-        sampled = tl.load(behaviour_logprob + i, mask=live, other=0.0)
-        finite = (tl.abs(sampled) < float("inf")) & (sampled == sampled)
-        sampled = tl.where(finite, sampled, old)
-        x = _clamp(old - sampled, -_MAX, _MAX)
-        known = tl.where(finite, s_one, 0.0)
-        k3 = known * (_expm1(x) - x)
-        difference = known * tl.abs(tl.exp(old) - tl.exp(sampled))
-        if MISMATCH != "none":
-            is_weight = tl.exp(x)
-            outside = (is_weight > mismatch_cap) | (is_weight < mismatch_low)
-            if MISMATCH == "mask":
-                is_weight = tl.where(outside, 0.0, is_weight)
-                rejected = tl.where(outside, 1.0, 0.0)
-            else:
-                is_weight = _clamp(is_weight, mismatch_low, mismatch_cap)
-            pg = is_weight * pg
-            grad = is_weight * grad
-
-    loss = pg
-    kl = zero
-    if HAS_REF:
-        gap = tl.load(ref_logprob + i, mask=live, other=0.0) - lp
-        kl, d_kl = _kl(gap, KL)
-        if STRAIGHT_THROUGH:
-            d_kl = -gap
-        if KL_IMPORTANCE:
-            r = tl.exp(_clamp(d, -_MAX, _MAX))
-            kl = r * kl
-            d_kl = r * d_kl + tl.where(tl.abs(d) <= _MAX, kl, 0.0)
-        loss += s_one * kl_coef * kl
-        grad += s_one * kl_coef * d_kl
-    h = zero
-    if HAS_ENTROPY:
-        h = tl.load(entropy + i, mask=live, other=0.0)
-        loss -= s_one * entropy_coef * h
-        tl.store(d_entropy + i, -entropy_coef * s_one, mask=inside)
+    n = Spec(eps_low, eps_high, clip_ratio_c, tau_pos, tau_neg, beta, kl_coef, entropy_coef, mismatch_low, mismatch_cap)
+    grad, by_entropy, sums = _losses(
+        x, n, SURROGATE, SIGNED, OF_ALL, BOUNDED, KL, STRAIGHT_THROUGH, KL_IMPORTANCE, MISMATCH
+    )
     tl.store(d_logprob + i, tl.where(live, grad, 0.0), mask=inside)
-
-    if HAS_SIDES:
-        w_pos = tl.where(s_pos > 0, tl.load(pos_weight + i, mask=live, other=0.0), 0.0)
-        w_neg = tl.where(s_neg < 0, tl.load(neg_weight + i, mask=live, other=0.0), 0.0)
-    else:
-        size = tl.where(s_pos - s_neg > 0, s_pos - s_neg, 1.0)
-        w_pos = s_one * (s_pos / size)
-        w_neg = s_one * (-s_neg / size)
-    partial += block
-    tl.store(partial, tl.sum(loss, 0))
-    tl.store(partial + blocks, tl.sum(pg, 0))
-    tl.store(partial + 2 * blocks, tl.sum(w_pos * over + w_neg * under, 0))
-    tl.store(partial + 3 * blocks, tl.sum(w_neg * beyond, 0))
-    tl.store(partial + 4 * blocks, tl.sum(s_one * (old - lp), 0))
-    tl.store(partial + 5 * blocks, tl.sum(s_one * h, 0))
-    tl.store(partial + 6 * blocks, tl.sum(s_one * kl, 0))
-    tl.store(partial + 7 * blocks, tl.sum(k3, 0))
-    tl.store(partial + 8 * blocks, tl.sum(difference, 0))
-    tl.store(partial + 9 * blocks, tl.sum(s_one * is_weight, 0))
-    tl.store(partial + 10 * blocks, tl.sum(s_one * rejected, 0))
-    tl.store(partial + 11 * blocks, tl.sum(known, 0))
-    tl.store(partial + 12 * blocks, tl.sum(s_one, 0))
+    if entropy is not None:
+        tl.store(d_entropy + i, by_entropy, mask=inside)
+    for row in tl.static_range(_ROWS):
+        values = sums[row]
+        if len(values.shape) == 1:  # else one number for all
+            values = tl.sum(values, 0)
+        tl.store(partial + row * blocks + block, values)
 
 
 def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -287,33 +214,23 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
     blocks = triton.cdiv(M, BLOCK)
     d_logprob = torch.empty_like(x.logprob, memory_format=torch.contiguous_format)
     d_entropy = d_logprob.new_empty(0 if x.entropy is None else M)
-    partial = d_logprob.new_empty(1 + len(SUMS), blocks)
-
-    def pointer(t: Tensor | None) -> Tensor:
-        return d_logprob if t is None else t.contiguous()  # never read where absent
-
+    partial = d_logprob.new_empty(len(Sums._fields), blocks)
+    of = SURROGATES[kind.surrogate]
+    mask = None if x.mask is None else x.mask.view(torch.uint8)
     if M:
         _terms[(blocks,)](
-            *(pointer(t.view(torch.uint8) if t is not None and t.dtype == torch.bool else t) for t in x),
+            *(None if t is None else t.contiguous() for t in x._replace(mask=mask)),
             d_logprob,
             d_entropy,
             partial,
             M,
             blocks,
             *spec,
-            HAS_ENTROPY=x.entropy is not None,
-            HAS_ALL=x.all_weight is not None,
-            HAS_MASK=x.mask is not None,
-            HAS_RATIO=x.log_ratio is not None,
-            HAS_OLD=x.old_logprob is not None,
-            HAS_REF=x.ref_logprob is not None,
-            HAS_BEHAVIOUR=x.behaviour_logprob is not None,
-            HAS_LOW=x.low is not None,
-            HAS_HIGH=x.high is not None,
-            HAS_EXTRA=x.extra is not None,
-            HAS_SIDES=x.pos_weight is not None,
-            SURROGATE=kind.surrogate,
-            KL=kind.kl.removesuffix("+"),
+            SURROGATE=compiled(of.formula),
+            SIGNED=of.signed,
+            OF_ALL=of.of_all,
+            BOUNDED=of.bounded,
+            KL=compiled(ESTIMATORS[kind.kl.removesuffix("+")]),
             STRAIGHT_THROUGH=kind.kl.endswith("+"),
             KL_IMPORTANCE=kind.kl_importance,
             MISMATCH=kind.mismatch,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .api import PolicyLossOutput
+from ..checks import Arguments
+from .api import PolicyLossOutput, normalized
 
 
 def gae(
@@ -27,16 +28,21 @@ def gae(
     loop over tokens.
 
     Raises:
-        ValueError: shapes differ, or gamma or lam is not in [0, 1].
+        ValueError: shapes, dtypes or devices do not fit, cu_seqlens does not rise from 0 to M, or gamma or lam is not
+            in [0, 1].
     """
-    for name, t in (("value", value), ("mask", mask)):
-        if t is not None and t.shape != reward.shape:
-            raise ValueError(f"gae: {name} must be {list(reward.shape)} like reward, got {list(t.shape)}.")
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ValueError(f"gae: gamma and lam must be in [0, 1], got {gamma} and {lam}.")
-    M, S, cu = len(reward), len(cu_seqlens) - 1, cu_seqlens.long()
-    if bootstrap is not None and bootstrap.shape != (S,):
-        raise ValueError(f"gae: bootstrap must be [{S}], one a sequence, got {list(bootstrap.shape)}.")
+    check = Arguments("gae", "reward", reward)
+    M = len(check.floats("reward", reward, ("M",)))
+    check.floats("value", value, (M,), " like reward")
+    if mask is not None:
+        check.mask("mask", mask, (M,), " like reward")
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        check.number(name, number)
+    check.require(0 <= gamma <= 1 and 0 <= lam <= 1, f"gamma and lam must be in [0, 1], got {gamma} and {lam}")
+    cu = check.boundaries(cu_seqlens, M)
+    S = len(cu) - 1
+    if bootstrap is not None:
+        check.floats("bootstrap", bootstrap, (S,), ", one a sequence")
     live = torch.ones(M, dtype=torch.bool, device=reward.device) if mask is None else mask
     place = torch.arange(M, device=reward.device)
     sequence = torch.searchsorted(cu[1:], place, right=True)
@@ -78,13 +84,18 @@ def value_loss(
     ``critic/error_sq``: 1 - (E e^2 - (E e)^2) / (E G^2 - (E G)^2).
 
     Raises:
-        ValueError: shapes differ, or clip is not positive.
+        ValueError: shapes, dtypes or devices do not fit, or clip is not positive.
     """
-    for name, t in (("returns", returns), ("old_value", old_value), ("mask", mask)):
-        if t is not None and t.shape != value.shape:
-            raise ValueError(f"value_loss: {name} must be {list(value.shape)} like value, got {list(t.shape)}.")
-    if clip is not None and clip <= 0:
-        raise ValueError(f"value_loss: clip must be positive or None, got {clip}.")
+    check = Arguments("value_loss", "value", value)
+    M = len(check.floats("value", value, ("M",)))
+    check.floats("returns", returns, (M,), " like value")
+    if old_value is not None:
+        check.floats("old_value", old_value, (M,), " like value")
+    if mask is not None:
+        check.mask("mask", mask, (M,), " like value")
+    if clip is not None:
+        check.number("clip", clip, above=0, wanted="positive or None")
+    check.normalizer(normalizer)
     live = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
     error = torch.where(live, value - returns, 0)
     losses, clipped = error.square(), torch.zeros_like(live)
@@ -93,8 +104,6 @@ def value_loss(
         other = torch.where(live, near - returns, 0).square()
         clipped, losses = other > losses, torch.maximum(losses, other)
     total = 0.5 * losses.sum(dtype=torch.float64).to(value.dtype)
-    if not isinstance(normalizer, Tensor):
-        normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
     count = live.sum(dtype=torch.float64)
     goal = torch.where(live, returns, 0).double()
     wide = error.detach().double()
@@ -107,6 +116,6 @@ def value_loss(
         "critic/error_sq": wide.square(),
     }
     return PolicyLossOutput(
-        total / torch.where((normalizer == 0) & (total == 0), 1, normalizer),
+        normalized(total, normalizer),
         {name: (values.sum(), count) for name, values in metrics.items()},
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
 from ..dispatch import choose
 from .cpu import sample_cpu
 from .reference import sample_reference
@@ -57,16 +58,20 @@ def sample_tokens(
         temperature, top_p or min_p is negative or NaN, its token is -1 and its other values are NaN.
 
     Raises:
-        ValueError: a shape, dtype, device or scalar that does not fit.
+        ValueError, TypeError: a shape, dtype, device or scalar that does not fit.
     """
-    rows = _check_logits(logits)
+    check = Arguments("sample_tokens", "logits", logits)
+    check.floats("logits", logits, ("N", "V"), dtypes=(torch.bfloat16, torch.float16, torch.float32))
+    rows, V = logits.shape
+    check.require(V > 0, f"logits must be [N, V] with V > 0, got {list(logits.shape)}")
+    check.last_contiguous("logits", logits)
     parameters = (
-        _per_row("temperature", temperature, rows, torch.float32, logits.device, 0.0),
-        None if top_k is None else _per_row("top_k", top_k, rows, torch.int32, logits.device, 0),
-        None if top_p is None else _per_row("top_p", top_p, rows, torch.float32, logits.device, 0.0),
-        None if min_p is None else _per_row("min_p", min_p, rows, torch.float32, logits.device, 0.0),
-        _per_row("seed", seed, rows, torch.int64, logits.device),
-        _per_row("step", step, rows, torch.int64, logits.device),
+        _per_row(check, "temperature", temperature, rows, torch.float32),
+        None if top_k is None else _per_row(check, "top_k", top_k, rows, torch.int32, most=V),
+        None if top_p is None else _per_row(check, "top_p", top_p, rows, torch.float32),
+        None if min_p is None else _per_row(check, "min_p", min_p, rows, torch.float32),
+        _per_row(check, "seed", seed, rows, torch.int64),
+        _per_row(check, "step", step, rows, torch.int64),
     )
     return SampleOutput(*_sample(logits, *parameters))
 
@@ -80,7 +85,16 @@ def kept_tokens(logits: Tensor, last_kept: Tensor) -> tuple[Tensor, Tensor]:  # 
 
     Returns:
         CSR of int64: ``indptr [N + 1]`` and ``ids [nnz]``, rising within a row. A failed row has none.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        IndexError: a token is out of range (CPU only; on a GPU the program stops).
     """
+    check = Arguments("kept_tokens", "logits", logits)
+    check.floats("logits", logits, ("N", "V"))
+    check.integers("last_kept", last_kept, (len(logits),), ", one a row")
+    check.index("last_kept", last_kept, logits.shape[1], low=-1, remedy="give those of `sample_tokens`")
+    last_kept = last_kept.long()
     last = last_kept[:, None]
     least = logits.gather(1, last.clamp(min=0))
     index = torch.arange(logits.shape[1], device=logits.device)
@@ -131,30 +145,21 @@ _BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 }
 
 
-def _check_logits(logits: Tensor) -> int:
-    if logits.ndim != 2 or logits.shape[1] == 0:
-        raise ValueError(f"sample_tokens needs logits of shape [N, V] with V > 0, got {list(logits.shape)}.")
-    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"sample_tokens takes bfloat16, float16 or float32 logits, got {logits.dtype}.")
-    if logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError("sample_tokens needs logits whose last dimension is contiguous; call .contiguous() first.")
-    return logits.shape[0]
-
-
 def _per_row(
-    name: str, value: float | Tensor, rows: int, dtype: torch.dtype, device: torch.device, least: float | None = None
+    check: Arguments, name: str, value: float | Tensor, rows: int, dtype: torch.dtype, most: float | None = None
 ) -> Tensor:
-    """``value`` as a contiguous [rows] tensor. Tensors are not searched for bad values: that would stall a GPU."""
-    if not isinstance(value, Tensor):
-        if least is None:
-            raise ValueError(f"sample_tokens needs {name} as an int64 tensor of {rows} values, got {value!r}.")
-        if not least <= value < float("inf"):
-            raise ValueError(f"sample_tokens needs a finite {name} of at least {least}, got {value}.")
-        return torch.full((rows,), value, dtype=dtype, device=device)
-    if value.shape != (rows,) or value.device != device:
-        raise ValueError(
-            f"sample_tokens needs {name} of shape [{rows}] on {device}, got {list(value.shape)} on {value.device}."
-        )
-    if value.dtype.is_floating_point and not dtype.is_floating_point:
-        raise ValueError(f"sample_tokens needs an integer {name}, got {value.dtype}.")
+    """``value`` as a contiguous [rows] tensor, at most ``most``. Tensors are not searched for bad values: their rows
+    fail alone."""
+    if isinstance(value, Tensor):
+        (check.numbers if dtype.is_floating_point else check.integers)(name, value, (rows,))
+        if most is not None and value.dtype == torch.int64:  # beyond int32 as well
+            value = value.clamp(0, most)
+    else:
+        if dtype == torch.int64:
+            check.wrong_type(name, f"an int64 tensor of {rows} values", value)
+        if dtype.is_floating_point:
+            check.number(name, value, least=0, wanted="finite and at least 0")
+        else:
+            check.size(name, value)
+        value = torch.full((rows,), value if most is None else min(value, most), dtype=dtype, device=check.device)
     return value.to(dtype).contiguous()

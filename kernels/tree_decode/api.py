@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..checks import Arguments
 from . import cpu, cuda, reference
 from .plan import DecodePlan
 
@@ -39,10 +40,12 @@ def _decode(
     row_begin: Tensor,  # [K] int32
     row_end: Tensor,  # [K] int32
     query_position: Tensor,  # [N] int32
+    partial_begin: Tensor | None,  # [N + 1] int32
+    items: Tensor | None,  # [1 + I, FIELDS] int32
+    partials: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    partials: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
     plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
@@ -51,7 +54,7 @@ def _decode(
         run = _BACKENDS["reference"]
     else:
         run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
-    return run(q, k_pages, v_pages, *plan, scale, window, softcap, partials)
+    return run(q, k_pages, v_pages, *plan, partial_begin, items, partials, scale, window, softcap)
 
 
 tree_decode_op = torch.library.custom_op("rolltree::tree_decode_attention", _decode, mutates_args=())
@@ -70,10 +73,12 @@ def _(
     row_begin: Tensor,
     row_end: Tensor,
     query_position: Tensor,
+    partial_begin: Tensor | None,
+    items: Tensor | None,
+    partials: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    partials: int | None,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
@@ -99,7 +104,7 @@ def tree_decode_attention(
         q: queries [N, Hq, D], last dimension contiguous.
         k_pages: keys [P, page, Hkv, D] in q's dtype; Hkv a divisor of Hq.
         v_pages: values [P, page, Hkv, D].
-        plan: nodes and rows; its values are not checked.
+        plan: nodes and rows; one made on a GPU is believed, others were looked at when they were made.
         scale: factor of the scores; ``D ** -0.5`` if None.
         window: keys with ``query_position[i] - position(x) >= window`` are hidden too.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
@@ -111,28 +116,38 @@ def tree_decode_attention(
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit together.
     """
-    _check(q, k_pages, v_pages, plan)
-    if window is not None and window < 1:
-        raise ValueError(f"tree_decode_attention: window must be at least 1, not {window}; None means no window.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"tree_decode_attention: softcap must be positive, not {softcap}; None means no cap.")
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    check = Arguments("tree_decode_attention", "q", q)
+    _check(check, q, k_pages, v_pages, plan)
+    check.window(window)
+    check.softcap(softcap)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else check.number("scale", scale))
     # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small step.
     op: Callable[..., tuple[Tensor, Tensor]] = tree_decode_op if torch.compiler.is_compiling() else _decode
-    return op(q, k_pages, v_pages, *plan.tensors().values(), scale, window, softcap, plan.partials)
+    schedule: tuple[Tensor | None, Tensor | None, int] = None, None, 0
+    if plan.schedule is not None:
+        items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
+        schedule = plan.schedule.partial_begin, items, plan.schedule.partials
+    return op(q, k_pages, v_pages, *plan.tensors().values(), *schedule, scale, window, softcap)
 
 
-def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:
-    shapes = f"q {list(q.shape)}, k_pages {list(k_pages.shape)}, v_pages {list(v_pages.shape)}"
-    if q.dim() != 3 or k_pages.dim() != 4 or k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[2]:
-        raise ValueError(f"tree_decode_attention takes q [N, Hq, D] and pages [P, page, Hkv, D], not {shapes}.")
-    if k_pages.shape[2] == 0 or q.shape[1] % k_pages.shape[2]:
-        raise ValueError(f"tree_decode_attention: the query heads must be a multiple of the key heads, not {shapes}.")
-    if k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
-        raise ValueError(f"tree_decode_attention takes one dtype, not q {q.dtype} and pages {k_pages.dtype}.")
-    if plan.query_position.numel() != q.shape[0]:
-        raise ValueError(f"The plan has {plan.query_position.numel()} query positions, q has {q.shape[0]} rows.")
-    if not q.device == k_pages.device == v_pages.device == plan.page_ids.device:
-        raise ValueError("tree_decode_attention: q, the pages and the plan must be on one device.")
-    if any(x.stride(-1) != 1 for x in (q, k_pages, v_pages)):
-        raise ValueError("tree_decode_attention: the last dimension of q and of the pages must be contiguous.")
+def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:
+    N, heads, D = check.floats("q", q, ("N", "Hq", "D")).shape
+    pages, page, kv_heads, _ = check.floats("k_pages", k_pages, ("P", "page", "Hkv", D), " like q", (q.dtype,)).shape
+    check.floats("v_pages", v_pages, k_pages.shape, " like k_pages", (q.dtype,))
+    check.require(
+        kv_heads > 0 and heads % max(kv_heads, 1) == 0,
+        f"the query heads must be a multiple of the key heads, not {heads} and {kv_heads}",
+    )
+    if not isinstance(plan, DecodePlan):
+        check.wrong_type("plan", "a DecodePlan", plan)
+    rows = plan.query_position.numel()
+    check.require(rows == N, f"the plan has {rows} query positions, q has {N} rows; plan this step")
+    check.tensor("the plan", plan.page_ids)
+    if plan.extent is not None:
+        check.require(
+            plan.extent[0] <= pages and plan.extent[1] <= page,
+            f"the plan reads {plan.extent[0]} pages of at least {plan.extent[1]} keys, there are {pages} of {page}; "
+            "plan with these pages",
+        )
+    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        check.last_contiguous(name, x)

@@ -1,11 +1,12 @@
-"""CUDA C++ backend (``csrc/cuda/tree_decode.cu``): bfloat16 and float16, head dimensions 64, 128 and 256."""
+"""CUDA C++ backend (``csrc/cuda/tree_decode.cu``): bfloat16 and float16, head dimensions 64, 128 and 256, pages of
+a power of two."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .work import QUERIES, programs, work_of
+from .schedule import QUERIES, SAME_STRIDES, make_schedule, programs
 
 DIMS = (64, 128, 256)
 
@@ -22,40 +23,49 @@ def tree_decode(
     row_begin: Tensor,  # [K] int32
     row_end: Tensor,  # [K] int32
     query_position: Tensor,  # [N] int32
+    partial_begin: Tensor | None,  # [N + 1] int32
+    items: Tensor | None,  # [1 + I, FIELDS] int32
+    partials: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    most: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Raises ValueError for a dtype, head dimension, group or alignment that it does not know."""
     rows, heads, dim = q.shape
-    group = heads // k_pages.shape[2]
-    if q.dtype not in (torch.bfloat16, torch.float16) or dim not in DIMS or group > QUERIES:
+    kv_heads, page = k_pages.shape[2], k_pages.shape[1]
+    group = heads // kv_heads
+    if q.dtype not in (torch.bfloat16, torch.float16) or dim not in DIMS or group > QUERIES or page & (page - 1):
         raise ValueError(
-            f"The cuda backend of tree_decode_attention takes bfloat16 or float16, head dimensions {DIMS} and up to "
-            f"{QUERIES} query heads a key head, not {q.dtype}, {dim} and {group}; leave the choice to the dispatcher."
+            f"The cuda backend of tree_decode_attention takes bfloat16 or float16, head dimensions {DIMS}, up to "
+            f"{QUERIES} query heads a key head and pages of a power of two, not {q.dtype}, {dim}, {group} and {page}; "
+            "leave the choice to the dispatcher."
         )
     if any(x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:-1]) for x in (q, k_pages, v_pages)):
         raise ValueError(
             "The cuda backend of tree_decode_attention needs rows of q and of the pages aligned to 16 bytes."
         )
-    plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
+    if k_pages.stride() != v_pages.stride():
+        raise ValueError(SAME_STRIDES)
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
     if rows == 0 or len(node_length) == 0:
         return out.zero_(), lse.fill_(-float("inf"))
-    work = work_of(row_begin, row_end, node_length, rows, group, most)
-    partial_out = q.new_empty((len(work.partial_ids), heads, dim), dtype=torch.float32)
-    partial_lse = q.new_empty((len(work.partial_ids), heads), dtype=torch.float32)
+    if partial_begin is None or items is None:
+        plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
+        partial_begin, items, partials = make_schedule(plan, group)
+    partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
+    partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     torch.ops.rolltree_cuda.tree_decode(
         q,
         k_pages,
         v_pages,
-        *plan,
-        *work,
+        page_ids,
+        query_position,
+        partial_begin,
+        items,
         scale,
         window or 0,
         softcap or 0.0,
-        programs(q.device),
+        programs(q.device, kv_heads),
         partial_out,
         partial_lse,
         out,

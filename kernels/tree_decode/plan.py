@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-CHUNK = 512
-"""Keys of a node that are summed up together; counted from its first, whoever else reads it."""
+from ..checks import Arguments
+from .schedule import FIELDS, Schedule, count_partials, items_of, partials_of_rows
+
+Array = npt.NDArray[Any]
+ALIGNED = 32  # int32 between the beginnings of columns that share a vector: 128 bytes
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """Nodes of the KV tree and the query rows that have them on their path; made once a step, used by every layer.
 
-    Rows are sorted depth-first, so the rows of a node are contiguous; nodes come parents first. A row is one query
-    token: a decoding sequence has one, a prefill chunk several consecutive ones. All tensors are contiguous int32 on
-    the device of the queries; K is the number of nodes, N of rows.
+    Rows and nodes are in depth-first order, so the rows of a node are contiguous, and among those of its parent. A row
+    is one query token: a decoding sequence has one, a prefill chunk several consecutive ones. All tensors are
+    contiguous int32 on the device of the queries; K is the number of nodes, N of rows.
     """
 
     page_indptr: Tensor  # [K + 1] node n owns page_ids[page_indptr[n] : page_indptr[n + 1]]
@@ -32,37 +35,98 @@ class DecodePlan:
     row_begin: Tensor  # [K] first row that has the node on its path
     row_end: Tensor  # [K] one past the last
     query_position: Tensor  # [N] a row sees keys at positions up to its own
-    partials: int | None = None
-    """At least the number of (row, chunk of `CHUNK` keys of a node on its path). A backend that needs it and is not
-    told counts on the device, and waits for that once a plan."""
+    schedule: Schedule | None = None
+    """Made by `from_host` and `of_columns`. A backend that needs one for query heads a key head that it lacks makes it
+    itself: it copies the plan to the host, and waits for that once a plan."""
+
+    extent: tuple[int, int] | None = field(init=False, default=None)
+    """Pages that the keys lie in, and the least size of a page that holds them; None: made on a device, not known."""
 
     def __post_init__(self) -> None:
+        check = Arguments("DecodePlan", "page_indptr", self.page_indptr)
+        K = len(check.tensor("node_length", self.node_length, ("K",)))
         for name, tensor in self.tensors().items():
-            if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ValueError(f"DecodePlan.{name} must be a contiguous int32 vector, not {tensor.dtype}.")
-        nodes = self.node_length.numel()
-        for name in ("node_offset", "node_position", "row_begin", "row_end"):
-            if getattr(self, name).numel() != nodes:
-                raise ValueError(f"DecodePlan.{name} has {getattr(self, name).numel()} entries for {nodes} nodes.")
-        if self.page_indptr.numel() != nodes + 1:
-            raise ValueError(f"DecodePlan.page_indptr has {self.page_indptr.numel()} entries for {nodes} nodes.")
+            sizes: dict[str, int | str] = {"page_indptr": K + 1, "page_ids": "*", "query_position": "N"}
+            size = sizes.get(name, K)
+            check.tensor(name, tensor, (size,))
+            fits = tensor.dtype == torch.int32 and tensor.is_contiguous()
+            check.require(fits, f"{name} must be a contiguous int32 vector, not {tensor.dtype} {tensor.stride()}")
+        if check.device.type == "cpu" and not torch.compiler.is_compiling():
+            object.__setattr__(self, "extent", extent_of([t.numpy() for t in self.tensors().values()]))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "partials"}
-
-    @staticmethod
-    def count_partials(
-        node_length: npt.NDArray[Any], row_begin: npt.NDArray[Any], row_end: npt.NDArray[Any]
-    ) -> int:  # all [K]
-        return int(((row_end - row_begin).astype(np.int64) * -(-node_length // CHUNK)).sum())
+        return {name: getattr(self, name) for name in TENSORS}
 
     @staticmethod
     def from_host(
-        arrays: Sequence[npt.NDArray[Any]],  # int32, the tensors above in order
+        arrays: Sequence[Array],  # int32, the tensors above in order
         device: torch.device,
+        groups: Iterable[int] = (),
     ) -> DecodePlan:
-        """The plan of arrays on the host, whose partial results are counted there."""
-        partials = DecodePlan.count_partials(arrays[3], arrays[5], arrays[6])
-        names = [f.name for f in fields(DecodePlan)]  # the tensors, then the count
-        tensors: list[Any] = [torch.from_numpy(x).to(device) for x in arrays]
-        return DecodePlan(**dict(zip(names, [*tensors, partials], strict=True)))
+        """The plan of arrays on the host, and its schedule for each of these query heads a key head; one copy."""
+        extent = extent_of(arrays)  # before a GPU follows them
+        columns = host_columns(arrays, groups)
+        places, length = lay_out({name: len(column) for name, column in columns.items()})
+        host = np.zeros(length, np.int32)
+        for name, column in columns.items():
+            host[places[name]] = column
+        vector = torch.from_numpy(host).to(device)
+        partials = count_partials(arrays[3], arrays[5], arrays[6])
+        plan = DecodePlan.of_columns({name: vector[place] for name, place in places.items()}, partials)
+        object.__setattr__(plan, "extent", extent)
+        return plan
+
+    @staticmethod
+    def of_columns(columns: Mapping[str, Tensor], partials: int) -> DecodePlan:
+        """The plan of what `host_columns` names, on the device, with room for ``partials`` partials."""
+        plan = {name: columns[name] for name in TENSORS}
+        items = {int(name[5:]): columns[name].view(-1, FIELDS) for name in columns if name.startswith("items")}
+        return DecodePlan(**plan, schedule=Schedule(columns["partial_begin"], items, partials) if items else None)
+
+
+def extent_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[int, int]:
+    """See `DecodePlan.extent`.
+
+    Raises:
+        ValueError: the numbers name pages, rows or keys that cannot be.
+    """
+    indptr, ids, offset, length, _, begin, end, query = arrays
+    owned = np.diff(indptr)
+    for good, message in (
+        (indptr[0] >= 0 and indptr[-1] <= len(ids) and (owned >= 0).all(), "page_indptr must rise, up to page_ids"),
+        (not len(ids) or ids.min() >= 0, "page_ids must not be negative"),
+        (not len(length) or min(offset.min(), length.min()) >= 0, "node_offset and node_length must not be negative"),
+        (not len(begin) or begin.min() >= 0, "row_begin must not be negative"),
+        ((begin <= end).all(), "row_end must not be below row_begin"),
+        (not len(end) or end.max() <= len(query), f"row_end must be at most the {len(query)} rows"),
+        (not (length[owned == 0] > 0).any(), "a node with keys must have pages"),
+    ):
+        if not good:
+            raise ValueError(f"DecodePlan: {message}.")
+    used, ids = length > 0, ids[indptr[0] : indptr[-1]]
+    page = int((-(-(offset[used].astype(np.int64) + length[used]) // owned[used])).max(initial=1))
+    return int(ids.max(initial=-1)) + 1, page
+
+
+TENSORS = tuple(f.name for f in fields(DecodePlan) if f.name not in ("schedule", "extent"))
+
+
+def host_columns(arrays: Sequence[Array], groups: Iterable[int]) -> dict[str, Array]:
+    """The vectors of a plan and of its schedule for ``groups`` by name, the longest one last; int32."""
+    named = dict(zip(TENSORS, arrays, strict=True))
+    page_ids = named.pop("page_ids")
+    if groups := list(groups):
+        named["partial_begin"], before = partials_of_rows(
+            named["node_length"], named["row_begin"], named["row_end"], len(named["query_position"])
+        )
+        named |= {f"items{group}": items_of(arrays, before, group).ravel() for group in groups}
+    return {**named, "page_ids": page_ids}
+
+
+def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:
+    """Places of columns in one vector, each aligned to 128 bytes, and its length."""
+    places, at = {}, 0
+    for name, size in sizes.items():
+        places[name] = slice(at, at + size)
+        at += -(-size // ALIGNED) * ALIGNED
+    return places, at

@@ -25,10 +25,12 @@ def tree_decode(
     row_begin: Tensor,  # [K] int32
     row_end: Tensor,  # [K] int32
     query_position: Tensor,  # [N] int32
+    partial_begin: Tensor | None,  # [N + 1] int32
+    items: Tensor | None,  # [1 + I, FIELDS] int32
+    partials: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    partials: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [N, Hq, D] in q's dtype and the log-sum-exp [N, Hq] in float32 (float64 for float64)."""
     length = node_length.long()

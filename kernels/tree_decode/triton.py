@@ -1,11 +1,15 @@
 """Triton backend: shared nodes read once, partial results merged along every row's path.
 
-    partial  an item is (a chunk of a node's keys, some of the rows below it, a key head): online softmax over the chunk
+    partial  an item (schedule.py) and a key head: online softmax of some rows over a chunk of a node's keys
     merge    a row's partials in the order of its path, weighted by their log-sum-exps
 
-Chunks are counted from a node's first key and partials are merged in a fixed order, so a row's bits do not depend on
-the other rows. The grid of the first kernel is fixed; each program takes item after item, and finds an item's node by
-bisection, so no list of items exists.
+Reads the keys and values of every node once a tile of 64 queries below it, and writes and reads one fp32 partial a
+(row, query head, chunk). Chunks are counted from a node's first key and partials are merged in a fixed order, so a
+row's bits do not depend on the other rows.
+
+Bound by the reading of keys and values, so the loop over tiles of keys keeps two tiles in flight while it multiplies a
+third: an address needs a page's id, so these are loaded a tile earlier still. The last tile reads the chunk's last key
+again where there are no more keys. One warp group holds the 64 queries; two or more blocks fit on a processor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,96 +24,95 @@ from torch import Tensor
 from ..dispatch import interpreting
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
-from .plan import CHUNK
-from .work import QUERIES, programs, work_of
+from .schedule import FIELDS, SAME_STRIDES, make_schedule, programs, queries_of
 
 
-@triton.jit(do_not_specialize=["nodes", "window"])
+@triton.jit
+def slots_of(begin, last, KEYS: tl.constexpr):
+    """The slots of a tile's keys; those past ``last`` count as it. Unsigned, so that pages and offsets are shifts."""
+    return tl.minimum(begin + tl.arange(0, KEYS), last).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["window"])
 def partial_kernel(
     q,  # [N, Hq, D]
     k_pages,  # [P, page, Hkv, D]
     v_pages,  # [P, page, Hkv, D]
-    page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position,
-    item_end,  # [K] int32
-    partial_base,  # [K] int64
+    page_ids,  # [*] int32
+    query_position,  # [N] int32
+    partial_begin,  # [N + 1] int32
+    items,  # [1 + I, FIELDS] int32
     out,  # [partials, Hq, D] fp32
     lse,  # [partials, Hq] fp32, in the log2 domain
-    nodes, q_stride, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, scale, window, softcap,
+    q_stride, q_head, page_stride, slot_stride, head_stride,  # the last three of both, the keys and the values
+    scale, window, softcap,
     PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(1).to(tl.int64)
-    rows_a_tile: tl.constexpr = QUERIES // GROUP
+    kv_head = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     within = tl.arange(0, QUERIES)
     head = kv_head * GROUP + within % GROUP
-    items = tl.load(item_end + nodes - 1)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        node, last = 0, nodes - 1
-        while node < last:
-            middle = (node + last) // 2
-            if tl.load(item_end + middle) > item:
-                last = middle
-            else:
-                node = middle + 1
-        local = item - tl.load(item_end + node - 1, mask=node > 0, other=0)
-        first_row, stop_row = tl.load(row_begin + node), tl.load(row_end + node)
-        tiles = tl.cdiv(stop_row - first_row, rows_a_tile)
-        chunk = local // tiles
-        row = first_row + (local % tiles) * rows_a_tile + within // GROUP
-        live = (within // GROUP < rows_a_tile) & (row < stop_row)
+    k_from = k_pages + kv_head * head_stride + columns[None, :]
+    v_from = v_pages + kv_head * head_stride + columns[None, :]
+    for i in range(1 + tl.program_id(1), 1 + tl.load(items), tl.num_programs(1)):
+        item = items + i * FIELDS
+        pages = page_ids + tl.load(item)
+        slot, count, position = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+        first_row, rows, before = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        live = within < rows * GROUP
+        row = first_row + within // GROUP
         inside = live[:, None] & (columns < DIM)[None, :]
         query = tl.load(
             q + row.to(tl.int64)[:, None] * q_stride + head[:, None] * q_head + columns[None, :], mask=inside, other=0.0
         )
-        at = tl.load(query_position + row, mask=live, other=-1)
-        length, offset = tl.load(node_length + node), tl.load(node_offset + node)
-        position, pages = tl.load(node_position + node), page_ids + tl.load(page_indptr + node)
+        # A row sees keys up to its own position, of those there are; all counted from the item's first.
+        age = tl.load(query_position + row, mask=live, other=-1) - position
+        newest = tl.where(live, tl.minimum(age, count - 1), -1)
+        last = slot + count - 1
+        page = tl.load(pages + slots_of(slot, last, KEYS) // PAGE)
         top = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, WIDTH], tl.float32)
-        for begin in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), KEYS):
+        for begin in range(0, count, KEYS):
             index = begin + tl.arange(0, KEYS)
-            held = index < length
-            slot = offset + index
-            page = tl.load(pages + slot // PAGE, mask=held, other=0).to(tl.int64)
-            mask = held[:, None] & (columns < DIM)[None, :]
-            key = tl.load(
-                k_pages + (page * k_page + slot % PAGE * k_slot + kv_head * k_head)[:, None] + columns[None, :],
-                mask=mask, other=0.0,
-            )  # fmt: skip
+            at = page.to(tl.uint32).to(tl.int64) * page_stride + slots_of(slot + begin, last, KEYS) % PAGE * slot_stride
+            at = at[:, None]
+            page = tl.load(pages + slots_of(slot + begin + KEYS, last, KEYS) // PAGE)
+            if DIM == WIDTH:
+                key = tl.load(k_from + at)
+            else:
+                key = tl.load(k_from + at, mask=(columns < DIM)[None, :], other=0.0)
             scores, _ = log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
-            age = at[:, None] - (position + index)[None, :]
-            seen = live[:, None] & held[None, :] & (age >= 0)
+            seen = index[None, :] <= newest[:, None]
             if HAS_WINDOW:
-                seen &= age < window
+                seen &= index[None, :] > (age - window)[:, None]
             scores = tl.where(seen, scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new_top == -float("inf"), 0.0, new_top)
             probability = tl.exp2(scores - base[:, None])
             keep = tl.exp2(top - base)
             total = total * keep + tl.sum(probability, 1)
-            value = tl.load(
-                v_pages + (page * v_page + slot % PAGE * v_slot + kv_head * v_head)[:, None] + columns[None, :],
-                mask=mask, other=0.0,
-            )  # fmt: skip
+            if DIM == WIDTH:
+                value = tl.load(v_from + at)
+            else:
+                value = tl.load(v_from + at, mask=(columns < DIM)[None, :], other=0.0)
             acc = tl.dot(probability.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
             top = new_top
         saw = total != 0.0
-        to = tl.load(partial_base + node) + chunk * (stop_row - first_row) + row - first_row
-        acc = acc / tl.where(saw, total, 1.0)[:, None]
-        tl.store(out + (to * HEADS + head)[:, None] * DIM + columns[None, :], acc, mask=inside)
+        to = (tl.load(partial_begin + row, mask=live, other=0) + before).to(tl.int64) * HEADS + head
+        acc = acc * (1.0 / tl.where(saw, total, 1.0))[:, None]
+        tl.store(out + to[:, None] * DIM + columns[None, :], acc, mask=inside)
         log_sum = tl.where(saw, top + tl.log2(tl.where(saw, total, 1.0)), -float("inf"))
-        tl.store(lse + to * HEADS + head, log_sum, mask=live)
+        tl.store(lse + to, log_sum, mask=live)
 
 
 @triton.jit
 def merge_kernel(
     partial_out,  # [partials, Hq, D] fp32
     partial_lse,  # [partials, Hq] fp32, in the log2 domain
-    partial_ids,  # [partials] int64
-    partial_begin,  # [N + 1] int64
+    partial_begin,  # [N + 1] int32
     out,  # [N, Hq, D]
     lse,  # [N, Hq] fp32
     HEADS: tl.constexpr, SOME: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -122,8 +125,9 @@ def merge_kernel(
     top = tl.full([SOME], -float("inf"), tl.float32)
     total = tl.zeros([SOME], tl.float32)
     acc = tl.zeros([SOME, WIDTH], tl.float32)
-    for i in range(tl.load(partial_begin + row), tl.load(partial_begin + row + 1)):
-        which = tl.load(partial_ids + i) * HEADS + head
+    begin, end = tl.load(partial_begin + row).to(tl.int64), tl.load(partial_begin + row + 1).to(tl.int64)
+    for i in range(begin, end):
+        which = i * HEADS + head
         part_lse = tl.load(partial_lse + which, mask=exists, other=-float("inf"))
         part = tl.load(partial_out + which[:, None] * DIM + columns[None, :], mask=inside, other=0.0)
         new_top = tl.maximum(top, part_lse)
@@ -133,7 +137,7 @@ def merge_kernel(
         acc = acc * keep[:, None] + part * weight[:, None]
         top = new_top
     saw = total != 0.0
-    acc = acc / tl.where(saw, total, 1.0)[:, None]
+    acc = acc * (1.0 / tl.where(saw, total, 1.0))[:, None]
     to = row * HEADS + head
     tl.store(out + to[:, None] * DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
     log_sum = tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN2, -float("inf"))
@@ -152,43 +156,49 @@ def tree_decode(
     row_begin: Tensor,  # [K] int32
     row_end: Tensor,  # [K] int32
     query_position: Tensor,  # [N] int32
+    partial_begin: Tensor | None,  # [N + 1] int32
+    items: Tensor | None,  # [1 + I, FIELDS] int32
+    partials: int,
     scale: float,
     window: int | None,
     softcap: float | None,
-    most: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
     if interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
-        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), *plan, scale, window, softcap, most)
+        schedule = (partial_begin, items, partials)
+        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), *plan, *schedule, scale, window, softcap)
         return out.to(q.dtype), lse
     rows, heads, dim = q.shape
-    kv_heads, nodes = k_pages.shape[2], len(node_length)
+    kv_heads = k_pages.shape[2]
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
-    if rows == 0 or nodes == 0:
+    if rows == 0 or len(node_length) == 0:
         return out.zero_(), lse.fill_(-float("inf"))
+    if k_pages.stride() != v_pages.stride():
+        raise ValueError(SAME_STRIDES)
     group = heads // kv_heads
-    work = work_of(row_begin, row_end, node_length, rows, group, most)
-    partial_out = q.new_empty((len(work.partial_ids), heads, dim), dtype=torch.float32)
-    partial_lse = q.new_empty((len(work.partial_ids), heads), dtype=torch.float32)
-    width = padded_width(dim)
-    keys, warps = tile_of(width, q.dtype)
-    partial_kernel[(programs(q.device), kv_heads)](
-        q, k_pages, v_pages, *plan, work.item_end, work.partial_base, partial_out, partial_lse,
-        nodes, *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], scale, window or 0, softcap or 0.0,
-        PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=QUERIES,
-        KEYS=keys, CHUNK=CHUNK, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        num_warps=warps, num_stages=2,
+    if partial_begin is None or items is None:
+        partial_begin, items, partials = make_schedule(plan, group)
+    partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
+    partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
+    width, queries = padded_width(dim), queries_of(group)
+    keys, warps = tile_of(width, queries, q.dtype)
+    partial_kernel[(kv_heads, programs(q.device, kv_heads))](
+        q, k_pages, v_pages, page_ids, query_position, partial_begin, items, partial_out, partial_lse,
+        *q.stride()[:2], *k_pages.stride()[:3], scale, window or 0, softcap or 0.0,
+        PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=queries,
+        KEYS=keys, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
     some = min(8, triton.next_power_of_2(heads))
     merge_kernel[(rows, triton.cdiv(heads, some))](
-        partial_out, partial_lse, work.partial_ids, work.partial_begin, out, lse,
+        partial_out, partial_lse, partial_begin, out, lse,
         HEADS=heads, SOME=some, DIM=dim, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out, lse
 
 
-def tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Keys of a tile and warps, so that nothing spills (tests/kernels/aot)."""
+def tile_of(width: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Keys of a tile and warps, so that nothing spills (tests/kernels/aot) and warps share no row of queries."""
     if dtype == torch.float32:
         return 16, 4
-    return 64 if width <= 128 else 32, 4 if width <= 64 else 8
+    return 64 if width <= 128 else 32, queries // 16

@@ -22,7 +22,7 @@ def test_compiles(op: str) -> None:
     command = [sys.executable, "-m", "tests.kernels.aot.harness", op, "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.stdout.startswith("["), f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    results = [AotResult(**row) for row in json.loads(done.stdout)]
+    results = [AotResult.of(row) for row in json.loads(done.stdout)]
     assert results, f"tests/kernels/aot/{op}.py lists no kernel"
     bad = [result.line() for result in results if result.error]
     assert not bad, "\n".join(bad)

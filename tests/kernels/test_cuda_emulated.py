@@ -33,21 +33,36 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
     [
         (torch.bfloat16, 8, 2, 64, 1, None, None),
         (torch.float16, 8, 1, 64, 7, 30, None),
+        (torch.bfloat16, 3, 3, 64, 2, None, 5.0),
+        (torch.float16, 4, 1, 64, 1, 12, 5.0),
         (torch.bfloat16, 6, 2, 128, 1, None, 4.0),
         (torch.float16, 2, 2, 128, 40, 17, None),
+        (torch.bfloat16, 2, 1, 128, 3, 9, 4.0),
+        (torch.float16, 4, 1, 128, 1, None, None),
         (torch.bfloat16, 4, 1, 256, 5, None, None),
         (torch.float16, 2, 1, 256, 1, 25, 3.0),
+        (torch.bfloat16, 2, 1, 256, 1, 11, None),
+        (torch.float16, 2, 1, 256, 2, None, 3.0),
     ],
 )
 def test_tree_decode(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, chunk: int, window: int | None, softcap: float | None
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    chunk: int,
+    window: int | None,
+    softcap: float | None,
+    page: int,
 ) -> None:
-    step = forest(seed=heads, roots=2, longest=70, chunk=chunk)
+    """Every head dimension with and without each option; pages smaller and larger than what a thread copies."""
+    step = forest(seed=heads, roots=1, longest=70, chunk=chunk, page=page)
     q, k, v = tensors(step, heads, kv_heads, dim, dtype)
     truth = by_paths(q.double(), k.double(), v.double(), step, window, softcap)
     plain = by_paths(q, k, v, step, window, softcap)
@@ -89,13 +104,54 @@ def test_tree_decode_that_sees_nothing() -> None:
     out, lse = run("cuda", q, k, v, hidden)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-    with pytest.raises(ValueError, match="head dimensions"):
-        run("cuda", q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., :32].contiguous(), step.plan)
+    for match, bad in (
+        ("head dimensions", (q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., :32].contiguous())),
+        ("power of two", (q, k[:, :3].contiguous(), v[:, :3].contiguous())),
+        ("same strides", (q, k, v.transpose(1, 2).contiguous().transpose(1, 2))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            run("cuda", *bad, step.plan)
 
 
 @pytest.mark.parametrize("case", ["plain", "bias", "temperature of rows", "softcap", "everything", "several blocks"])
 def test_linear_logprob(case: str) -> None:
     linear.compare("cuda", linear.CASES[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_many_targets(dtype: torch.dtype) -> None:
+    """Targets twice, side by side, as far apart as a thread's turns are, and among the first and last elements."""
+    vocab = 2 * 4096 + 21  # a thread has up to three packs; rows are aligned differently
+    rows = [[5, 5, 6, 5 + 4096, 5 + 8192], [vocab - 1, 0, vocab - 4], [], [700, 701, 700 + 4096, 40]]
+    start = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    target = torch.tensor([y for row in rows for y in row])
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(rows), vocab, generator=generator).to(dtype)
+    upstream = torch.randn(len(target), generator=generator)
+    per_log, per_p, constant = torch.randn(3, len(rows), generator=generator)
+    constant[2] = per_log[2] = per_p[2] = 0.0  # a masked row
+    logits[2, 7] = torch.nan
+    logprob = logits.double().log_softmax(-1)
+    lse = (logits.double() - logprob)[:, 0].float()
+    p = logprob.exp()
+    expected = torch.zeros(len(rows), vocab, dtype=torch.float64)
+    for n, row in enumerate(rows):
+        if not row:
+            continue
+        grads = upstream[start[n] : start[n + 1]].double()
+        c = constant[n].double() - grads.sum()
+        expected[n] = p[n] * (c - per_log[n].double() * logprob[n] + per_p[n].double() * p[n])
+        expected[n].index_add_(0, torch.tensor(row), grads)
+    none, ones = torch.zeros(0), torch.ones(len(rows))
+    found = logits.clone()  # written over
+    torch.ops.rolltree_cuda.logit_gradient(
+        found, none, ones, 0.0, start, target, lse, torch.zeros(len(rows)), upstream, constant, per_log, per_p, found
+    )
+    assert (found[2] == 0).all()
+    scale = expected.abs().amax(-1, keepdim=True).clamp(min=1.0)
+    assert ((found.double() - expected) / scale).abs().max() <= 4 * torch.finfo(torch.float32).eps + (
+        0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in loss.PRESETS if Objective.preset(n).surrogate in ("ppo", "clip_cov")])

@@ -132,10 +132,10 @@ def test_all_kept_is_the_whole_softmax() -> None:
 @pytest.mark.parametrize(
     ("indptr", "ids", "error", "message"),
     [
-        ([0, 1, 2], [3, 4], ValueError, "target 5 of pair 1 is not among the kept ids of row 1; keep every sampled"),
+        ([0, 1, 2], [3, 4], ValueError, "target 5 in place 1 is not among the kept ids of row 1; keep every sampled"),
         ([0, 1, 3], [3, 5], ValueError, "indptr must rise from 0 to its 2 ids"),
-        ([0, 1, 2], [3, 17], IndexError, r"kept ids must be in 0..16, got 3..17"),
-        ([0, 2], [3, 5], ValueError, r"kept must be integers \(indptr \[3\]"),
+        ([0, 1, 2], [3, 17], IndexError, r"kept's ids must be in 0..16, got 3..17"),
+        ([0, 2], [3, 5], ValueError, r"kept's indptr must be \[3\]"),
     ],
 )
 def test_mistakes_are_named(indptr: list[int], ids: list[int], error: type[Exception], message: str) -> None:

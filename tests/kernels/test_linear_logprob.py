@@ -201,6 +201,40 @@ def test_rows_without_gradient_are_zero_whatever_their_logits(backend: Backend) 
 
 
 @pytest.mark.parametrize("backend", ROW_KERNELS)
+def test_what_lies_between_the_rows_of_a_tile_does_not_matter(backend: Backend) -> None:
+    """Bitwise: rows that begin at multiples, with NaN after each, against rows end to end; an odd vocabulary."""
+    rows, C, V = op.row_kernels(backend), 3, 4500 + 37
+    head = chunked.Head(torch.empty(V, 4, device=DEVICE), None, None, torch.float32)
+    tile, _ = chunked.new_tiles(rows, head, C)
+    assert tile.stride(0) % rows.ROW_MULTIPLE == 0
+    assert (16 if backend == "triton" else 1) == rows.ROW_MULTIPLE
+    whole = torch.randn(C, V, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tile.as_strided((C, tile.stride(0)), (tile.stride(0), 1)).fill_(torch.nan)
+    tile.copy_(whole)
+    start, target = torch.arange(C + 1, device=DEVICE), torch.tensor([0, V - 1, 7], device=DEVICE)
+    one, absent = torch.ones(C, device=DEVICE), torch.zeros(0, device=DEVICE)
+    results = []
+    for logits in (tile, whole):
+        outputs = [torch.empty(C, device=DEVICE) for _ in range(5)]
+        rows.statistics(logits, absent, one, 0.0, start, target, *outputs)
+        rows.gradient(logits, absent, one, 0.0, start, target, *outputs[1:3], one, one, one, one, logits)
+        results.append([*outputs, logits])
+    for padded, dense in zip(*results, strict=True):
+        assert padded.isfinite().all()
+        assert padded.equal(dense)
+
+
+@pytest.mark.parametrize("backend", ROW_KERNELS)
+def test_a_row_of_a_larger_tensor_is_written_alone(backend: Backend) -> None:
+    rows, wide = op.row_kernels(backend), torch.ones(2, 50, device=DEVICE)
+    logits, one, absent = wide[:1, :37], torch.ones(1, device=DEVICE), torch.zeros(0, device=DEVICE)
+    index = torch.tensor([0, 1], device=DEVICE)
+    rows.gradient(logits, absent, one, 0.0, index, index[:1], one, one, 2 * one, one, absent, absent, logits)
+    assert wide[:, 37:].eq(1).all()
+    assert wide[:1, :37].ne(1).all()
+
+
+@pytest.mark.parametrize("backend", ROW_KERNELS)
 def test_row_kernels_do_not_see_the_batch(backend: Backend) -> None:
     """Bitwise: a row's statistics and gradient are the same alone, permuted, and among other rows."""
     rows, C, V = op.row_kernels(backend), 6, 4500
@@ -227,7 +261,7 @@ def test_row_kernels_do_not_see_the_batch(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_order_of_pairs_does_not_matter(backend: Backend) -> None:
+def test_order_of_targets_does_not_matter(backend: Backend) -> None:
     given = inputs(11, 16, 65, M=50)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     shuffled = given | {"row": given["row"][order], "target": given["target"][order]}
@@ -331,13 +365,15 @@ def test_opcheck() -> None:
     hidden, weight, bias, target, row = (given[n] for n in ("hidden", "weight", "bias", "target", "row"))
     a, b = torch.randn(2, 8, device=DEVICE, requires_grad=True), torch.randn(33, 2, device=DEVICE, requires_grad=True)
     check = torch.library.opcheck
-    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, True, True, False))
-    check(op.linear_logprob_op, (hidden, weight, bias, a, b, 0.5, target, row, T, 0.0, True, False, False))
+    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, True, True, False, None))
+    check(op.linear_logprob_op, (hidden, weight, bias, a, b, 0.5, target, row, T, 0.0, True, False, False, None))
     weight, bias = weight.detach(), bias.detach()
-    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, False, False, True))
+    check(op.linear_logprob_op, (hidden, weight, bias, None, None, 0.0, target, row, T, 0.0, False, False, True, None))
     narrow = inputs(6, 64, 33)
     hidden, weight, target = narrow["hidden"], narrow["weight"], narrow["target"]
-    check(op.linear_logprob_op, (hidden, weight, None, None, None, 0.0, target, None, T, 2.0, False, False, False))
+    check(
+        op.linear_logprob_op, (hidden, weight, None, None, None, 0.0, target, None, T, 2.0, False, False, False, None)
+    )
 
 
 def test_compile() -> None:
@@ -369,7 +405,7 @@ def test_autocast_casts_like_a_linear_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"kept": (torch.zeros(4), torch.zeros(1))}, ValueError, r"kept must be integers \(indptr \[5\]"),
+        ({"kept": (torch.zeros(4), torch.zeros(1))}, ValueError, r"kept's indptr must be \[5\]"),
         ({"kept": (torch.zeros(5), torch.zeros(1)), "tp_group": 1}, ValueError, "kept does not combine with tp_group"),
         ({"want": ("variance",)}, ValueError, "want names variance; it knows entropy, sum_p2"),
         ({"hidden": torch.zeros(4)}, ValueError, r"hidden must be \[N, H\], got \[4\]"),
@@ -384,7 +420,7 @@ def test_autocast_casts_like_a_linear_layer() -> None:
         ({"temperature": torch.ones(4, requires_grad=True)}, ValueError, "temperature takes no gradient"),
         ({"softcap": -1.0}, ValueError, "softcap must be positive"),
         ({"target": torch.tensor([0, 1, 17, 2])}, IndexError, r"target must be in 0..16, got 0..17"),
-        ({"target": torch.tensor([0, 1, -100, 2])}, IndexError, "leave out pairs that are not to be scored"),
+        ({"target": torch.tensor([0, 1, -100, 2])}, IndexError, "leave out targets that are not to be scored"),
         ({"row": torch.tensor([0, 1, 4, 2])}, IndexError, r"row must be in 0..3"),
     ],
 )

@@ -1,4 +1,4 @@
-"""extra_ids of linear_logprob: the same numbers and gradients as pairs, absent ones, and bits that ignore the batch."""
+"""extra_ids of linear_logprob: the same numbers and gradients as targets, absent ones, bits that ignore the batch."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_extra_ids_do_not_change_the_bits_of_the_rest(backend: Backend) -> None:
         (torch.zeros(4, dtype=torch.long), ValueError, r"extra_ids must be \[4, K\], got \[4\]"),
         (torch.zeros(3, 2, dtype=torch.long), ValueError, r"extra_ids must be \[4, K\], got \[3, 2\]"),
         (torch.zeros(4, 2), ValueError, "extra_ids must hold integers"),
-        (torch.full((4, 2), 17), IndexError, r"must be in 0..16, got 0..17"),
-        (torch.full((4, 2), -2), IndexError, r"must be in 0..16, got -2..0"),
+        (torch.full((4, 2), 17), IndexError, r"extra_ids must be in -1..16, got 17..17; -1 stands"),
+        (torch.full((4, 2), -2), IndexError, r"extra_ids must be in -1..16, got -2..-2"),
     ],
 )
 def test_mistakes_are_named(extra: Any, error: type[Exception], message: str) -> None:

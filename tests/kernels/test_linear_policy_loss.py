@@ -15,7 +15,6 @@ from rolltree.kernels import (
     PathIndex,
     PolicyFields,
     PolicyLossOutput,
-    dispatch,
     linear_logprob,
     linear_policy_loss,
     plan_policy_loss,
@@ -23,7 +22,7 @@ from rolltree.kernels import (
     use_backend,
 )
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.linear_logprob import chunked, triton_counted
+from rolltree.kernels.linear_logprob import chunked
 from rolltree.kernels.linear_policy_loss import api, op, plan
 from rolltree.kernels.policy_loss import PRESETS
 
@@ -34,7 +33,7 @@ LENGTHS = [5, 1, 9, 0, 7, 6, 4, 3]  # sequences; the fourth has no token
 
 
 def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Inputs, PolicyFields]:
-    """Head inputs and fields of the same pairs. "flat": sequences, one pair a row; "tree": two trees with branches."""
+    """Head inputs and fields on the same targets. "flat": sequences, a target a row; "tree": two with branches."""
     g = torch.Generator().manual_seed(4)
 
     def uniform(*size: int) -> Tensor:
@@ -58,18 +57,19 @@ def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: An
         wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
         current = linear_logprob(**wide).logprob
     old, ref, behaviour = (current + scale * (uniform(M) - 0.5) for scale in (1.2, 0.8, 0.6))
-    constants_of_pairs = {"old_logprob": old, "ref_logprob": ref, "behaviour_logprob": behaviour}
+    constants_of_targets = {"old_logprob": old, "ref_logprob": ref, "behaviour_logprob": behaviour}
     if shape == "flat":
-        constants_of_pairs |= {
+        constants_of_targets |= {
             "teacher_logprob": current + 0.4 * (uniform(M) - 0.5),
             "pass_rate": 0.2 + 0.5 * uniform(M),
+            "proximal_logprob": current + 0.3 * (uniform(M) - 0.5),
             "segment": torch.tensor([100 * s + t // 4 for s, n in enumerate(LENGTHS) for t in range(n)], device=DEVICE),
         }
     if shape == "flat":
-        return given, PolicyFields.flat(advantage, **constants, **constants_of_pairs)
+        return given, PolicyFields.flat(advantage, **constants, **constants_of_targets)
     paths = PathIndex(
-        pair_end=torch.tensor([8, 8, 8, 6, 6, 6, 8, 8, 9, 11, 11], device=DEVICE),
-        leaf_pair=torch.tensor([5, 7, 8, 10], device=DEVICE),
+        target_end=torch.tensor([8, 8, 8, 6, 6, 6, 8, 8, 9, 11, 11], device=DEVICE),
+        leaf_target=torch.tensor([5, 7, 8, 10], device=DEVICE),
         leaf_length=torch.tensor([6.0, 5.0, 1.0, 2.0], dtype=torch.float64, device=DEVICE),
         leaf_weight=torch.tensor([1.0, 0.5, 2.0, 1.0], dtype=torch.float64, device=DEVICE),
         leaf_advantage=torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64, device=DEVICE),
@@ -79,7 +79,7 @@ def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: An
     assert w is not None
     return given, PolicyFields(
         paths.spread(w * A.clamp(min=0)), paths.spread(w * A.clamp(max=0)), paths.spread(w), paths=paths,
-        **constants_of_pairs,
+        **constants_of_targets,
     )  # fmt: skip
 
 
@@ -144,13 +144,16 @@ EVERY_PRESET_ON_THE_CPU = [
 @pytest.mark.parametrize("chunk", [5, 10, 1000])
 def test_equals_the_two_ops(backend: Backend, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given, fields = batch(bias=True, temperature="rows")
+    share = torch.linspace(0, 1, sum(LENGTHS), dtype=torch.float64, device=DEVICE)  # 0: the first has no gradient
+    needed = {"token_weight": share, "clip_low": 0.6 + 0.3 * share, "clip_high": 1.1 + 0.3 * share}
     for module in (plan, chunked):
         monkeypatch.setattr(module, "chunk_rows", lambda N, V, device: chunk)
     with use_backend(backend):
         for extra in ({}, {"kl_coef": 0.3, "entropy_coef": 0.2}):
             objective = Objective.preset(name, **extra)
-            expected = run(composed, given, fields, objective, TRAINED)
-            same(run(fused, given, fields, objective, TRAINED), expected, 2e-6)
+            full = replace(fields, **{n: needed[n] for n in objective.needs})
+            expected = run(composed, given, full, objective, TRAINED)
+            same(run(fused, given, full, objective, TRAINED), expected, 2e-6)
 
 
 @pytest.mark.parametrize("trained", [("hidden",), ("weight", "bias"), ("hidden", "a", "b"), ("a", "b"), TRAINED])
@@ -188,7 +191,7 @@ def test_trees(
         same(run(fused, given, fields, objective, trained), run(composed, given, fields, objective, trained), 2e-6)
 
 
-def test_pairs_in_any_order() -> None:
+def test_targets_in_any_order() -> None:
     objective = Objective(kl_coef=0.1)
     given, fields = batch("tree")
     tensors, names = PolicyFields(*(getattr(fields, n) for n in ("adv_pos", "adv_neg", "weight")),
@@ -233,9 +236,12 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert schedule_of(sequence).schedule == "sequence_aligned"
     assert schedule_of(token, gradient=False).schedule == "logprob_only"
     monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 4)  # shorter than the longest sequence
-    assert schedule_of(sequence).schedule == "two_phase"
+    assert schedule_of(sequence).schedule == "sequence_aligned"
+    assert schedule_of(Objective.preset("segment_ratio")).schedule == "sequence_aligned"
     assert schedule_of(sequence, frozen=True).schedule == "frozen_head"
-    assert schedule_of(Objective.preset("gspo", entropy_coef=0.1), frozen=True).schedule == "two_phase"
+    assert schedule_of(Objective.preset("gspo", entropy_coef=0.1), frozen=True).schedule == "sequence_aligned"
+    assert schedule_of(Objective.preset("clip_cov")).schedule == "two_phase"
+    assert schedule_of(Objective.preset("clip_cov"), frozen=True).schedule == "frozen_head"
     assert schedule_of(token, frozen=True).schedule == "fused_forward"
 
 
@@ -288,41 +294,6 @@ def test_clipped_rows_leave_after_the_log_sum_exp(monkeypatch: pytest.MonkeyPatc
     assert reached == [kept]
 
 
-@pytest.mark.parametrize("shape", ["flat", "tree"])
-@pytest.mark.parametrize("trained", [("hidden", "weight", "bias"), ("hidden",), ("weight",)])
-def test_rows_counted_on_the_device(trained: tuple[str, ...], shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that read the count of rows with a gradient where it lies, over several chunks."""
-    if reason := dispatch._unusable("triton", DEVICE):
-        pytest.skip(reason)
-    given, fields = batch(shape, bias=True)
-    objective = Objective.preset("ppo", eps_low=0.05, eps_high=0.05)
-    fields = cast(fields, torch.float32, objective.aggregation)
-    monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 8)
-    made = plan_policy_loss(
-        fields, objective, num_rows=len(given["hidden"]), vocabulary=65, hidden_size=16, device="cpu",
-        row=given.get("row"), frozen=trained == ("hidden",),
-    )  # fmt: skip
-    products: list[Tensor] = []
-    original = triton_counted.rows_on_device
-    monkeypatch.setattr(triton_counted, "rows_on_device", lambda alive: products.append(alive) or original(alive))
-    with use_backend("triton"):
-        expected = run(composed, given, fields, objective, trained)
-        got = run(fused, given | {"plan": replace(made, count_on_device=True)}, fields, objective, trained)
-    same(got, expected, 2e-6)
-    assert len(products) == len(made.row_cuts) - 1
-    alive = torch.cat(products)
-    assert 0 < int(alive.sum()) < len(alive)
-
-
-def test_when_the_device_counts() -> None:
-    _, fields = batch()
-    options = {"num_rows": 35, "vocabulary": 65, "hidden_size": 16}
-    for share, device, expected in ((0.5, "cuda", True), (0.9, "cuda", False), (0.5, "cpu", False)):
-        made = plan_policy_loss(fields, Objective.preset("dapo"), device=device, gradient_share=share, **options)
-        assert made.count_on_device == expected
-        assert ("left out on the device" in made.explain()) == expected
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend) -> None:
     given, fields = batch()
@@ -330,9 +301,9 @@ def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend) -> Non
     nobody = torch.zeros(M, dtype=torch.bool, device=DEVICE)
     cu = torch.tensor([0, 5, M], device=DEVICE)
     masked = PolicyFields.flat(torch.ones(2, device=DEVICE), old_logprob=fields.old_logprob, mask=nobody, cu_seqlens=cu)
-    for name in ("dapo", "gspo", "sft"):
+    for objective in (Objective.preset("dapo"), Objective.preset("gspo"), Objective(surrogate="nll")):
         with use_backend(backend):
-            got = run(fused, given, masked, Objective.preset(name), ("hidden", "weight"))
+            got = run(fused, given, masked, objective, ("hidden", "weight"))
         assert got["loss"] == 0
         assert not got["d_hidden"].any()
         assert not got["d_weight"].any()
@@ -372,7 +343,7 @@ def test_an_accumulator_takes_the_weight_gradient_in_fp32(dtype: torch.dtype) ->
     torch.testing.assert_close(
         (accumulator - 1) / 2, want.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
     )
-    with pytest.raises(ValueError, match=r"weight_grad must be \[65, 16\] torch.float32"):
+    with pytest.raises(ValueError, match=r"weight_grad must be fp32, got torch.bfloat16"):
         linear_policy_loss(
             hidden, leaf, given["target"], fields, objective, normalizer=7.0, weight_grad=accumulator.bfloat16()
         )
@@ -380,8 +351,8 @@ def test_an_accumulator_takes_the_weight_gradient_in_fp32(dtype: torch.dtype) ->
 
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    original = api.linear_policy_loss_op
-    monkeypatch.setattr(api, "linear_policy_loss_op", lambda *args: calls.append(args) or original(*args))
+    original = api.linear_terms_loss_op
+    monkeypatch.setattr(api, "linear_terms_loss_op", lambda *args: calls.append(args) or original(*args))
     for name, shape in (("dapo", "flat"), ("gspo", "flat"), ("ppo", "tree")):
         given, fields = batch(shape, bias=True)
         run(
@@ -392,7 +363,7 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
             ("hidden", "weight", "bias"),
         )
         for utils in ("test_schema", "test_faketensor", "test_autograd_registration"):
-            torch.library.opcheck(op.linear_policy_loss_op, calls[-1], test_utils=utils)
+            torch.library.opcheck(op.linear_terms_loss_op, calls[-1], test_utils=utils)
 
 
 def test_compile() -> None:
@@ -415,8 +386,8 @@ def test_compile() -> None:
 def test_a_plan_of_another_batch_is_refused() -> None:
     given, fields = batch()
     made = plan_policy_loss(fields, Objective.preset("dapo"), num_rows=35, vocabulary=64, hidden_size=16, device="cpu")
-    with pytest.raises(ValueError, match=r"the plan is for 35 rows, 35 pairs and a head of \[64, 16\]"):
+    with pytest.raises(ValueError, match=r"the plan is for 35 rows, 35 targets and a head of \[64, 16\]"):
         linear_policy_loss(**{k: given[k] for k in ("hidden", "weight", "target")}, fields=fields,
                            objective=Objective.preset("dapo"), normalizer=1.0, plan=made)  # fmt: skip
-    with pytest.raises(ValueError, match="35 pairs for 34 rows; give row="):
+    with pytest.raises(ValueError, match="35 targets for 34 rows; give row="):
         plan_policy_loss(fields, Objective.preset("dapo"), num_rows=34, vocabulary=65, hidden_size=16, device="cpu")

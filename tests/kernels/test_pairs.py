@@ -135,7 +135,7 @@ def test_what_siblings_share_cancels_exactly() -> None:
         ({"ref_logprob": None}, "kind 'sigmoid' needs ref_logprob"),
         ({"kind": "orpo"}, "kind 'orpo' takes no ref_logprob"),
         ({"beta": 0.0}, "beta must be positive"),
-        ({"rejected": torch.tensor([1])}, r"must be \[P\] alike"),
+        ({"rejected": torch.tensor([1])}, r"rejected must be \[2\] like chosen"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask must be \[14\] like logprob"),
     ],
 )

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields, dispatch, policy_loss, use_backend
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.policy_loss import PRESETS, aggregation_weight, api, reference
+from rolltree.kernels.policy_loss import ALIASES, PRESETS, aggregation_weight, api, elementwise, reference
+from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -42,19 +43,27 @@ def batch(dtype: torch.dtype = torch.float64, seed: int = 0, spread: float = 0.3
         "cu": torch.tensor([0, *LENGTHS]).cumsum(0),
         "mask": torch.rand(M, generator=g) < 0.8,
         "teacher": old + 0.4 * normal(M),
+        "proximal": old + 0.2 * normal(M),
+        "token_weight": torch.rand(M, generator=g, dtype=torch.float64),
+        "clip_low": 0.5 + 0.3 * torch.rand(M, generator=g, dtype=torch.float64),
+        "clip_high": 1.1 + 0.3 * torch.rand(M, generator=g, dtype=torch.float64),
         "pass_rate": torch.rand(S, generator=g, dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS)),
         "segment": torch.arange(M) // 4,
     }
+    made["token_weight"][::5] = 0
     made["mask"][5] = False  # the sequence of one token: nothing left of it
     made["sequence"] = torch.repeat_interleave(torch.arange(S), torch.tensor(LENGTHS))
     return {n: t.to(DEVICE, dtype if t.is_floating_point() else t.dtype) for n, t in made.items()}
 
 
-def flat(b: dict[str, Tensor], **changes: Any) -> PolicyFields:
+def flat(b: dict[str, Tensor], needs: tuple[str, ...] = (), **changes: Any) -> PolicyFields:
+    """Fields with what objectives take where they want it, and with what ``needs`` names, which all would take."""
     given = {
+        **{name: b[name] for name in needs},
         "old_logprob": b["old"],
         "ref_logprob": b["ref"],
         "behaviour_logprob": b["behaviour"],
+        "proximal_logprob": b["proximal"],
         "teacher_logprob": b["teacher"],
         "pass_rate": b["pass_rate"],
         "segment": b["segment"],
@@ -180,8 +189,23 @@ def entropy_mask(b: dict[str, Tensor], lp: Tensor) -> Tensor:
     return torch.where(H[b["mask"]].quantile(0.8) <= H, ppo(b, lp, 0.2, 0.28), 0)
 
 
+def weighted_nll(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+    return -b["token_weight"] * lp
+
+
 def pear(b: dict[str, Tensor], lp: Tensor) -> Tensor:
-    return -sum_by_sequence(b, b["old"] - b["behaviour"]).clamp(-20, 20).exp().clamp(max=2) * lp
+    nearness = sum_by_sequence(b, lp.detach() - b["behaviour"]).clamp(-20, 20).exp().clamp(max=2)
+    return nearness * weighted_nll(b, lp)
+
+
+def decoupled_ppo(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+    A, r = b["advantage"][b["sequence"]], (lp - b["proximal"]).exp()
+    return (b["proximal"] - b["behaviour"]).exp().clamp(max=2) * torch.maximum(-A * r, -A * r.clamp(0.8, 1.2))
+
+
+def clip_tensor(b: dict[str, Tensor], lp: Tensor) -> Tensor:
+    A, r = b["advantage"][b["sequence"]], (lp - b["old"]).exp()
+    return torch.maximum(-A * r, -A * torch.minimum(torch.maximum(r, b["clip_low"]), b["clip_high"]))
 
 
 def truncated_ppo(b: dict[str, Tensor], lp: Tensor) -> Tensor:
@@ -189,9 +213,8 @@ def truncated_ppo(b: dict[str, Tensor], lp: Tensor) -> Tensor:
 
 
 TOKEN_LOSS: dict[str, Callable[[dict[str, Tensor], Tensor], Tensor]] = {
-    **dict.fromkeys(
-        ("ppo", "grpo", "bnpo", "dr_grpo", "reinforce_pp", "clip_tensor"), lambda b, lp: ppo(b, lp, 0.2, 0.2)
-    ),
+    **dict.fromkeys(("ppo", "grpo", "bnpo", "dr_grpo"), lambda b, lp: ppo(b, lp, 0.2, 0.2)),
+    "clip_tensor": clip_tensor,
     "dapo": lambda b, lp: ppo(b, lp, 0.2, 0.28),
     "ngrpo": lambda b, lp: ppo(b, lp, 0.16, 0.24),
     "dual_clip": lambda b, lp: ppo(b, lp, 0.2, 0.2, c=3.0),
@@ -209,17 +232,19 @@ TOKEN_LOSS: dict[str, Callable[[dict[str, Tensor], Tensor], Tensor]] = {
     "dppo_kl": dppo_kl,
     "kl_cov": kl_cov,
     "dro": lambda b, lp: reinforce(b, lp) + 0.05 * (lp - b["old"]).square(),
-    **dict.fromkeys(("decoupled_ppo", "rollout_is"), truncated_ppo),
+    "decoupled_ppo": decoupled_ppo,
+    "rollout_is": truncated_ppo,
     "off_policy_mask": off_policy_mask,
     "on_policy_pg": lambda b, lp: -b["advantage"][b["sequence"]] * (lp - lp.detach()).exp(),
     "nft": nft,
+    "prob_shaping": lambda b, lp: b["token_weight"] * -b["advantage"][b["sequence"]] / (1 + 0.1 * (-lp).exp()),
     "token_entropy_mask": entropy_mask,
-    **dict.fromkeys(("sft", "weighted_nll", "raft", "aux_nll"), lambda b, lp: -lp),
+    **dict.fromkeys(("sft", "weighted_nll", "raft", "aux_nll"), weighted_nll),
     "pear": pear,
     "opd": lambda b, lp: -(b["teacher"] - lp).detach() * lp,
     "opd_forward": lambda b, lp: -(b["teacher"] - lp).exp().clamp(max=10).detach() * lp,
 }
-STOP_GRADIENT = ("cispo", "on_policy_pg", "vespo", "topr", "dppo_tv", "dppo_kl", "opd", "opd_forward")
+STOP_GRADIENT = ("cispo", "on_policy_pg", "vespo", "topr", "dppo_tv", "dppo_kl", "opd", "opd_forward", "pear")
 BY_CHANCE = ("clip_cov",)  # has tests of its own
 FORMULAS = [name for name in PRESETS if name not in BY_CHANCE]
 AGGREGATION = {
@@ -279,7 +304,8 @@ def check(backend: Backend, objective: Objective, token_loss: Callable[[dict[str
         b = batch(dtype, seed, spread)
         lp, h = b["logprob"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
         with use_backend(backend):
-            out = policy_loss(lp, flat(b), objective, normalizer=NORMALIZER[objective.aggregation], entropy=h)
+            fields = flat(b, objective.needs)
+            out = policy_loss(lp, fields, objective, normalizer=NORMALIZER[objective.aggregation], entropy=h)
             got = (out.loss, *torch.autograd.grad(out.loss, (lp, h), allow_unused=True, materialize_grads=True))
         tolerance = 1e-9 if dtype == torch.float64 else 2e-5
         for x, y in zip(got, exact, strict=True):
@@ -429,7 +455,7 @@ def test_gradcheck(name: str) -> None:
     objective = Objective.preset(name, kl_coef=0.2, entropy_coef=0.1)
 
     def f(lp: Tensor, h: Tensor) -> Tensor:
-        return policy_loss(lp, flat(b), objective, normalizer=13.0, entropy=h).loss
+        return policy_loss(lp, flat(b, objective.needs), objective, normalizer=13.0, entropy=h).loss
 
     assert torch.autograd.gradcheck(f, (b["logprob"].requires_grad_(), b["entropy"].requires_grad_()))
 
@@ -438,7 +464,7 @@ def test_gradcheck(name: str) -> None:
 
 
 class Tree:
-    """A random tree of pairs in depth-first order: ``pair_end``, the path of each leaf, its advantage."""
+    """A random tree of targets in depth-first order: ``target_end``, the path of each leaf, its advantage."""
 
     def __init__(self, seed: int) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -472,10 +498,18 @@ class Tree:
         self.behaviour, self.entropy = self.old + 0.4 * normal(M), normal(M).abs()
         self.teacher, self.pass_rate = self.old + 0.4 * normal(M), torch.full_like(self.old, 0.4)
         self.mask = normal(M) > -0.8
+        self.more = {
+            "proximal_logprob": self.old + 0.2 * normal(M),
+            "token_weight": normal(M).abs(),
+            "clip_low": 0.9 - 0.2 * normal(M).abs(),
+            "clip_high": 1.1 + 0.2 * normal(M).abs(),
+        }
         self.advantage = normal(L)
         self.length = torch.tensor([int(self.mask[p].sum()) for p in self.paths], device=DEVICE)
 
-    def fields(self, aggregation: str, merge: Callable[[Tensor], Tensor] | None = None) -> PolicyFields:
+    def fields(
+        self, aggregation: str, merge: Callable[[Tensor], Tensor] | None = None, needs: tuple[str, ...] = ()
+    ) -> PolicyFields:
         """S-form fields; ``merge`` puts another advantage in the place of the split by sign (to show it wrong)."""
         w = aggregation_weight(aggregation, self.length.double())
         last = torch.tensor([p[-1] if p else -1 for p in self.paths], device=DEVICE)
@@ -484,14 +518,14 @@ class Tree:
         if merge is not None:
             pos, neg = merge(pos + neg).clamp(min=0), merge(pos + neg).clamp(max=0)
         one = paths.spread(w)
-        of_pairs = (self.mask, self.old, self.ref, self.behaviour, self.teacher)
+        of_targets = (self.mask, self.old, self.ref, self.behaviour, self.teacher)
         sides = {} if merge else {"pos_weight": self.advantage > 0, "neg_weight": self.advantage < 0}
         more = {name: paths.spread(w * side) for name, side in sides.items()}
-        more["pass_rate"] = self.pass_rate
-        return PolicyFields(pos, neg, one, *of_pairs, **more, paths=paths, aggregation=aggregation)
+        more |= {"pass_rate": self.pass_rate} | {name: self.more[name] for name in ("proximal_logprob", *needs)}
+        return PolicyFields(pos, neg, one, *of_targets, **more, paths=paths, aggregation=aggregation)
 
-    def expanded(self) -> tuple[Tensor, PolicyFields]:
-        """Every leaf as a sequence of its own: the index of each flat pair, and flat fields."""
+    def expanded(self, needs: tuple[str, ...] = ()) -> tuple[Tensor, PolicyFields]:
+        """Every leaf as a sequence of its own: the index of each flat target, and flat fields."""
         index = torch.tensor([i for p in self.paths for i in p], device=DEVICE)
         cu = torch.tensor([0, *(len(p) for p in self.paths)], device=DEVICE).cumsum(0)
         fields = PolicyFields.flat(
@@ -503,6 +537,7 @@ class Tree:
             pass_rate=self.pass_rate[index],
             mask=self.mask[index],
             cu_seqlens=cu,
+            **{name: self.more[name][index] for name in ("proximal_logprob", *needs)},
         )
         return index, fields
 
@@ -517,12 +552,13 @@ def test_tree_equals_expanded_leaves(seed: int, name: str) -> None:
     """Loss, gradients and metrics, with advantages of both signs through shared tokens and clipping active."""
     tree = Tree(seed)
     objective = Objective.preset(name, kl_coef=0.2, entropy_coef=0.1)
-    if name != "topr":
+    if name != "topr" and objective.mismatch == "none":
         level: Any = "token" if objective.ratio_level == "token" else "geometric"
         objective = replace(objective, mismatch="truncate", mismatch_level=level)
-    index, fields = tree.expanded()
+    index, fields = tree.expanded(objective.needs)
+    shared_fields = tree.fields(objective.aggregation, needs=objective.needs)
     results = []
-    for select, f in ((slice(None), tree.fields(objective.aggregation)), (index, fields)):
+    for select, f in ((slice(None), shared_fields), (index, fields)):
         lp, h = tree.logprob.clone().requires_grad_(), tree.entropy.clone().requires_grad_()
         out = policy_loss(lp[select], f, objective, normalizer=17.0, entropy=h[select])
         results.append((out, torch.autograd.grad(out.loss, (lp, h))))
@@ -563,17 +599,18 @@ def test_path_sums_and_their_adjoint() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_masked_pairs_may_hold_anything(backend: Backend, name: str) -> None:
+def test_masked_targets_may_hold_anything(backend: Backend, name: str) -> None:
     b = batch(torch.float32)
     options = {} if name == "topr" else {"mismatch": "truncate"}
     objective = Objective.preset(name, kl_coef=0.1, entropy_coef=0.1, **options)
     results: list[Any] = []
     for junk in (0.0, torch.nan, -torch.inf):
-        per_token = ("logprob", "old", "ref", "behaviour", "entropy", "teacher", "pass_rate")
+        per_token = ["logprob", "old", "ref", "behaviour", "entropy", "teacher", "proximal", "pass_rate"]
+        per_token += objective.needs
         c = b | {n: b[n].masked_fill(~b["mask"], junk) for n in per_token}
         lp, h = c["logprob"].requires_grad_(), c["entropy"].requires_grad_()
         with use_backend(backend):
-            out = policy_loss(lp, flat(c), objective, normalizer=11.0, entropy=h)
+            out = policy_loss(lp, flat(c, objective.needs), objective, normalizer=11.0, entropy=h)
         results.append((out.loss.detach(), *torch.autograd.grad(out.loss, (lp, h)), out.metrics))
     assert all(torch.stack([g[~b["mask"]].abs().max() for r in results for g in r[1:3]]) == 0)
     for other in results[1:]:
@@ -586,12 +623,11 @@ def test_masked_pairs_may_hold_anything(backend: Backend, name: str) -> None:
 def test_nothing_to_learn_from_is_a_differentiable_zero(backend: Backend, name: str, normalizer: float) -> None:
     b = batch(torch.float32)
     objective = Objective.preset(name, kl_coef=0.1, off_policy_delta=None)
-    masked = flat(b, mask=torch.zeros_like(b["mask"]))
+    masked = flat(b, objective.needs, mask=torch.zeros_like(b["mask"]))
     nothing = torch.zeros(0, device=DEVICE)
-    of_pairs = ("old", "ref", "behaviour", "teacher", "pass_rate", "segment", "mask")
-    none = flat(
-        {**b, **{n: b[n][:0] for n in (*of_pairs, "advantage")}, "cu": torch.zeros(1, dtype=torch.long, device=DEVICE)}
-    )
+    of_targets = ("old", "ref", "behaviour", "teacher", "proximal", "pass_rate", "segment", "mask", *objective.needs)
+    cu = torch.zeros(1, dtype=torch.long, device=DEVICE)
+    none = flat({**b, **{n: b[n][:0] for n in (*of_targets, "advantage")}, "cu": cu}, objective.needs)
     for logprob, fields in ((b["logprob"], masked), (nothing, none)):
         lp = logprob.clone().requires_grad_()
         with use_backend(backend):
@@ -647,6 +683,8 @@ def test_compiled_equals_reference(compiled: Backend, name: str) -> None:
         options["beta"] = 0.2  # how near 1 - q r may come to 0, which is what amplifies rounding
     if Objective.preset(name).scope == "path":
         advantage = advantage[:50]
+    share = torch.rand(M, generator=g).to(DEVICE)
+    more = {"token_weight": share, "clip_low": 0.6 + 0.3 * share, "clip_high": 1.1 + 0.3 * share}
     objective = Objective.preset(name, kl_coef=0.1, entropy_coef=0.1, kl="low_var", **options)
     fields = PolicyFields.flat(
         advantage,
@@ -654,6 +692,8 @@ def test_compiled_equals_reference(compiled: Backend, name: str) -> None:
         ref_logprob=ref,
         behaviour_logprob=behaviour,
         teacher_logprob=ref,
+        proximal_logprob=old + 0.1 * share,
+        **{n: more[n] for n in objective.needs},
         pass_rate=(0.1 + 0.8 * torch.rand(M, generator=g)).to(DEVICE),
         segment=torch.arange(M, device=DEVICE) // 7,
         mask=torch.rand(M, generator=g).to(DEVICE) < 0.9,
@@ -762,6 +802,8 @@ def test_half_precision_logprobs_are_refused() -> None:
         ({"surrogate": "vespo", "mismatch": "mask", "mismatch_level": "sequence"}, "not combine with mismatch_level"),
         ({"surrogate": "nll", "dynamic_clip": True}, "dynamic_clip does not combine with surrogate 'nll'"),
         ({"ratio_level": "sequence", "dynamic_clip": True}, "'sequence' does not combine with dynamic_clip"),
+        ({"ratio_base": "current", "dynamic_clip": True}, "dynamic_clip does not combine with ratio_base 'current'"),
+        ({"needs": ("weights",)}, "needs 'weights' is not known; choose one of mask, old_logprob, "),
     ],
 )
 def test_impossible_objectives(options: dict[str, Any], message: str) -> None:
@@ -770,8 +812,10 @@ def test_impossible_objectives(options: dict[str, Any], message: str) -> None:
 
 
 def test_preset_mistakes() -> None:
-    with pytest.raises(ValueError, match="preset 'gpro' is not known; choose one of reinforce, rloo, "):
+    with pytest.raises(ValueError, match="preset 'gpro' is not known; choose one of ppo, cispo, "):
         Objective.preset("gpro")
+    with pytest.raises(ValueError, match="preset 'reinforce_pp' is 'ppo' with advantages of its own; choose 'ppo' and"):
+        Objective.preset("reinforce_pp")
     with pytest.raises(ValueError, match="no field is called gamma; there are surrogate, "):
         Objective.preset("grpo", gamma=0.1)
 
@@ -786,6 +830,20 @@ def test_what_is_missing_is_named() -> None:
             Objective(mismatch="truncate"),
             replace(fields, behaviour_logprob=None),
             "the fields must have behaviour_logprob",
+        ),
+        *(
+            (Objective.preset(name), fields, "the objective needs token_weight, so the fields must have token_weight")
+            for name in ("sft", "weighted_nll", "raft", "aux_nll", "pear")
+        ),
+        (
+            Objective.preset("clip_tensor"),
+            replace(fields, clip_low=b["clip_low"]),
+            "the objective needs clip_low and clip_high, so the fields must have clip_high",
+        ),
+        (
+            Objective.preset("decoupled_ppo"),
+            replace(fields, proximal_logprob=None),
+            "ratio_base is 'proximal', so the fields must have proximal_logprob",
         ),
         (Objective.preset("grpo"), replace(fields, paths=None), "needs sequences; give cu_seqlens"),
         (
@@ -803,6 +861,71 @@ def test_what_is_missing_is_named() -> None:
         flat(b, old_logprob=b["old"].clone().requires_grad_())
     with pytest.raises(ValueError, match="mask must be bool"):
         flat(b, mask=b["mask"].float())
+
+
+def test_no_preset_is_another_one() -> None:
+    """Only declared aliases have the same loss and gradient where advantages of tokens tell all definitions apart."""
+    found: dict[bytes, set[str]] = {}
+    for name, objective in PRESETS.items():
+        results = []
+        for seed in range(8):
+            b = batch(seed=seed, spread=(0.3, 1.5)[seed % 2])
+            A = torch.randn(26, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
+            lp, scale = b["logprob"].requires_grad_(), NORMALIZER[objective.aggregation]
+            fields = flat(b | {"advantage": A}, objective.needs)
+            loss = policy_loss(lp, fields, objective, normalizer=scale, entropy=b["entropy"]).loss
+            results += [loss.detach().view(1), torch.autograd.grad(loss, lp)[0]]
+        found.setdefault(torch.cat(results).round(decimals=12).cpu().numpy().tobytes(), set()).add(name)
+    same = [names for names in found.values() if len(names) > 1]
+    declared = {of: {of} | {name for name, (other, _) in ALIASES.items() if other == of} for of, _ in ALIASES.values()}
+    assert sorted(map(sorted, same)) == sorted(map(sorted, declared.values()))
+
+
+def test_weights_of_tokens() -> None:
+    """They multiply the surrogate alone, and what they leave out can have no gradient."""
+    b = batch()
+    objective = Objective.preset("dapo", kl_coef=0.3)
+    lp = b["logprob"].requires_grad_()
+    surrogate = b["token_weight"] * TOKEN_LOSS["dapo"](b, lp)
+    want = aggregate(b, surrogate + 0.3 * PENALTY["k3"](lp, b["ref"]), "token_mean")
+    loss = policy_loss(lp, flat(b, ("token_weight",)), objective, normalizer=50).loss
+    torch.testing.assert_close((loss, *torch.autograd.grad(loss, lp)), (want, *torch.autograd.grad(want, lp)))
+    live = Objective.preset("sft").live(flat(b, ("token_weight",)))
+    assert live.equal(b["mask"] & (b["token_weight"] != 0))
+    assert objective.live(flat(b, ("token_weight",))).equal(b["mask"])
+    tree = Tree(0)
+    with pytest.raises(ValueError, match="on trees ratio_level 'sequence' does not combine with token_weight"):
+        policy_loss(
+            tree.logprob,
+            tree.fields("seq_mean_token_mean", needs=("token_weight",)),
+            Objective.preset("gspo"),
+            normalizer=1,
+        )
+
+
+def test_what_a_formula_reads_says_what_it_needs() -> None:
+    of_ratios = {"ppo", "unclipped", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "kl_cov", "nft"}
+    others = {"reinforce", "nll", "distill_reverse", "distill_forward"}
+    known = {name: of for name, of in SURROGATES.items() if name in of_ratios | others}
+    assert {n for n, s in known.items() if s.of_all} == {"nll", "dro", "kl_cov", "distill_reverse", "distill_forward"}
+    assert {n for n, s in known.items() if s.bounded} == {"ppo", "cispo", "dppo_tv", "dppo_kl", "nft"}
+    assert {n for n, s in known.items() if s.of_ratio} == {"ppo", "unclipped", "sapo"}
+    assert {n for n in known if Objective(surrogate=n).needs_old} == of_ratios
+    bases = ("old", "proximal", "current", "self")
+    needs = {base: Objective(ratio_base=base, mismatch="truncate").needs_old for base in bases}
+    assert needs == {"old": True, "proximal": False, "current": False, "self": True}
+
+
+@pytest.mark.skipif(bool(reason := dispatch._unusable("triton", DEVICE)), reason=str(reason))
+def test_a_formula_uses_the_words_alone() -> None:
+    from rolltree.kernels.policy_loss import triton
+
+    def cosine(x: Any, n: Any) -> Any:
+        return torch.cos(x.d)
+
+    with pytest.raises(ValueError, match="cosine uses torch, which is no word of kernels/policy_loss/elementwise"):
+        triton.compiled(cosine)
+    assert set(triton.WORDS) - {"abs"} <= set(vars(elementwise))
 
 
 def test_sums_are_named_once() -> None:

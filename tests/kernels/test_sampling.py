@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels.dispatch import load_library, use_backend
 from rolltree.kernels.sampling import SampleOutput, kept_tokens, sample_tokens
+from rolltree.kernels.sampling import triton as triton_backend
 from rolltree.kernels.sampling.reference import philox, uniforms
 from rolltree.kernels.sampling.triton import uniforms as triton_uniforms
 
@@ -211,6 +213,53 @@ def test_backends_agree(vocab: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
 
 
+def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties that are cut blocks apart, blocks that weigh nothing beside the best, blocks of forbidden tokens."""
+    monkeypatch.setattr(triton_backend, "BLOCK", 64)
+    monkeypatch.setattr(triton_backend, "ROUND", 128)
+    generator = torch.Generator().manual_seed(8)
+    rows, vocab = 12, 301
+    logits = torch.randn(rows, vocab, generator=generator) * 2
+    logits[:4] = logits[:4].round()
+    logits[4:6, 64:192] -= 300
+    logits[6:8, 64:128] = -math.inf
+    logits[8, 3:] -= 90  # nearly nothing is drawn from
+    for options in (
+        {"temperature": torch.tensor([1.0, 0.5, 1.0, 0.0] * 3)},
+        {"temperature": torch.tensor([0.7, 1.0, 0.05] * 4), "min_p": torch.tensor([0.0, 0.2, 1.0, 0.03] * 3)},
+        {
+            "top_k": torch.tensor([3, 40, 150, 299, 1, 200, 0, 7, 2, 301, 400, 64]),
+            "top_p": torch.tensor([1.0, 0.9, 0.4, 0.999, 1.0, 0.99, 0.7, 1.0, 0.5, 0.2, 0.0, 0.97]),
+        },
+    ):
+        expected, found = sample("reference", logits, **options), sample("triton", logits, **options)
+        assert torch.equal(found.token, expected.token)
+        assert torch.equal(found.last_kept, expected.last_kept)
+        for name in ("logprob", "raw_logprob", "entropy"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    """With parameters on the device a call only makes room and launches, so that a CUDA graph can hold it."""
+
+    class Called(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: set[str] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    integers, row = torch.arange(3), torch.full((3,), 0.9)
+    options: dict[str, Any] = {"top_k": integers.int(), "top_p": row, "min_p": row, "seed": integers, "step": integers}
+    logits = torch.randn(3, 9)
+    with use_backend("triton"), Called() as called:
+        sample_tokens(logits, temperature=row, **options)
+    room = ("empty", "unbind", "sample_tokens", "detach", "view", "select")
+    assert all(any(name in op for name in room) for op in called.ops), called.ops
+
+
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the C++ library was not built")
 def test_cpu_agrees_on_many_rows() -> None:
     generator = torch.Generator().manual_seed(1)
@@ -346,13 +395,12 @@ def test_wrong_arguments() -> None:
     for change, message in (
         ({"logits": torch.zeros(5)}, r"\[N, V\]"),
         ({"logits": torch.zeros(2, 0)}, r"V > 0"),
-        ({"logits": torch.zeros(2, 5, dtype=torch.float64)}, "float64"),
+        ({"logits": torch.zeros(2, 5, dtype=torch.float64)}, "fp16 or fp32, got torch.float64"),
         ({"logits": torch.zeros(5, 2).t()}, "contiguous"),
         ({"temperature": -1.0}, "temperature"),
-        ({"temperature": torch.ones(3)}, r"temperature of shape \[2\]"),
-        ({"top_k": torch.ones(2)}, "integer top_k"),
+        ({"temperature": torch.ones(3)}, r"temperature must be \[2\], got \[3\]"),
+        ({"top_k": torch.ones(2)}, "top_k must hold integers"),
         ({"top_p": math.nan}, "top_p"),
-        ({"seed": 3}, "seed"),
     ):
         arguments = good | change
         with pytest.raises(ValueError, match=message):

@@ -97,7 +97,7 @@ def test_mistakes_are_named() -> None:
     given, _ = fields()
     with pytest.raises(ValueError, match=r"share must be in \(0, 1\], got 0"):
         random_share(given, 0.0, token=torch.arange(M), seed=0)
-    with pytest.raises(ValueError, match=r"expected one value a pair, \[4000\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"entropy must be \[4000\], one a target, got \[3\]"):
         entropy_quantile(given, torch.ones(3), 0.5)
     with pytest.raises(ValueError, match="must have old_logprob"):
         probability_mask(PolicyFields.flat(torch.ones(3)))

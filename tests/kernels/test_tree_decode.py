@@ -6,15 +6,16 @@ import math
 import random
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rolltree.kernels import dispatch
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
-from rolltree.kernels.tree_decode import triton as triton_backend
-from rolltree.kernels.tree_decode import work as work_list
+from rolltree.kernels.tree_decode import schedule as schedules
 from rolltree.kernels.tree_decode.api import tree_decode_op
+from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
 needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Triton runs on the CPU in its interpreter")
@@ -175,34 +176,106 @@ def test_nodes_of_many_chunks_and_tiles(
 ) -> None:
     """Many partials a row, more rows below a node than an item takes, fewer programs than items."""
     for name, small in {"CHUNK": 32, "QUERIES": 16, "PROGRAMS_A_PROCESSOR": 3}.items():
-        for module in (triton_backend, work_list):
-            monkeypatch.setattr(module, name, small, raising=False)
+        monkeypatch.setattr(schedules, name, small)
     step = forest(seed=11, roots=1, chunk=chunk, longest=150)
     q, k, v = tensors(step, heads, kv_heads, 16)
-    work = work_list.work_of(
-        step.plan.row_begin, step.plan.row_end, step.plan.node_length, len(step.keys), heads // kv_heads, None
-    )
-    assert work.partial_begin.diff().max() > 5
-    assert work.item_end[-1] > 2 * len(step.plan.node_length)
+    partial_begin, items, _ = schedules.make_schedule(list(step.plan.tensors().values()), heads // kv_heads)
+    assert partial_begin.diff().max() > 5
+    assert items[0, 0] > 2 * len(step.plan.node_length)
+    assert (items[1:, 2].diff() <= 0).all(), "the longest come first"
     want = by_paths(q.double(), k.double(), v.double(), step, window)
     for got, w in zip(run("triton", q, k, v, step.plan, window), want, strict=True):
         torch.testing.assert_close(got.double(), w, rtol=1e-5, atol=2e-6)
 
 
 @needs_interpreter
-def test_room_for_more_partials_than_there_are_changes_nothing() -> None:
-    """A bound known on the host spares a wait for the device; what is beyond the count is of no row."""
+def test_more_query_heads_than_an_item_has_queries() -> None:
+    step = forest(seed=12, roots=1)
+    q, k, v = tensors(step, 71, 1, 16)
+    for got, want in zip(
+        run("triton", q, k, v, step.plan), by_paths(q.double(), k.double(), v.double(), step), strict=True
+    ):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
+
+
+def on_host(plan: DecodePlan) -> list[np.ndarray]:
+    return [x.numpy() for x in plan.tensors().values()]
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_items_cover_every_row_and_key_once(group: int) -> None:
+    """Each (row, key of its path) is in one item; partials of a row are numbered along its path, without gaps."""
+    step = forest(seed=13, roots=2, chunk=9, longest=1300, page=16)
+    plan = on_host(step.plan)
+    indptr, _, offset, length, position, row_begin, row_end, query_position = plan
+    begin, items, partials = schedules.make_schedule(list(step.plan.tensors().values()), group)
+    assert int(begin[-1]) == partials == schedules.count_partials(length, row_begin, row_end)
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for first_page, slot, keys, first, row, rows, before, _ in items[1:].tolist():
+        assert 0 < keys <= schedules.CHUNK
+        assert 0 < rows * group <= schedules.QUERIES
+        for r in range(row, row + rows):
+            assert (r, before) not in found
+            found[r, before] = (first_page, slot, keys, first)
+    for r in range(len(query_position)):
+        expected = [
+            (indptr[n], offset[n] + c, min(length[n] - c, schedules.CHUNK), position[n] + c)
+            for n in range(len(length))
+            if row_begin[n] <= r < row_end[n]
+            for c in range(0, length[n], schedules.CHUNK)
+        ]
+        assert [found.pop((r, i)) for i in range(int(begin[r + 1] - begin[r]))] == expected
+    assert not found
+
+
+def test_nodes_out_of_order_are_refused() -> None:
+    """Partials could not be numbered by node."""
+    step = forest(seed=14, roots=2)
+    lengths, begins, ends = (on_host(step.plan)[i] for i in (3, 5, 6))
+    schedules.partials_of_rows(lengths, begins, ends, len(step.keys))
+    with pytest.raises(ValueError, match="depth-first"):
+        schedules.partials_of_rows(lengths, begins[::-1], ends[::-1], len(step.keys))
+    one = np.ones(3, np.int32)
+    with pytest.raises(ValueError, match="among those of its parent"):
+        schedules.partials_of_rows(one, np.array([0, 0, 2]), np.array([4, 3, 4]), 4)
+
+
+@needs_interpreter
+def test_schedules_made_beforehand_and_with_room_change_nothing() -> None:
+    """A step's plan and schedule come in one vector, padded as graphs pad it: the same bits, with nothing made anew."""
     step = forest(seed=7)
     q, k, v = tensors(step, 4, 2, 32)
-    plan = step.plan
-    arrays = [x.numpy() for x in plan.tensors().values()]
-    exact = DecodePlan.from_host(arrays, torch.device("cpu"))
-    want = run("triton", q, k, v, plan)
-    for most in (exact.partials, exact.partials + 1, 3 * exact.partials + 50):  # type: ignore[operator]
-        # tensors of its own: work is remembered by them
-        bounded = DecodePlan(**{n: x.clone() for n, x in plan.tensors().items()}, partials=most)
-        got = run("triton", q, k, v, bounded)
+    want = run("triton", q, k, v, step.plan)
+    arrays = on_host(step.plan)
+    exact = DecodePlan.from_host(arrays, torch.device("cpu"), [1, 2])
+    assert exact.schedule is not None
+    columns = host_columns(arrays, [2])
+    rows, nodes = len(step.keys), len(arrays[3])
+    sizes = {name: len(column) + 40 for name, column in columns.items()}
+    sizes |= {"query_position": rows, "partial_begin": rows + 1}
+    sizes |= dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes + 5)
+    sizes |= {"page_indptr": nodes + 6}
+    places, length = lay_out(sizes)
+    vector = torch.zeros(length, dtype=torch.int32)
+    for name, column in columns.items():
+        vector[places[name]][: len(column)] = torch.from_numpy(column)
+        assert places[name].start * 4 % 128 == 0
+    padded = DecodePlan.of_columns({n: vector[p] for n, p in places.items()}, exact.schedule.partials + 50)
+    for plan in (exact, padded):
+        schedules._made.clear()
+        got = run("triton", q, k, v, plan)
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+        assert len(schedules._made) == 0
+    bare = DecodePlan.from_host(arrays, torch.device("cpu"))
+    assert bare.schedule is None
+
+
+@needs_interpreter
+def test_keys_and_values_of_other_strides_are_refused() -> None:
+    step = forest(seed=5)
+    q, k, v = tensors(step, 4, 2, 32)
+    with pytest.raises(ValueError, match="same strides"):
+        run("triton", q, k, v.transpose(1, 2).contiguous().transpose(1, 2), step.plan)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -312,7 +385,7 @@ def test_opcheck(backend: str) -> None:
     step = forest(seed=8, longest=9)
     q, k, v = tensors(step, 2, 1, 16)
     with dispatch.use_backend(backend):
-        torch.library.opcheck(tree_decode_op, (q, k, v, *step.plan.tensors().values(), 0.25, 7, None, None))
+        torch.library.opcheck(tree_decode_op, (q, k, v, *step.plan.tensors().values(), None, None, 0, 0.25, 7, None))
 
 
 def test_errors_name_the_argument() -> None:
@@ -321,7 +394,7 @@ def test_errors_name_the_argument() -> None:
     for match, call in [
         ("query positions", lambda: tree_decode_attention(q[1:], k, v, step.plan)),
         ("query heads", lambda: tree_decode_attention(q[:, :3], k, v, step.plan)),
-        ("dtype", lambda: tree_decode_attention(q.half(), k, v, step.plan)),
+        ("k_pages must be fp16", lambda: tree_decode_attention(q.half(), k, v, step.plan)),
         ("pages", lambda: tree_decode_attention(q, k, v[1:], step.plan)),
         ("window", lambda: tree_decode_attention(q, k, v, step.plan, window=0)),
         ("softcap", lambda: tree_decode_attention(q, k, v, step.plan, softcap=-1.0)),

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from ...data.tree import LeafStatus
+from ...data.segment import LeafStatus
 from ...rollout import Completion, RolloutEngine, SamplingParams
 from .driver import Driver, EngineFailedError, Job
 from .form import Form, Scored, error, event, usage

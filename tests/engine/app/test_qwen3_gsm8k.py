@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from rolltree.engine.app.config import load_config
 from rolltree.engine.loop import setup
 from rolltree.engine.loop.sources import PromptSource, held_out
-from rolltree.engine.methods.credit import find_advantage
 from rolltree.engine.rewards import RewardItem, RewardPool
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_gsm8k.toml"
@@ -33,7 +32,7 @@ def test_the_configuration_is_one_the_engine_takes() -> None:
     setup.objective(config)
     setup.rollout_program(config.rollout)
     setup.sampling_params(config.rollout)
-    find_advantage(config.algorithm.advantage)
+    setup.credit(config)
     depth, segment = (config.rollout.program_options[key] for key in ("max_depth", "segment_tokens"))
     assert depth * segment >= config.rollout.max_new_tokens
 

@@ -74,7 +74,7 @@ def test_the_ranks_together_learn_what_one_would() -> None:
     def gradients(batches: list) -> list[torch.Tensor]:
         model.zero_grad()
         for batch in batches:
-            batch_loss(model, batch, objective, normalizer=3.0).loss.backward()
+            batch_loss(model, batch, objective, normalizer=3.0, old_logprob=None).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
     of_ranks = distribute(trees, 3, CostModel.of(model), max_tokens=75)
@@ -108,7 +108,7 @@ def test_trees_that_save_little_are_packed_as_sequences(monkeypatch: pytest.Monk
     for batches in (pack([sharing, lone], max_tokens=300), pack([sharing, lone], max_tokens=300, unshare=cost)):
         model.zero_grad()
         for batch in batches:
-            batch_loss(model, batch, objective, normalizer=8.0).loss.backward()
+            batch_loss(model, batch, objective, normalizer=8.0, old_logprob=None).loss.backward()
         results.append([p.grad.clone() for p in model.parameters()])
     assert [b.cu_seqlens is None for b in batches] == [True, False]
     assert batches[1].tree_index == (1, 1)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.data.tree import LeafStatus, Origin, Segment, TokenTree
+from rolltree.engine.data.segment import LeafStatus, Origin, Segment
+from rolltree.engine.data.tree import TokenTree
 
 ids = st.lists(st.integers(0, 2), max_size=7)  # few ids, so that prefixes are shared
 

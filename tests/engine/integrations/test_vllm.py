@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.engine.data.tree import LeafStatus, Origin
+from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.programs import PROGRAMS, TreePO
 from rolltree.engine.rollout import Request, SamplingParams
 

@@ -8,9 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rolltree.engine.data.tree import LeafStatus, Segment, TokenTree
+from rolltree.engine.data.segment import LeafStatus, Segment
+from rolltree.engine.data.store import write_rollouts
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.metrics import MetricsLog, Stopwatch, Sums, write_rollouts
+from rolltree.engine.loop.metrics import MetricsLog, Stopwatch, Sums
 
 
 def test_means_are_of_sums_not_of_means():
@@ -67,15 +69,15 @@ def test_rewind_keeps_a_copy_of_what_it_drops(tmp_path):
     for step in range(4):
         log.append(step, {"a": step / 3})
     whole = log.path.read_text()
-    assert log.rewind(3, aside)
+    assert log.rewind(3, aside) == {0, 1, 2, 3}
     assert not aside.exists()  # nothing to drop
     log.path.write_text(whole + '{"step": 4, "a": 0.')  # killed while writing
-    assert log.rewind(2, aside)
+    assert log.rewind(2, aside) == {0, 1, 2}
     assert log.path.read_text() == "".join(whole.splitlines(keepends=True)[:3])
     assert aside.read_text() == whole + '{"step": 4, "a": 0.'
     log.append(3, {"a": 1.0})
     assert log.path.read_text() == whole
-    assert not log.rewind(9, aside)  # its row is not there yet
+    assert log.rewind(9, aside) == {0, 1, 2, 3}  # its row is not there yet
 
 
 def test_rewind_names_a_broken_line(tmp_path):

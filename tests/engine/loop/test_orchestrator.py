@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop import orchestrator
+from rolltree.engine.loop import learner
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.train.trainer import Trainer
 
@@ -251,34 +251,42 @@ def test_groups_of_equal_rewards_teach_nothing(home, tmp_path, drop):
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     if drop == "true":
         assert row["actor/empty_updates"] == 1
-        assert run.trainer.updates == 0
+        assert run.learner.trainer.updates == 0
     else:
         assert row["actor/grad_norm"] == 0
 
 
-def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dapo", [False, True], ids=["sequence mean", "token mean"])
+def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_path, monkeypatch, dapo):
     config = configure(
-        home, tmp_path, "--trainer.steps=1", "--trainer.updates_per_step=2", "--algorithm.drop_zero_variance=false",
-        "--evaluation.problems=0", "--evaluation.every=0",
-    )  # fmt: skip
+        home,
+        tmp_path,
+        f"--algorithm.objective={'dapo' if dapo else 'grpo'}",
+        "--trainer.steps=1",
+        "--trainer.updates_per_step=2",
+        "--algorithm.drop_zero_variance=false",
+        "--evaluation.problems=0",
+        "--evaluation.every=0",
+    )
     calls = []
     step = Trainer.step
 
-    def spy(self, batches, objective, *, normalizer, on_policy, **rest):
-        calls.append(
-            (sum(b.num_leaves for b in batches), normalizer, sum(b.logical_tokens for b in batches), on_policy)
-        )
-        return step(self, batches, objective, normalizer=normalizer, on_policy=on_policy, **rest)
+    def spy(self, batches, terms, *, on_policy, **rest):
+        normalizer = terms[0].normalizer
+        calls.append((sum(b.num_leaves for b in batches), normalizer, sum(b.loss_tokens for b in batches), on_policy))
+        return step(self, batches, terms, on_policy=on_policy, **rest)
 
     monkeypatch.setattr(Trainer, "step", spy)
     run = orchestrate(config)
     run.run()
     assert [leaves for leaves, *_ in calls] == [8, 8]
     assert [on_policy for *_, on_policy in calls] == [True, False]
-    if run.objective.aggregation == "token_mean":
-        assert all(normalizer == tokens for _, normalizer, tokens, _ in calls)
+    if dapo:
+        assert all(normalizer == tokens != leaves for leaves, normalizer, tokens, _ in calls)
+    else:
+        assert all(normalizer == leaves for leaves, normalizer, *_ in calls)
     row = rows_of(config)[1]
-    assert run.trainer.updates == 2
+    assert run.learner.trainer.updates == 2
     assert 0 < row["policy/lag"] < 1  # 0 in the first update, 1 in the second
     assert row["actor/ppo_kl"] != 0
 
@@ -287,7 +295,7 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
     """The warning names the difference; updates of padded sequences learn what the tree's would have taught."""
     weights = []
     for name, error, says in (("fits", 1e-7, False), ("not", 0.25, True), ("unasked", 0.25, False)):
-        monkeypatch.setattr(orchestrator, "tree_error", lambda model, trees, error=error: error)
+        monkeypatch.setattr(learner, "tree_error", lambda model, trees, error=error: error)
         check = str(name != "unasked").lower()
         config = configure(home, tmp_path, f"--name={name}", "--trainer.steps=1", f"--trainer.self_check={check}")
         screen = io.StringIO()

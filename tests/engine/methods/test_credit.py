@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.engine.data.tree import LeafStatus, Segment, TokenTree
+from rolltree.engine.data.segment import LeafStatus, Segment
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.methods.credit import ADVANTAGES, find_advantage
+from rolltree.engine.methods.credit import ADVANTAGES, gae, give_credit, reinforce_pp
+from rolltree.engine.methods.resolve import resolve
 
 
 def tree_of(responses, rewards):
@@ -52,7 +54,13 @@ def treepo(responses, rewards):
     return out
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+def leaf_credit(name, tree):
+    credit = ADVANTAGES[name]([tree])
+    assert credit.per == "leaf"
+    return credit.values[0]
+
+
+@pytest.mark.parametrize("name", ["group_norm", "group_mean", "rloo", "maxrl", "opo", "tree_path_mean"])
 @pytest.mark.parametrize(
     ("responses", "rewards"),
     [
@@ -64,7 +72,7 @@ def treepo(responses, rewards):
     ],
 )
 def test_formula(name, responses, rewards):
-    advantage = find_advantage(name)(tree_of(responses, rewards))
+    advantage = leaf_credit(name, tree_of(responses, rewards))
     np.testing.assert_allclose(advantage, expected(name, responses, rewards), rtol=1e-6, atol=1e-7)
 
 
@@ -73,7 +81,7 @@ def test_formula(name, responses, rewards):
 )
 def test_tree_path_mean_on_random_trees(leaves):
     responses, rewards = [list(r) for r, _ in leaves], [v / 4 for _, v in leaves]
-    advantage = ADVANTAGES["tree_path_mean"](tree_of(responses, rewards))
+    advantage = leaf_credit("tree_path_mean", tree_of(responses, rewards))
     np.testing.assert_allclose(advantage, treepo(responses, rewards), atol=1e-6)
 
 
@@ -91,7 +99,7 @@ def test_tree_path_mean_does_not_depend_on_how_runs_are_cut():
     )
     for tree in (cut, joined):
         tree.rewards["reward"] = np.array([1, 0, 0], np.float32)
-    np.testing.assert_array_equal(ADVANTAGES["tree_path_mean"](cut), ADVANTAGES["tree_path_mean"](joined))
+    np.testing.assert_array_equal(leaf_credit("tree_path_mean", cut), leaf_credit("tree_path_mean", joined))
 
 
 @pytest.mark.parametrize(
@@ -99,34 +107,126 @@ def test_tree_path_mean_does_not_depend_on_how_runs_are_cut():
     [("group_norm", 3 / (1 + 1e-6)), ("group_mean", 3), ("rloo", 3), ("maxrl", 0), ("opo", 0), ("tree_path_mean", 0)],
 )
 def test_group_of_one(name, value):
-    np.testing.assert_allclose(ADVANTAGES[name](tree_of([[4, 5]], [3.0])), [value])
+    np.testing.assert_allclose(leaf_credit(name, tree_of([[4, 5]], [3.0])), [value])
 
 
 def test_opo_of_empty_responses_is_the_group_mean():
-    np.testing.assert_allclose(ADVANTAGES["opo"](tree_of([[], []], [1.0, 0.0])), [0.5, -0.5])
+    np.testing.assert_allclose(leaf_credit("opo", tree_of([[], []], [1.0, 0.0])), [0.5, -0.5])
 
 
 def test_maxrl_refuses_negative_rewards():
     with pytest.raises(UserError, match=r"maxrl.*-1"):
-        ADVANTAGES["maxrl"](tree_of([[1], [2]], [-1.0, 1.0]))
+        leaf_credit("maxrl", tree_of([[1], [2]], [-1.0, 1.0]))
 
 
-def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"group_nrom.*group_norm.*tree_path_mean.*file.py:function"):
-        find_advantage("group_nrom")
-
-
-def test_function_of_a_file(tmp_path):
+def test_a_function_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def double(tree):\n    return 2 * tree.rewards['reward']\ndef wrong(tree):\n    return [0.0]\n")
+    file.write_text(
+        "def double(trees):\n    return [2 * tree.rewards['reward'] for tree in trees]\n"
+        "def wrong(trees):\n    return [[0.0]]\ndef nan(trees):\n    return [[float('nan')] * 4]\n"
+        "def none(trees):\n    return []\n"
+    )
     tree = tree_of(FLAT, REWARDS)
-    np.testing.assert_allclose(find_advantage(f"{file}:double")(tree), 2 * np.array(REWARDS))
-    with pytest.raises(UserError, match="4 finite numbers"):
-        find_advantage(f"{file}:wrong")(tree)
-    with pytest.raises(UserError, match="defines no function 'triple'"):
-        find_advantage(f"{file}:triple")
-    with pytest.raises(UserError, match="There is no file"):
-        find_advantage(f"{tmp_path}/other.py:double")
-    file.write_text("import nothing_of_that_name\n")
-    with pytest.raises(UserError, match="cannot be imported"):
-        find_advantage(f"{file}:double")
+    find = lambda name: resolve("algorithm.advantage", f"{file}:{name}", known=ADVANTAGES, inputs=("trees",))  # noqa: E731
+    give_credit(find("double"), "double", [tree])
+    np.testing.assert_array_equal(tree.advantage, 2 * np.array(REWARDS, np.float32))
+    for name, said in [("wrong", "needs 4 values"), ("nan", "4 of 4 are not"), ("none", "0 arrays for 1 trees")]:
+        with pytest.raises(UserError, match=said):
+            give_credit(find(name), name, [tree])
+
+
+# -- credit of the batch, of nodes and of tokens, against plain formulas on the flat paths ----------------------------
+
+
+def forest(seed):
+    """Two trees with shared prefixes, tool answers and unequal lengths."""
+    rng = np.random.default_rng(seed)
+    trees = []
+    for _ in range(2):
+        responses = [rng.integers(0, 2, rng.integers(1, 7)).tolist() for _ in range(6)]
+        observed = rng.random(7) < 0.3  # by place, so that shared prefixes agree
+        masks = [(~observed[: len(r)]).tolist() for r in responses]
+        tree = TokenTree.from_sequences([9, 9], responses, loss_masks=masks)
+        tree.rewards["reward"] = rng.normal(size=6).astype(np.float32)
+        trees.append(tree)
+    return trees
+
+
+def split(tree, values):
+    return np.split(np.asarray(values), np.cumsum(tree.response_length)[:-1])
+
+
+def whitened(lists, masks):
+    flat = np.concatenate([np.asarray(x, np.float64)[m] for x, m in zip(lists, masks, strict=True)])
+    return [(np.asarray(x) - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8) for x in lists]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_pp_on_flat_paths(gamma):
+    trees = forest(0)
+    lists, masks = [], []
+    for tree in trees:
+        for leaf, reward in zip(tree.flatten(), tree.rewards["reward"], strict=True):
+            after = np.cumsum(leaf.loss_mask[::-1])[::-1] - 1  # tokens of the loss behind each of them
+            lists.append(np.where(leaf.loss_mask, reward * gamma**after, 0.0))
+            masks.append(leaf.loss_mask)
+    found = ADVANTAGES["reinforce_pp"](trees) if gamma == 1 else reinforce_pp(trees, gamma=gamma)
+    assert found.per == "path"
+    got = [x for tree, values in zip(trees, found.values, strict=True) for x in split(tree, values)]
+    for a, b, mask in zip(got, whitened(lists, masks), masks, strict=True):
+        np.testing.assert_allclose(a[mask], b[mask], rtol=1e-9, atol=1e-12)
+
+
+def test_reinforce_pp_baseline_whitens_over_the_batch():
+    trees = forest(1)
+    lists, masks = [], []
+    for tree in trees:
+        for leaf, reward in zip(tree.flatten(), tree.rewards["reward"].astype(float), strict=True):
+            lists.append(np.full(len(leaf.response), reward - tree.rewards["reward"].astype(float).mean()))
+            masks.append(leaf.loss_mask)
+    expected = whitened(lists, masks)
+    found = ADVANTAGES["reinforce_pp_baseline"](trees)
+    got = np.concatenate(found.values)
+    np.testing.assert_allclose(got, [x[0] for x in expected], rtol=1e-9)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9)])
+def test_gae_on_flat_paths(gamma, lam):
+    trees = forest(2)
+    for tree in trees:
+        tree.set("value", np.random.default_rng(7).normal(size=tree.num_tokens))
+        tree.set("token_reward", np.random.default_rng(8).normal(size=tree.response_length.sum()))
+    found = gae(trees, gamma=gamma, lam=lam, whiten=False)
+    for tree, values in zip(trees, found.values, strict=True):
+        targets = split(tree, tree.value_target)
+        rewards = split(tree, tree.token_reward)
+        for leaf, got in enumerate(split(tree, values)):
+            rows = tree.response_rows(leaf)
+            live = np.flatnonzero(tree.loss_mask[rows])
+            following, after = 0.0, 0.0
+            for place in live[::-1]:  # the textbook's loop, over one path
+                reward = float(rewards[leaf][place]) + (tree.rewards["reward"][leaf] if place == live[-1] else 0.0)
+                value = float(tree.value[rows][place])
+                after = reward + gamma * following - value + gamma * lam * after
+                following = value
+                assert got[place] == pytest.approx(after, rel=1e-6, abs=1e-6)
+                assert targets[leaf][place] == pytest.approx(after + value, rel=1e-5, abs=1e-5)
+
+
+def test_gae_without_a_critic_is_refused():
+    with pytest.raises(UserError, match="critic"):
+        gae(forest(0))
+
+
+def test_node_credit_follows_the_leaves_below():
+    (tree,) = forest(3)[:1]
+    below = [[leaf for leaf in range(6) if tree.start[node] in tree.path_rows(leaf)] for node in range(tree.num_nodes)]
+    value = np.array([tree.rewards["reward"].astype(float)[some].mean() for some in below])
+    difference = ADVANTAGES["segment_value_diff"]([tree]).values[0]
+    siblings = ADVANTAGES["sibling_group"]([tree]).values[0]
+    for node in range(1, tree.num_nodes):
+        assert difference[node] == pytest.approx(value[node] - value[tree.parent[node]])
+        group = value[[n for n in range(1, tree.num_nodes) if tree.parent[n] == tree.parent[node]]]
+        spread = group.std(ddof=1) if len(group) > 1 else 0.0
+        assert siblings[node] == pytest.approx((value[node] - group.mean()) / (spread + 1e-6), abs=1e-6)
+    assert difference[0] == siblings[0] == 0

@@ -38,7 +38,7 @@ def work(rank: int, directory: str) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shard(model)
         for batch in mine:
-            out = batch_loss(model, batch, OBJECTIVE, normalizer=5.0)
+            out = batch_loss(model, batch, OBJECTIVE, normalizer=5.0, old_logprob=None)
             (out.loss * RANKS).backward()  # FSDP takes the mean over ranks
         grads = {key: p.grad.full_tensor() for key, p in model.named_parameters()}
         save_file(grads, f"{directory}/{name}-{rank}.safetensors")
@@ -50,7 +50,7 @@ def test_sharded_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     for name in CASES:
         model, _ = make_models(name)
         (batch,) = pack(trees(), max_tokens=10_000)
-        batch_loss(model, batch, OBJECTIVE, normalizer=5.0).loss.backward()
+        batch_loss(model, batch, OBJECTIVE, normalizer=5.0, old_logprob=None).loss.backward()
         for rank in range(RANKS):
             grads = load_file(tmp_path / f"{name}-{rank}.safetensors")
             assert len(grads) == len(list(model.parameters()))

@@ -141,7 +141,7 @@ def test_splitting_changes_nothing(aggregation, max_tokens):
 
     def run(batches):
         ours.zero_grad()
-        loss = sum(batch_loss(ours, b, objective, normalizer=11.0).loss for b in batches)
+        loss = sum(batch_loss(ours, b, objective, normalizer=11.0, old_logprob=None).loss for b in batches)
         loss.backward()
         return loss.detach(), [p.grad.clone() for p in ours.parameters()]
 
@@ -151,7 +151,7 @@ def test_splitting_changes_nothing(aggregation, max_tokens):
     assert max(b.num_tokens for b in parts) <= max_tokens
     if max_tokens == 40:
         assert sum(len(b.tree_index) for b in parts) > len(trees), "no tree was split; the test shows nothing"
-    assert sum(b.logical_tokens for b in parts) == whole[0].logical_tokens
+    assert sum(b.loss_tokens for b in parts) == whole[0].loss_tokens
     loss, grads = run(whole)
     split_loss, split_grads = run(parts)
     close(split_loss, loss)
@@ -205,7 +205,7 @@ def test_experts_are_balanced_as_in_the_flat_batch():
     for tree in trees:
         tree.advantage[:] = 0
     (batch,) = pack(trees, max_tokens=100_000)
-    out = batch_loss(ours, batch, zero, normalizer=1.0, router_share=0.5)
+    out = batch_loss(ours, batch, zero, normalizer=1.0, router_share=0.5, old_logprob=None)
     out.loss.backward()
     sequences = [s.prompt + s.response for tree in trees for s in tree.flatten()]
     ids, mask = torch.zeros(2, len(sequences), max(map(len, sequences)), dtype=torch.long)
@@ -233,7 +233,7 @@ def test_flat_batches_are_plain_transformers(name):
     results = []
     for batches in (pack(trees, max_tokens=100_000), pack(trees, max_tokens=70, flat=True)):
         ours.zero_grad()
-        losses = [batch_loss(ours, b, objective, normalizer=5.0) for b in batches]
+        losses = [batch_loss(ours, b, objective, normalizer=5.0, old_logprob=None) for b in batches]
         sum(out.loss for out in losses).backward()
         results.append((sum(out.loss.detach() for out in losses), [p.grad.clone() for p in ours.parameters()]))
     assert len(batches) > 2
@@ -281,6 +281,6 @@ def test_compiled_layers_take_trees_of_any_size_without_recompiling():
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
             for model in (ours, plain):
                 model.zero_grad()
-                batch_loss(model, batch, objective, normalizer=3.0).loss.backward()
+                batch_loss(model, batch, objective, normalizer=3.0, old_logprob=None).loss.backward()
         for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
             close(mine.grad, other.grad)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rolltree.engine import TokenTree, TreeBatch, backward, batch_logprob, batch_loss, pack
-from rolltree.kernels import Objective, PolicyFields, policy_loss
+from rolltree.kernels import Objective, PolicyFields, Term, policy_loss
 
 from .test_tree_equals_flat import TEMPERATURE, close, flat_logprobs, make_models, random_tree
 
@@ -190,7 +190,8 @@ def gradients(model: Any, batches: list[TreeBatch], objective: Objective) -> tup
             now = batch_logprob(model, batch, temperature=TEMPERATURE).logprob
         hashed = torch.frac(torch.sin((now * 1e3).round().double()) * 1e4)
         shifts = {"old_logprob": (now + 0.4 * hashed).float(), "ref_logprob": (now - 0.3 * hashed).float()}
-        out = backward(model, batch, objective, normalizer=7.0, temperature=TEMPERATURE, **shifts)
+        terms = [Term(batch.fields(objective, **shifts), objective, 7.0)]
+        out = backward(model, batch, terms, temperature=TEMPERATURE)
         loss = loss + out.loss
         for name, values in out.metrics.items():
             metrics[name] = tuple(a + b for a, b in zip(metrics.get(name, (0.0, 0.0)), values, strict=True))
@@ -231,7 +232,7 @@ def test_a_batch_of_pieces_is_refused_where_it_would_be_computed_at_once() -> No
     model, _ = make_models("qwen3")
     (batch,) = pack([random_tree(11, 5, 40)], max_tokens=30, in_pieces=True)
     with pytest.raises(ValueError, match="in pieces; use backward"):
-        batch_loss(model, batch, LEVELS["token"], normalizer=1.0)
+        batch_loss(model, batch, LEVELS["token"], normalizer=1.0, old_logprob=None)
 
 
 EDGES = {

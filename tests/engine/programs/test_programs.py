@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine.data.tree import LeafStatus, Origin, TokenTree
+from rolltree.engine.data.segment import LeafStatus, Origin
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.programs import (
     ARPO,
     CURE,

@@ -106,7 +106,7 @@ def test_failures_concern_only_their_item(user_code: Path) -> None:
     assert [results[t].value for t in "12345678"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert results["hang"] == results["sleep"] == RewardResult(None, "timeout")
     assert results["die"] == RewardResult(None, "died")
-    assert results["raise"] == RewardResult(None, "ValueError: no answer")
+    assert results["raise"] == RewardResult(None, "ValueError: no answer (line 14 of 'mine.py')")
     assert results["nan"].value is None
     assert "nan" in str(results["nan"].reason)
     assert "TypeError" in str(results["nothing"].reason)

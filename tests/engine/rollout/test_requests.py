@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine.data.tree import LeafStatus, Origin
+from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.programs import (
     Action,
     BranchId,

@@ -15,6 +15,8 @@ from pathlib import Path
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from rolltree.engine import TokenTree, Trainer, pack
 from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train.terms import TokenTerm
+from rolltree.engine.train.trainer import Weighted
 from rolltree.kernels import Objective
 
 groups, max_tokens = int(sys.argv[1]), int(sys.argv[2])
@@ -44,7 +46,8 @@ def step():
     return update(batches, normalizer)
 
 def update(some, normalizer):
-    return trainer.step(some, Objective.preset("dapo"), normalizer=normalizer, temperature=1.0, on_policy=True)
+    terms = [Weighted(TokenTerm(Objective.preset("dapo")), normalizer)]
+    return trainer.step(some, terms, temperature=1.0, on_policy=True)
 
 update(pack(trees[:1], max_tokens=10_000), 1.0)  # warm
 before = resident("VmRSS")

@@ -10,7 +10,8 @@ from rolltree.engine import batch_loss, pack
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.settings import TrainerConfig
-from rolltree.engine.train.trainer import Trainer
+from rolltree.engine.train.terms import TokenTerm
+from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
 
 GRPO = Objective.preset("dapo")
@@ -43,11 +44,11 @@ def make_trees(seed=0, count=3):
 
 
 BATCHES = pack(make_trees(), max_tokens=10_000)
-TOKENS = float(sum(b.logical_tokens for b in BATCHES))
+TOKENS = float(sum(b.loss_tokens for b in BATCHES))
 
 
 def step(trainer, batches=BATCHES, on_policy=True, normalizer=TOKENS):
-    return trainer.step(batches, GRPO, normalizer=normalizer, temperature=0.9, on_policy=on_policy)
+    return trainer.step(batches, [Weighted(TokenTerm(GRPO), normalizer)], temperature=0.9, on_policy=on_policy)
 
 
 def weights(model):
@@ -187,7 +188,7 @@ def test_state_of_another_model_is_refused():
 
 def test_off_policy_needs_the_samplers_logprobs():
     trees = [TokenTree.from_sequences([1], [[2, 3], [4]], advantages=[1.0, -1.0])]
-    with pytest.raises(ValueError, match="sampler's log-prob"):
+    with pytest.raises(ValueError, match="no recorded log-prob"):
         step(Trainer(make_model(), CONFIG), pack(trees, max_tokens=100), on_policy=False)
 
 

@@ -1,8 +1,9 @@
-"""Compiles Triton kernels ahead of time for GPUs that are not there, and reads what the machine code uses.
+"""Compiles Triton kernels ahead of time for GPUs that are not there, and reads their machine code.
 
-``python tests/kernels/aot/harness.py [op ...] [--arch 90] [--json]`` prints one line a kernel and architecture:
-registers, stack (where spilled registers go), shared memory, wgmma. Each module beside this file lists its kernels in
-``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter replaces the compiler.
+``python -m tests.kernels.aot.harness [op ...] [--arch 90] [--json]`` prints one line a kernel and architecture:
+registers, stack, shared memory, CTAs an SM; and one for each main loop on sm_90 (`machine_code`). Each module beside
+this file lists its kernels in ``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter replaces the
+compiler.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import importlib
 import json
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import machine_code
+
 HERE = Path(__file__).parent
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may ask for
-OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "harness"))
+OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "harness", "machine_code"))
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,34 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     needs_wgmma: bool = False
+    multiply_adds: int | None = None  # one round of a main loop needs; if given, sm_90's loops must have no `faults`
+    vectors: int = 0  # that a round copies, for `faults`
     archs: tuple[int, ...] = tuple(SHARED_LIMIT)  # those it is launched on
+
+
+@dataclass(frozen=True)
+class LoopFigures:
+    """A main loop on sm_90."""
+
+    instructions: int  # a warp, each round
+    tensor: dict[str, int]  # tensor instructions of a warp by shape
+    tensor_clocks: float
+    useful_clocks: float  # that the round's multiply-adds need
+    wait: int | None  # the least wait count of its copies
+    copies: int
+    small_copies: int
+    local: int
+    modelled: tuple[float, float]  # clocks a round with and without overlap; a model (`machine_code`)
+    busiest: str  # unit of that model
+
+    def line(self) -> str:
+        tensor = ""
+        if self.tensor:
+            shapes = ", ".join(f"{times} {shape}" for shape, times in self.tensor.items())
+            tensor = f"tensor {self.tensor_clocks:.0f} clocks, {self.useful_clocks:.0f} useful ({shapes})  "
+        wait = f"wait {self.wait}, {self.copies} copies, {self.small_copies} small  " if self.copies else ""
+        clocks = f"modelled {self.modelled[0]:.0f} to {self.modelled[1]:.0f} clocks ({self.busiest})"
+        return f"    {self.instructions:>5} instr/warp  {tensor}{wait}{self.local} local  {clocks}"
 
 
 @dataclass(frozen=True)
@@ -50,15 +77,24 @@ class AotResult:
     case: str
     arch: int
     registers: int = 0
-    stack: int = 0  # bytes a thread; spilled registers live here
+    stack: int = 0  # bytes a thread
     shared: int = 0  # bytes a block
     wgmma: bool = False
+    ctas: int = 0  # an SM holds, on sm_90
+    loops: tuple[LoopFigures, ...] = ()  # on sm_90
     error: str = ""  # what is wrong with it, "" if nothing
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> AotResult:
+        """From a row of ``--json``."""
+        return cls(**{**row, "loops": tuple(LoopFigures(**loop) for loop in row["loops"])})
 
     def line(self) -> str:
         head = f"{self.case:<44} sm_{self.arch:<4}"
         numbers = f"{self.registers:>4} regs {self.stack:>5} B stack {self.shared / 1024:>6.1f} KiB shared"
-        return f"{head} {numbers} {'wgmma' if self.wgmma else '-':<6} {self.error or 'ok'}"
+        ctas = f" {self.ctas} CTAs/SM" if self.ctas else ""
+        head = f"{head} {numbers}{ctas} {'wgmma' if self.wgmma else '-':<6} {self.error or 'ok'}"
+        return "\n".join([head, *(loop.line() for loop in self.loops)])
 
 
 def cases(op: str) -> list[AotCase]:
@@ -66,7 +102,7 @@ def cases(op: str) -> list[AotCase]:
 
 
 def compile_case(case: AotCase, arch: int) -> AotResult:
-    """Compile for ``sm_<arch>`` and check: no spills, shared memory within the limit, wgmma where promised (sm_90)."""
+    """Compile for ``sm_<arch>`` and check: no spills, shared memory within the limit; wgmma and loops on sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -90,28 +126,39 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
         kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:
         return AotResult(case.name, arch, error=f"does not compile: {type(error).__name__}: {error}")
-    registers, stack = resource_usage(kernel.asm["cubin"])
     shared, wgmma = kernel.metadata.shared, "wgmma.mma_async" in kernel.asm["ptx"]
-    problems = [f"spills {stack} bytes of registers a thread"] if stack else []
+    (code,) = machine_code.read(kernel.asm["cubin"])
+    problems = []
+    if code.spills:
+        problems.append(f"spills registers in a loop, {code.stack} bytes of stack a thread")
     if shared > SHARED_LIMIT[arch]:
         problems.append(f"needs {shared} bytes of shared memory, sm_{arch} has {SHARED_LIMIT[arch]}")
-    if case.needs_wgmma and arch == 90 and not wgmma:
+    if arch != 90:
+        return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, error="; ".join(problems))
+    if case.needs_wgmma and not wgmma:
         problems.append("does not use wgmma")
-    return AotResult(case.name, arch, registers, stack, shared, wgmma, "; ".join(problems))
+    if case.multiply_adds is not None:
+        needs = case.num_warps, case.multiply_adds, case.vectors
+        problems += [fault for loop in code.main_loops for fault in loop.faults(*needs)]
+    ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps)
+    loops = tuple(_figures(loop, case) for loop in code.main_loops)
+    return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, ctas, loops, "; ".join(problems))
 
 
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes a thread, as cuobjdump reads them from the machine code."""
-    from triton.backends import nvidia
-
-    tool = Path(next(iter(nvidia.__path__)), "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    use = {name: max(map(int, re.findall(rf"\b{name}:(\d+)", text))) for name in ("REG", "STACK", "LOCAL")}
-    return use["REG"], use["STACK"] + use["LOCAL"]
+def _figures(loop: machine_code.Loop, case: AotCase) -> LoopFigures:
+    model = loop.modelled(case.num_warps)
+    return LoopFigures(
+        loop.count,
+        dict(loop.tensor),
+        loop.tensor_clocks(case.num_warps),
+        (case.multiply_adds or 0) / machine_code.MULTIPLY_ADDS,
+        min(loop.waits, default=None),
+        loop.copies,
+        loop.small_copies,
+        loop.local,
+        (model.overlapped, model.serial),
+        model.busiest,
+    )
 
 
 def _compile_by_index(op: str, index: int, arch: int) -> AotResult:
@@ -145,5 +192,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parents[2]))  # run as a script, the repository root is not on the path
     sys.exit(main())

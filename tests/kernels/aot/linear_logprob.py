@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolltree.kernels.linear_logprob import triton, triton_counted, triton_gemm
+from rolltree.kernels.linear_logprob import triton
 
 from .harness import AotCase
 
@@ -28,7 +28,10 @@ def _case(name: str, fn: Any, signature: dict[str, str], V: int, **constexprs: A
     launch = triton._launch(V)
     warps = launch.pop("num_warps")
     width = "i32:16" if V % 16 == 0 else "i32"
-    return AotCase(f"{name} V={V}", fn, {**signature, "V": width}, {**constexprs, **launch}, num_warps=warps)
+    # rows of a tile of fp32 are padded, those of a caller's logits lie end to end
+    stride = "i32:16" if signature["logits"] == "*fp32" else width
+    strides = {name: stride for name in ("stride", "out_stride") if name in fn.arg_names}
+    return AotCase(f"{name} V={V}", fn, {**signature, **strides, "V": width}, {**constexprs, **launch}, num_warps=warps)
 
 
 def _statistics(V: int, options: bool, logits: str = "fp32") -> AotCase:
@@ -43,40 +46,7 @@ def _gradient(V: int, options: bool, out: str, logits: str = "fp32") -> AotCase:
     return _case(f"gradient {logits} {out}", triton._gradient, signature, V, **flags)
 
 
-EPILOGUE = {
-    "temperature_stride": "i32",
-    **dict.fromkeys(("bias", "temperature", "partial"), "*fp32"),
-    **dict.fromkeys(("N", "tiles"), "i32"),
-    "V": "i32:16",
-    "H": "i32:16",
-    "softcap": "fp32",
-}
-
-
-def _epilogue(dtype: str, options: bool) -> AotCase:
-    flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY", "SUM_P2"), options)
-    tiles = {"ROWS": triton_gemm.rows_of(float(options)), "COLUMNS": triton_gemm.COLUMNS, "INNER": triton_gemm.INNER}
-    signature = {"hidden": f"*{dtype}", "weight": f"*{dtype}", **EPILOGUE}
-    return AotCase(
-        f"gemm statistics {dtype}{' options' if options else ''}", triton_gemm._statistics, signature,
-        {**flags, **tiles}, num_warps=8, num_stages=3, needs_wgmma=dtype == "bf16",
-    )  # fmt: skip
-
-
-COUNTED = {"origin": "*i64", "count": "*i32", "V": "i32:16", "H": "i32:16"}
-
-
-def _counted(name: str, fn: Any, left: str, right: str, out: str, dtype: str) -> AotCase:
-    tiles = {name: getattr(triton_counted, name) for name in ("ROWS", "COLUMNS", "INNER")}
-    signature = {left: f"*{dtype}", right: f"*{dtype}", out: f"*{dtype}" if out == "d_hidden" else "*fp32", **COUNTED}
-    return AotCase(f"counted {name} {dtype}", fn, signature, tiles, num_warps=8, num_stages=3, needs_wgmma=True)
-
-
 CASES = [
-    _counted("dX", triton_counted._to_hidden, "d_logits", "weight", "d_hidden", "bf16"),
-    _counted("dW", triton_counted._accumulate, "d_logits", "hidden", "d_weight", "bf16"),
-    _epilogue("bf16", False),
-    _epilogue("bf16", True),
     _statistics(151936, False),
     _statistics(151936, True),
     _statistics(50257, True),

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 from rolltree.kernels.policy_loss import triton
+from rolltree.kernels.policy_loss.elements import Elements
+from rolltree.kernels.policy_loss.kl import ESTIMATORS
 from rolltree.kernels.policy_loss.objective import KL
-from rolltree.kernels.policy_loss.reference import Elements
 from rolltree.kernels.policy_loss.surrogates import SURROGATES, Spec
 
 from .harness import AotCase
 
-POINTERS = [{"low": "clip_low", "high": "clip_high"}.get(name, name) for name in Elements._fields if name != "mask"]
 SIGNATURE = {
-    **dict.fromkeys((*POINTERS, "d_logprob", "d_entropy", "partial"), "*fp32"),
+    **dict.fromkeys((*Elements._fields, "d_logprob", "d_entropy", "partial"), "*fp32"),
     "mask": "*u8",
     **dict.fromkeys(("M", "blocks"), "i32"),
     **dict.fromkeys(Spec._fields, "fp32"),
 }
-FLAGS = ("ENTROPY", "ALL", "MASK", "RATIO", "OLD", "REF", "BEHAVIOUR", "LOW", "HIGH", "EXTRA", "SIDES")
 
 
 def _case(surrogate: str, kl: str, options: bool, mismatch: str = "mask") -> AotCase:
-    constexprs = {
-        **dict.fromkeys((f"HAS_{flag}" for flag in FLAGS), options),
-        "SURROGATE": surrogate,
-        "KL": kl.removesuffix("+"),
+    of = SURROGATES[surrogate]
+    constexprs: dict[str, Any] = {
+        "SURROGATE": triton.compiled(of.formula),
+        "SIGNED": of.signed,
+        "OF_ALL": of.of_all,
+        "BOUNDED": of.bounded,
+        "KL": triton.compiled(ESTIMATORS[kl.removesuffix("+")]),
         "STRAIGHT_THROUGH": kl.endswith("+"),
         "KL_IMPORTANCE": options,
         "MISMATCH": mismatch if options else "none",
         "BLOCK": triton.BLOCK,
     }
-    return AotCase(f"{surrogate} {kl} {options}", triton._terms, SIGNATURE, constexprs)
+    if not options:
+        constexprs |= dict.fromkeys((*Elements._field_defaults, "kl_coef", "entropy_coef"))
+    signature = {name: of for name, of in SIGNATURE.items() if name not in constexprs}
+    return AotCase(f"{surrogate} {kl} {options}", triton._terms, signature, constexprs)
 
 
 CASES = [_case(s, "k3", True) for s in SURROGATES] + [_case("ppo", kl, True, "truncate") for kl in get_args(KL)]

@@ -1,34 +1,35 @@
 """Decode attention over pages: head sizes 64, 128 and 256 in bf16 with groups of 4 heads, the options, and fp32."""
 
 from rolltree.kernels.tree_attention.blocks import padded_width
-from rolltree.kernels.tree_decode.plan import CHUNK
+from rolltree.kernels.tree_decode.schedule import FIELDS, queries_of
 from rolltree.kernels.tree_decode.triton import merge_kernel, partial_kernel, tile_of
-from rolltree.kernels.tree_decode.work import QUERIES
 
 from .harness import AotCase
 from .tree_attention import DTYPES
 
-PLAN = ("page_indptr", "page_ids", "node_offset", "node_length", "node_position", "row_begin", "row_end")
-INTEGERS = {**dict.fromkeys((*PLAN, "query_position", "item_end"), "*i32"), "partial_base": "*i64", "nodes": "i32"}
-STRIDES = dict.fromkeys(("q_stride", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head"), "i32:16")
+INTEGERS = dict.fromkeys(("page_ids", "query_position", "partial_begin", "items"), "*i32")
+STRIDES = dict.fromkeys(("q_stride", "q_head", "page_stride", "slot_stride", "head_stride"), "i32:16")
 FLOATS = {"scale": "fp32", "window": "i32", "softcap": "fp32"}
-PARTS = {"partial_out": "*fp32", "partial_lse": "*fp32", "partial_ids": "*i64", "partial_begin": "*i64"}
+PARTS = {"partial_out": "*fp32", "partial_lse": "*fp32", "partial_begin": "*i32"}
+GROUP = 4
 
 
 def partial(dim: int, dtype: str, options: bool = False) -> AotCase:
     tensors = dict.fromkeys(("q", "k_pages", "v_pages"), f"*{dtype}")
-    width = padded_width(dim)
-    keys, warps = tile_of(width, DTYPES[dtype])
+    width, queries = padded_width(dim), queries_of(GROUP)
+    keys, warps = tile_of(width, queries, DTYPES[dtype])
     return AotCase(
         f"decode partial D{dim} {dtype}{' window softcap' if options else ''}",
         partial_kernel,
         {**tensors, "out": "*fp32", "lse": "*fp32", **INTEGERS, **STRIDES, **FLOATS},
         {
-            "PAGE": 16, "HEADS": 32, "GROUP": 4, "DIM": dim, "WIDTH": width, "QUERIES": QUERIES,
-            "KEYS": keys, "CHUNK": CHUNK, "HAS_WINDOW": options, "HAS_SOFTCAP": options,
+            "PAGE": 16, "HEADS": 32, "GROUP": GROUP, "DIM": dim, "WIDTH": width, "QUERIES": queries,
+            "KEYS": keys, "FIELDS": FIELDS, "HAS_WINDOW": options, "HAS_SOFTCAP": options,
         },
         warps,
+        num_stages=3,
         needs_wgmma=dtype == "bf16",
+        multiply_adds=2 * queries * keys * dim if dtype == "bf16" else None,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -43,7 +44,7 @@ namespace emulator {
 
 struct Copy {
   void* to;
-  const void* from;  // null: zeros
+  const void* from;
 };
 
 struct Fiber {

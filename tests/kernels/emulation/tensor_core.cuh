@@ -40,30 +40,36 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulator::meet_warp();
 }
 
-inline void load_transposed(uint32_t (&r)[4], const void* row) {
+// Of each of four matrices two values: `at(i)` says in which row and column.
+template <typename At>
+void load_pairs(uint32_t (&r)[4], const void* row, At at) {
   std::memcpy(emulator::words_of(emulator::lane()), &row, sizeof row);
   emulator::meet_warp();
   for (int matrix = 0; matrix < 4; ++matrix) {
     uint16_t pair[2];
     for (int i = 0; i < 2; ++i) {
+      const auto [from, column] = at(i);
       const uint16_t* source;
-      std::memcpy(&source, emulator::words_of(matrix * 8 + emulator::lane() % 4 * 2 + i), sizeof source);
-      pair[i] = source[emulator::lane() / 4];
+      std::memcpy(&source, emulator::words_of(matrix * 8 + from), sizeof source);
+      pair[i] = source[column];
     }
     std::memcpy(&r[matrix], pair, sizeof pair);
   }
   emulator::meet_warp();
 }
 
-inline void arrive(const emulator::Copy& copy) {
-  if (copy.from)
-    std::memcpy(copy.to, copy.from, 16);
-  else
-    std::memset(copy.to, 0, 16);
+inline void load_matrices(uint32_t (&r)[4], const void* row) {
+  load_pairs(r, row, [](int i) { return std::pair(emulator::lane() / 4, emulator::lane() % 4 * 2 + i); });
 }
 
-inline void copy_async(void* to, const void* from, int bytes) {
-  const emulator::Copy copy{to, bytes ? from : nullptr};
+inline void load_transposed(uint32_t (&r)[4], const void* row) {
+  load_pairs(r, row, [](int i) { return std::pair(emulator::lane() % 4 * 2 + i, emulator::lane() / 4); });
+}
+
+inline void arrive(const emulator::Copy& copy) { std::memcpy(copy.to, copy.from, 16); }
+
+inline void copy_async(void* to, const void* from) {
+  const emulator::Copy copy{to, from};
   if (emulator::random() % 2)
     arrive(copy);
   else

@@ -1,0 +1,139 @@
+"""Columns: everything a tree carries beside its structure, each value declared once.
+
+A tree, its builders and splitters, the packed batch, the parquet files, `PolicyFields` and the tree explorer all derive
+from these declarations, so a new value is one line here, the code that fills it and the code that reads it. A tree
+holds the columns somebody has set; any other reads as its ``fill``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from . import checks
+
+Array = npt.NDArray[Any]
+
+Per = Literal["token", "node", "leaf", "path"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One declared value.
+
+    A ``path`` column has a value for every response token of every leaf, leaf after leaf: what a token shared by many
+    leaves is to each of them. The others have one a token, node or leaf of the tree.
+    """
+
+    name: str
+    dtype: npt.DTypeLike
+    per: Per
+    meaning: str
+    fill: float = 0
+    merge: Literal["equal", "first", "sum"] = "equal"
+    """Of token columns, where the tokens of two sequences are one: only if equal; the first's value; their sum."""
+    to_device: bool = False
+    """Whether training reads it, so that `TreeBatch.columns` brings it to the device."""
+
+    def __post_init__(self) -> None:
+        kind = np.dtype(self.dtype)
+        if self.merge == "equal" and self.per == "token" and (kind.itemsize > 4 or kind == np.float16):
+            raise ValueError(
+                f"The column '{self.name}' must be of at most 32 bits, or float32, to be compared: {kind}."
+            )
+
+    def array(self, values: npt.ArrayLike, length: int, what: str) -> Array:  # [length]
+        """``values`` (one for all, or ``length`` of them) as this column's type.
+
+        Raises:
+            ValueError: another number of values, or a value the type does not hold; infinity never is one, and NaN only
+                of tokens, or where it is the fill.
+        """
+        given = checks.array_of(f"{what}: the column '{self.name}'", values)
+        if given.ndim == 0:
+            given = np.full(length, given)
+        if given.shape != (length,):
+            raise ValueError(f"{what}: the column '{self.name}' needs {length} values, got shape {given.shape}.")
+        kind = np.dtype(self.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            out = given.astype(kind)
+        unknown = self.per == "token" or np.isnan(self.fill)  # NaN says so
+        exact = out == given if kind.kind != "f" else np.isfinite(out) | (np.isnan(given) & unknown)
+        if not exact.all():
+            worst = given[~exact][0]
+            raise ValueError(f"{what}: the column '{self.name}' is {kind}, which does not hold {worst!r}.")
+        return out
+
+    def filled(self, length: int) -> Array:  # [length]
+        return np.full(length, self.fill, self.dtype)
+
+
+COLUMNS: dict[str, Column] = {}
+"""The declared columns by name."""
+
+
+def declare(column: Column) -> Column:
+    """Make ``column`` known.
+
+    Raises:
+        ValueError: another column has its name.
+    """
+    if COLUMNS.setdefault(column.name, column) != column:
+        raise ValueError(f"The column '{column.name}' is declared already, as {COLUMNS[column.name]}.")
+    return column
+
+
+def find_column(name: str) -> Column:
+    """The declaration of ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in COLUMNS:
+        return COLUMNS[name]
+    near = difflib.get_close_matches(name, COLUMNS, 1)
+    hint = f"did you mean '{near[0]}'" if near else f"declared are {', '.join(COLUMNS)}"
+    raise ValueError(f"There is no column '{name}'; {hint}, or declare it with rolltree.engine.data.columns.declare.")
+
+
+for _column in (
+    Column("loss_mask", np.bool_, "token", "the policy is trained on it"),
+    Column("origin", np.int8, "token", "where it came from, an Origin"),
+    Column(
+        "behaviour_logprob",
+        np.float32,
+        "token",
+        "log-probability under the distribution it was sampled from",
+        fill=np.nan,
+        to_device=True,
+    ),
+    Column(
+        "proximal_logprob",
+        np.float32,
+        "token",
+        "log-probability under the policy at the start of the update",
+        fill=np.nan,
+        merge="first",
+        to_device=True,
+    ),
+    Column("pass_rate", np.float32, "token", "mean reward of its prompt's responses", to_device=True, merge="first"),
+    Column("ref_logprob", np.float32, "token", "of the reference", fill=np.nan, merge="first", to_device=True),
+    Column("teacher_logprob", np.float32, "token", "of the teacher", fill=np.nan, merge="first", to_device=True),
+    Column("policy_version", np.int32, "token", "optimiser steps behind the policy that sampled it"),
+    Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
+    Column("token_reward", np.float32, "path", "reward of a token, beside its response's"),
+    Column(
+        "value", np.float32, "token", "return the critic expects before it", fill=np.nan, merge="first", to_device=True
+    ),
+    Column("value_target", np.float32, "path", "return the critic is to expect before it", to_device=True),
+    Column("status", np.int8, "leaf", "how the response ended, a LeafStatus"),
+    Column("advantage", np.float32, "leaf", "credit of a whole response", to_device=True),
+    Column("node_advantage", np.float32, "node", "credit of a node's tokens, instead of their leaves'", to_device=True),
+    Column("token_advantage", np.float32, "token", "credit of a token, instead of its leaves'", to_device=True),
+    Column("path_advantage", np.float32, "path", "credit of a token as part of each response", to_device=True),
+):
+    declare(_column)

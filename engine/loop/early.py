@@ -1,0 +1,114 @@
+"""What can be known to be wrong before a run has a directory, a model or hours behind it.
+
+`Orchestrator` and ``--dry-run`` make the same checks, so that neither promises what the other refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..data.tree import TokenTree
+from ..errors import UserError
+from ..methods.calling import ask, call
+from ..methods.credit import CreditFunction, give_credit
+from ..programs import GroupState, RolloutProgram
+from ..settings import TrainConfig
+from ..train import checkpoint
+from .setup import FROM_ROLES
+from .sources import Prompt
+
+TRIED = 8
+"""Prompts whose groups are begun to see whether the program can."""
+TAKEN_OVER = {".lock", "config.toml", "checkpoints"}
+"""What a run that ended before its first checkpoint leaves behind."""
+
+
+def holds_a_run(directory: Path) -> bool:
+    """Whether ``directory`` holds anything worth keeping; what a run left that never got to a checkpoint is not."""
+    if not directory.is_dir():
+        return False
+    if checkpoint.latest(directory / "checkpoints") is not None:
+        return True
+    return any(path.name not in TAKEN_OVER for path in directory.iterdir())
+
+
+def check_writable(directory: Path) -> None:
+    """Nothing is made here: the directory is looked for, and the nearest that is there.
+
+    Raises:
+        UserError: ``directory`` cannot be made or written.
+    """
+    there = directory
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise UserError(
+            f"The run directory '{directory}' cannot be made: '{there}' is no directory; choose another --output_dir."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"The run directory '{directory}' cannot be written: '{there}' allows no writing; choose another "
+            "--output_dir."
+        )
+
+
+def check_lengths(config: TrainConfig, positions: int | None) -> None:
+    """
+    Args:
+        positions: of the model; None where it has no limit.
+
+    Raises:
+        UserError: the longest prompt and response are longer than the model can be.
+    """
+    answer = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    longest = config.data.max_prompt_tokens + answer
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"The longest sequence (data.max_prompt_tokens + max_new_tokens = {longest} tokens) is longer than the "
+            f"model's {positions} positions; lower data.max_prompt_tokens or rollout.max_new_tokens."
+        )
+
+
+def check_program(
+    config: TrainConfig, program: RolloutProgram, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> None:
+    """Begin a group of each prompt, without sampling it.
+
+    Raises:
+        UserError: the program refuses, as with a `rollout.n` that it cannot make.
+    """
+    what = f"rollout.program = '{config.rollout.program}'"
+    for prompt in prompts:
+        mine = call(what, copy.deepcopy, program)
+        mine.tokenizer, mine.context = tokenizer, prompt.entry
+        begun = ask(what, mine.start, GroupState(config.rollout.n, 0, 0, 0, 0))
+        if not isinstance(begun, int) or begun < 1:
+            raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
+
+
+def check_credit(config: TrainConfig, credit: CreditFunction) -> None:
+    """Give credit to two made-up groups of the size that will be sampled.
+
+    Raises:
+        UserError: the estimator fails, or does not answer with finite numbers of the right shape.
+    """
+    give_credit(credit, config.algorithm.advantage, [_made_up(config, shift) for shift in (0, 1)])
+
+
+def _made_up(config: TrainConfig, shift: int) -> TokenTree:
+    """Responses of one to three tokens that share beginnings, some right and some wrong, scored by every role."""
+    leaves = min(config.rollout.n, 64)
+    responses = [[1 + leaf % 2, *range(3, 3 + leaf % 3)] for leaf in range(leaves)]
+    tree = TokenTree.from_sequences([0], responses, behaviour_logprobs=[np.full(len(r), -1.0) for r in responses])
+    tree.rewards["reward"] = ((np.arange(leaves) + shift) % 2).astype(np.float32)
+    for column, role in FROM_ROLES.items():
+        if getattr(config.roles, role) is not None:
+            tree.set(column, np.full(tree.num_tokens, -1.0))
+    tree.meta |= {"prompt_id": f"made-up/{shift}", "task": "made-up", "prompt_text": ""}
+    return tree

@@ -1,0 +1,177 @@
+"""One step's learning: scores by the roles, credit over the whole batch, packed trees, optimiser steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..data.batch import pack
+from ..data.cost import CostModel
+from ..data.tree import TokenTree
+from ..errors import UserError
+from ..integrations import varlen
+from ..methods.credit import give_credit
+from ..methods.schedules import at_step
+from ..model.roles import Role
+from ..model.self_check import tree_error, trees_fit
+from ..settings import TrainConfig
+from ..train.critic import Critic
+from ..train.trainer import Trainer, Weighted
+from . import setup
+from .metrics import Stopwatch, Sums
+
+
+class Learner:
+    """Turns judged trees into updates of the policy.
+
+    Args:
+        note: told, in a sentence, what the user should know.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: PreTrainedModel, watch: Stopwatch, note: Callable[[str], object]
+    ) -> None:
+        self.config, self.model, self.watch, self.note = config, model, watch, note
+        self.credit = setup.credit(config)
+        self.terms = setup.loss_terms(config)
+        self.trainer = Trainer(model, config.trainer)
+        self.roles: list[Role] = setup.roles(config, model)
+        self.critic: Critic | None = setup.critic(config)
+        self._flat: bool | None = None  # None: not known yet
+
+    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` ones.
+
+        Returns:
+            Whether the policy has changed.
+        """
+        config = self.config
+        with self.watch.part("pack"):
+            failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
+            judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
+            kept = [tree for tree in judged if tree is not None]
+        self._score(kept)
+        with self.watch.part("pack"):
+            if kept:
+                give_credit(self.credit, config.algorithm.advantage, kept)
+            for tree, part, drop in zip(trees, judged, failed, strict=True):
+                if part is not None and part is not tree:
+                    tree.advantage[~drop] = part.advantage
+            equal = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
+            sums.count("filter/zero_variance_groups", sum(equal))
+            sums.count("filter/failed_groups", len(trees) - len(kept))
+            for tree in kept:
+                tree.set("pass_rate", float(tree.rewards["reward"].mean()))
+            for term, _ in self.terms:
+                term.prepare(kept + given)
+        updated = False
+        for k in range(config.trainer.updates_per_step):
+            share = slice(k, None, config.trainer.updates_per_step)
+            dropped = [config.algorithm.drop_zero_variance and flat for flat in equal[share]]
+            updated |= self._one_update(kept[share], dropped, given[share], step, sums, on_policy=not updated)
+        return updated
+
+    def _one_update(
+        self,
+        members: list[TokenTree],
+        dropped: list[bool],
+        given: list[TokenTree],
+        step: int,
+        sums: Sums,
+        *,
+        on_policy: bool,
+    ) -> bool:
+        config = self.config
+        with self.watch.part("pack"):
+            # groups left out for equal rewards count in the normaliser: their advantage is zero all the same
+            terms = [
+                Weighted(term, normalizer, weight)
+                for term, schedule in self.terms
+                if (normalizer := term.normalizer(members, given)) and (weight := at_step(schedule, step))
+            ]
+            rollouts = [tree for tree, drop in zip(members, dropped, strict=True) if not drop]
+            live = rollouts + given
+            batches = pack(
+                live,
+                max_tokens=config.trainer.max_tokens,
+                in_pieces=True,
+                flat=self._shares_nothing(live),
+                unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
+            )
+        if not batches or not terms:
+            sums.count("actor/empty_updates")
+            return False
+        for tree in rollouts:
+            sums.add_values("policy/lag", self.trainer.updates - tree.policy_version[tree.loss_mask])
+        with self.watch.part("update_actor"):
+            metrics = self.trainer.step(batches, terms, temperature=config.rollout.temperature, on_policy=on_policy)
+        if self.critic is not None:
+            with self.watch.part("update_critic"):
+                metrics |= self.critic.learn(batches)
+        for name, (total, count) in metrics.items():
+            sums.add(name, total, count)
+        for role in self.roles:
+            role.follow(self.model)
+        return True
+
+    def _score(self, trees: Sequence[TokenTree]) -> None:
+        if not trees:
+            return
+        with self.watch.part("old_log_prob"):
+            config = self.config
+            flat = self._shares_nothing(trees)
+            for role in self.roles:
+                role.score(
+                    trees, max_tokens=config.trainer.max_tokens, temperature=config.rollout.temperature, flat=flat
+                )
+            if self.critic is not None:
+                self.critic.score(trees, max_tokens=config.trainer.max_tokens)
+
+    def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
+        """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
+        if self._flat is None and trees:
+            error = tree_error(self.model, trees) if self.config.trainer.self_check else None
+            self._flat = not trees_fit(error, self.model.dtype)
+            if self._flat:
+                self.note(
+                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
+                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
+                    "nevertheless."
+                )
+        return bool(self._flat)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and counters of the policy's optimiser, the critic's, and the roles whose weights move."""
+        tensors, counters = self.trainer.state_dict()
+        state: dict[str, Any] = {"trainer": counters, "roles": [role.seen for role in self.roles]}
+        if self.critic is not None:
+            theirs, state["critic"] = self.critic.trainer.state_dict()
+            tensors |= {f"critic/{name}": t for name, t in theirs.items()}
+        for role in self.roles:
+            if role.weights is not None and (role.initial or role.reset_every or role.ema is not None):
+                tensors |= {f"role.{role.column}/{name}": t for name, t in role.weights.items()}
+        return tensors, state
+
+    def load_state_dict(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave.
+
+        Raises:
+            UserError: the tensors are another model's, or of other roles.
+        """
+        self.trainer.load_state_dict({name: t for name, t in tensors.items() if "/" not in name}, state["trainer"])
+        if self.critic is not None:
+            self.critic.trainer.load_state_dict(_under("critic/", tensors), state["critic"])
+        if len(state["roles"]) != len(self.roles):
+            raise UserError("The checkpoint has other [roles] than the configuration; restore them to resume.")
+        for role, seen in zip(self.roles, state["roles"], strict=True):
+            role.seen = seen
+            if role.weights is not None and (saved := _under(f"role.{role.column}/", tensors)):
+                role.weights = {name: saved[name].to(w.device, copy=True) for name, w in role.weights.items()}
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,85 @@
+"""Calls of functions that are the user's: whatever goes wrong in one becomes a sentence that names its line.
+
+Imports nothing of rolltree when it is loaded: the verifiers' processes (`engine/rewards/worker.py`) load it by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def call(what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """``function(*arguments, **options)``.
+
+    Args:
+        what: what the function is in the configuration, such as ``algorithm.advantage = 'mine.py:f'``.
+
+    Raises:
+        UserError: the function raised something, or wanted to end the process; one that it raised itself passes.
+    """
+    from ..errors import UserError
+
+    try:
+        return function(*arguments, **options)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit in it must not end a run either
+        raise UserError(f"{what} failed: {failure(error, function)}.") from error
+
+
+def ask(what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """As `call`, for functions that judge what they are given: a ValueError's own words are the sentence.
+
+    Raises:
+        UserError: as `call`.
+    """
+    from ..errors import UserError
+
+    try:
+        return call(what, function, *arguments, **options)
+    except UserError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise UserError(f"{what}: {str(error.__cause__).rstrip('.')}.") from error.__cause__
+        raise
+
+
+def failure(error: BaseException, place: Callable[..., Any] | Path | None = None) -> str:
+    """``ValueError: no answer (line 12 of 'mine.py')``, on one line, printable whatever the error says.
+
+    The line is the innermost one in the file ``place``, or in the one that defines it; without it, of all.
+    """
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # an exception's own text is the user's code too
+        said = ""
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    text = text[:400].rstrip(".").encode("utf-8", "backslashreplace").decode()
+    if (line := _line(error.__traceback__, _file(place))) is not None:
+        text += f" (line {line[1]} of '{Path(line[0]).name}')"
+    return text
+
+
+def _file(place: Callable[..., Any] | Path | None) -> str | None:
+    if place is None or isinstance(place, Path):
+        return None if place is None else str(place)
+    while isinstance(place, functools.partial):
+        place = place.func
+    try:
+        return inspect.getsourcefile(inspect.unwrap(place))
+    except (TypeError, ValueError):
+        return None  # a builtin, or an object with __call__
+
+
+def _line(trace: TracebackType | None, file: str | None) -> tuple[str, int] | None:
+    found = innermost = None
+    while trace is not None:
+        innermost = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        if innermost[0] == file:
+            found = innermost
+        trace = trace.tb_next
+    return found or innermost

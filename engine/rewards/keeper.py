@@ -1,0 +1,106 @@
+"""Starts a verifier process and sees to it that nothing it began is left behind. Run as a script; Linux and macOS.
+
+A verifier may start programs, fork, and set them loose with ``setsid``; killing its process would leave those running.
+So between the pool and the worker stands this one, which is their *subreaper*: whatever loses its parent below becomes
+its child. When the worker ends, or the pool lets go of the *lifeline* (a socket, which also ends with the pool's
+process, however that ends), it kills its children, generation by generation, until there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LOOK_S = 1.0
+"""Between looks whether the parent is still there: a copy of the lifeline may outlive it in a fork of it."""
+KILL_S = 5.0
+"""What cannot be killed in this time (another user's, or waiting for a disk) is given up."""
+
+
+def main(lifeline: int, connection: int) -> None:
+    parent = os.getppid()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
+        os.close(lifeline)
+        os.setsid()  # signals to its group reach neither this process nor the run
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _work(connection)
+        os._exit(0)
+    os.close(connection)
+    wake, ours = socket.socketpair()
+    ours.setblocking(False)
+    signal.set_wakeup_fd(ours.fileno())
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # it wakes the select below
+    while os.getppid() == parent and not _ended(worker):
+        ready, _, _ = select.select([lifeline, wake.fileno()], [], [], LOOK_S)
+        if lifeline in ready or (wake.fileno() in ready and set(wake.recv(4096)) - {signal.SIGCHLD}):
+            break
+    _kill_all_below(worker)
+
+
+def _work(connection: int) -> None:
+    spec = importlib.util.spec_from_file_location("rolltree_worker", Path(__file__).with_name("worker.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(connection)
+
+
+def _ended(worker: int) -> bool:
+    """Reap what has ended; whether the worker is among it."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if pid in (0, worker):
+            return pid == worker
+
+
+def _kill_all_below(worker: int) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(worker, signal.SIGKILL)  # all there is to be done where there is no /proc
+    deadline = time.monotonic() + KILL_S
+    while time.monotonic() < deadline:
+        for pid in _children():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _children() -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with (
+            contextlib.suppress(OSError, IndexError),
+            open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as f,
+        ):
+            if int(f.read().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,154 @@
+"""Loss terms: the summands of an update's loss, which share one forward of the model and one pass of its head.
+
+A term has its own selection (which leaves or tokens it sees, and how much each counts), weight and global normaliser.
+The trainer executes them and knows nothing else of what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from rolltree.kernels import LogprobTerm, Objective, Term, pair_loss
+
+from ..data.batch import TreeBatch
+from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.tree import TokenTree
+from ..errors import UserError
+
+Selection = Callable[[TokenTree], Array]
+"""Weights of a tree's leaves ``[L]`` or tokens ``[T]``; 0: the term does not see it."""
+Pairing = Callable[[TokenTree], Sequence[tuple[int, int]]]
+"""(chosen, rejected) leaves of a tree."""
+
+
+class LossTerm(Protocol):
+    """What the trainer needs of a term."""
+
+    @property
+    def name(self) -> str:
+        """Of its metrics; "actor" leaves these as they are called."""
+
+    def prepare(self, trees: Sequence[TokenTree]) -> None:
+        """Note on the trees what the term sees of them, before they are packed."""
+
+    def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
+        """What its sum over rollouts and ``given`` responses is divided by; 0: there is nothing it sees."""
+
+    def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term | LogprobTerm:
+        """The term of a batch, on its device; ``on_policy``: its weights are those that sampled, the ratio is 1."""
+
+
+@dataclass(frozen=True)
+class TokenTerm:
+    """An objective: of a policy, an NLL, a KL or an entropy alone.
+
+    Args:
+        select: which leaves or tokens it sees; every token in the loss where None.
+        length_limit: of a response, for the aggregation ``seq_mean_token_sum_norm``.
+    """
+
+    objective: Objective
+    name: str = "actor"
+    select: Selection | None = None
+    length_limit: int = 1
+
+    def prepare(self, trees: Sequence[TokenTree]) -> None:
+        if self.select is None:
+            return
+        for tree in trees:
+            weights = np.asarray(self.select(tree), np.float32)
+            per = "token" if weights.shape == (tree.num_tokens,) else "leaf"
+            if per == "token":
+                weights = np.where(tree.response_leaves > 0, weights, 0)
+            try:
+                tree.set(_selection_column(self.name, per).name, weights)
+            except ValueError as error:
+                raise UserError(f"The selection of the loss term '{self.name}': {error}") from error
+
+    def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
+        seen = trees if self.select is None else [*trees, *given]
+        lengths = [self._lengths(tree) for tree in seen]
+        leaves = sum(int((length >= 0).sum()) for length in lengths)
+        aggregation = self.objective.aggregation
+        if aggregation == "token_mean":
+            return float(sum(int(length.clip(min=0).sum()) for length in lengths))
+        if aggregation == "token_sum":
+            return 1.0
+        return float(leaves * (self.length_limit if aggregation == "seq_mean_token_sum_norm" else 1))
+
+    def _lengths(self, tree: TokenTree) -> Array:  # [L]
+        """Tokens of each leaf that it sees; -1 of a leaf it does not see."""
+        for per in ("leaf", "token"):
+            name = f"select_{per}/{self.name}"
+            if self.select is not None and name in tree.columns:
+                chosen = tree.columns[name] != 0
+                if per == "leaf":
+                    return np.where(chosen, tree.loss_length, -1)
+                length = tree.count_along(chosen)
+                return np.where(length > 0, length, -1)
+        return tree.loss_length if self.select is None else np.full(tree.num_leaves, -1)
+
+    def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term:
+        old: Literal["behaviour"] | None = None if on_policy else "behaviour"
+        select = None if self.select is None else self.name
+        return Term(
+            batch.fields(self.objective, old_logprob=old, select=select), self.objective, normalizer, weight, self.name
+        )
+
+
+@dataclass(frozen=True)
+class PairTerm:
+    """A preference loss on pairs of leaves of one tree (the DPO family); ``options`` are those of `pair_loss`."""
+
+    choose: Pairing
+    name: str = "preference"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self, trees: Sequence[TokenTree]) -> None:
+        for tree in trees:
+            pairs = np.asarray(list(self.choose(tree)), np.int64).reshape(-1, 2)
+            if pairs.size and not (pairs.min() >= 0 and pairs.max() < tree.num_leaves):
+                raise UserError(
+                    f"The pairs of the loss term '{self.name}' name leaves outside 0..{tree.num_leaves - 1}."
+                )
+            tree.meta[f"pairs/{self.name}"] = pairs
+
+    def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
+        return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in trees))
+
+    def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> LogprobTerm:
+        found, leaves = [np.zeros((0, 2), np.int64)], 0
+        for tree, index in zip(batch.trees, batch.leaf_index, strict=True):
+            pairs = tree.meta[f"pairs/{self.name}"]
+            if len(pairs) and not np.array_equal(index, np.arange(tree.num_leaves)):
+                raise ValueError(f"The loss term '{self.name}' needs whole trees; pack them with in_pieces=True.")
+            rank = np.empty(tree.num_leaves, np.int64)
+            rank[tree.leaf_order] = np.arange(tree.num_leaves)
+            found.append(rank[pairs] + leaves if len(pairs) else found[0])
+            leaves += tree.num_leaves
+        chosen, rejected = torch.from_numpy(np.concatenate(found)).to(batch.target.device).unbind(1)
+        loss = partial(
+            pair_loss,
+            paths=batch.paths(),
+            chosen=chosen,
+            rejected=rejected,
+            normalizer=normalizer,
+            ref_logprob=batch.columns.get("ref_logprob"),
+            mask=batch.loss_mask,
+            **self.options,
+        )
+        return LogprobTerm(loss, batch.loss_mask, weight, self.name)
+
+
+def _selection_column(term: str, per: str) -> Column:
+    name = f"select_{per}/{term}"
+    if name not in COLUMNS:
+        meaning = f"how much the loss term '{term}' sees of it"
+        declare(Column(name, np.float32, "leaf" if per == "leaf" else "token", meaning, merge="first", to_device=True))
+    return COLUMNS[name]

@@ -1,0 +1,215 @@
+"""What the public ops ask of their arguments, in one place.
+
+An op opens with an :class:`Arguments`, which reads types, shapes, dtypes and devices: host work of a few microseconds.
+Values are looked at too, where nobody has to wait for them. On a CPU that is everywhere, and a mistake is one sentence.
+On a GPU wrong *indices* stop the program by an assertion on the device, before foreign memory is read; other values
+(temperatures, normalizers) are not looked at there. Inside `torch.compile` the same assertions stand in the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+Size = int | str | None
+"""Of a dimension: a number, or the letter of one that may have any size."""
+
+
+class Arguments:
+    """Checks of the arguments of ``op``, all of them on the device of ``first``.
+
+    Every check raises ValueError for what does not fit and TypeError for what is no tensor or no number at all; the
+    message begins with ``op`` and names the argument.
+    """
+
+    def __init__(self, op: str, name: str, first: object) -> None:
+        self.op = op
+        if not isinstance(first, Tensor):
+            self.wrong_type(name, "a tensor", first)
+        self.device = first.device
+        self.require(first.device.type != "meta", f"{name} is on the meta device and has no values; give a real tensor")
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"{self.op}: {message}.")
+
+    def wrong_type(self, name: str, wanted: str, value: object) -> NoReturn:
+        raise TypeError(f"{self.op}: {name} must be {wanted}, got {_shown(value)}.")
+
+    def tensor(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
+        """``value``, a tensor on the device; ``like`` says after the shape where that comes from."""
+        if not isinstance(value, Tensor):
+            self.wrong_type(name, "a tensor", value)
+        if shape is not None:
+            fits = value.dim() == len(shape) and all(
+                not isinstance(want, int) or size == want for size, want in zip(value.shape, shape, strict=True)
+            )
+            if not fits:
+                wanted = ", ".join(map(str, shape))
+                self.require(False, f"{name} must be [{wanted}]{like}, got {list(value.shape)}")
+        if value.device != self.device:
+            self.require(False, f"{name} is on {value.device} and the rest on {self.device}; move one of them")
+        return value
+
+    def floats(
+        self,
+        name: str,
+        value: object,
+        shape: Sequence[Size] | None = None,
+        like: str = "",
+        dtypes: Sequence[torch.dtype] = FLOATS,
+    ) -> Tensor:
+        tensor = self.tensor(name, value, shape, like)
+        if tensor.dtype not in dtypes:
+            *most, last = (NAMES[d] for d in dtypes)
+            wanted = f"{', '.join(most)} or {last}" if most else last
+            self.require(False, f"{name} must be {wanted}, got {tensor.dtype}")
+        return tensor
+
+    def integers(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
+        tensor = self.tensor(name, value, shape, like)
+        self.require(tensor.dtype in INTEGERS, f"{name} must hold integers, got {tensor.dtype}")
+        return tensor
+
+    def numbers(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
+        """Floats or integers."""
+        tensor = self.tensor(name, value, shape, like)
+        known = tensor.dtype in FLOATS or tensor.dtype in INTEGERS
+        self.require(known, f"{name} must hold numbers, got {tensor.dtype}")
+        return tensor
+
+    def mask(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
+        tensor = self.tensor(name, value, shape, like)
+        self.require(tensor.dtype == torch.bool, f"{name} must be bool, got {tensor.dtype}")
+        return tensor
+
+    def number(
+        self, name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, wanted: str = "finite"
+    ) -> float:
+        """``value``, a finite number of at least ``least`` and more than ``above``; no bool."""
+        if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
+            self.wrong_type(name, "a number", value)
+        number: Any = value
+        self.require(bool(least <= number < math.inf and number > above), f"{name} must be {wanted}, got {value}")
+        return cast(float, number)
+
+    def size(self, name: str, value: object, *, least: int = 0) -> None:
+        """An integer of at least ``least``; no bool."""
+        if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
+            self.wrong_type(name, "an integer", value)
+        number: Any = value
+        self.require(bool(number >= least), f"{name} must be at least {least}, got {value}")
+
+    def scale_of_rows(self, name: str, value: float | Tensor, rows: int) -> None:
+        """A positive number, or a constant tensor of one, or one a row; `positive` looks at its values."""
+        if not isinstance(value, Tensor):
+            self.number(name, value, above=0, wanted="positive and finite")
+            return
+        shape = list(value.shape)
+        self.require(shape in ([], [rows]), f"{name} must be a number or [{rows}], got {shape}")
+        self.numbers(name, self._here(value))
+        self.require(not value.requires_grad, f"{name} takes no gradient; detach it")
+
+    def last_contiguous(self, name: str, value: Tensor) -> None:
+        self.require(
+            value.shape[-1] <= 1 or value.stride(-1) == 1,
+            f"{name} must be contiguous in its last dimension, got strides {value.stride()}; call .contiguous() on it",
+        )
+
+    def softcap(self, value: object) -> None:
+        if value is not None:
+            self.number("softcap", value, above=0, wanted="positive and finite, or None for no cap")
+
+    def window(self, value: object) -> None:
+        if value is not None:
+            self.size("window", value, least=1)
+
+    def normalizer(self, value: float | Tensor) -> None:
+        if not isinstance(value, Tensor):
+            self.number("normalizer", value, least=0, wanted="finite and not negative")
+            return
+        self.numbers("normalizer", self._here(value), ())
+        self.look("normalizer must be finite and not negative", value, lambda: (value >= 0) & (value < math.inf))
+
+    def _here(self, value: Tensor) -> Tensor:
+        """A single number may wait on the host."""
+        return value.to(self.device) if value.dim() == 0 and value.device.type == "cpu" else value
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def index(self, name: str, index: Tensor, end: int, *, low: int = 0, remedy: str = "") -> None:
+        """``low <= index < end`` everywhere.
+
+        Raises:
+            IndexError: it is not (on a GPU the program stops).
+        """
+        if not _readable(index):
+            _assert_on_device(((index >= low) & (index < end)).all(), f"{self.op}: {name} must be in {low}..{end - 1}")
+            return
+        if not index.numel():
+            return
+        first, last = (int(x) for x in torch.aminmax(index))
+        if first < low or last >= end:
+            raise IndexError(
+                f"{self.op}: {name} must be in {low}..{end - 1}, got {first}..{last}{remedy and '; ' + remedy}."
+            )
+
+    def edges(self, name: str, edges: Tensor, end: int, of: str) -> None:
+        """Boundaries that rise from 0 to ``end``, the number of ``of``."""
+        if not _readable(edges):
+            rises = (edges[0] == 0) & (edges[-1] == end) & (edges[1:] >= edges[:-1]).all()
+            _assert_on_device(rises, f"{self.op}: {name} must rise from 0 to {end}")
+            return
+        good = bool(edges[0] == 0) and bool(edges[-1] == end) and bool((edges[1:] >= edges[:-1]).all())
+        self.require(good, f"{name} must rise from 0 to its {end} {of}, got {_few(edges)}")
+
+    def boundaries(self, cu_seqlens: object, end: int) -> Tensor:
+        """``cu_seqlens`` [S + 1] in int64: where each of the sequences begins that share ``end`` tokens."""
+        cu = self.integers("cu_seqlens", cu_seqlens, ("S + 1",))
+        self.require(len(cu) > 0, "cu_seqlens must begin with 0, got no number")
+        self.edges("cu_seqlens", cu, end, "tokens")
+        return cu.long().contiguous()
+
+    def look(self, message: str, got: Tensor, good: Callable[[], Tensor], *, on_device: bool = False) -> None:
+        """``good()`` holds everywhere in ``got``; for indices that a GPU must not follow, there too (``on_device``)."""
+        if _readable(got):
+            if not bool((holds := good()).all()):
+                where = f", got {_few(got[~holds])}" if holds.shape == got.shape else ""
+                self.require(False, f"{message}{where}")
+        elif on_device:
+            _assert_on_device(good().all(), f"{self.op}: {message}")
+
+    def positive(self, name: str, value: Tensor) -> None:
+        """Finite and above 0, where a CPU can see it."""
+        if _readable(value) and value.numel():
+            low, high = (float(x) for x in torch.aminmax(value))
+            self.require(low > 0 and high < math.inf, f"{name} must be positive and finite, got {low}..{high}")
+
+
+def _readable(t: Tensor) -> bool:
+    """Whether its values can be read without waiting for a device or breaking a compiler's graph."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _assert_on_device(condition: Tensor, message: str) -> None:
+    torch._assert_async(condition, message)
+
+
+def _few(t: Tensor) -> str:
+    values = t.flatten()[:8].tolist()
+    return f"{values[0]}" if t.dim() == 0 else f"[{', '.join(map(str, values))}{', ...' if t.numel() > 8 else ''}]"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool | int | float | str | None):
+        text = repr(value)
+        return text if len(text) < 40 else f"{text[:36]}..."
+    return f"a {type(value).__name__}"

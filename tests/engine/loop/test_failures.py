@@ -1,0 +1,127 @@
+"""Responses that cannot be sampled or judged: counted, told, never rewarded, and the end of a run of nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console as RichConsole
+
+from rolltree.engine.app.cli import main
+from rolltree.engine.app.config import load_config
+from rolltree.engine.app.console import Console
+from rolltree.engine.errors import RunError
+from rolltree.engine.loop.orchestrator import Orchestrator, RunSummary
+
+from ..tiny import write_run
+
+SHORT = ["--trainer.steps=3", "--evaluation.problems=0", "--evaluation.every=0", "--trainer.prompts_per_step=2"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("home")
+    write_run(directory)
+    return directory
+
+
+class Run:
+    """A run in ``directory`` with what it printed."""
+
+    def __init__(self, home: Path, directory: Path, *overrides: str, verifier: str | None = None) -> None:
+        given = [f"--output_dir={directory}/runs", *SHORT, *overrides]
+        if verifier is not None:
+            (directory / "mine.py").write_text(verifier)
+            given += ["--reward.verifier", f"{directory}/mine.py:judge"]
+        self.config = load_config(home / "tiny.toml", given)
+        self.out = io.StringIO()
+        self.loop = Orchestrator(self.config, console=Console(RichConsole(file=self.out, width=200)))
+
+    def run(self) -> RunSummary:
+        return self.loop.run()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+FAILS = "def judge(text, entry):\n    raise ZeroDivisionError('no')\n"
+SOME = "def judge(text, entry):\n    if len(text) % 2:\n        raise ZeroDivisionError('odd')\n    return 1e39\n"
+MOST = "def judge(text, entry):\n    return 1e39 if len(text) % 2 else float(len(text) % 3)\n"
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "zero"])
+def test_a_run_without_verdicts_stops(home: Path, tmp_path: Path, on_failure: str) -> None:
+    options = ["--reward.max_failed_steps=2", f"--reward.on_failure={on_failure}"]
+    run = Run(home, tmp_path, *options, verifier=FAILS)
+    says = (
+        r"All responses could not be judged for 2 steps in a row \(reward.max_failed_steps\), the last with '.*line 2"
+    )
+    with pytest.raises(RunError, match=says):
+        run.run()
+    assert run.loop.step == 1
+    assert run.rows[-1]["reward/failed_raised"] == run.rows[-1]["reward/failed"] == 8
+    assert "8 of 8 responses could not be judged: ZeroDivisionError: no (line 2 of 'mine.py')." in run.out.getvalue()
+    assert "8 UNJUDGED" in run.out.getvalue()
+
+
+def test_every_kind_of_failure_is_told_once_and_summed(home: Path, tmp_path: Path) -> None:
+    run = Run(home, tmp_path, "--reward.max_failed_steps=9", verifier=SOME)
+    (line,) = run.run().failures
+    assert line.startswith("24 of 24 responses could not be judged: ")
+    assert "ZeroDivisionError: odd (line 3 of 'mine.py')" in line
+    assert "the verifier returned 1e+39, which is not finite in fp32" in line
+    rows = run.rows[1:]
+    for row in rows:
+        assert row["reward/failed"] == row.get("reward/failed_raised", 0) + row.get("reward/failed_not_finite", 0) == 8
+    assert run.out.getvalue().count("which is not finite in fp32.") == 1
+
+
+def test_a_reward_outside_fp32_is_no_reward(home: Path, tmp_path: Path) -> None:
+    run = Run(home, tmp_path, verifier=MOST)
+    run.run()
+    leaves = [x for p in sorted((run.config.run_dir / "rollouts").iterdir()) for x in pq.read_table(p).to_pylist()]
+    odd = [leaf for leaf in leaves if len(leaf["response_text"]) % 2]
+    assert 0 < len(odd) < len(leaves)
+    assert all((leaf["reward"], leaf["status"]) == (None, "failed") for leaf in odd)
+    assert sum(row["reward/failed_not_finite"] for row in run.rows[1:] if "reward/failed_not_finite" in row) == len(odd)
+    assert all(row.get("actor/skipped_updates", 0) == 0 for row in run.rows[1:])
+
+
+def test_weights_that_are_not_finite_stop_the_run(home: Path, tmp_path: Path) -> None:
+    run = Run(home, tmp_path, "--trainer.max_bad_steps=2")
+    with torch.no_grad():
+        run.loop.model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    with pytest.raises(RunError, match=r"could not be sampled for 2 steps .*trainer.max_bad_steps.*not finite"):
+        run.run()
+    (_, row) = run.rows
+    assert row["rollout/failed"] == row["rollout/failed_not_finite"] == 8
+    assert "reward/mean" not in row
+    assert "8 UNSAMPLED" in run.out.getvalue()
+    (file,) = (run.config.run_dir / "rollouts").iterdir()
+    assert {(leaf["status"], leaf["reward"]) for leaf in pq.read_table(file).to_pylist()} == {("failed", None)}
+
+
+def test_counts_survive_a_resume(home: Path, tmp_path: Path) -> None:
+    """Two failed steps before the end and one after make three in a row."""
+    options = ["--reward.max_failed_steps=3", "--trainer.steps=2"]
+    Run(home, tmp_path, *options, verifier=FAILS).run()
+    arguments = [*SHORT, "--trainer.steps=4", f"--output_dir={tmp_path}/runs", "--reward.max_failed_steps=3"]
+    verifier = ["--reward.verifier", f"{tmp_path}/mine.py:judge"]
+    config = load_config(home / "tiny.toml", [*arguments, *verifier])
+    resumed = Orchestrator(config, console=Console(RichConsole(file=io.StringIO())), resume=True)
+    with pytest.raises(RunError, match="for 3 steps in a row"):
+        resumed.run()
+    assert resumed.step == 2
+
+
+def test_the_command_line_tells_the_sum(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(SOME)
+    given = ["--output_dir", str(tmp_path), "--reward.verifier", f"{tmp_path}/mine.py:judge", *SHORT]
+    assert main(["train", str(home / "tiny.toml"), *given]) == 0
+    assert "24 of 24 responses could not be judged" in " ".join(capsys.readouterr().out.split())

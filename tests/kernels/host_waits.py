@@ -1,0 +1,54 @@
+"""Where the host would wait for a device: a mode that lists such calls, for code run on tensors without data.
+
+Tensors on the meta device stand for those of a GPU. Most calls that need a value raise on them; those that would give a
+wrong answer instead are in `WAITS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITS = {
+    "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose", "aten::nonzero",
+    "aten::masked_select", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim", "aten::bincount",
+}  # fmt: skip
+
+
+class HostWaits(TorchDispatchMode):
+    """``calls``: names of the operations that need a value of a meta tensor on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(t.is_meta for t in given):
+            target = kwargs.get("device")
+            to_host = name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu"
+            copied = name == "aten::copy_" and not args[0].is_meta
+            by_mask = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
+                t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+            )
+            counted = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
+            if name in WAITS or to_host or copied or by_mask or counted:
+                self.calls.append(name)
+        return func(*args, **kwargs)
+
+
+def waits(run: Callable[[], Any]) -> list[str]:
+    """What ``run`` makes the host wait for, up to the first call that cannot go on without a value."""
+    with HostWaits() as seen:
+        try:
+            run()
+        except (RuntimeError, NotImplementedError):
+            if not seen.calls:
+                raise
+    return seen.calls
