@@ -28,7 +28,7 @@ slow: $(VENV)/.ready-dev
 # among them. CI runs a few cases of each.
 attack: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
-	$(BIN)/python -m pytest -m slow tests/engine/loop $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/engine/loop tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
 vllm: $(VENV)-vllm/.ready
