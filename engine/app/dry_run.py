@@ -24,6 +24,7 @@ from ..methods.selections import PAIRINGS, SELECTIONS
 from ..model.decoder import check_model_dir, load_tokenizer
 from ..programs import PROGRAMS
 from ..rewards import RewardPool
+from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
 
@@ -42,6 +43,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select
     )
     program = setup.rollout_program(config.rollout)
+    program.verify = PoolJudge()
     early.check_credit(config, setup.credit(config))
     setup.check_backend(config.rollout)
     early.check_writable(config.run_dir)

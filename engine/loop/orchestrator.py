@@ -24,6 +24,7 @@ from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..methods.calling import failure
 from ..rewards import RewardItem, RewardPool, RewardResult
+from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
 from . import early, setup
@@ -63,6 +64,7 @@ class Orchestrator:
         self.config = config
         self.console = console
         self.program = setup.rollout_program(config.rollout)
+        self.judge = self.program.verify = PoolJudge()
         self.params = setup.sampling_params(config.rollout)
         early.check_credit(config, setup.credit(config))
         _check_old_logprobs(config)
@@ -107,6 +109,7 @@ class Orchestrator:
         self.console.start(steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
         with RewardPool(self.config.reward, self.config.data.tasks) as self.rewards, _held(self.config.run_dir):
+            self.judge.pool = self.rewards
             if self._saved is None:
                 self._begin()
             else:

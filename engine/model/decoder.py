@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,12 +100,19 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
     hidden = output.last_hidden_state.flatten(0, 1)
     if batch.padded is not None:
         hidden = hidden.index_select(0, batch.place)
-    balance = sys.modules[type(model).__module__].load_balancing_loss_func if routed else None
-    if balance is None:
+    if not routed:
         return Decoded(hidden, None)
+    balance = _balancing(model)
     # the mask it takes is a weight of each token
     found = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
     return Decoded(hidden, model.router_aux_loss_coef * found)
+
+
+def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """Transformers' load balancing loss of the model, which adapters or FSDP may have wrapped or subclassed."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = (getattr(sys.modules[cls.__module__], "load_balancing_loss_func", None) for cls in type(inner).__mro__)
+    return next(function for function in found if function is not None)
 
 
 def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 where padding is

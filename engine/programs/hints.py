@@ -8,7 +8,7 @@ from typing import Any
 from ..methods.resolve import import_object
 from .program import Action, BranchId, Call, Given, GroupState, Prune, Rewind, RolloutProgram, SegmentReport
 
-Judge = Callable[[str, Any], float]
+Judge = Callable[[str, Any], float | None]
 
 
 class HintLadder(RolloutProgram):
@@ -18,7 +18,8 @@ class HintLadder(RolloutProgram):
     with the text ``solution``.
 
     Args:
-        judge: reward of a response's text given the context, or its name as ``file.py:function``; solved from 1 on.
+        judge: reward of a response's text given the context, or its name as ``file.py:function``; the run's own
+            verifier where None. Solved from 1 on.
         fractions: how much of the solution each rung gives away.
         keep_failed: keep the responses of the rungs below; otherwise only the last rung's are leaves.
 
@@ -29,7 +30,7 @@ class HintLadder(RolloutProgram):
     rewinds = True
 
     def __init__(
-        self, judge: Judge | str, fractions: Sequence[float] = (0.25, 0.5, 0.75), keep_failed: bool = True
+        self, judge: Judge | str | None = None, fractions: Sequence[float] = (0.25, 0.5, 0.75), keep_failed: bool = True
     ) -> None:
         if list(fractions) != sorted(set(fractions)) or not all(0 < f <= 1 for f in fractions):
             raise ValueError(f"hints needs fractions that rise within (0, 1], got {list(fractions)}.")
@@ -37,6 +38,9 @@ class HintLadder(RolloutProgram):
         self.fractions, self.keep_failed = tuple(fractions), keep_failed
 
     def start(self, group: GroupState) -> int:
+        self.judge = self.judge or self.verify
+        if self.judge is None:
+            raise ValueError("hints needs a judge, or a run whose verifier judges.")
         if self.tokenizer is None or not isinstance(self.context, Mapping) or "solution" not in self.context:
             raise ValueError("hints needs a tokenizer, and contexts that are mappings with a 'solution'.")
         self._rung, self._missing, self._solved = 0, group.width, False
@@ -45,6 +49,7 @@ class HintLadder(RolloutProgram):
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         assert self.tokenizer is not None
+        assert self.judge is not None
         for segment in finished:
             text = self.tokenizer.decode(segment.response_ids, skip_special_tokens=True)
             yield Call(segment.branch, self.judge, (text, self.context))

@@ -55,7 +55,8 @@ class MCTS(RolloutProgram):
     a known solution (by its context's "id") gets it as a leaf beside ``n - 1`` plain responses.
 
     Args:
-        judge: reward of a response's text given the context, or its name as ``file.py:function``; solved from 1 on.
+        judge: reward of a response's text given the context, or its name as ``file.py:function``; the run's own
+            verifier where None. Solved from 1 on.
 
     Raises:
         ValueError: an argument is out of range.
@@ -66,7 +67,7 @@ class MCTS(RolloutProgram):
 
     def __init__(
         self,
-        judge: Judge | str,
+        judge: Judge | str | None = None,
         segment_tokens: int = 256,
         branch: int = 4,
         expansions: int = 16,
@@ -90,6 +91,9 @@ class MCTS(RolloutProgram):
         self.solutions = SolutionCache()
 
     def start(self, group: GroupState) -> int:
+        self.judge = self.judge or self.verify
+        if self.judge is None:
+            raise ValueError("mcts needs a judge, or a run whose verifier judges.")
         if self.tokenizer is None:
             raise ValueError("mcts judges texts, so the engine needs a tokenizer.")
         self._frontier: dict[BranchId, SegmentReport] = {}
@@ -107,6 +111,7 @@ class MCTS(RolloutProgram):
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         assert self.tokenizer is not None
+        assert self.judge is not None
         for segment in finished:
             known = self._logprobs.get(segment.branch, np.zeros(0, np.float32))
             self._logprobs[segment.branch] = np.concatenate([known, segment.logprobs])

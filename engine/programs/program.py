@@ -161,7 +161,8 @@ class Call:
     """Run ``function(*arguments)`` in a thread for a resting branch, or for a leaf.
 
     `RolloutProgram.returned` gets the result. No branch, of this prompt or another, waits with it. Where the function
-    raises, a resting branch ends as FAILED without a question; a leaf becomes FAILED and the result is None.
+    raises, or runs longer than the program's ``call_timeout_s``, a resting branch ends as FAILED without a question; a
+    leaf becomes FAILED and the result is None.
     """
 
     branch: BranchId
@@ -187,6 +188,10 @@ class RolloutProgram(ABC):
     """Whether leaves are rewound; their keys are kept then, while there is room."""
     needs_entropies: bool = False
     """Whether it looks at the entropies of reports, which not every backend knows."""
+    call_timeout_s: float = 60.0
+    """Seconds after which a `Call` has failed."""
+    verify: Callable[[str, Any], float | None] | None = None
+    """The run's own verifier, of a response's text and the context; set by a run, None outside of one."""
     context: Any = None
     """What ``generate(..., contexts=...)`` gave for the prompt."""
     tokenizer: PreTrainedTokenizerBase | None = None

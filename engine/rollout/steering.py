@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ..data.segment import LeafStatus, Origin
 from ..methods.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Rewind, SegmentReport
 from .branch import Branch, Node, Request, given
+from .calls import CallPool
 from .seeds import child_seed
 
 Array = npt.NDArray[Any]
@@ -45,7 +46,7 @@ class Steering(ABC):
         self.counts: Counter[str] = Counter()
         self._calling: list[Request] = []
         self._done: list[Request] = []
-        self._threads: ThreadPoolExecutor | None = None
+        self._calls = CallPool()
 
     # -- what a backend does ----------------------------------------------------------------------------------------
 
@@ -329,9 +330,8 @@ class Steering(ABC):
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def _call(self, request: Request, key: BranchId, function: Any, arguments: tuple[Any, ...]) -> None:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(thread_name_prefix="rolltree-call")
-        request.calls.append((key, self._threads.submit(call, "a call", function, *arguments)))
+        future = self._calls.submit(request.program.call_timeout_s, call, "a call", function, *arguments)
+        request.calls.append((key, future))
         if request not in self._calling:
             self._calling.append(request)
 
@@ -342,6 +342,8 @@ class Steering(ABC):
 
     def _collect_calls(self) -> None:
         """Hand over the results that are there, those of one request in the order of its calls."""
+        if self._calling:
+            self._calls.expire()
         for request in list(self._calling):
             while request.calls and request.calls[0][1].done() and not request.done:
                 key, future = request.calls.popleft()

@@ -130,6 +130,15 @@ def test_nft_knows_the_pass_rate(toml, tmp_path):
     assert all(row["actor/skipped_updates"] == 0 for row in rows)
 
 
+def test_programs_judge_with_the_runs_own_verifier(toml, tmp_path):
+    options = ["--rollout.program=mcts", "--rollout.program_options={segment_tokens=3,expansions=2,branch=2}"]
+    _, done = run(toml, tmp_path, *options)
+    judged = [r for r in rollouts(done) if r["status"] != "failed"]
+    assert judged
+    assert done.engine.stats["failed_calls"] == 0
+    assert all(r["reward"] == float(len(r["response_text"]) % 3 == 0) for r in judged)
+
+
 def test_parts_of_the_users_own_beside_the_configuration(toml, tmp_path):
     text = toml.read_text().replace('program = "treepo"', 'program = "mine.py:Twice"').replace(
         "{ segment_tokens = 3, init = 2 }", "{ extra = 2 }"
