@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .blocks import LARGEST, Tile
 
 T = TypeVar("T")
-SPAN = 256  # blocks that `list_blocks_kernel` looks at at a time
+SPAN = 128  # blocks that `list_blocks_kernel` looks at at a time
 SHORTEST_ITEM = 32  # tiles; below it, writing and adding up partial sums would cost more than the balance gains
 WANTED_ITEMS = 512  # of all heads: about four for each multiprocessor of the largest GPUs
 
