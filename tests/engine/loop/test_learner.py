@@ -12,8 +12,9 @@ import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.loop import setup
 
-from ..tiny import write_run
+from ..tiny import ROOT, write_run
 
 MINE = """
 import numpy as np
@@ -158,6 +159,14 @@ def test_parts_of_the_users_own_beside_the_configuration(toml, tmp_path):
         assert len(group) == 6
         mean = sum(r["reward"] for r in group) / 6
         assert [r["advantage"] for r in group] == pytest.approx([2 * (r["reward"] - mean) for r in group])
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
+def test_examples_name_parts_that_exist(example):
+    config = load_config(example)
+    assert setup.loss_terms(config)
+    assert setup.credit(config) is not None
+    assert setup.rollout_program(config.rollout) is not None
 
 
 @pytest.mark.parametrize(
