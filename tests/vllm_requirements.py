@@ -10,7 +10,9 @@ from pathlib import Path
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-wanted = (requires(re.split("[=<>]", sys.argv[1])[0]) or []) + project["dependencies"] + extras["tasks"]
+wanted = (requires(re.split("[=<>]", sys.argv[1])[0]) or []) + project["dependencies"]
+for extra in ("engine", "train", "report", "tasks"):
+    wanted += [name for name in extras[extra] if not name.startswith("rolltree[")]
 wanted += [name for name in extras["dev"] if name.startswith(("pytest", "hypothesis"))]
 for requirement in wanted:
     if "extra ==" not in requirement and not re.match(

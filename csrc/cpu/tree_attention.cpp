@@ -196,7 +196,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
                                           std::optional<double> softcap) {
   const Shape shape(q, k, scale, softcap);
   Tensor out = torch::stable::new_empty(q, {shape.tokens, shape.heads, q.size(2)});
-  Tensor lse = torch::stable::new_empty(q, {shape.tokens, shape.heads}, ScalarType::Float);
+  Tensor lse = torch::stable::new_empty(q, {shape.heads, shape.tokens}, ScalarType::Float);
   if (q.numel() == 0) return {out, lse};
 
   const Tiling tiling(subtree_end, position, window, shape.offset());
@@ -227,7 +227,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
       }
       for (int64_t r = 0; r < rows; ++r) {
         const auto [log_sum, factor] = running.finish(r);
-        lse_data[(at + r) * shape.heads + head] = log_sum;
+        lse_data[head * shape.tokens + at + r] = log_sum;
         outputs.store_row(outputs.offset(at + r, head), running.out + r * shape.width, factor);
       }
     };
@@ -285,7 +285,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
         Vec dot{};
         for (int64_t d = 0; d < width; d += kLanes) dot += load(row.at(d)) * load(grads.at((head * tokens + i) * width + d));
         *delta.at(head * tokens + i) = horizontal_sum(dot);
-        *lse2.at(head * tokens + i) = lse_data[i * lse_stride[0] + head * lse_stride[1]] * kLog2e;
+        *lse2.at(head * tokens + i) = lse_data[head * lse_stride[0] + i * lse_stride[1]] * kLog2e;
       }
     }
   });

@@ -2,8 +2,8 @@
 //
 // One block a row. `statistics_kernel` reads the row once: each thread keeps a running maximum and sums of its elements,
 // the block joins them in a fixed order. `gradient_kernel` reads the row once and writes the gradient, over the logits
-// themselves or to half precision. Both move 16 bytes at a time wherever the row is aligned to that (an odd V leaves most
-// rows unaligned: a few leading elements are then taken singly).
+// themselves or to half precision; only what holds a target looks at the targets. Both move 16 bytes at a time wherever the
+// row is aligned to that (an odd V leaves most rows unaligned: a few leading elements are then taken singly).
 // The running maximum starts at -inf. NaN and +inf make their own row NaN; -inf is a logit of probability zero.
 //
 // Compiled with --use_fast_math, so what needs more than 2^-21 is spelled out: the logarithm in fp64 (one a row), tanh from
@@ -208,30 +208,57 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
   size += fabsf(b) + fabsf(q);
   const float lse = logsumexp[row], low = correction[row];
 
-  // The gradient of one logit. Targets are few, so each element looks for itself among them: no second write.
-  const auto gradient = [&](In value, int64_t column) -> Out {
-    if (size == 0.0f) return static_cast<Out>(0.0f);  // a masked row: its logits may be anything
+  // The gradient of one logit before the targets' share, and the slope of its scaling.
+  const auto without_targets = [&](In value, int64_t column, float& slope) {
+    const float logp = (scale(widen(value), column, slope) - lse) - low;
+    float d = logp;
+    const float p = exponential(d);
+    return p * (c - b * d + q * p);
+  };
+  const auto scaled = [&](float sum, float slope) {  // a masked row's logits may be anything
+    return static_cast<Out>(size == 0.0f ? 0.0f : sum * slope * scale.inverse_temperature);
+  };
+  const auto single = [&](int64_t j) {
     float slope;
-    float logp = (scale(widen(value), column, slope) - lse) - low;
-    const float p = exponential(logp);
-    float sum = p * (c - b * logp + q * p);
+    float sum = without_targets(u[j], j, slope);
+#pragma unroll 1
     for (int64_t m = first; m < last; ++m)
-      if (target[m] == column) sum += grad_logprob[m];
-    return static_cast<Out>(sum * slope * scale.inverse_temperature);
+      if (target[m] == j) sum += grad_logprob[m];
+    g[j] = scaled(sum, slope);
   };
 
   const int64_t head = unaligned_head(u, g, V);
   const int64_t packs = (V - head) / kPack;
-  for (int64_t j = threadIdx.x; j < head; j += kThreads) g[j] = gradient(u[j], j);
+  // Targets are few: each thread looks once which of its packs has one, and no element looks for itself.
+  int64_t marked = -1;
+  bool several = false;
+#pragma unroll 1
+  for (int64_t m = first; m < last; ++m) {
+    const int64_t i = target[m] < head ? -1 : (target[m] - head) / kPack;
+    if (i < 0 || i % kThreads != threadIdx.x) continue;
+    several = several || (marked >= 0 && marked != i);
+    marked = i;
+  }
+  for (int64_t j = threadIdx.x; j < head; j += kThreads) single(j);
   for (int64_t i = threadIdx.x; i < packs; i += kThreads) {
     const int64_t j = head + i * kPack;
     const Pack<In> pack = *reinterpret_cast<const Pack<In>*>(u + j);
     Pack<Out> result;
+    float sum[kPack], slope[kPack];
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) result.value[k] = gradient(pack.value[k], j + k);
+    for (int k = 0; k < kPack; ++k) sum[k] = without_targets(pack.value[k], j + k, slope[k]);
+    if (i == marked || several) {
+#pragma unroll 1
+      for (int64_t m = first; m < last; ++m)
+#pragma unroll
+        for (int k = 0; k < kPack; ++k)
+          if (target[m] == j + k) sum[k] += grad_logprob[m];
+    }
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) result.value[k] = scaled(sum[k], slope[k]);
     *reinterpret_cast<Pack<Out>*>(g + j) = result;
   }
-  for (int64_t j = head + packs * kPack + threadIdx.x; j < V; j += kThreads) g[j] = gradient(u[j], j);
+  for (int64_t j = head + packs * kPack + threadIdx.x; j < V; j += kThreads) single(j);
 }
 
 template <class T>

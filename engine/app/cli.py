@@ -15,11 +15,23 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import RunError, UserError
 from ..methods.calling import failure
-from ..settings import TrainConfig, resolved_toml
-from .config import load_config
+
+if TYPE_CHECKING:
+    from ..settings import TrainConfig
+
+EXTRAS = {
+    "engine": ("transformers", "safetensors", "numba"),
+    "train": ("pydantic", "pyarrow", "rich", "tomli_w"),
+    "report": ("jinja2", "plotly"),
+    "serve": ("fastapi", "uvicorn"),
+    "tasks": ("reasoning_gym", "math_verify"),
+    "lora": ("peft",),
+}
+"""Modules that the package does not bring itself, by the extra that does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace, list[str]], int] = args.run
     try:
         return run(args, rest)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if missing in modules), None)
+        if extra is None:
+            return _fail(args, error, 1)
+        return _fail(args, UserError(f"This needs {missing}; install it with `pip install 'rolltree[{extra}]'`."), 2)
     except UserError as error:
         return _fail(args, error, 2)
     except KeyboardInterrupt:
@@ -120,6 +138,9 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    from ..settings import resolved_toml
+    from .config import load_config
+
     config = load_config(args.config, overrides)
     if args.dry_run:
         from .dry_run import plan_lines
@@ -129,13 +150,17 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from ..loop.orchestrator import Orchestrator
     from .console import Console
-    from .report import write_report
 
     _quiet_transformers()
     with Console() as console:
         summary = Orchestrator(config, console=console, resume=args.resume).run()
         console.phase("writing the report")
-        report = write_report(config.run_dir)
+        if all(importlib.util.find_spec(name) for name in EXTRAS["report"]):
+            from .report import write_report
+
+            report = str(write_report(config.run_dir))
+        else:
+            report = "not written; `pip install 'rolltree[report]'`, then `rolltree report " + f"{config.run_dir}`"
         program = sys.argv[0] if Path(sys.argv[0]).name == "rolltree" else "rolltree"
         lines = [f"{summary.steps} steps in {summary.seconds / 60:.1f} minutes."]
         if summary.accuracy_before is not None and summary.accuracy_after is not None:
@@ -171,6 +196,7 @@ def _next_name(config: TrainConfig) -> str:
 def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.out is not None and args.out.exists():
         raise UserError(f"'{args.out}' exists already; choose another --out.")
+    from .config import load_config
     from .show import sample_and_show
 
     _quiet_transformers()

@@ -77,6 +77,8 @@ def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Ite
     for name, field in (section or TrainConfig).model_fields.items():
         inner = _without_none(field.annotation)
         if _is_section(inner):
+            if inner is not field.annotation:  # a table that may be left out is a key of its own: `{}` asks for it
+                yield ConfigKey(f"{prefix}{name}", "table", "", " ".join((field.description or "").split()))
             yield from config_keys(inner, f"{prefix}{name}.")
             continue
         default = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -169,21 +171,22 @@ def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> di
 
 
 def _known_override(key: str) -> str:
-    tables = [k.key for k in config_keys() if k.type == "table"]
-    if key in {k.key for k in config_keys() if not k.key.startswith("data.tasks.")}:
-        return key
-    if any(key.startswith(f"{table}.") for table in tables):
-        return key
-    if key.startswith("data.tasks."):
+    keys = {k.key: k.type for k in config_keys()}
+    for parent in (name for name, kind in keys.items() if kind == "list of tables" and key.startswith(f"{name}.")):
         raise UserError(
-            f"--{key} reaches into the list `data.tasks`; give the whole list as --data.tasks '[{{name = \"...\"}}]'."
+            f"--{key} reaches into the list `{parent}`; give the whole list as --{parent} '[{{name = \"...\"}}]'."
         )
+    sections = {name.rpartition(".")[0] for name in keys}
+    free = (name for name, kind in keys.items() if kind == "table" and name not in sections)
+    if key in keys or any(key.startswith(f"{table}.") for table in free):
+        return key
     raise UserError(f"--{_quoted(key)[1:-1]} is not a key of the configuration; {_nearest(key)}.")
 
 
 def _nearest(key: str) -> str:
     """'the nearest is `trainer.lr`': the right name in the wrong table first, then the nearest spelling."""
     keys = [k.key for k in config_keys()]
+    key = key[:MAX_SHOWN]  # comparing takes the square of its length
     leaf = key.rpartition(".")[2]
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     found = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)

@@ -53,8 +53,8 @@ Version = tuple[int, ...]
 REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
     ("torch", (2, 11), (2, 14)),
     ("triton", (3, 6), (3, 10)),
-    ("transformers", (5, 16), (5, 20)),
     ("numpy", (1, 26), None),
+    ("transformers", (5, 16), (5, 20)),
     ("pyarrow", (17,), None),
 )
 """Package, first supported version, first one that is not; the ranges of pyproject.toml."""
@@ -62,7 +62,6 @@ REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
 OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("reasoning_gym", "procedural tasks with verifiers", "pip install 'rolltree[tasks]'"),
     ("math_verify", 'reward.verifier = "math"', "pip install 'rolltree[tasks]'"),
-    ("trl", "training with TRL's trainers", "pip install trl"),
     ("vllm", "rollouts by vLLM", "pip install vllm"),
     ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
     ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),

@@ -81,7 +81,7 @@ def _statistics(
         columns = begin + tl.arange(0, BLOCK)
         inside = columns < V
         z, _ = _scaled(
-            tl.load(logits + columns, mask=columns < stride, other=0.0),
+            tl.where(inside, tl.load(logits + columns, mask=columns < stride, other=0.0), 0.0),
             bias,
             columns,
             inside,
@@ -177,7 +177,7 @@ def _gradient(
         size += tl.abs(q)
 
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)
-    u = tl.load(logits + row * stride + columns, mask=columns < stride, other=0.0)
+    u = tl.where(inside, tl.load(logits + row * stride + columns, mask=columns < stride, other=0.0), 0.0)
     z, slope = _scaled(u, bias, columns, inside, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
     logp = (z - tl.load(logsumexp + row)) - tl.load(correction + row)
     none = logp <= -100.0

@@ -93,8 +93,5 @@ class Judge:
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """``total []``, ``totals [K]``, ``sums [K, len(SUMS)]``, in fp64."""
         totals = torch.stack(self.totals)
-        return (
-            totals[0] if self.scale is None else scaled(totals, self.scale.double()).sum(),
-            totals,
-            torch.stack(self.sums),
-        )
+        total = (totals if self.scale is None else scaled(totals, self.scale.double())).sum()
+        return total, totals, torch.stack(self.sums)

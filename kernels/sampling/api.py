@@ -43,7 +43,8 @@ def sample_tokens(
     The draw is Gumbel-max over Philox4x32-10 noise of (seed, step, vocabulary index) and depends on nothing else: not
     on the other rows, the batch size, the device or the backend. Backends use bit-equal noise; two tokens whose scores
     differ by a rounding error (about 1e-6 relative) may still be told apart differently by two backends. Not
-    differentiable. `kept_tokens` lists what the filters left.
+    differentiable. `kept_tokens` lists what the filters left. Parameters that are tensors are not read on the host: on
+    a GPU such a call waits for nothing, and a CUDA graph can hold it.
 
     Args:
         logits: last dimension contiguous, rows at any stride. ``-inf`` forbids a token.

@@ -5,11 +5,11 @@
     race    a block, with filters: the race of the tokens they keep
     finish  a row: its blocks put together
 
-Without filters the logits are read once, 4 bytes a token of fp32 and 2 of bf16, and nothing of [N, V] is written. With
-filters they are read twice, and once more for each round of a search: a round counts, or weighs, what lies above seven
-thresholds at once, and the search ends as soon as one value is left between two of them (five rounds over the logits of
-a language model, eleven more at most). How a row is cut depends on nothing but its length, and blocks are put together
-in their order, so a row's bits do not depend on the batch.
+Without filters the logits are read once, 4 bytes a token of fp32 and 2 of bf16, 16 bytes a thread at a time; a block
+writes eight numbers, and nothing of [N, V] is written. With filters they are read twice, and once more for each round
+of a search: a round counts, or weighs, what lies above seven thresholds at once, and the search ends as soon as one
+value is left between two of them (six rounds part values, at most eleven more part bits). How a row is cut depends on
+nothing but its length, and blocks are put together in their order, so a row's bits do not depend on the batch.
 
 Order of the tokens, masses and noise are those of :mod:`.reference`. No parameter is read on the host: calls can be
 captured in a CUDA graph.

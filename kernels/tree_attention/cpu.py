@@ -25,7 +25,7 @@ def tree_attention_backward(
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
-    lse: Tensor,  # [T, Hq]
+    lse: Tensor,  # [Hq, T]
     subtree_end: Tensor,  # [N] int32
     position: Tensor | None,  # [N] int32
     scale: float,

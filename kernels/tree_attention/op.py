@@ -55,7 +55,7 @@ def tree_attention_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, Hq, D] and the log-sum-exp [T, Hq], both contiguous. No gradient flows from the latter."""
+    """Returns out [T, Hq, D] and the log-sum-exp [Hq, T], both contiguous. No gradient flows from the latter."""
     return _choose(_FORWARD, q)(q, k, v, subtree_end, position, scale, window, softcap)
 
 
@@ -71,7 +71,7 @@ def _(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
 
 @torch.library.custom_op("rolltree::tree_attention_backward", mutates_args=())
@@ -81,7 +81,7 @@ def tree_attention_backward_op(
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
-    lse: Tensor,  # [T, Hq]
+    lse: Tensor,  # [Hq, T]
     subtree_end: Tensor,  # [N] int32
     position: Tensor | None,  # [N] int32
     scale: float,

@@ -44,14 +44,14 @@ def tree_attention_forward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, Hq, D] in q's dtype and the log-sum-exp [T, Hq] in float32 (float64 for float64)."""
+    """Returns out [T, Hq, D] in q's dtype and the log-sum-exp [Hq, T] in float32 (float64 for float64)."""
     seen = visible_keys(subtree_end, position, window, len(q))
     scores, _ = _scores(q, k, scale, softcap)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)  # [Hq, T]
     probability = _probability(scores, lse)
     out = torch.einsum("hij,jhd->ihd", probability, _per_query_head(v, q))
-    return out.to(q.dtype).contiguous(), lse.transpose(0, 1).contiguous()
+    return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
 def tree_attention_backward(
@@ -60,7 +60,7 @@ def tree_attention_backward(
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
-    lse: Tensor,  # [T, Hq]
+    lse: Tensor,  # [Hq, T]
     subtree_end: Tensor,  # [N] int32
     position: Tensor | None,  # [N] int32
     scale: float,
@@ -70,7 +70,7 @@ def tree_attention_backward(
     """Gradients of q, k and v, in their dtypes."""
     seen = visible_keys(subtree_end, position, window, len(q))
     scores, slope = _scores(q, k, scale, softcap)
-    probability = _probability(scores.masked_fill(~seen, -math.inf), lse.transpose(0, 1))
+    probability = _probability(scores.masked_fill(~seen, -math.inf), lse)
     grad = _accumulate(grad_out)
     delta = (grad * _accumulate(out)).sum(-1).transpose(0, 1)  # [Hq, T]
     dscores = probability * (torch.einsum("ihd,jhd->hij", grad, _per_query_head(v, q)) - delta[..., None]) * scale
@@ -96,7 +96,7 @@ def _sum_group(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Scores [Hq, T, T] and the slope of the softcap there."""
+    """Scores [Hq, T, N] and the slope of the softcap there."""
     scores = torch.einsum("ihd,jhd->hij", _accumulate(q), _per_query_head(k, q)) * scale
     if softcap is None:
         return scores, None

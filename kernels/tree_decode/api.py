@@ -103,7 +103,7 @@ def tree_decode_attention(
     Args:
         q: queries [N, Hq, D], last dimension contiguous.
         k_pages: keys [P, page, Hkv, D] in q's dtype; Hkv a divisor of Hq.
-        v_pages: values [P, page, Hkv, D].
+        v_pages: values [P, page, Hkv, D], of the strides of the keys.
         plan: nodes and rows; one made on a GPU is believed, others were looked at when they were made.
         scale: factor of the scores; ``D ** -0.5`` if None.
         window: keys with ``query_position[i] - position(x) >= window`` are hidden too.

@@ -102,7 +102,7 @@ def segment(data: st.DataObject) -> dict[str, Any]:
 
 
 TREE = TokenTree.from_sequences([1, 2, 3], [[4, 5, 6], [4, 7]])
-COST = CostModel(token=2.0, pair=1.0, scored=3.0)
+COST = CostModel(token=2.0, attention=1.0, scored=3.0)
 
 
 def budget(data: st.DataObject) -> dict[str, Any]:

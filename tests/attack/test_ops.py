@@ -506,3 +506,38 @@ def test_wrong_arguments_are_refused_by_name(op: Op, cases: int) -> None:
         assert kinds[name].message == "" or named in message, (label, message)
 
     attack()
+
+
+def test_a_row_out_of_range_does_not_take_part() -> None:
+    """As many distinct rows as there are, one of which is none."""
+    m = Maker(0)
+    given = {"hidden": m.floats(3, 4), "weight": m.floats(9, 4), "target": m.index(9, 3), "normalizer": 3.0}
+    given |= {"fields": PolicyFields.flat(torch.ones(3)), "objective": Objective.preset("dapo")}
+    for last in (3, -1, 2**40):
+        with pytest.raises(IndexError, match=r"row must be in 0..2, got .*; it names rows of hidden"):
+            linear_policy_loss(**given, row=torch.tensor([0, 1, last]))
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_a_plan_of_other_data_is_refused(seed: int) -> None:
+    """A plan leaves out what cannot learn: used with another mask, rows or sequences it would lose gradients."""
+    m = Maker(seed)
+    N, V, M = 6, 12, 8
+    dapo, row = Objective.preset("dapo"), m.index(N, M)
+    advantage = torch.tensor([0.0] + [1.0] * (M - 1))
+    given = {"hidden": m.floats(N, 4).requires_grad_(), "weight": m.floats(V, 4), "target": m.index(V, M)}
+    given |= {"normalizer": 5.0, "objective": dapo, "row": row}
+    sizes = {"num_rows": N, "vocabulary": V, "hidden_size": 4, "device": "cpu"}
+    plan = plan_policy_loss(PolicyFields.flat(advantage), dapo, **sizes, row=row)
+    fields, others = PolicyFields.flat(advantage), PolicyFields.flat(advantage.flip(0))
+    assert linear_policy_loss(**given, fields=fields, plan=plan).loss.isfinite()
+    moved = torch.cat([row[:-1], (row[-1:] + 1) % N])
+    sequences = PolicyFields.flat(advantage, cu_seqlens=torch.tensor([0, 3, M]))
+    for change in (
+        {"fields": others},
+        {"fields": fields, "row": moved},
+        {"fields": sequences, "objective": Objective.preset("gspo")},
+    ):
+        with pytest.raises(RuntimeError, match="the plan is of other masks, advantages, rows or paths: plan this"):
+            linear_policy_loss(**given | change, plan=plan)

@@ -118,6 +118,42 @@ def test_linear_logprob(case: str) -> None:
     linear.compare("cuda", linear.CASES[case])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_many_targets(dtype: torch.dtype) -> None:
+    """Targets twice, side by side, as far apart as a thread's turns are, and among the first and last elements."""
+    vocab = 2 * 4096 + 21  # a thread has up to three packs; rows are aligned differently
+    rows = [[5, 5, 6, 5 + 4096, 5 + 8192], [vocab - 1, 0, vocab - 4], [], [700, 701, 700 + 4096, 40]]
+    start = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    target = torch.tensor([y for row in rows for y in row])
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(rows), vocab, generator=generator).to(dtype)
+    upstream = torch.randn(len(target), generator=generator)
+    per_log, per_p, constant = torch.randn(3, len(rows), generator=generator)
+    constant[2] = per_log[2] = per_p[2] = 0.0  # a masked row
+    logits[2, 7] = torch.nan
+    logprob = logits.double().log_softmax(-1)
+    lse = (logits.double() - logprob)[:, 0].float()
+    p = logprob.exp()
+    expected = torch.zeros(len(rows), vocab, dtype=torch.float64)
+    for n, row in enumerate(rows):
+        if not row:
+            continue
+        grads = upstream[start[n] : start[n + 1]].double()
+        c = constant[n].double() - grads.sum()
+        expected[n] = p[n] * (c - per_log[n].double() * logprob[n] + per_p[n].double() * p[n])
+        expected[n].index_add_(0, torch.tensor(row), grads)
+    none, ones = torch.zeros(0), torch.ones(len(rows))
+    found = logits.clone()  # written over
+    torch.ops.rolltree_cuda.logit_gradient(
+        found, none, ones, 0.0, start, target, lse, torch.zeros(len(rows)), upstream, constant, per_log, per_p, found
+    )
+    assert (found[2] == 0).all()
+    scale = expected.abs().amax(-1, keepdim=True).clamp(min=1.0)
+    assert ((found.double() - expected) / scale).abs().max() <= 4 * torch.finfo(torch.float32).eps + (
+        0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    )
+
+
 @pytest.mark.parametrize("name", [n for n in loss.PRESETS if Objective.preset(n).surrogate in ("ppo", "clip_cov")])
 def test_clipped_loss(name: str) -> None:
     loss.test_compiled_equals_reference("cuda", name)

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels import HeadLora, linear_logprob, use_backend
 from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.linear_logprob import chunked, frozen, op
+from rolltree.kernels.linear_logprob.head import Head, HeadGradient
+from rolltree.kernels.linear_policy_loss import op as policy_op
 
 from .test_linear_logprob import BACKENDS, DEVICE, Inputs, errors, inputs, plain
 
@@ -199,3 +202,49 @@ def test_mistakes_are_named(a: Tensor, b: Tensor, message: str) -> None:
         linear_logprob(
             torch.zeros(4, 8), torch.zeros(17, 8), torch.zeros(4, dtype=torch.long), lora=HeadLora(a, b, 1.0)
         )
+
+
+class Kernels(TorchDispatchMode):
+    """Names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_first_product_of_a_gradient_is_its_sum() -> None:
+    """Nothing is filled with zeros, unless there is no chunk."""
+    given = inputs(12, 16, 65)
+    head = Head(given["weight"], None, None, torch.float32)
+    d_logits = torch.randn(12, 65, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    need = HeadGradient(head, True, True, False)
+    with Kernels() as ran:
+        for some in (slice(0, 5), slice(5, 12)):
+            need.add(d_logits[some], given["hidden"][some])
+    assert not {"zeros", "new_zeros", "zero_", "fill_", "full"} & set(ran.names)
+    assert (ran.names.count("mm"), ran.names.count("addmm_")) == (1, 1)
+    weight, bias, a, b = need.results()
+    torch.testing.assert_close(weight, d_logits.T @ given["hidden"])
+    torch.testing.assert_close(bias, d_logits.sum(0))
+    assert len(a) == len(b) == 0
+    weight, bias, _, _ = HeadGradient(head, True, True, False).results()
+    assert weight.shape == (65, 16)
+    assert bias.shape == (65,)
+    assert not weight.any()
+    assert not bias.any()
+
+
+def test_a_gradient_is_scaled_and_cast_by_one_kernel() -> None:
+    gradient, upstream = torch.randn(65, 16, device=DEVICE), torch.tensor(0.3, device=DEVICE)
+    expected = (gradient * upstream).bfloat16()
+    ctx = SimpleNamespace(
+        gradients=[None, gradient], needs_input_grad=[False, True], dtype=torch.bfloat16, weight_grad=None, constants=[]
+    )
+    with Kernels() as ran:
+        _, found = policy_op._autograd_backward(ctx, upstream)
+    assert [name for name in ran.names if not name.startswith("empty")] == ["mul"]
+    assert found.equal(expected)

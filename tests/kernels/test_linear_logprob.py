@@ -261,7 +261,7 @@ def test_row_kernels_do_not_see_the_batch(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_order_of_pairs_does_not_matter(backend: Backend) -> None:
+def test_order_of_targets_does_not_matter(backend: Backend) -> None:
     given = inputs(11, 16, 65, M=50)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     shuffled = given | {"row": given["row"][order], "target": given["target"][order]}

@@ -1,4 +1,4 @@
-"""extra_ids of linear_logprob: the same numbers and gradients as pairs, absent ones, and bits that ignore the batch."""
+"""extra_ids of linear_logprob: the same numbers and gradients as targets, absent ones, bits that ignore the batch."""
 
 from __future__ import annotations
 

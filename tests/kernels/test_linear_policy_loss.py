@@ -33,7 +33,7 @@ LENGTHS = [5, 1, 9, 0, 7, 6, 4, 3]  # sequences; the fourth has no token
 
 
 def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Inputs, PolicyFields]:
-    """Head inputs and fields of the same pairs. "flat": sequences, one pair a row; "tree": two trees with branches."""
+    """Head inputs and fields on the same targets. "flat": sequences, a target a row; "tree": two with branches."""
     g = torch.Generator().manual_seed(4)
 
     def uniform(*size: int) -> Tensor:
@@ -57,16 +57,16 @@ def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: An
         wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
         current = linear_logprob(**wide).logprob
     old, ref, behaviour = (current + scale * (uniform(M) - 0.5) for scale in (1.2, 0.8, 0.6))
-    constants_of_pairs = {"old_logprob": old, "ref_logprob": ref, "behaviour_logprob": behaviour}
+    constants_of_targets = {"old_logprob": old, "ref_logprob": ref, "behaviour_logprob": behaviour}
     if shape == "flat":
-        constants_of_pairs |= {
+        constants_of_targets |= {
             "teacher_logprob": current + 0.4 * (uniform(M) - 0.5),
             "pass_rate": 0.2 + 0.5 * uniform(M),
             "proximal_logprob": current + 0.3 * (uniform(M) - 0.5),
             "segment": torch.tensor([100 * s + t // 4 for s, n in enumerate(LENGTHS) for t in range(n)], device=DEVICE),
         }
     if shape == "flat":
-        return given, PolicyFields.flat(advantage, **constants, **constants_of_pairs)
+        return given, PolicyFields.flat(advantage, **constants, **constants_of_targets)
     paths = PathIndex(
         target_end=torch.tensor([8, 8, 8, 6, 6, 6, 8, 8, 9, 11, 11], device=DEVICE),
         leaf_target=torch.tensor([5, 7, 8, 10], device=DEVICE),
@@ -79,7 +79,7 @@ def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: An
     assert w is not None
     return given, PolicyFields(
         paths.spread(w * A.clamp(min=0)), paths.spread(w * A.clamp(max=0)), paths.spread(w), paths=paths,
-        **constants_of_pairs,
+        **constants_of_targets,
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_trees(
         same(run(fused, given, fields, objective, trained), run(composed, given, fields, objective, trained), 2e-6)
 
 
-def test_pairs_in_any_order() -> None:
+def test_targets_in_any_order() -> None:
     objective = Objective(kl_coef=0.1)
     given, fields = batch("tree")
     tensors, names = PolicyFields(*(getattr(fields, n) for n in ("adv_pos", "adv_neg", "weight")),

@@ -168,6 +168,20 @@ def test_one_pass_is_the_sum_of_its_terms(
         assert (found[name].double() - gradients[name]).abs().max() <= 3e-6 * scale, name
 
 
+@pytest.mark.parametrize("names", ["policy", "policy+kl+entropy", "sequence", "policy+pairs"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_fp64_is_exact(backend: Backend, names: str) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("fp64 is for checking gradients on a CPU")
+    given, fields = batch("flat", bias=True)
+    terms = make_terms(names, "flat", fields)
+    exact, gradients = run(apart, given, terms, TRAINED, torch.float64)
+    with use_backend(backend):
+        got, found = run(together, given, terms, TRAINED, torch.float64)
+    torch.testing.assert_close(got.loss, exact.loss, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("names", CASES)
 def test_what_the_plan_says(names: str) -> None:
     _, fields = batch("flat")
@@ -196,6 +210,23 @@ def test_the_products_are_those_of_one_term(monkeypatch: pytest.MonkeyPatch) -> 
     )
     run(together, given, terms, TRAINED, torch.float32)
     assert multiplied == [35]
+
+
+@pytest.mark.parametrize(("trained", "passes"), [(("hidden",), 1), (TRAINED, 2)])
+def test_logits_are_formed_as_often_as_the_plan_says(
+    trained: tuple[str, ...], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preference pairs: once for a frozen head, else once more in the backward for rows that have a gradient."""
+    given, fields = batch("flat", bias=True)
+    terms = make_terms("pairs+entropy" if passes == 2 else "policy+pairs", "flat", fields)
+    needed = torch.stack([t.objective.live(t.fields) if isinstance(t, Term) else t.mask for t in terms]).any(0)
+    multiplied: list[int] = []
+    original = chunked.Head.logits
+    monkeypatch.setattr(
+        chunked.Head, "logits", lambda self, h, out: multiplied.append(len(h)) or original(self, h, out)
+    )
+    run(together, given, terms, trained, torch.float32)
+    assert sum(multiplied) == passes * int(needed.sum())
 
 
 def test_metrics_of_a_term_bear_its_name_and_are_its_own() -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rolltree.kernels import dispatch
-from rolltree.kernels.tree_attention import runs, tree_attention
-from rolltree.kernels.tree_attention import triton as triton_backend
-from rolltree.kernels.tree_attention.blocks import Tile
+from rolltree.kernels.tree_attention import tree_attention, visible
+from rolltree.kernels.tree_attention.blocks import LARGEST, Tile, tiles_for
 from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_attention_op
 
 from .trees import ancestors_mask, random_trees
@@ -325,14 +324,10 @@ def test_a_piece_without_rows_gives_its_prefix_no_gradient(backend: str) -> None
 
 
 @needs_interpreter
-@pytest.mark.parametrize("capacity", [1, 2, 32])
 @pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[9]], ids=str)
-def test_runs_cover_exactly_what_is_visible(monkeypatch: pytest.MonkeyPatch, case: Case, capacity: int) -> None:
-    """Full runs hold wholly visible blocks, every other visible block is in a partial run, nothing is in both; with
-    lists too short for the tree invisible blocks may be masked, which the results do not show."""
-    monkeypatch.setattr(runs, "CAPACITY", capacity)
-    monkeypatch.setattr(runs, "CHUNK", 4)
-    monkeypatch.setattr(triton_backend, "CAPACITY", capacity)
+def test_lists_hold_exactly_what_is_visible(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Wholly visible blocks from the front, every other visible block from the back, each once and in order."""
+    monkeypatch.setattr(visible, "SPAN", 4)
     x, offset, tile = make(case, seed=2), 21, Tile(16, 8, 4)
     seen = ancestors_mask(x.parents)
     if case.window is not None:
@@ -341,31 +336,87 @@ def test_runs_cover_exactly_what_is_visible(monkeypatch: pytest.MonkeyPatch, cas
     seen = F.pad(seen[row], (0, -case.tokens % 8))
     pairs = seen.view(len(seen) // 16, 16, -1, 8).float().mean((1, 3))  # [row blocks, key blocks]
     for by_key in (False, True):
-        found = runs.visible_runs(x.subtree_end, x.position, case.window, tile, offset, by_key)
-        times = torch.zeros_like(pairs.T if by_key else pairs)
-        for block, (full, partial) in enumerate(zip(found.full_count, found.partial_count, strict=True)):
-            for i in [*range(full), *range(capacity, capacity + partial)]:
-                begin, end = found.bounds[block, i].tolist()
-                assert begin < end
-                times[block, begin:end] += 1
-                if i < capacity:
-                    assert ((pairs.T if by_key else pairs)[block, begin:end] == 1).all()
-        times = times.T if by_key else times
-        assert (times[pairs > 0] == 1).all()
-        if capacity == 32:
-            assert not times[pairs == 0].any()
-        assert times.max() == 1
-        assert sorted(found.order.tolist()) == list(range(len(found.order)))
-    for e in error(run(x, case, "triton"), plain(x.to(torch.float64), case)):
+        lists = visible.visible_blocks(x.subtree_end, x.position, case.window, tile, offset, by_key)
+        for block, share in enumerate(pairs.T if by_key else pairs):
+            full, partial = (int(counts[block]) for counts in (lists.full_count, lists.partial_count))
+            front, back = lists.blocks[block, :full].tolist(), lists.blocks[block].flip(0)[:partial].tolist()
+            assert front == sorted(front)
+            assert back == sorted(back)
+            assert sorted(front + back) == share.nonzero().flatten().tolist()
+            assert (share[front] == 1).all()
+            if by_key:  # whose rows are read without a mask
+                assert all(offset + 16 * (i + 1) <= case.tokens for i in front)
+    assert sorted(visible.heavy_first(x.subtree_end, x.position, case.window, tile, offset)[1].tolist()) == list(
+        range(len(pairs))
+    )
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shortest", [1, 5, 10**6])
+def test_work_items_share_out_every_tile_once(monkeypatch: pytest.MonkeyPatch, shortest: int) -> None:
+    monkeypatch.setattr(visible, "SHORTEST_ITEM", shortest)
+    monkeypatch.setattr(visible, "WANTED_ITEMS", 40)
+    x, tile, heads, group = make(Case(400, 1, 1, 16, close=0.02)), Tile(16, 8, 4), 2, 3
+    lists, work = visible.work_items(x.subtree_end, None, None, tile, 0, heads, group)
+    tiles = group * (lists.full_count + lists.partial_count)
+    items = [item for item in work.items.tolist() if item[0] >= 0]
+    lengths = [end - begin for _, begin, end, _ in items]
+    assert lengths == sorted(lengths, reverse=True)
+    limit = max(shortest, -(-heads * int(tiles.sum()) // 40))
+    assert max(lengths) <= limit
+    slots = dict.fromkeys(range(work.slots), 0)
+    for block, total in enumerate(tiles.tolist()):
+        mine = sorted(item[1:] for item in items if item[0] == block)
+        assert [begin for begin, _, _ in mine] == [0, *(end for _, end, _ in mine[:-1])]
+        assert mine[-1][1] == total
+        (split,) = [s for s in work.splits.tolist() if s[0] == block] or [None]
+        if split is None:
+            assert [slot for _, _, slot in mine] == [-1]
+        else:
+            assert [slot for _, _, slot in mine] == list(range(split[1], split[1] + split[2]))
+            for _, _, slot in mine:
+                slots[slot] += 1
+    assert max(slots.values(), default=0) <= 1
+    assert bool(slots) == (shortest < 10**6)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", [Case(300, 4, 2, 16, close=0.02), Case(150, 3, 1, 40, window=70)], ids=str)
+def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """dK and dV as close to float64 as uncut, and the same bits each time."""
+    monkeypatch.setattr(visible, "SHORTEST_ITEM", 2)
+    x = make(case, seed=3)
+    first, again = run(x, case, "triton"), run(x, case, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for e in error(first, plain(x.to(torch.float64), case)):
         assert e < 2e-6
 
 
-def test_runs_are_found_once_for_all_layers() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [0.0, -0.4])
+def test_any_scale(backend: str, scale: float) -> None:
+    case = Case(60, 2, 1, 32, scale=scale)
+    x = make(case)
+    for e in error(run(x, case, backend), plain(x.to(torch.float64), case)):
+        assert e < 2e-6
+
+
+def test_row_blocks_of_dkdv_lie_in_those_that_dq_writes() -> None:
+    """lse and delta of the rows that fill up the last block of dK/dV are written by dQ."""
+    for dim, dtype, major, softcap in itertools.product(
+        (64, 128, 256), (torch.float32, torch.bfloat16), (8, 9, 10), (False, True)
+    ):
+        tiles = tiles_for(dim, dtype, major=major, softcap=softcap)
+        assert tiles.dq.rows % tiles.dkdv.rows == 0
+        assert all(LARGEST % n == 0 for t in (tiles.forward, tiles.dq, tiles.dkdv) for n in (t.rows, t.keys))
+
+
+def test_lists_are_made_once_for_all_layers() -> None:
     x, tile = make(Case(90, 1, 1, 16)), Tile(16, 16, 4)
-    first = runs.visible_runs(x.subtree_end, None, None, tile, 0, by_key=False)
-    assert runs.visible_runs(x.subtree_end, None, None, tile, 0, by_key=False) is first
+    first = visible.visible_blocks(x.subtree_end, None, None, tile, 0, by_key=False)
+    assert visible.visible_blocks(x.subtree_end, None, None, tile, 0, by_key=False) is first
     x.subtree_end[0] = 1
-    assert runs.visible_runs(x.subtree_end, None, None, tile, 0, by_key=False) is not first
+    assert visible.visible_blocks(x.subtree_end, None, None, tile, 0, by_key=False) is not first
 
 
 def test_expanded_gradient() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels import dispatch
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
@@ -268,6 +270,28 @@ def test_schedules_made_beforehand_and_with_room_change_nothing() -> None:
         assert len(schedules._made) == 0
     bare = DecodePlan.from_host(arrays, torch.device("cpu"))
     assert bare.schedule is None
+
+
+@needs_interpreter
+def test_a_scheduled_call_only_makes_room_and_launches() -> None:
+    """No sort, no search, no copy beside the two kernels: what every layer of a replayed step would repeat."""
+
+    class Called(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: set[str] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    step = forest(seed=15, roots=1)
+    q, k, v = tensors(step, 4, 2, 16)
+    plan = DecodePlan.from_host(on_host(step.plan), torch.device("cpu"), [2])
+    with Called() as called:
+        run("triton", q, k, v, plan)
+    room, interpreter = ("new_empty", "empty"), ("copy_", "set_")  # which brings tensors to the host and back
+    assert {op.split(".")[1] for op in called.ops} <= {*room, *interpreter}
 
 
 @needs_interpreter

@@ -103,7 +103,6 @@ MISTAKES = [
     (["--algorithm.advantage={home}/mine.py:raises"], "no_such_thing' (line 21 of 'mine.py')"),
     (["--algorithm.advantage={home}/mine.py:leaves"], "failed: SystemExit: 0 (line 24 of 'mine.py')"),
     (["--algorithm.advantage={home}/exits.py:leaves"], "cannot be imported: SystemExit: 0 (line 2 of 'exits.py')"),
-    (["--algorithm.advantage=gae"], "needs the value"),
     (["--algorithm.objective_options={eps_high='a'}"], "algorithm.objective = 'dapo'"),
     (["--reward.verifier={home}/exits.py:f"], "SystemExit: 0 (line 2 of 'exits.py')"),
     (["--data.tasks=[{name='chain_sum', options={min_terms='a'}}]"], "The task 'chain_sum' in data.tasks cannot be"),

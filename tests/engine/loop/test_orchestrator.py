@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -360,8 +361,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def start(home, tmp_path, name, *extra):
-    command = [sys.executable, "-c", PROCESS, "train", str(home / "config.toml")]
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+os.fsync = lambda file: (time.sleep(0.2), fsync(file))
+"""
+
+
+def start(home, tmp_path, name, *extra, before=""):
+    command = [sys.executable, "-c", before + PROCESS, "train", str(home / "config.toml")]
     command += [f"--output_dir={tmp_path}/runs", f"--name={name}", *KILLED, *extra]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -410,3 +418,34 @@ def test_a_killed_run_resumes_to_the_same_bits(home, tmp_path, kills):
         AutoModelForCausalLM.from_pretrained(d / "export").state_dict() for d in (directory, tmp_path / "runs/whole")
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False], ids=["the first one", "a later one"])
+def test_killed_while_a_checkpoint_is_written(home, tmp_path, first):
+    """What was written before is whole; where there is none yet, the same command begins anew in the same place."""
+    whole = start(home, tmp_path, "whole")
+    assert whole.wait(120) == 0, whole.stderr.read()
+    directory = tmp_path / "runs" / "killed"
+    checkpoints, caught = directory / "checkpoints", False
+    for _ in range(3):  # the moment may be missed
+        shutil.rmtree(directory, ignore_errors=True)
+        process = start(home, tmp_path, "killed", before=SLOW_DISK)
+        while process.poll() is None:
+            time.sleep(0.005)
+            done = [p for p in checkpoints.glob("step_*") if not p.suffix]
+            if len(done) == (0 if first else 1) and any(checkpoints.glob("step_*.tmp")):
+                process.kill()
+        process.wait()
+        done = [p for p in checkpoints.glob("step_*") if not p.suffix]
+        if caught := any(checkpoints.glob("step_*.tmp")) and len(done) == (0 if first else 1):
+            break
+    assert caught, "no run was killed while it wrote; the test shows nothing"
+    again = start(home, tmp_path, "killed", *([] if first else ["--resume"]))
+    assert again.wait(120) == 0, again.stderr.read()
+    assert not any(checkpoints.glob("*.tmp"))
+    rows = [
+        [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()]
+        for d in (directory, tmp_path / "runs" / "whole")
+    ]
+    assert untimed(rows[0]) == untimed(rows[1])

@@ -22,6 +22,7 @@ from typing import Any
 from . import machine_code
 
 HERE = Path(__file__).parent
+STATIC = HERE.parents[2] / "bench" / "results" / "static-sm_90"
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may ask for
 OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "harness", "machine_code"))
 
@@ -43,6 +44,8 @@ class AotCase:
     num_stages: int = 2
     needs_wgmma: bool = False
     multiply_adds: int | None = None  # one round of a main loop needs; if given, sm_90's loops must have no `faults`
+    vectors: int = 0  # that a round copies, for `faults`
+    ci: bool = True  # compiled by the tests too, not by `make aot` alone
     archs: tuple[int, ...] = tuple(SHARED_LIMIT)  # those it is launched on
 
 
@@ -137,7 +140,8 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
     if case.needs_wgmma and not wgmma:
         problems.append("does not use wgmma")
     if case.multiply_adds is not None:
-        problems += [fault for loop in code.main_loops for fault in loop.faults(case.num_warps, case.multiply_adds)]
+        needs = case.num_warps, case.multiply_adds, case.vectors
+        problems += [fault for loop in code.main_loops for fault in loop.faults(*needs)]
     ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps)
     loops = tuple(_figures(loop, case) for loop in code.main_loops)
     return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, ctas, loops, "; ".join(problems))
@@ -163,25 +167,68 @@ def _compile_by_index(op: str, index: int, arch: int) -> AotResult:
     return compile_case(cases(op)[index], arch)
 
 
-def compile_all(ops: list[str], archs: list[int]) -> list[AotResult]:
-    """Every case of ``ops`` for every architecture, compiled in parallel processes."""
-    jobs = [(op, i, arch) for op in ops for i, case in enumerate(cases(op)) for arch in archs if arch in case.archs]
+def compile_all(ops: list[str], archs: list[int], ci: bool = False) -> list[AotResult]:
+    """Every case of ``ops`` (with ``ci`` the tests' ones) for every architecture, compiled in parallel processes."""
+    chosen = [(op, i, case) for op in ops for i, case in enumerate(cases(op)) if case.ci or not ci]
+    jobs = [(op, i, arch) for op, i, case in chosen for arch in archs if arch in case.archs]
     workers = max(1, min(len(jobs), len(os.sched_getaffinity(0))))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         return list(pool.map(_compile_by_index, *zip(*jobs, strict=True))) if jobs else []
+
+
+def table_file() -> Path:
+    """Where the figures of this version of Triton are."""
+    import triton
+
+    return STATIC / f"triton-{triton.__version__}.jsonl"
+
+
+def read_table() -> dict[str, AotResult]:
+    """The written figures by case; {} if none are written for this version of Triton."""
+    file = table_file()
+    rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return {row["case"]: AotResult.of(row) for row in rows}
+
+
+def write_table(results: list[AotResult]) -> None:
+    """Bring the rows of ``results`` up to date; other rows stay. Clocks named modelled are of a model."""
+    rows = read_table() | {r.case: r for r in results if r.arch == 90 and not r.error.startswith("does not compile")}
+    file = table_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(asdict(rows[case])) + "\n" for case in sorted(rows)))
+
+
+def worse(now: AotResult, before: AotResult) -> list[str]:
+    """In which figures of its main loops a kernel on sm_90 lost."""
+    lost = []
+    if now.ctas < before.ctas:
+        lost.append(f"{now.ctas} CTAs an SM, before {before.ctas}")
+    if len(now.loops) != len(before.loops):
+        return [*lost, f"{len(now.loops)} main loops, before {len(before.loops)}"]
+    for i, (loop, old) in enumerate(zip(now.loops, before.loops, strict=True)):
+        for name in ("instructions", "tensor_clocks", "small_copies", "local"):
+            if getattr(loop, name) > getattr(old, name):
+                lost.append(f"loop {i}: {name} {getattr(loop, name)}, before {getattr(old, name)}")
+        if (loop.wait or 0) < (old.wait or 0):
+            lost.append(f"loop {i}: wait count {loop.wait}, before {old.wait}")
+    return lost
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels for GPUs that are not there.")
     parser.add_argument("ops", nargs="*", help=f"which of: {', '.join(OPS)} (default: all)")
     parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT), help="default: all")
+    parser.add_argument("--ci", action="store_true", help="only the cases that the tests compile")
+    parser.add_argument("--write", action="store_true", help=f"write the sm_90 figures below {STATIC}")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of a table")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set; unset it, the interpreter replaces the compiler.")
     if unknown := set(args.ops) - set(OPS):
         parser.error(f"no case module named {', '.join(sorted(unknown))} in {HERE.name}/")
-    results = compile_all(args.ops or OPS, args.arch or sorted(SHARED_LIMIT))
+    results = compile_all(args.ops or OPS, args.arch or sorted(SHARED_LIMIT), args.ci)
+    if args.write:
+        write_table(results)
     if args.json:
         print(json.dumps([asdict(r) for r in results]))
     else:

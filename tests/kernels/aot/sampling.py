@@ -1,8 +1,12 @@
-"""The sampling kernels: what every row runs, and what filters add."""
+"""The sampling kernels: what every row runs, and what filters add; run as a module, their figures by token as JSON."""
+
+import json
+from unittest import mock
 
 from rolltree.kernels.sampling.triton import BLOCK, ROUND, finish_kernel, race_kernel, scan_kernel, select_kernel
 
-from .harness import AotCase
+from . import machine_code
+from .harness import AotCase, compile_case
 
 BLOCKS = 64  # of a row of 151936
 ROWS = {"temperature": "*fp32", "seed": "*i64", "step": "*i64"}
@@ -50,3 +54,33 @@ CASES = [
     finish(False),
     finish(True),
 ]
+
+
+def figures(case: AotCase) -> dict[str, object]:
+    """Instructions a token on sm_90, of a whole kernel and of each loop; 16-byte loads; spilled registers."""
+    read: list[machine_code.Kernel] = []
+
+    def keep(cubin: bytes) -> list[machine_code.Kernel]:
+        read[:] = real(cubin)
+        return read
+
+    real = machine_code.read
+    with mock.patch.object(machine_code, "read", keep):
+        result = compile_case(case, 90)
+    if result.error:
+        raise RuntimeError(result.line())
+    (kernel,) = read
+    tokens = (BLOCK if "BLOCK" in case.constexprs else ROUND) // (32 * case.num_warps)  # of a thread
+    wide = sum(i.name == "LDG" and i.bytes == 16 for i in kernel.instructions)
+    return {
+        "case": case.name,
+        "instructions_a_token": len(kernel.instructions) / tokens,
+        "loops_a_token": [loop.count / tokens for loop in kernel.loops],
+        "wide_loads": wide,
+        "local": sum(i.name in ("LDL", "STL") for i in kernel.instructions),
+        "ctas": result.ctas,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([figures(case) for case in CASES]))

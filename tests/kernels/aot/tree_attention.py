@@ -4,15 +4,17 @@ from typing import Any
 
 import torch
 
-from rolltree.kernels.tree_attention.blocks import padded_width, tiles_for
-from rolltree.kernels.tree_attention.runs import CAPACITY, CHUNK, find_runs_kernel
-from rolltree.kernels.tree_attention.triton import dkdv_kernel, dq_kernel, forward_kernel
+from rolltree.kernels.tree_attention.blocks import LARGEST, padded_width, tiles_for
+from rolltree.kernels.tree_attention.triton import ADDED_LINES
+from rolltree.kernels.tree_attention.triton_backward import add_kernel, dkdv_kernel, dq_kernel
+from rolltree.kernels.tree_attention.triton_forward import forward_kernel
+from rolltree.kernels.tree_attention.visible import SPAN, list_blocks_kernel
 
 from .harness import AotCase
 
 FLOATS = {"scale": "fp32", "softcap": "fp32"}
-RUNS = dict.fromkeys(("runs", "full_counts", "partial_counts", "order"), "*i32")
-MASK = {"ends": "*i32", "positions": "*i32", **RUNS, "tokens": "i32", "offset": "i32", "window": "i32"}
+LISTS = dict.fromkeys(("blocks", "full_counts", "partial_counts", "ends", "positions", "row_positions"), "*i32")
+MASK = {**LISTS, "tokens": "i32", "offset": "i32", "width": "i32", "window": "i32"}
 Q_STRIDES = {f"{t}_{s}": "i32:16" for t in "qkv" for s in ("stride", "head")}
 ALL_STRIDES = {**Q_STRIDES, "g_stride": "i32:16", "g_head": "i32:16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,50 +31,69 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
     constants: dict[str, Any] = {
         "HEADS": 32,
         "GROUP": 4,
-        "CAPACITY": CAPACITY,
         "DIM": dim,
         "WIDTH": padded_width(dim),
         "HAS_WINDOW": window,
         "HAS_SOFTCAP": softcap,
     }
-    forward = {**tensors, "out": f"*{dtype}", "lse": "*fp32", **MASK, **Q_STRIDES, **FLOATS}
-    backward = {**tensors, "grad_out": f"*{dtype}", "lse": "*fp32", "delta": "*fp32", **MASK, **ALL_STRIDES, **FLOATS}
-    dq = {**backward, "out": f"*{dtype}", "dq": f"*{dtype}"}
-    dkdv = {**backward, "dk_out": f"*{dtype}", "dv_out": f"*{dtype}"}
+    forward = {**tensors, "out": f"*{dtype}", "lse": "*fp32", "order": "*i32", **MASK, **Q_STRIDES, **FLOATS}
+    rows = dict.fromkeys(("row_lse", "row_delta"), "*fp32")
+    backward = {**tensors, "grad_out": f"*{dtype}", **rows, **MASK, **ALL_STRIDES, **FLOATS}
+    dq = {**backward, "out": f"*{dtype}", "dq": f"*{dtype}", "lse": "*fp32", "order": "*i32"}
+    dkdv = {**backward, "sums": "*fp32", "items": "*i32", "slots": "i32"}
+    dkdv |= dict.fromkeys(("dk_out", "dv_out"), f"*{dtype}")
+    fill = {"FILL": LARGEST}
     return [
         AotCase(
             f"tree {name} D{dim} {dtype}{option}",
             kernel,
             signature,
-            {**constants, "ROWS": tile.rows, "KEYS": tile.keys},
+            {**constants, **more, "ROWS": tile.rows, "KEYS": tile.keys},
             tile.warps,
-            needs_wgmma=dtype == "bf16" and tile.keys * tile.rows >= 64 * 32,  # dK/dV of D = 256 has too few keys
+            tile.stages,
+            needs_wgmma=dtype == "bf16" and tile.keys * tile.rows >= 64 * 32,
+            multiply_adds=products * tile.rows * tile.keys * dim if dim in (64, 128) and dtype == "bf16" else None,
+            vectors=(2 if name == "dkdv" else 1) + window,  # lse and delta; subtree_end where masked; positions
+            ci=dtype == "bf16" and not option and (dim == 128 or (dim == 64 and archs == (90,))),
             archs=archs,
         )
-        for name, kernel, signature, tile in [
-            ("forward", forward_kernel, forward, tiles.forward),
-            ("dq", dq_kernel, dq, tiles.dq),
-            ("dkdv", dkdv_kernel, dkdv, tiles.dkdv),
+        for name, kernel, signature, more, tile, products in [
+            ("forward", forward_kernel, forward, {}, tiles.forward, 2),
+            ("dq", dq_kernel, dq, fill, tiles.dq, 3),
+            ("dkdv", dkdv_kernel, dkdv, fill, tiles.dkdv, 4),
         ]
     ]
 
 
 EXTENTS = dict.fromkeys(("lows", "highs", "key_firsts", "key_lasts", "row_firsts", "row_lasts"), "*i32")
-FOUND = dict.fromkeys(("bounds", "full_counts", "partial_counts", "weights"), "*i32")
-SIZES = {"tokens": "i32", "offset": "i32", "window": "i32"}
+FOUND = dict.fromkeys(("blocks", "full_counts", "partial_counts"), "*i32")
+SIZES = {"tokens": "i32", "offset": "i32", "window": "i32", "width": "i32"}
 
 
-def find_runs(by_key: bool, window: bool) -> AotCase:
-    constants = {"ROWS": 128, "KEYS": 64, "CAPACITY": CAPACITY, "CHUNK": CHUNK, "BY_KEY": by_key, "HAS_WINDOW": window}
-    return AotCase(f"tree runs {by_key} {window}", find_runs_kernel, {**EXTENTS, **FOUND, **SIZES}, constants, 4)
+def list_blocks(by_key: bool, window: bool) -> AotCase:
+    constants = {"ROWS": 128, "KEYS": 64, "SPAN": SPAN, "BY_KEY": by_key, "HAS_WINDOW": window}
+    return AotCase(f"tree blocks {by_key} {window}", list_blocks_kernel, {**EXTENTS, **FOUND, **SIZES}, constants, 4)
+
+
+def add(dim: int) -> AotCase:
+    constants = {"DIM": dim, "WIDTH": padded_width(dim), "KEYS": 128, "LINES": ADDED_LINES}
+    tensors = {"sums": "*fp32", "splits": "*i32", "dk_out": "*bf16", "dv_out": "*bf16"}
+    return AotCase(
+        f"tree add D{dim}",
+        add_kernel,
+        {**tensors, **dict.fromkeys(("tokens", "slots"), "i32"), "stride": "i32:16"},
+        constants,
+    )
 
 
 CASES = [
-    find_runs(False, True),
-    find_runs(True, False),
+    list_blocks(False, True),
+    list_blocks(True, False),
+    add(128),
     *cases(64, "bf16"),
     *cases(128, "bf16"),
-    *cases(128, "bf16", window=True, softcap=True)[2::3],  # dK/dV: the one that needs most registers
+    *cases(128, "bf16", window=True)[::3],  # forward: its copies fill shared memory
+    *cases(128, "bf16", window=True, softcap=True),
     *cases(96, "bf16"),
     *cases(256, "bf16"),
     *cases(64, "fp32"),

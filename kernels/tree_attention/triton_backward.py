@@ -1,0 +1,240 @@
+"""Backward in two deterministic passes instead of one with atomics, with P = 2^(scale S - lse).
+
+    dQ       over blocks of rows: delta = rowsum(dO * O), dS = P (dO v^T - delta), dQ = scale dS k
+    dK/dV    over blocks of keys: dV = P^T dO, dK = scale dS^T q, over all rows and query heads that read them
+
+dQ reads q, dO and O once and of k and v the visible blocks; it leaves lse and delta as dK/dV reads them, in whole tiles
+of each head. dK/dV reads k and v once and q and dO for every query head and block of rows that sees the keys, and is
+cut into `WorkItems`: an item that is all the work of its key block writes the gradients, the others leave partial sums
+that `add_kernel` adds up in the order of the rows.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_tiles import LOG2E, hide, load_tile, log2_scores, store_tile
+
+
+@triton.jit
+def _dq_blocks(
+    acc, query, grad, lse2, delta, k, v, k_stride, v_stride, ends, positions, rows, row_position, listed, count, tokens,
+    scale, window, softcap,
+    STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Adds ``count`` key blocks of a list; STEP -1: the partly visible ones, which are listed from the back."""
+    WHOLE: tl.constexpr = STEP == 1
+    block = tl.load(listed)
+    for i in range(count):
+        following = tl.load(listed + STEP * (i + 1))  # one round ahead of the copies that wait for it
+        first = block * KEYS
+        key = load_tile(k, first, k_stride, tokens, KEYS, DIM, WIDTH, WHOLE)
+        value = load_tile(v, first, v_stride, tokens, KEYS, DIM, WIDTH, WHOLE)
+        scores, slope = log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+        if not WHOLE:
+            keys = first + tl.arange(0, KEYS)
+            end = tl.load(ends + keys)
+            key_position = tl.load(positions + keys) if HAS_WINDOW else keys
+            scores = hide(
+                scores, rows[:, None], keys[None, :], end[None, :], row_position[:, None], key_position[None, :],
+                window, HAS_WINDOW,
+            )  # fmt: skip
+        probability = tl.exp2(scores - lse2[:, None])
+        dscores = probability * (tl.dot(grad, value.T, input_precision="ieee") - delta[:, None]) * slope
+        acc = tl.dot(dscores.to(key.dtype), key, acc, input_precision="ieee")
+        block = following
+    return acc
+
+
+@triton.jit(do_not_specialize=["tokens", "offset", "window", "width"])
+def dq_kernel(
+    grad_out,  # [T, Hq, D]
+    q,  # [T, Hq, D]
+    k,  # [N, Hkv, D]
+    v,  # [N, Hkv, D]
+    out,  # [T, Hq, D]
+    lse,  # [Hq, T] fp32
+    row_lse,  # [Hq, T filled up] fp32, written for dkdv_kernel: in the log2 domain, inf past the last row
+    row_delta,  # [Hq, T filled up] fp32, likewise
+    dq,  # [T, Hq, D]
+    blocks,  # [row blocks, width] int32, `VisibleBlocks`
+    full_counts,  # [row blocks] int32
+    partial_counts,  # [row blocks] int32
+    order,  # [row blocks] int32
+    ends,  # [N, filled up] int32
+    positions,  # [N, filled up] int32, read with a window only
+    row_positions,  # [T, filled up] int32, likewise
+    tokens, offset, width, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head,
+    scale, window, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    block = tl.load(order + tl.program_id(1))
+    row_count = tokens - offset
+    first = block * ROWS
+    lines = first + tl.arange(0, ROWS)
+    rows = offset + lines  # numbered like keys
+    query = load_tile(q + head * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, False)
+    grad = load_tile(grad_out + head * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, False)
+    output = load_tile(out + head * DIM, first, HEADS * DIM, row_count, ROWS, DIM, WIDTH, False)
+    delta = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
+    lse2 = tl.load(lse + head * row_count + lines, mask=lines < row_count, other=float("inf")) * LOG2E
+    lse2 = tl.where(lse2 == -float("inf"), 0.0, lse2)  # a row that saw nothing, whose scores are all hidden
+    filled = head * (tl.cdiv(row_count, FILL) * FILL)
+    tl.store(row_lse + filled + lines, lse2)
+    tl.store(row_delta + filled + lines, delta)
+    row_position = tl.load(row_positions + lines) if HAS_WINDOW else rows
+    k += (head // GROUP) * k_head
+    v += (head // GROUP) * v_head
+    listed = blocks + block.to(tl.int64) * width
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    acc = _dq_blocks(
+        acc, query, grad, lse2, delta, k, v, k_stride, v_stride, ends, positions, rows, row_position,
+        listed, tl.load(full_counts + block), tokens, scale, window, softcap,
+        1, DIM, WIDTH, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
+    acc = _dq_blocks(
+        acc, query, grad, lse2, delta, k, v, k_stride, v_stride, ends, positions, rows, row_position,
+        listed + width - 1, tl.load(partial_counts + block), tokens, scale, window, softcap,
+        -1, DIM, WIDTH, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
+    store_tile(dq + head * DIM, first, HEADS * DIM, row_count, acc * scale, ROWS, DIM, WIDTH)
+
+
+@triton.jit
+def _by_halves(entry):
+    """An int32 of a list. As four bytes Triton would copy it to shared memory, and then wait for all copies at once; a
+    round ahead in a register, as the other kernels have it, it makes dK/dV spill."""
+    half = entry.to(tl.pointer_type(tl.uint16))
+    return tl.load(half).to(tl.int32) | (tl.load(half + 1).to(tl.int32) << 16)
+
+
+@triton.jit
+def _dkdv_tiles(
+    dk, dv, key, value, q, grad_out, row_lse, row_delta, q_stride, q_head, g_stride, g_head, row_head, first_head,
+    row_positions, keys, end, key_position, listed, begin, stop, row_count, offset, scale, window, softcap,
+    STEP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Adds tiles ``begin`` to ``stop``: those of one row block of the list after the other, for each query head."""
+    WHOLE: tl.constexpr = STEP == 1
+    for i in range(begin, stop):
+        entry = listed + STEP * (i // GROUP)
+        block = _by_halves(entry) if WHOLE else tl.load(entry)
+        head = first_head + i % GROUP
+        first = block * ROWS
+        query = load_tile(q + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE)
+        grad = load_tile(grad_out + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE)
+        lines = first + tl.arange(0, ROWS)
+        scores, slope = log2_scores(tl.dot(key, query.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+        if not WHOLE:
+            rows = offset + lines
+            row_position = tl.load(row_positions + lines) if HAS_WINDOW else rows
+            scores = hide(
+                scores, rows[None, :], keys[:, None], end[:, None], row_position[None, :], key_position[:, None],
+                window, HAS_WINDOW,
+            )  # fmt: skip
+        lse2 = tl.load(row_lse + head * row_head + lines)
+        probability = tl.exp2(scores - lse2[None, :])  # [keys, rows]
+        dv = tl.dot(probability.to(grad.dtype), grad, dv, input_precision="ieee")
+        dprobability = tl.dot(value, grad.T, input_precision="ieee")
+        delta = tl.load(row_delta + head * row_head + lines)  # here, not above: it takes registers until it is used
+        dscores = probability * (dprobability - delta[None, :]) * slope
+        dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["tokens", "offset", "window", "width", "slots"])
+def dkdv_kernel(
+    grad_out,  # [T, Hq, D]
+    q,  # [T, Hq, D]
+    k,  # [N, Hkv, D]
+    v,  # [N, Hkv, D]
+    row_lse,  # [Hq, T filled up] fp32
+    row_delta,  # [Hq, T filled up] fp32
+    dk_out,  # [N, Hkv, D]
+    dv_out,  # [N, Hkv, D]
+    sums,  # [Hkv, slots, 2, KEYS, WIDTH] fp32: dK and dV of items that are only a part of their key block's work
+    items,  # [M, 4] int32, `WorkItems`
+    blocks,  # [key blocks, width] int32, `VisibleBlocks`
+    full_counts,  # [key blocks] int32
+    partial_counts,  # [key blocks] int32, not read: the items say where they end
+    ends,  # [N, filled up] int32
+    positions,  # [N, filled up] int32, read with a window only
+    row_positions,  # [T, filled up] int32, likewise
+    tokens, offset, width, slots, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head,
+    scale, window, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0).to(tl.int64)
+    item = items + 4 * tl.program_id(1)
+    block = tl.load(item)
+    if block < 0:
+        return
+    begin, stop, slot = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    row_count = tokens - offset
+    row_head = tl.cdiv(row_count, FILL) * FILL
+    first = block * KEYS
+    keys = first + tl.arange(0, KEYS)
+    key = load_tile(k + kv_head * k_head, first, k_stride, tokens, KEYS, DIM, WIDTH, False)
+    value = load_tile(v + kv_head * v_head, first, v_stride, tokens, KEYS, DIM, WIDTH, False)
+    end = tl.load(ends + keys)
+    key_position = tl.load(positions + keys) if HAS_WINDOW else keys
+    first_head = tl.program_id(0) * GROUP
+    listed = blocks + block.to(tl.int64) * width
+    full = GROUP * tl.load(full_counts + block)  # the tiles before this one are wholly visible
+    dk = tl.zeros([KEYS, WIDTH], tl.float32)
+    dv = tl.zeros([KEYS, WIDTH], tl.float32)
+    dk, dv = _dkdv_tiles(
+        dk, dv, key, value, q, grad_out, row_lse, row_delta, q_stride, q_head, g_stride, g_head, row_head,
+        first_head, row_positions, keys, end, key_position, listed, tl.minimum(begin, full), tl.minimum(stop, full),
+        row_count, offset, scale, window, softcap, 1, GROUP, DIM, WIDTH, ROWS, HAS_WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
+    dk, dv = _dkdv_tiles(
+        dk, dv, key, value, q, grad_out, row_lse, row_delta, q_stride, q_head, g_stride, g_head, row_head,
+        first_head, row_positions, keys, end, key_position, listed + width - 1,
+        tl.maximum(begin, full) - full, tl.maximum(stop, full) - full,
+        row_count, offset, scale, window, softcap, -1, GROUP, DIM, WIDTH, ROWS, HAS_WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
+    if slot < 0:
+        stride = HEADS // GROUP * DIM
+        store_tile(dk_out + kv_head * DIM, first, stride, tokens, dk * scale, KEYS, DIM, WIDTH)
+        store_tile(dv_out + kv_head * DIM, first, stride, tokens, dv, KEYS, DIM, WIDTH)
+    else:
+        sums += (kv_head * slots + slot) * (2 * KEYS * WIDTH)
+        store_tile(sums, slot * 0, WIDTH, KEYS, dk * scale, KEYS, WIDTH, WIDTH)
+        store_tile(sums, slot * 0 + KEYS, WIDTH, 2 * KEYS, dv, KEYS, WIDTH, WIDTH)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def add_kernel(
+    sums,  # [Hkv, slots, 2, KEYS, WIDTH] fp32
+    splits,  # [S, 3] int32, `WorkItems`
+    dk_out,  # [N, Hkv, D]
+    dv_out,  # [N, Hkv, D]
+    tokens, slots, stride,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of LINES keys of a key block that was cut into items."""
+    kv_head = tl.program_id(0).to(tl.int64)
+    split = splits + 3 * tl.program_id(1)
+    block = tl.load(split)
+    if block < 0:
+        return
+    line = tl.program_id(2) * LINES
+    sums += (kv_head * slots + tl.load(split + 1)) * (2 * KEYS * WIDTH)
+    dk = tl.zeros([LINES, WIDTH], tl.float32)
+    dv = tl.zeros([LINES, WIDTH], tl.float32)
+    for _ in range(tl.load(split + 2)):
+        dk += load_tile(sums, line, WIDTH, KEYS, LINES, WIDTH, WIDTH, True)
+        dv += load_tile(sums, KEYS + line, WIDTH, 2 * KEYS, LINES, WIDTH, WIDTH, True)
+        sums += 2 * KEYS * WIDTH
+    first = block * KEYS + line
+    store_tile(dk_out + kv_head * DIM, first, stride, tokens, dk, LINES, DIM, WIDTH)
+    store_tile(dv_out + kv_head * DIM, first, stride, tokens, dv, LINES, DIM, WIDTH)

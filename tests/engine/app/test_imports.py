@@ -1,0 +1,71 @@
+"""What an import loads, and what is said where an extra is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import rolltree.engine
+from rolltree.engine.app.cli import EXTRAS
+
+from ..tiny import ROOT
+
+HEAVY = ("transformers", "numba", "pydantic", "pyarrow", "rich", "plotly", "jinja2", "fastapi", "pandas", "safetensors")
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("package", "others"), [("rolltree.kernels", ()), ("rolltree.engine", ("torch", "numpy"))])
+def test_an_import_loads_nothing_it_does_not_need(package, others):
+    done = python(f"import sys, {package}; print([m for m in {(*HEAVY, *others)!r} if m in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_kernels_work_without_any_extra():
+    blocked = f"BLOCKED = {HEAVY!r}\n{BLOCK}"
+    done = python(
+        blocked + "import torch\nfrom rolltree.kernels import linear_logprob\n"
+        "print(linear_logprob(torch.randn(4, 8), torch.randn(5, 8), torch.arange(4)).logprob.shape)"
+    )
+    assert "[4]" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("pydantic", "train"), ("transformers", "engine"), ("rich", "train")])
+def test_a_missing_extra_is_named(missing, extra, tmp_path):
+    (tmp_path / "a.toml").write_text(
+        'name = "a"\n[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[reward]\nverifier = "exact"\n'
+    )
+    done = python(
+        f"BLOCKED = {(missing,)!r}\n{BLOCK}\nfrom rolltree.engine.app.cli import main\n"
+        f"sys.exit(main(['train', {str(tmp_path / 'a.toml')!r}]))"
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"This needs {missing}; install it with `pip install 'rolltree[{extra}]'`." in done.stderr
+
+
+def test_every_extra_is_declared_with_its_modules():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, modules in EXTRAS.items():
+        declared = " ".join(extras[extra]).replace("-", "_")
+        assert all(module in declared for module in modules), extra
+
+
+def test_public_names_are_those_declared():
+    assert set(rolltree.engine.__all__) == set(rolltree.engine._HOME)
+    for name in rolltree.engine.__all__:
+        assert getattr(rolltree.engine, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        _ = rolltree.engine.Trainr

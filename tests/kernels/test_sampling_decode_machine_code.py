@@ -1,0 +1,77 @@
+"""What the machine code of decode attention and sampling executes on sm_90, although no GPU is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .aot import machine_code
+from .aot.harness import AotResult
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> Any:
+    """In a process of its own: this one has Triton's interpreter in the compiler's place."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.stdout.startswith("["), f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return json.loads(done.stdout)
+
+
+def test_triton_decode() -> None:
+    """Two tiles are in flight while one is multiplied, and enough blocks fit on a processor to hide the rest."""
+    found = {
+        r.case: r for r in map(AotResult.of, run("tests.kernels.aot.harness", "tree_decode", "--arch", "90", "--json"))
+    }
+    for dim, blocks, instructions in ((64, 3, 510), (128, 2, 655)):
+        kernel = found[f"decode partial D{dim} bf16"]
+        (loop,) = kernel.loops
+        assert not kernel.error
+        assert (loop.wait, loop.small_copies, loop.local) == (2, 0, 0)
+        assert loop.tensor_clocks == loop.useful_clocks
+        assert kernel.ctas >= blocks
+        assert loop.instructions <= instructions
+
+
+def test_sampling() -> None:
+    """Logits come 16 bytes a thread; each token of a row takes few instructions, and nothing is spilled."""
+    found = {row["case"]: row for row in run("tests.kernels.aot.sampling")}
+    for dtype in ("bf16", "fp32"):
+        scan = found[f"sample scan {dtype} race"]
+        assert scan["instructions_a_token"] <= 80  # both ways of loading and all branches counted
+        assert scan["wide_loads"] > 0
+        assert found[f"sample scan {dtype}"]["instructions_a_token"] <= 36
+        assert max(found[f"sample select {dtype}"]["loops_a_token"]) <= 42
+    assert all(row["local"] == 0 for row in found.values())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_cuda_decode(tmp_path: Path) -> None:
+    """Every variant of the C++ kernel: a tile in flight, every product needed, no spill or small copy in the loop."""
+    cubin, home = tmp_path / "tree_decode.cubin", Path(torch.__file__).parent / "include"
+    flags = ["-O3", "-std=c++20", "--use_fast_math", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    includes = [f"-I{home}", f"-I{home / 'torch' / 'csrc' / 'api' / 'include'}"]
+    source = ROOT / "csrc" / "cuda" / "tree_decode.cu"
+    subprocess.run(["nvcc", *flags, *includes, "-arch=sm_90a", "-cubin", str(source), "-o", str(cubin)], check=True)
+    kernels = [kernel for kernel in machine_code.read(cubin.read_bytes()) if "partial_kernel" in kernel.name]
+    assert len(kernels) == 24
+    for kernel in kernels:
+        dim = next(d for d in (64, 128, 256) if f"Li{d}E" in kernel.name)
+        keys = 64 if dim < 256 else 32
+        loop = max(kernel.main_loops, key=lambda loop: loop.count)
+        assert loop.faults(4, 2 * 64 * keys * dim) == [], kernel.name
+        assert min(loop.waits) == 1
+        shared = 3 * keys * (2 * (dim + 8) * 2 + 8)
+        assert machine_code.ctas_per_sm(kernel.registers, shared, 4) >= (3 if dim == 64 else 2), kernel.name
+        plain = "ELb0ELb0E" in kernel.name
+        assert not plain or loop.count <= {64: 610, 128: 815, 256: 750}[dim], (kernel.name, loop.count)
