@@ -13,8 +13,8 @@ parts, of no limit, are ``tests`` (every test file that a GPU changes) and ``row
 
 A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again and cases
 that are in the directory are not measured again, so the same command goes on where a part was cut off. Where there is
-no repository the environment variable ``ROLLTREE_COMMIT`` names the commit. Native parts that load are taken as they
-are; others are built for this device alone.
+no repository the environment variable ``ROLLTREE_COMMIT`` names the commit. Native parts that load and are no
+older than their sources are taken as they are; others are built, for this device alone.
 
 ``--device cpu --rehearse`` runs the same tasks with small cases on a machine without a GPU.
 """
@@ -258,10 +258,18 @@ def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[
 
 
 def native_parts(device: torch.device) -> dict[str, bool]:
-    """Whether each native part loads here."""
-    host = importlib.util.find_spec("rolltree.engine.rollout._host") is not None
-    found = {"_host": host, "_cpu": load_library("cpu")}
-    return found | ({"_cuda": load_library("cuda")} if device.type == "cuda" else {})
+    """Whether each native part loads here and is no older than its sources."""
+    host = importlib.util.find_spec("rolltree.engine.rollout._host")
+    found = {"_host": host is not None, "_cpu": load_library("cpu")}
+    files = {"_host": [Path(host.origin)] if host and host.origin else []}
+    files["_cpu"] = list((REPOSITORY / "kernels").glob("_cpu_*.so"))
+    if device.type == "cuda":
+        found["_cuda"] = load_library("cuda")
+        files["_cuda"] = [REPOSITORY / "kernels" / "_cuda.so"]
+    for name in found:
+        newest = max(path.stat().st_mtime for path in (REPOSITORY / "csrc" / name[1:]).iterdir())
+        found[name] = found[name] and min(path.stat().st_mtime for path in files[name]) >= newest
+    return found
 
 
 def architecture(major: int, minor: int) -> str:

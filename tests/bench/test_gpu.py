@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,7 @@ def test_a_benchmark_goes_on_behind_the_provider_that_killed_its_process(tmp_pat
     code = f"""
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 from rolltree.bench.journal import Journal
 journal = Journal("made_up", Path({str(tmp_path)!r}))
 if not journal.known("one", "ours"):
@@ -264,3 +266,18 @@ def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> Non
     command = [sys.executable, "-c", BARE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["True carried"], done.stderr
+
+
+def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, source = tmp_path / "kernels" / "_cpu_any.so", tmp_path / "csrc" / "cpu" / "op.cpp"
+    host, host_source = tmp_path / "_host.so", tmp_path / "csrc" / "host" / "module.cpp"
+    for path in (library, source, host, host_source):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (1000, 1000))
+    monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(gpu, "load_library", lambda name: True)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(host)))
+    assert gpu.native_parts(CPU) == {"_host": True, "_cpu": True}
+    os.utime(source, (2000, 2000))
+    assert gpu.native_parts(CPU) == {"_host": True, "_cpu": False}
