@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -61,7 +61,6 @@ class Task:
     """Of a benchmark: its journal says what has run."""
     needs: str | None = None
     """A program that the machine must have; a rehearsal leaves it out of the command."""
-    environment: dict[str, str] = field(default_factory=dict)
     passing: tuple[int, ...] = (0,)
 
 
@@ -135,7 +134,6 @@ def kernels(to: Setting) -> list[Task]:
 def tuning(to: Setting) -> list[Task]:
     sweep = [*to.python("rolltree.bench.sweep"), "--device", to.device, "--out", str(to.out)]
     small = ["--rehearse"] if to.rehearse else []
-    interpreted = {"TRITON_INTERPRET": "1"} if to.device == "cpu" else {}
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     profiler = ["ncu", "--clock-control", "none", "--set", "full", "--launch-skip", "2", "--launch-count", "1"]
 
@@ -147,23 +145,22 @@ def tuning(to: Setting) -> list[Task]:
         return to.bench(op, cases, "^rolltree$", under=under, limit=60.0, name=f"profile {op} {kernel}")
 
     return [
-        *(
-            Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0, environment=interpreted)
-            for kernel in ("attention", "decode", "sampling")
-        ),
+        *(Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0) for kernel in ("attention", "decode", "sampling")),
         checked("tree_decode", "^rolltree$"),
         checked("tree_attention", "^rolltree$"),
         profiled("tree_attention", r"^4096\+28x1024 ", "forward_kernel"),
         profiled("tree_attention", r"^4096\+28x1024 ", "dkdv_kernel"),
-        profiled("tree_decode", "^P=16384 R=128 G=16 x 1 ", "decode"),
-        profiled("sample_tokens", "N=512 V=151936 T=1$", "."),
+        profiled("tree_decode", "^P=16384 R=128 G=16 x 1 ", "partial_kernel"),
+        profiled("sample_tokens", "N=512 V=151936 T=1$", "scan_kernel"),
     ]
 
 
 def training(to: Setting) -> list[Task]:
     return [
         to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree|flat, transformers|flex", limit=240.0),
-        to.bench("rollout", "forced lengths", "^rolltree|continuous", limit=200.0),
+        to.bench(
+            "rollout", "forced lengths", "^rolltree$|continuous" if to.rehearse else "^rolltree|continuous", limit=200.0
+        ),
         to.bench("linear_policy_loss", "N=8192 H=4096 V=131072 .*frozen", "^(rolltree|torch)$", name="frozen head"),
     ]
 
@@ -205,7 +202,7 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
     if task.needs and not to.rehearse and shutil.which(task.needs) is None:
         return f"failed: there is no {task.needs} on PATH"
     stop = min(deadline, time.monotonic() + task.limit)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | task.environment
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     log = to.out / "logs" / f"{re.sub(r'[^a-z0-9_.]+', '-', task.name.lower())}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     while True:

@@ -36,8 +36,8 @@ class DeviceLostError(RuntimeError):
     """A fault left the device unusable to this process."""
 
 
-class CaseTimeoutError(Exception):
-    """A provider took longer than a case may."""
+class CaseTimeoutError(BaseException):
+    """A provider took longer than a case may; no ``except Exception`` on its way, as compilers have, takes it."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,8 @@ def _measure(
         for direction, by_provider in calls.items():
             found = interleaved(by_provider, device, seconds=choice.budget, guard=guard)
             samples.setdefault(direction, {}).update(found)
+            if bench.replayed and device.type == "cuda" and not direction.endswith("launched"):
+                continue  # a replay allocates nothing
             for name in found:
                 with guard(name):
                     peaks.setdefault(direction, {})[name] = peak_memory_mib(by_provider[name], device)
@@ -194,7 +196,11 @@ def _measure(
         for direction, of_provider in own.items():
             calls.setdefault(direction, {}).update(of_provider)
     time(calls)
-    return [row for d, found in samples.items() for row in _rows(bench, case, d, inputs, found, peaks[d], context)]
+    return [
+        row
+        for direction, found in samples.items()
+        for row in _rows(bench, case, direction, inputs, found, peaks.get(direction, {}), context)
+    ]
 
 
 def _rows(

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rolltree.bench import gpu, runner, schema
+from rolltree.bench import gpu, runner, schema, sweep
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
+from rolltree.kernels.dispatch import interpreting
 
 CPU = torch.device("cpu")
 QUICK = Choice(seconds=0.0)
@@ -103,7 +105,13 @@ def test_inputs_that_cannot_be_made_lose_their_case(tmp_path: Path) -> None:
 
 def test_a_provider_that_takes_too_long_is_stopped() -> None:
     def slow(inputs: object) -> Calls:
-        return {"forward": lambda: time.sleep(20)}
+        def call() -> None:
+            try:
+                time.sleep(20)
+            except Exception as error:  # as a compiler does with what is raised inside it
+                raise RuntimeError("wrapped") from error
+
+        return {"forward": call}
 
     bench = counted([])
     bench = Bench("made_up", bench.cases, {"slow": slow, **bench.providers})
@@ -162,6 +170,7 @@ def test_a_benchmark_goes_on_behind_the_provider_that_killed_its_process(tmp_pat
     """The first process says whose turn it is and dies of a signal; the second finds that on record."""
     code = f"""
 import os, sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from rolltree.bench.journal import Journal
@@ -281,3 +290,36 @@ def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, m
     assert gpu.native_parts(CPU) == {"_host": True, "_cpu": True}
     os.utime(source, (2000, 2000))
     assert gpu.native_parts(CPU) == {"_host": True, "_cpu": False}
+
+
+@pytest.mark.skipif(not interpreting(), reason="Triton runs on the CPU in its interpreter")
+@pytest.mark.parametrize("kernel", sweep.KERNELS)
+def test_sweep(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Candidates reach the kernel, give what the default gives, and are not tried twice."""
+    candidates = list(sweep.KERNELS[kernel](CPU, True))[:2]
+    monkeypatch.setitem(sweep.KERNELS, kernel, lambda device, small: iter(candidates))
+    arguments = [kernel, "--device", "cpu", "--rehearse", "--out", str(tmp_path)]
+    assert sweep.main(arguments) == 0
+    lines = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines()]
+    assert len(lines) == len(candidates)
+    assert all(line["difference"] <= 1e-5 for line in lines), lines
+    assert "of the default's time" in capsys.readouterr().out
+    assert sweep.main(arguments) == 0
+    assert len((tmp_path / "sweep.jsonl").read_text().splitlines()) == len(candidates)
+
+
+@pytest.mark.skipif(not interpreting(), reason="Triton runs on the CPU in its interpreter")
+def test_a_candidate_that_does_not_run_or_is_wrong_does_not_win() -> None:
+    good = next(sweep.attention(CPU, True))
+
+    def refused(*_: object, **__: object) -> None:
+        raise ValueError("out of shared memory")
+
+    line = sweep.tried(replace(good, value=refused), CPU, 0.0)
+    assert "out of shared memory" in line["reason"]
+    results = iter([torch.ones(3), torch.full((3,), 2.0)])
+    line = sweep.tried(replace(good, call=lambda: next(results)), CPU, 0.0)
+    assert "differs by 1.00e+00" in line["reason"]
+    assert "ms" not in line
