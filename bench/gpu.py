@@ -1,117 +1,368 @@
-"""``make gpu``: every GPU test, then every benchmark, in parts of less than ten minutes.
+"""``make gpu``: the kernels' tests, figures and profiles of a machine with a GPU, which may have no network.
 
-``python -m rolltree.bench.gpu [part ...]`` runs the parts named, or all that have not yet passed at this commit, so a
-run cut short goes on where it stopped. Parts are ``test:<file>`` and ``bench:<op>``; each runs in a process of its own.
-Rows go to ``bench/results/<device>/<op>.jsonl``; the table of this run's rows comes last.
+Works from a plain checkout with the packages that such a machine has: nothing is installed, and ``rolltree`` is found
+through links. Three parts, each of less than ten minutes; everything goes into one directory::
+
+    make gpu ARGS="--part kernels --out build/gpu"
+    make gpu ARGS="--part tuning --out build/gpu"
+    make gpu ARGS="--part training --out build/gpu"
+
+``kernels``: versions, the native build, every kernel against float64, what the device gives at most, and the rows that
+matter most. ``tuning``: tiles of each kernel, memory checks, profiles. ``training``: whole steps and rollouts. Two more
+parts, of no limit, are ``tests`` (every test file that a GPU changes) and ``rows`` (every case of every benchmark).
+
+A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again and cases
+that are in the directory are not measured again, so the same command goes on where a part was cut off. Where there is
+no repository the environment variable ``ROLLTREE_COMMIT`` names the commit. Native parts that load and are no
+older than their sources are taken as they are; others are built, for this device alone.
+
+``--device cpu --rehearse`` runs the same tasks with small cases on a machine without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
+import platform
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from rolltree.kernels.dispatch import load_library
+
 from .cli import OPS
-from .schema import REPOSITORY, commit, folder_name, read
+from .journal import Journal
+from .schema import REPOSITORY, append_line, commit, read
 from .table import table
 
-PART_SECONDS = 570
+PART_SECONDS = 540.0
 NOTHING_COLLECTED = 5  # pytest's exit code
-RECORD = REPOSITORY / "build" / "gpu" / "passed.json"
+LONG = ("tests", "rows")  # parts without a limit
 
 
-def test_parts() -> dict[str, list[str]]:
-    """Command of each test part: kernel tests whole, since Triton is real here, of the others those marked gpu."""
-    parts = {}
+@dataclass(frozen=True)
+class Task:
+    name: str
+    command: list[str]
+    limit: float = 240.0  # seconds
+    op: str | None = None
+    """Of a benchmark: its journal says what has run."""
+    needs: str | None = None
+    """A program that the machine must have; a rehearsal leaves it out of the command."""
+    passing: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Setting:
+    device: str
+    rehearse: bool
+    seconds: float
+    cases: str
+    out: Path
+
+    def python(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", *arguments]
+
+    def bench(
+        self,
+        op: str,
+        cases: str = "",
+        providers: str = "",
+        *,
+        limit: float = 240.0,
+        under: Sequence[str] = (),
+        quick: bool = False,
+        name: str = "",
+    ) -> Task:
+        """A benchmark, or with ``under`` one that a tool watches, whose figures are dropped."""
+        command = self.python("rolltree.bench", op, "--device", self.device, "--seconds", str(self.seconds))
+        if self.rehearse or quick:
+            command.append("--quick")
+        wanted = self.cases or ("" if self.rehearse or quick else cases)
+        command += ["--cases", wanted, "--providers", providers]
+        if not under:
+            command += ["--out", str(self.out), "--limit", str(min(limit / 2, 120.0))]
+            return Task(name or f"rows {op}", command, limit, op)
+        command[command.index("--seconds") + 1] = "0"
+        return Task(name, [*([] if self.rehearse else under), *command], limit, needs=under[0])
+
+    def pytest(self, name: str, *arguments: str, limit: float = 240.0) -> Task:
+        parallel = ["-n", "4"] if importlib.util.find_spec("xdist") and not self.rehearse else []
+        command = [*self.python("pytest", "-q", "-p", "no:cacheprovider"), *parallel, *arguments]
+        return Task(name, command, limit, passing=(0, NOTHING_COLLECTED))
+
+
+def parts(to: Setting) -> dict[str, Callable[[], list[Task]]]:
+    return {
+        "kernels": lambda: kernels(to),
+        "tuning": lambda: tuning(to),
+        "training": lambda: training(to),
+        "tests": lambda: all_tests(to),
+        "rows": lambda: [to.bench(op, limit=3600.0) for op in OPS],
+    }
+
+
+def kernels(to: Setting) -> list[Task]:
+    """The rows in the order of their worth, after every kernel has been found correct."""
+    head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
+    return [
+        Task("versions", to.python("rolltree.bench.gpu", "--versions"), 60.0),
+        Task("build", to.python("rolltree.bench.gpu", "--build", "--device", to.device), 170.0),
+        to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=170.0),
+        to.bench("ceilings", limit=60.0),
+        to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=120.0),
+        to.bench("tree_attention", r"^4096\+28x1024 ", "^(rolltree|flex_attention)", limit=120.0),
+        to.bench("tree_decode", r"^P=(16384 R=128 G=16 x 1|4096 R=128 G=16 x 16) ", limit=90.0),
+        to.bench("sample_tokens", "V=151936", limit=90.0),
+        to.bench("logprob_from_logits", "V=151936", limit=60.0),
+        to.bench("policy_loss", limit=60.0),
+    ]
+
+
+def tuning(to: Setting) -> list[Task]:
+    sweep = [*to.python("rolltree.bench.sweep"), "--device", to.device, "--out", str(to.out)]
+    small = ["--rehearse"] if to.rehearse else []
+    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    profiler = ["ncu", "--clock-control", "none", "--set", "full", "--launch-skip", "2", "--launch-count", "1"]
+
+    def checked(op: str, providers: str) -> Task:
+        return to.bench(op, "", providers, under=sanitizer, quick=True, limit=100.0, name=f"memory {op} {providers}")
+
+    def profiled(op: str, cases: str, kernel: str) -> Task:
+        under = [*profiler, "--kernel-name", f"regex:{kernel}"]
+        return to.bench(op, cases, "^rolltree$", under=under, limit=60.0, name=f"profile {op} {kernel}")
+
+    return [
+        *(Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0) for kernel in ("attention", "decode", "sampling")),
+        checked("tree_decode", "^rolltree$"),
+        checked("tree_decode", "^cuda"),
+        checked("tree_attention", "^rolltree$"),
+        profiled("tree_attention", r"^4096\+28x1024 ", "forward_kernel"),
+        profiled("tree_attention", r"^4096\+28x1024 ", "dkdv_kernel"),
+        profiled("tree_decode", "^P=16384 R=128 G=16 x 1 ", "partial_kernel"),
+        profiled("sample_tokens", "N=512 V=151936 T=1$", "scan_kernel"),
+    ]
+
+
+def training(to: Setting) -> list[Task]:
+    return [
+        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree|flat, transformers|flex", limit=240.0),
+        to.bench(
+            "rollout", "forced lengths", "^rolltree$|continuous" if to.rehearse else "^rolltree|continuous", limit=200.0
+        ),
+        to.bench("linear_policy_loss", "N=8192 H=4096 V=131072 .*frozen", "^(rolltree|torch)$", name="frozen head"),
+    ]
+
+
+def all_tests(to: Setting) -> list[Task]:
+    """Kernel tests whole, since Triton and CUDA are real here, of the others those marked gpu."""
+    found = []
     for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
-        name = str(path.relative_to(REPOSITORY / "tests"))
-        pytest = [sys.executable, "-m", "pytest", "-q", str(path)]
+        name = str(path.relative_to(REPOSITORY))
         if path.parent.name == "kernels":
-            parts[f"test:{name}"] = pytest
+            found.append(to.pytest(name, name, limit=900.0))
         elif "mark.gpu" in path.read_text():
-            parts[f"test:{name}"] = [*pytest, "-m", "gpu"]
-    return parts
+            found.append(to.pytest(name, name, "-m", "gpu", limit=900.0))
+    return found
 
 
-def results_file(op: str) -> Path:
-    return REPOSITORY / "bench" / "results" / folder_name(torch.device("cuda")) / f"{op}.jsonl"
+class Record:
+    """Which tasks have passed, by commit, in ``tasks.jsonl`` of the run's directory."""
+
+    def __init__(self, out: Path) -> None:
+        self.path, self.commit = out / "tasks.jsonl", commit()
+        self.passed: set[str] = set()
+        if self.path.exists():
+            lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+            self.passed = {x["task"] for x in lines if x["commit"] == self.commit and x["status"] == "passed"}
+
+    def add(self, task: str, status: str, seconds: float) -> None:
+        line = {"task": task, "status": status, "seconds": round(seconds, 1), "commit": self.commit}
+        append_line(line, self.path)
+        if status == "passed":
+            self.passed.add(task)
 
 
-def bench_parts() -> dict[str, list[str]]:
-    command = [sys.executable, "-m", "rolltree.bench"]
-    return {f"bench:{op}": [*command, op, "--device", "cuda", "--out", str(results_file(op))] for op in OPS}
+def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None] = print) -> str:
+    """How it ended: "passed", "failed: why", or "cut off" by the end of the part, to be gone on with.
+
+    A benchmark whose process dies starts again behind the provider that it died of.
+    """
+    if task.needs and not to.rehearse and shutil.which(task.needs) is None:
+        return f"failed: there is no {task.needs} on PATH"
+    stop = min(deadline, time.monotonic() + task.limit)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    log = to.out / "logs" / f"{re.sub(r'[^a-z0-9_.]+', '-', task.name.lower())}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        left = stop - time.monotonic()
+        if left <= 0:
+            return "cut off"
+        with log.open("a") as file:
+            file.write(f"$ {' '.join(task.command)}\n")
+            file.flush()
+            process = subprocess.Popen(
+                task.command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                code = process.wait(left)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if stop >= deadline:
+                    return "cut off"
+                code = None
+        if code in task.passing:
+            return "passed"
+        reason = f"it took longer than {task.limit:.0f} s" if code is None else f"exit code {code}"
+        if task.op is None or code in (1, 2):
+            return f"failed: {reason}; see {log}"
+        journal = Journal(task.op, to.out)
+        at = journal.interrupted()
+        lost = at is not None and not journal.known(*at)
+        if at is not None and lost:
+            say(str(journal.record(*at, "stopped", f"its process ended: {reason}")))
+        if code is None or not (lost or code == 3):
+            return f"failed: {reason}; see {log}"
 
 
-def run_part(name: str, command: list[str]) -> bool:
-    """Whether the part passed; its output goes straight to the terminal."""
-    print(f"== {name}", flush=True)
-    if name.startswith("bench:"):
-        results_file(name.removeprefix("bench:")).unlink(missing_ok=True)  # one run's rows, not a history
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    start = time.perf_counter()
-    try:
-        code = subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=PART_SECONDS).returncode
-    except subprocess.TimeoutExpired:
-        print(f"== {name}: stopped after {PART_SECONDS} s", flush=True)
-        return False
-    passed = code in (0, NOTHING_COLLECTED)
-    print(
-        f"== {name}: {'passed' if passed else f'FAILED, exit code {code}'}, {time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
-    return passed
+def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[str], None] = print) -> list[str]:
+    """The names of tasks that did not pass."""
+    record, missed, start = Record(to.out), [], time.monotonic()
+    for task in tasks:
+        if task.name in record.passed:
+            say(f"== {task.name}: passed before")
+            continue
+        begun = time.monotonic()
+        ended = "cut off" if begun - start > seconds - 2 else run_task(task, to, start + seconds, say)
+        took = time.monotonic() - begun
+        say(f"== {task.name}: {ended}, {took:.0f} s")
+        record.add(task.name, ended.partition(":")[0], took)
+        if ended != "passed":
+            missed.append(task.name)
+    return missed
+
+
+def native_parts(device: torch.device) -> dict[str, bool]:
+    """Whether each native part loads here and is no older than its sources."""
+    host = importlib.util.find_spec("rolltree.engine.rollout._host")
+    found = {"_host": host is not None, "_cpu": load_library("cpu")}
+    files = {"_host": [Path(host.origin)] if host and host.origin else []}
+    files["_cpu"] = list((REPOSITORY / "kernels").glob("_cpu_*.so"))
+    if device.type == "cuda":
+        found["_cuda"] = load_library("cuda")
+        files["_cuda"] = [REPOSITORY / "kernels" / "_cuda.so"]
+    for name in found:
+        newest = max(path.stat().st_mtime for path in (REPOSITORY / "csrc" / name[1:]).iterdir())
+        found[name] = found[name] and min(path.stat().st_mtime for path in files[name]) >= newest
+    return found
+
+
+def architecture(major: int, minor: int) -> str:
+    """nvcc's name of a compute capability; Hopper's own instructions want the ``a``."""
+    return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
+
+
+def build(device: torch.device) -> int:
+    """Build in place what does not load, for this machine alone; 0 where all parts load in the end."""
+    if all(native_parts(device).values()):
+        print("Every native part is there and loads.")
+        return 0
+    environment = dict(os.environ, ROLLTREE_CPU_ISA="native", ROLLTREE_CUDA="0")
+    if device.type == "cuda":
+        del environment["ROLLTREE_CUDA"]
+        environment["ROLLTREE_CUDA_ARCHS"] = architecture(*torch.cuda.get_device_capability(device))
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
+    importlib.invalidate_caches()
+    load_library.cache_clear()
+    print(found := native_parts(device))
+    return code or int(not all(found.values()))
+
+
+def versions() -> int:
+    """Print what the machine has."""
+    print(f"rolltree {commit()}, python {platform.python_version()}, {platform.platform()}")
+    for name in ("torch", "triton", "transformers", "numpy", "numba", "pytest", "pydantic", "plotly", "tomli_w"):
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} is not installed")
+    for program in ("nvcc", "g++", "ncu", "compute-sanitizer"):
+        print(f"{program}: {shutil.which(program) or 'not on PATH'}")
+    if torch.cuda.is_available():
+        print(torch.cuda.get_device_properties(0))
+        subprocess.run(["nvidia-smi"], check=False)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every part that ran passed, 1 if one failed, 2 for a wrong command line or no GPU."""
-    parser = argparse.ArgumentParser(prog="make gpu", description="Every GPU test, then every benchmark.")
-    parser.add_argument("parts", nargs="*", metavar="part", help="default: all that have not passed at this commit")
-    parser.add_argument("--list", action="store_true", help="only list the parts")
+    """0 if every task that ran passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
+    parser = argparse.ArgumentParser(prog="make gpu", description="Tests, figures and profiles of a GPU.")
+    parser.add_argument("--part", action="append", metavar="NAME", help="kernels, tuning, training (all by default)")
+    parser.add_argument("--list", action="store_true", help="only list parts and tasks")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="cases of benchmarks, instead of the chosen ones")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of timing a case (default 2)")
+    parser.add_argument("--part-seconds", type=float, default=PART_SECONDS, metavar="S", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "gpu", help="default: build/gpu")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--rehearse", action="store_true", help="small cases; tools and GPU tests left out")
+    parser.add_argument("--versions", action="store_true", help="only print versions")
+    parser.add_argument("--build", action="store_true", help="only build the native parts")
     args = parser.parse_args(argv)
-    tests = test_parts()
-    if not tests:
+    if args.versions:
+        return versions()
+    to = Setting(args.device, args.rehearse, args.seconds, args.cases, args.out.resolve())
+    known = parts(to)
+    chosen = args.part or [name for name in known if name not in LONG]
+    if unknown := [name for name in chosen if name not in known]:
+        print(f"make gpu has no part '{unknown[0]}'; it has {', '.join(known)}.", file=sys.stderr)
+        return 2
+    if not (REPOSITORY / "tests").is_dir():
         print(f"make gpu needs a checkout with its tests; there are none in {REPOSITORY / 'tests'}.", file=sys.stderr)
         return 2
     if args.list:
-        print("\n".join([*tests, *(f"bench:{op}" for op in OPS)]))
+        for name, tasks in known.items():
+            print(name, *(task.name for task in tasks()), sep="\n  ")
         return 0
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         print(
-            "make gpu needs a CUDA device and a torch built for it, and finds none; see `rolltree doctor`.",
+            "make gpu needs a CUDA device and a torch built for it, and finds none; --device cpu --rehearse tries the "
+            "commands without.",
             file=sys.stderr,
         )
         return 2
-    parts = tests | bench_parts()
-    if unknown := [name for name in args.parts if name not in parts]:
-        print(f"make gpu has no part '{unknown[0]}'; --list names them.", file=sys.stderr)
+    if args.device == "cpu" and not args.rehearse and not args.build:
+        print("make gpu measures a GPU; the CPU only stands in for one, with --rehearse.", file=sys.stderr)
         return 2
-    head = commit()
-    passed: dict[str, str] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    chosen = args.parts or [name for name in parts if passed.get(name) != head or head.endswith("-dirty")]
-    failed = []
+    if args.build:
+        return build(torch.device(args.device))
+    missed = []
     for name in chosen:
-        if run_part(name, parts[name]):
-            passed[name] = head
-            RECORD.parent.mkdir(parents=True, exist_ok=True)
-            RECORD.write_text(json.dumps(passed, indent=1))
-        else:
-            failed.append(name)
-    measured = [results_file(name.removeprefix("bench:")) for name in chosen if name.startswith("bench:")]
-    rows = [row for path in measured if path.exists() for row in read(path)]
+        begun = time.monotonic()
+        missed += run_part(known[name](), to, float("inf") if name in LONG else args.part_seconds)
+        print(f"== part {name}: {time.monotonic() - begun:.0f} s", flush=True)
+    rows = [row for op in OPS if (to.out / f"{op}.jsonl").exists() for row in read(to.out / f"{op}.jsonl")]
     if rows:
-        print(table(rows))
-    skipped = len(parts) - len(chosen) if not args.parts else 0
-    print(f"{len(chosen) - len(failed)} of {len(chosen)} parts passed, {skipped} had passed at {head} before.")
-    if failed:
-        print(f"Failed: {' '.join(failed)}")
-    return 1 if failed else 0
+        print(table([row for row in rows if row.commit == commit()]))
+    problems = [problem for op in OPS for problem in Journal(op, to.out).problems]
+    if problems:
+        print("Failed:", *problems, sep="\n  ")
+    if missed:
+        print(f"Not passed: {', '.join(missed)}. The same command goes on from here.")
+    return 1 if missed or problems else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,18 +35,22 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     else:
         shapes = [(8192, 1024, 151936, narrow), (8192, 4096, 131072, narrow)]
     for n, h, v, dtype in shapes:
-        generator = torch.Generator(device).manual_seed(0)
+        name = f"N={n} H={h} V={v} {str(dtype).removeprefix('torch.')}"
+        yield Case(name, partial(_inputs, n, h, v, dtype, device))
 
-        def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device)
 
-        inputs = Inputs(
-            hidden=normal(n, h).to(dtype).requires_grad_(),
-            weight=(normal(v, h) * h**-0.5).to(dtype).requires_grad_(),
-            target=torch.randint(v, (n,), generator=generator, device=device),
-            upstream=normal(n) / n,
-        )
-        yield Case(f"N={n} H={h} V={v} {str(dtype).removeprefix('torch.')}", inputs)
+def _inputs(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    return Inputs(
+        hidden=normal(n, h).to(dtype).requires_grad_(),
+        weight=(normal(v, h) * h**-0.5).to(dtype).requires_grad_(),
+        target=torch.randint(v, (n,), generator=generator, device=device),
+        upstream=normal(n) / n,
+    )
 
 
 def both_directions(x: Inputs, logprob: Any) -> Calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,14 +53,13 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             for name, share in LIVE.items():
                 if not frozen or share == 1:
                     kind = f"{name}, head frozen" if frozen else name
-                    yield Case(f"N={n} H={h} V={v} {kind}", _inputs(n, h, v, dtype, device, share, frozen))
+                    yield Case(f"N={n} H={h} V={v} {kind}", partial(_inputs, n, h, v, dtype, device, share, frozen))
+        yield Case(f"N={n} H={h} V={v} GSPO, 8 groups of 8", partial(_groups, n, h, v, dtype, device))
 
-        yield Case(f"N={n} H={h} V={v} GSPO, 8 groups of 8", _groups(_inputs(n, h, v, dtype, device, 1.0, False)))
 
-
-def _groups(x: Inputs) -> Inputs:
+def _groups(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> Inputs:
     """The same tokens as 8 groups of 8 responses, each group's first tokens scored in one row."""
-    x = replace(x, length=len(x.target) // 64)
+    x = replace(_inputs(n, h, v, dtype, device, 1.0, frozen=False), length=n // 64)
     place = torch.arange(len(x.target), device=x.target.device)
     last_of_prompt = place - place % (8 * x.length)
     row = torch.where(place % x.length == 0, last_of_prompt, place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -28,13 +29,16 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     else:
         shapes, dtype = [(2048, 32000)] if quick else [(8192, 151936), (8192, 50257)], torch.bfloat16
     for n, v in shapes:
-        generator = torch.Generator(device).manual_seed(0)
-        inputs = Inputs(
-            logits=torch.randn(n, v, generator=generator, device=device).to(dtype).requires_grad_(),
-            target=torch.randint(v, (n,), generator=generator, device=device),
-            upstream=torch.randn(2, n, generator=generator, device=device) / n,
-        )
-        yield Case(f"N={n} V={v} {str(dtype).removeprefix('torch.')}", inputs)
+        yield Case(f"N={n} V={v} {str(dtype).removeprefix('torch.')}", partial(_inputs, n, v, dtype, device))
+
+
+def _inputs(n: int, v: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    return Inputs(
+        logits=torch.randn(n, v, generator=generator, device=device).to(dtype).requires_grad_(),
+        target=torch.randint(v, (n,), generator=generator, device=device),
+        upstream=torch.randn(2, n, generator=generator, device=device) / n,
+    )
 
 
 Scored = tuple[Tensor, Tensor]  # log-prob [N], entropy [N]

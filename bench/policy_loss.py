@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -25,10 +26,14 @@ class Inputs:
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for tokens in (16384,) if quick else (16384, 1 << 20):
-        generator = torch.Generator(device).manual_seed(0)
-        logprob = -torch.rand(tokens, generator=generator, device=device) * 3
-        noise, advantage = torch.randn(2, tokens, generator=generator, device=device)
-        yield Case(f"M={tokens}", Inputs(logprob.requires_grad_(), logprob.detach() + 0.2 * noise, advantage))
+        yield Case(f"M={tokens}", partial(_inputs, tokens, device))
+
+
+def _inputs(tokens: int, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    logprob = -torch.rand(tokens, generator=generator, device=device) * 3
+    noise, advantage = torch.randn(2, tokens, generator=generator, device=device)
+    return Inputs(logprob.requires_grad_(), logprob.detach() + 0.2 * noise, advantage)
 
 
 def rolltree(x: Inputs) -> Calls:
@@ -96,5 +101,6 @@ BENCH = Bench(
         "torch.compile": torch_compile,
     },
     ceiling=one_read_one_write,
+    replayed=True,
     ceiling_is="reading log-prob, old log-prob and advantage once and writing the gradient once",
 )

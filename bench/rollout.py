@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,20 +56,31 @@ def make_model(device: torch.device, *, small: bool) -> PreTrainedModel:
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """Lengths forced, then ended by tokens of which one comes up about every 64."""
     small = device.type == "cpu"
-    model = make_model(device, small=small)
-    vocabulary = model.config.vocab_size
+    model = cache(partial(make_model, device, small=small))
+    vocabulary, dtype = (1024, "float32") if small else (151936, "bfloat16")
     count, prompt, group, new_tokens = (1, 64, 4, 16) if quick else (4, 512, 16, 128) if small else (16, 4096, 16, 512)
     prompts = torch.randint(vocabulary, (count, prompt)).tolist()
-    name = f"{count} x ({prompt} + {group}x{new_tokens}) V={vocabulary} {str(model.dtype).removeprefix('torch.')}"
-    yield Case(f"{name} forced lengths", Inputs(model, prompts, group, new_tokens, ()))
+    name = f"{count} x ({prompt} + {group}x{new_tokens}) V={vocabulary} {dtype}"
+    yield Case(f"{name} forced lengths", lambda: Inputs(model(), prompts, group, new_tokens, ()))
     if not quick:
-        yield Case(f"{name} natural lengths", Inputs(model, prompts, group, new_tokens, tuple(range(vocabulary // 64))))
+        stops = tuple(range(vocabulary // 64))
+        yield Case(f"{name} natural lengths", lambda: Inputs(model(), prompts, group, new_tokens, stops))
+
+
+def kv_tokens(model: PreTrainedModel, wanted: int) -> int:
+    """Capacity of a KV cache: ``wanted`` tokens, or what four fifths of the device's free memory hold."""
+    if model.device.type != "cuda":
+        return wanted
+    config: Any = model.config
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return min(wanted, int(0.8 * free) // token)
 
 
 def native(x: Inputs, *, compile: bool = False) -> Calls:
     """Every call begins with an empty cache: prompts are fresh."""
-    kv_tokens = 2 * (x.tokens + sum(map(len, x.prompts)))
-    engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=kv_tokens, compile=compile))
+    capacity = kv_tokens(x.model, 2 * (x.tokens + sum(map(len, x.prompts))))
+    engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=capacity, compile=compile))
     params = SamplingParams(n=x.group, max_new_tokens=x.new_tokens, ignore_eos=True, stop_token_ids=x.stops)
 
     def call() -> None:
@@ -171,4 +182,5 @@ BENCH = Bench(
         PLAIN: transformers_generate,
     },
     speedup_over=PLAIN,
+    alone=True,
 )

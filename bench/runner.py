@@ -3,32 +3,48 @@
 A provider is one function: it takes a case's inputs and returns what to time, by direction. It imports its own package
 inside the function, so that an absent one is reported as not installed, and raises :class:`UnsupportedError` where it
 cannot run a case. The ceiling is a provider too: the least work that any implementation must do, measured on the same
-device in the same rounds.
+device in the same rounds. A provider that fails loses its rows and no others; the journal has the reason.
 """
 
 from __future__ import annotations
 
 import gc
+import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from .journal import Journal
 from .schema import Context, Row
-from .timing import interleaved, peak_memory_mib, quantiles
+from .timing import GraphError, Samples, interleaved, peak_memory_mib, quantiles, replay
 
 Calls = dict[str, Callable[[], object]]  # by direction
 CEILING = "ceiling"
+ANY = re.compile("")
 
 
 class UnsupportedError(Exception):
     """Why a provider does not run a case."""
 
 
-class Case(NamedTuple):
+class DeviceLostError(RuntimeError):
+    """A fault left the device unusable to this process."""
+
+
+class CaseTimeoutError(BaseException):
+    """A provider took longer than a case may; no ``except Exception`` on its way, as compilers have, takes it."""
+
+
+@dataclass(frozen=True)
+class Case:
     name: str
-    inputs: Any
+    make: Callable[[], Any]
+    """The inputs: made when the case runs, and for it alone."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,9 @@ class Bench:
     """One op's benchmark.
 
     ``speedup_over`` names the provider whose time is divided by the others' for rows of metric "speedup", with
-    ``speedup_ceiling(inputs)`` as their limit.
+    ``speedup_ceiling(inputs)`` as their limit. With ``replayed`` a call is shorter than its launches: on CUDA it is
+    timed as the replay of a graph. With ``alone`` providers are too large to be on the device together: each is made,
+    timed and dropped in its turn.
     """
 
     op: str
@@ -46,59 +64,206 @@ class Bench:
     ceiling_is: str = ""  # what the ceiling stands for, in words
     speedup_over: str | None = None
     speedup_ceiling: Callable[[Any], float] | None = None
+    replayed: bool = False
+    alone: bool = False
 
 
-def run(bench: Bench, device: torch.device, *, quick: bool, say: Callable[[str], None]) -> Iterator[Row]:
-    """Measure every case and yield its rows; ``say`` gets a line for every provider that does not run."""
+@dataclass(frozen=True)
+class Choice:
+    """What of a benchmark runs, and for how long."""
+
+    quick: bool = False
+    cases: re.Pattern[str] = ANY
+    """What a case's name must contain."""
+    providers: re.Pattern[str] = ANY
+    """The same of a provider's; the ceiling always runs."""
+    seconds: float | None = None
+    """Of timing for every direction of a case."""
+    limit: float = 120.0
+    """Seconds after which a provider is given up, of those before it is timed and of those while it is."""
+
+    @property
+    def budget(self) -> float:
+        return self.seconds if self.seconds is not None else 1.0 if self.quick else 8.0
+
+
+Guard = Callable[[str], AbstractContextManager[None]]
+
+
+def run(
+    bench: Bench, device: torch.device, choice: Choice, journal: Journal, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """Measure every case that the journal does not have and yield its rows; ``say`` gets a line for every provider
+    that does not run.
+
+    Raises:
+        DeviceLostError: what went wrong is in the journal; another process can go on from there.
+    """
     context = Context.of(device)
-    absent: set[str] = set()
-    for case in bench.cases(device, quick):
-        by_direction: dict[str, dict[str, Callable[[], object]]] = {}
-        providers = {**bench.providers, **({CEILING: bench.ceiling} if bench.ceiling else {})}
-        for name, provider in providers.items():
-            try:
-                for direction, call in provider(case.inputs).items():
-                    call()  # a provider that cannot run says so here, before anything is timed
-                    by_direction.setdefault(direction, {})[name] = call
-            except ImportError as error:
-                if name not in absent:
-                    say(f"{bench.op}: {name} is not installed ({error.name or error})")
-                absent.add(name)
-            except UnsupportedError as reason:
-                say(f"{bench.op} / {case.name}: {name} does not run: {reason}")
-            except Exception as error:
-                if "rolltree" in name or name == CEILING:
-                    raise
-                say(f"{bench.op} / {case.name}: {name} failed: {type(error).__name__}: {error}")  # a peer's own matter
-        for direction, calls in by_direction.items():
-            yield from _measure(bench, case, direction, calls, device, context, seconds=1.0 if quick else 8.0)
-        del by_direction
-        gc.collect()
+    for case in bench.cases(device, choice.quick):
+        if not choice.cases.search(case.name) or journal.finished(case.name):
+            continue
+        inputs = None
+        guard = _guard(bench.op, case.name, device, choice, journal, say)
+        if not journal.known(case.name, "inputs"):
+            with guard("inputs"):
+                inputs = case.make()
+        rows = (
+            [] if inputs is None else _measure(bench, case.name, inputs, device, choice, context, journal, guard, say)
+        )
+        del inputs
+        _release(device)
+        journal.finish(case.name, rows)
+        yield from rows
+
+
+def _guard(
+    op: str, case: str, device: torch.device, choice: Choice, journal: Journal, say: Callable[[str], None]
+) -> Guard:
+    """Goes around what a provider does: what it raises, or a time that is too long, goes into the journal."""
+
+    @contextmanager
+    def guard(provider: str) -> Iterator[None]:
+        journal.begin(case, provider)
+        try:
+            with _time_limit(choice.limit):
+                yield
+        except ImportError as error:
+            first = not any(o.provider == provider and o.status == "absent" for o in journal.outcomes)
+            journal.record(case, provider, "absent", str(error.name or error))
+            if first:
+                say(f"{op}: {provider} is not installed ({error.name or error})")
+        except UnsupportedError as reason:
+            journal.record(case, provider, "unsupported", str(reason))
+            say(f"{op} / {case}: {provider} does not run: {reason}")
+        except CaseTimeoutError:
+            say(str(journal.record(case, provider, "stopped", f"it took longer than {choice.limit:.0f} s")))
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            say(str(journal.record(case, provider, "failed", f"{type(error).__name__}: {first_line}")))
+            error.__traceback__ = None  # it would hold the tensors of the call
+            _check(device)
+
+    return guard
 
 
 def _measure(
     bench: Bench,
-    case: Case,
-    direction: str,
-    calls: Mapping[str, Callable[[], object]],
+    case: str,
+    inputs: Any,
     device: torch.device,
+    choice: Choice,
     context: Context,
-    seconds: float,
+    journal: Journal,
+    guard: Guard,
+    say: Callable[[str], None],
+) -> list[Row]:
+    providers = {name: p for name, p in bench.providers.items() if choice.providers.search(name)}
+    providers |= {CEILING: bench.ceiling} if bench.ceiling else {}
+    calls: dict[str, Calls] = {}  # by direction: every provider's
+    samples: dict[str, dict[str, Samples]] = {}
+    peaks: dict[str, dict[str, float | None]] = {}
+
+    def time(calls: dict[str, Calls]) -> None:
+        for direction, by_provider in calls.items():
+            found = interleaved(by_provider, device, seconds=choice.budget, guard=guard)
+            samples.setdefault(direction, {}).update(found)
+            if bench.replayed and device.type == "cuda" and not direction.endswith("launched"):
+                continue  # a replay allocates nothing
+            for name in found:
+                with guard(name):
+                    peaks.setdefault(direction, {})[name] = peak_memory_mib(by_provider[name], device)
+
+    for name, provider in providers.items():
+        if journal.known(case, name):  # a process before this one found out
+            continue
+        own: dict[str, Calls] = {}
+        with guard(name):
+            for direction, call in provider(inputs).items():
+                call()  # a provider that cannot run says so here, before anything is timed
+                if bench.replayed and device.type == "cuda":
+                    try:
+                        call = replay(call)
+                    except GraphError as error:
+                        say(f"{bench.op} / {case}: {name} is timed with its launches: {error}")
+                        direction += ", launched"
+                own[direction] = {name: call}
+        if bench.alone:
+            time(own)
+            own.clear()
+            call = provider = None  # type: ignore[assignment]
+            _release(device)
+        for direction, of_provider in own.items():
+            calls.setdefault(direction, {}).update(of_provider)
+    time(calls)
+    return [
+        row
+        for direction, found in samples.items()
+        for row in _rows(bench, case, direction, inputs, found, peaks.get(direction, {}), context)
+    ]
+
+
+def _rows(
+    bench: Bench,
+    case: str,
+    direction: str,
+    inputs: Any,
+    samples: Mapping[str, Samples],
+    peaks: Mapping[str, float | None],
+    context: Context,
 ) -> Iterator[Row]:
-    samples = interleaved(calls, device, seconds=seconds)
     limit = samples[CEILING].quantiles()[1] if CEILING in samples else None
 
     def row(provider: str, metric: str, p20: float, value: float, p80: float, ceiling: float | None) -> Row:
-        return Row(bench.op, case.name, provider, direction, metric, value, p20, p80, ceiling, **asdict(context))
+        return Row(bench.op, case, provider, direction, metric, value, p20, p80, ceiling, **asdict(context))
 
-    for provider, call in calls.items():
+    for provider, measured in samples.items():
         if provider == CEILING:
             continue
-        yield row(provider, "time_ms", *samples[provider].quantiles(), limit)
-        if (peak := peak_memory_mib(call, device)) is not None:
+        yield row(provider, "time_ms", *measured.quantiles(), limit)
+        if (peak := peaks.get(provider)) is not None:
             yield row(provider, "peak_memory_mib", peak, peak, peak, None)
-        if bench.speedup_over in samples and provider != bench.speedup_over:
-            base = samples[bench.speedup_over].ms
-            ratios = [theirs / ours for theirs, ours in zip(base, samples[provider].ms, strict=True)]
-            ceiling = bench.speedup_ceiling(case.inputs) if bench.speedup_ceiling else None
+        base = samples.get(bench.speedup_over or "")
+        if base is not None and provider != bench.speedup_over:
+            theirs = [base.quantiles()[1]] * len(measured.ms) if bench.alone else base.ms  # else round by round
+            ratios = [a / b for a, b in zip(theirs, measured.ms, strict=True)]
+            ceiling = bench.speedup_ceiling(inputs) if bench.speedup_ceiling else None
             yield row(provider, "speedup", *quantiles(ratios), ceiling)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise :class:`CaseTimeoutError` in the block after ``seconds``, where signals reach: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise CaseTimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _check(device: torch.device) -> None:
+    """Whether the device still works for this process.
+
+    Raises:
+        DeviceLostError: it does not, as after an access outside of memory.
+    """
+    if device.type == "cuda":
+        try:
+            torch.zeros(1, device=device).item()
+        except RuntimeError as error:
+            raise DeviceLostError("a fault left the device unusable to this process") from error
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,11 +28,24 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shapes += [(32, 151936)] if device.type == "cpu" else [(32, 151936), (512, 151936)]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for rows, vocab in shapes:
-        generator = torch.Generator(device).manual_seed(0)
-        logits = (3 * torch.randn(rows, vocab, generator=generator, device=device)).to(dtype)
-        yield Case(f"N={rows} V={vocab} T=1", Inputs(logits, 1.0, None, None))
-        yield Case(f"N={rows} V={vocab} T=0.7 top_p=0.9", Inputs(logits, 0.7, None, 0.9))
-        yield Case(f"N={rows} V={vocab} T=1 top_k=50 top_p=0.95", Inputs(logits, 1.0, 50, 0.95))
+        make = partial(_inputs, rows, vocab, dtype, device)
+        yield Case(f"N={rows} V={vocab} T=1", partial(make, 1.0, None, None))
+        yield Case(f"N={rows} V={vocab} T=0.7 top_p=0.9", partial(make, 0.7, None, 0.9))
+        yield Case(f"N={rows} V={vocab} T=1 top_k=50 top_p=0.95", partial(make, 1.0, 50, 0.95))
+
+
+def _inputs(
+    rows: int,
+    vocab: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    logits = (3 * torch.randn(rows, vocab, generator=generator, device=device)).to(dtype)
+    return Inputs(logits, temperature, top_k, top_p)
 
 
 def rolltree(x: Inputs) -> Calls:
@@ -102,5 +116,6 @@ BENCH = Bench(
     cases=cases,
     providers={"rolltree": rolltree, "torch": torch_sort, "transformers": transformers, "flashinfer": flashinfer},
     ceiling=one_read,
+    replayed=True,
     ceiling_is="reading the logits once (torch.amax)",
 )

@@ -80,20 +80,37 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The short hash of the checkout, ``-dirty`` where tracked files differ from it, "unknown" outside one."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
+    """The short hash of the checkout, ``-dirty`` where tracked files differ from it.
+
+    Of sources without a repository the environment variable ``ROLLTREE_COMMIT``, "unknown" where that is not set.
+    """
+    command = [
+        "git",
+        f"--git-dir={REPOSITORY / '.git'}",
+        f"--work-tree={REPOSITORY}",
+        "describe",
+        "--always",
+        "--dirty",
+        "--exclude",
+        "*",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("ROLLTREE_COMMIT") or "unknown"
 
 
 def append(rows: Iterable[Row], path: Path) -> None:
     """Add ``rows`` to the JSON-lines file ``path``, each line whole even if the run is killed."""
+    for row in rows:
+        append_line(asdict(row), path)
+
+
+def append_line(values: Mapping[str, object], path: Path) -> None:
+    """Add one JSON object as a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(asdict(row)) + os.linesep)
+        file.write(json.dumps(values) + os.linesep)
 
 
 def read(path: Path) -> list[Row]:

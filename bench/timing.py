@@ -2,13 +2,15 @@
 
 Each round runs every provider once, in an order that rotates, so that clock drift and other people's load fall on all
 of them alike and a ratio can be taken within a round. On CUDA, device events bracket the call, and a buffer larger than
-L2 is written before it, which also keeps the queue full, so that launch latency is not what is measured.
+L2 is written before it. A pause of the device after that gives the host time to launch the call, so that launch latency
+is not what is measured; what is too short for that is timed as the replay of a CUDA graph.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 WARMUP_CALLS = 2
 MIN_ROUNDS = 3
+PAUSE_CYCLES = 2_000_000  # about a millisecond
 
 
 @dataclass(frozen=True)
@@ -39,23 +42,72 @@ def quantiles(values: tuple[float, ...] | list[float]) -> tuple[float, float, fl
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float, max_rounds: int = 200
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    seconds: float,
+    max_rounds: int = 200,
+    guard: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> dict[str, Samples]:
-    """Time ``calls`` against each other for about ``seconds`` seconds, at least three rounds."""
+    """Time ``calls`` against each other for about ``seconds`` seconds, at least three rounds.
+
+    Every call runs inside ``guard(name)``; where that swallows what the call raises, the name is left out from there
+    on and has no samples.
+    """
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
-    for call in calls.values():
+    found: dict[str, list[float]] = {name: [] for name in calls}
+
+    def measure(name: str, *, keep: bool) -> None:
+        with guard(name):
+            taken = clock.time(calls[name])
+            if keep:
+                found[name].append(taken)
+            return
+        del found[name]
+
+    for name in list(found):
         for _ in range(WARMUP_CALLS):
-            clock.time(call)
-    names = list(calls)
-    found: dict[str, list[float]] = {name: [] for name in names}
+            if name in found:
+                measure(name, keep=False)
     deadline = time.perf_counter() + seconds
     for round_index in range(max_rounds):
-        if round_index >= MIN_ROUNDS and time.perf_counter() > deadline:
+        if not found or (round_index >= MIN_ROUNDS and time.perf_counter() > deadline):
             break
+        names = list(found)
         shift = round_index % len(names)
         for name in names[shift:] + names[:shift]:
-            found[name].append(clock.time(calls[name]))
+            measure(name, keep=True)
     return {name: Samples(tuple(ms)) for name, ms in found.items()}
+
+
+class GraphError(RuntimeError):
+    """A call cannot go into a CUDA graph."""
+
+
+def replay(call: Callable[[], object]) -> Callable[[], object]:
+    """``call`` as the replay of a CUDA graph: its kernels without their launches by Python.
+
+    Raises:
+        GraphError: it waits for the device, or does what a graph cannot hold.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            call()  # autotuning and compiling end here
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            kept = call()
+    except RuntimeError as error:
+        torch.cuda.synchronize()  # raises where the device itself failed
+        raise GraphError((str(error).splitlines() or [""])[0]) from None
+
+    def again() -> object:
+        graph.replay()
+        return kept
+
+    return again
 
 
 def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float | None:
@@ -102,6 +154,7 @@ class _CudaClock:
     def time(self, call: Callable[[], object]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.sweep.zero_()
+        torch.cuda._sleep(PAUSE_CYCLES)  # what the call launches is in the queue before the first of it may start
         start.record()
         call()
         end.record()

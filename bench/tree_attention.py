@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -67,16 +68,19 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         )
     query_heads, kv_heads, dim = heads
     for name, tree in trees.items():
-        generator = torch.Generator(device).manual_seed(0)
+        shape = f"heads {query_heads}/{kv_heads} D={dim} {str(dtype).removeprefix('torch.')}"
+        yield Case(f"{name} {shape}", partial(_inputs, tree, heads, dtype, device))
 
-        def normal(
-            count: int, t: int = tree.num_tokens, d: int = dim, generator: torch.Generator = generator
-        ) -> Tensor:
-            return torch.randn(t, count, d, generator=generator, device=device).to(dtype)
 
-        q, k, v = (normal(count).requires_grad_() for count in (query_heads, kv_heads, kv_heads))
-        inputs = Inputs(q, k, v, normal(query_heads), torch.from_numpy(tree.subtree_end).to(device), tree)
-        yield Case(f"{name} heads {query_heads}/{kv_heads} D={dim} {str(dtype).removeprefix('torch.')}", inputs)
+def _inputs(tree: TokenTree, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Inputs:
+    query_heads, kv_heads, dim = heads
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(count: int) -> Tensor:
+        return torch.randn(tree.num_tokens, count, dim, generator=generator, device=device).to(dtype)
+
+    q, k, v = (normal(count).requires_grad_() for count in (query_heads, kv_heads, kv_heads))
+    return Inputs(q, k, v, normal(query_heads), torch.from_numpy(tree.subtree_end).to(device), tree)
 
 
 def both_directions(attend: Callable[[], Tensor], leaves: tuple[Tensor, ...], upstream: Tensor) -> Calls:

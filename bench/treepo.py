@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.programs import TreePO
 
-from .rollout import make_model
+from .rollout import kv_tokens, make_model
 from .runner import Bench, Calls, Case
 
 FLAT = "rolltree flat"
@@ -40,18 +41,20 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    model = make_model(device, small=device.type == "cpu")
+    model = cache(partial(make_model, device, small=device.type == "cpu"))
     shapes = [(1, 64, 4, 8, 4, 4)] if quick else [(2, 1024, 16, 512, 7, 16)]
     if device.type == "cuda":
         shapes = [(32, 1024, 16, 512, 7, 256), (32, 1024, 16, 512, 14, 256)]
     for count, prompt, width, segment, depth, rows in shapes:
-        prompts = torch.randint(model.config.vocab_size, (count, prompt)).tolist()
+        prompts = torch.randint(1024 if device.type == "cpu" else 151936, (count, prompt)).tolist()
         name = f"{count} x P={prompt} S={segment} D={depth} W={width}, {rows} rows"
-        yield Case(name, Inputs(model, prompts, width, segment, depth, rows))
+        shape = (prompts, width, segment, depth, rows)
+        yield Case(name, partial(lambda shape: Inputs(model(), *shape), shape))
 
 
 def _engine(x: Inputs) -> NativeEngine:
-    return NativeEngine(x.model, config=EngineConfig(kv_tokens=2 * x.flat_tokens, max_batch_rows=x.rows))
+    capacity = kv_tokens(x.model, 2 * x.flat_tokens)
+    return NativeEngine(x.model, config=EngineConfig(kv_tokens=capacity, max_batch_rows=x.rows))
 
 
 def _params(x: Inputs) -> SamplingParams:
@@ -86,5 +89,6 @@ BENCH = Bench(
     cases=cases,
     providers={"rolltree treepo": treepo, FLAT: flat},
     speedup_over=FLAT,
+    alone=True,
     speedup_ceiling=lambda x: x.flat_tokens / x.tree_tokens,
 )

@@ -32,12 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not HAS_GPU:
         no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):  # not keywords, which hold the names of folders too
                 item.add_marker(no_gpu)
     for mark in ("slow", "vllm"):
         if mark not in config.option.markexpr:
-            left_out = [item for item in items if mark in item.keywords]
-            items[:] = [item for item in items if mark not in item.keywords]
+            left_out = [item for item in items if item.get_closest_marker(mark)]
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from rolltree.bench import gpu, readme, workloads
+from rolltree.bench import readme, workloads
 from rolltree.bench.cli import OPS, load, main
-from rolltree.bench.runner import Bench, Calls, Case, UnsupportedError, run
+from rolltree.bench.journal import Journal
+from rolltree.bench.runner import Bench, Calls, Case, Choice, UnsupportedError, run
 from rolltree.bench.schema import Context, Row, append, read
 from rolltree.bench.table import table
 from rolltree.bench.timing import interleaved, quantiles
@@ -48,7 +49,7 @@ def changed(inputs: object) -> Calls:
 
 def made_up() -> Bench:
     def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-        yield from (Case("one", 1), Case("two", 2))
+        yield from (Case("one", lambda: 1), Case("two", lambda: 2))
 
     return Bench(
         op="sleep",
@@ -62,7 +63,7 @@ def made_up() -> Bench:
 
 def test_rows_of_a_run() -> None:
     said: list[str] = []
-    rows = list(run(made_up(), CPU, quick=True, say=said.append))
+    rows = list(run(made_up(), CPU, Choice(quick=True, seconds=0.2), Journal("sleep", None), said.append))
     assert {(r.case, r.provider, r.metric) for r in rows} == {
         (case, *rest)
         for case in ("one", "two")
@@ -81,13 +82,7 @@ def test_rows_of_a_run() -> None:
         "sleep: absent is not installed (a_package_that_is_not_there)"
     ]
     assert sum("refuses does not run: it needs a tide" in line for line in said) == 2
-    assert sum("changed failed: TypeError: unexpected argument 'tide'" in line for line in said) == 2
-
-
-def test_a_failure_of_our_own_stops_the_run() -> None:
-    bench = replace(made_up(), providers={"triton (rolltree)": changed})
-    with pytest.raises(TypeError, match="tide"):
-        list(run(bench, CPU, quick=True, say=lambda line: None))
+    assert sum("changed: failed: TypeError: unexpected argument 'tide'" in line for line in said) == 2
 
 
 def test_rounds_are_interleaved_and_bounded() -> None:
@@ -127,7 +122,8 @@ def test_table() -> None:
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(OPS)
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in listed if not line.startswith("  ")] == list(OPS)
     assert main(["no_such_op"]) == 2
     assert "no_such_op" in capsys.readouterr().err
     assert main(["--device", "nonsense"]) == 2
@@ -137,19 +133,19 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_every_provider_runs_its_first_case(op: str) -> None:
     bench = load(op)
-    case = next(bench.cases(CPU, True))
+    inputs = next(bench.cases(CPU, True)).make()
     ran = []
     for name, provider in {**bench.providers, "ceiling": bench.ceiling}.items():
         if provider is None:
             continue
         try:
-            for call in provider(case.inputs).values():
+            for call in provider(inputs).values():
                 call()
             ran.append(name)
         except (ImportError, UnsupportedError):
             assert not name.startswith(("rolltree", "torch,", "sdpa", "flat"))
-    assert any(name.startswith("rolltree") for name in ran)
-    assert len(ran) >= 2
+    assert op == "ceilings" or (any(name.startswith("rolltree") for name in ran) and len(ran) >= 2)
+    assert ran
 
 
 TREES = {
@@ -163,7 +159,7 @@ TREES = {
 def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
     """AdamW's first step is the gradient's sign, so gradients are read before it."""
     bench = load("tree_step")
-    inputs = replace(next(bench.cases(CPU, True)).inputs, tree=TREES[name])
+    inputs = replace(next(bench.cases(CPU, True)).make(), tree=TREES[name])
     found = []
     for provider in bench.providers.values():
         try:
@@ -209,18 +205,6 @@ def test_every_turn_of_a_conversation_is_a_sample() -> None:
     # the last observation is in no sample: 8 (4096 + 8 x 512 + 7 x 1024) flat-free tokens below the prompt
     assert tree.num_tokens == 4096 + 8 * (8 * 512 + 7 * 1024)
     assert tree.logical_tokens == 8 * sum(4096 + t * 1536 + 512 for t in range(8))
-
-
-def test_gpu_parts_exist() -> None:
-    parts = gpu.test_parts()
-    assert "test:kernels/test_sampling.py" in parts
-    assert parts["test:gpu/test_kernels_gpu.py"][-2:] == ["-m", "gpu"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_without_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main([]) == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
 
 
 PEAK = """

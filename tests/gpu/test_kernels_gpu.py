@@ -11,6 +11,7 @@ from rolltree.kernels import (
     PolicyFields,
     linear_logprob,
     linear_policy_loss,
+    logprob_from_logits,
     plan_policy_loss,
     policy_loss,
     sample_tokens,
@@ -56,7 +57,31 @@ def test_linear_logprob(vocab: int) -> None:
         assert relative(ours, exact) <= 2 * relative(theirs, exact)
 
 
-def test_policy_loss() -> None:
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_logprob_from_logits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-prob, entropy and gradient of bf16 logits: as near to fp64 as fp32 arithmetic on them."""
+    monkeypatch.setenv("ROLLTREE_BACKEND", backend)  # autograd's own threads see it too
+    generator = torch.Generator(CUDA).manual_seed(0)
+    logits = (3 * torch.randn(517, 50257, generator=generator, device=CUDA)).bfloat16()
+    target = torch.randint(50257, (517,), generator=generator, device=CUDA)
+    upstream = torch.randn(2, 517, generator=generator, device=CUDA)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        x = logits.to(dtype).requires_grad_()
+        logp = x.log_softmax(-1)
+        scored = logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        return [*scored, torch.autograd.grad(scored, x, tuple(upstream.to(dtype)))[0]]
+
+    x = logits.clone().requires_grad_()
+    out = logprob_from_logits(x, target, want=("entropy",))
+    assert out.entropy is not None
+    found = [out.logprob, out.entropy, torch.autograd.grad((out.logprob, out.entropy), x, tuple(upstream))[0]]
+    for ours, theirs, exact in zip(found, plain(torch.float32), plain(torch.float64), strict=True):
+        assert relative(ours, exact) <= 2 * relative(theirs.to(ours.dtype), exact) + 1e-6
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_policy_loss(backend: str) -> None:
     generator = torch.Generator(CUDA).manual_seed(0)
     tokens = 1 << 20
     logprob = -torch.rand(tokens, generator=generator, device=CUDA) * 3
@@ -70,7 +95,7 @@ def test_policy_loss() -> None:
             loss = policy_loss(x, fields, Objective(), normalizer=tokens).loss
         return loss, torch.autograd.grad(loss, x)[0]
 
-    loss, slope = gradient("triton", torch.float32)
+    loss, slope = gradient(backend, torch.float32)
     exact_loss, exact_slope = gradient("reference", torch.float64)
     torch.testing.assert_close(loss.double(), exact_loss.double(), rtol=1e-5, atol=1e-7)
     assert relative(slope, exact_slope) < 1e-5

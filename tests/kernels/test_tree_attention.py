@@ -17,14 +17,14 @@ from rolltree.kernels.tree_attention import tree_attention, visible
 from rolltree.kernels.tree_attention.blocks import LARGEST, Tile, tiles_for
 from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_attention_op
 
+from .on_device import device_of, needs_interpreter, needs_triton
 from .trees import ancestors_mask, random_trees
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
-needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Triton runs on the CPU in its interpreter")
 BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=needs_cpp),
-    pytest.param("triton", marks=needs_interpreter),
+    pytest.param("triton", marks=needs_triton),
 ]
 
 
@@ -72,6 +72,14 @@ class Inputs:
         q, k, v, grad = (x.detach().to(dtype) for x in (self.q, self.k, self.v, self.grad))
         return Inputs(*(x.requires_grad_() for x in (q, k, v)), grad, self.subtree_end, self.position, self.parents)
 
+    def on(self, backend: str) -> Inputs:
+        """The same on the device that the backend is tested on."""
+        where = device_of(backend)
+        if where == self.q.device:
+            return self
+        q, k, v = (x.detach().to(where).requires_grad_() for x in (self.q, self.k, self.v))
+        return Inputs(q, k, v, *(x.to(where) for x in (self.grad, self.subtree_end, self.position)), self.parents)
+
 
 def make(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
@@ -83,6 +91,7 @@ def make(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Input
 
 def run(x: Inputs, case: Case, backend: str) -> list[Tensor]:
     """out, dq, dk, dv"""
+    x = x.on(backend)
     with dispatch.use_backend(backend):
         out = tree_attention(
             x.q,
@@ -94,7 +103,7 @@ def run(x: Inputs, case: Case, backend: str) -> list[Tensor]:
             window=case.window,
             softcap=case.softcap,
         )
-        return [out.detach(), *torch.autograd.grad(out, (x.q, x.k, x.v), x.grad)]
+        return [t.cpu() for t in (out.detach(), *torch.autograd.grad(out, (x.q, x.k, x.v), x.grad))]
 
 
 def plain(x: Inputs, case: Case) -> list[Tensor]:
@@ -218,7 +227,8 @@ def test_row_without_a_visible_key(backend: str) -> None:
     x = make(case)
     x.subtree_end = torch.arange(50, dtype=torch.int32)  # ends before it starts: nobody sees anything
     with dispatch.use_backend(backend):
-        out, lse = tree_attention_op(x.q, x.k, x.v, x.subtree_end, None, 1.0, None, None)
+        moved = x.on(backend)
+        out, lse = tree_attention_op(moved.q, moved.k, moved.v, moved.subtree_end, None, 1.0, None, None)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
     for t in run(x, case, backend):
@@ -248,7 +258,7 @@ def test_threads_do_not_change_the_result() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str) -> None:
-    x = make(Case(20, 2, 1, 16))
+    x = make(Case(20, 2, 1, 16)).on(backend)
     with dispatch.use_backend(backend):
         args = (x.q, x.k, x.v, x.subtree_end, x.position, 0.25, 5, None)
         torch.library.opcheck(tree_attention_op, args)
@@ -281,11 +291,11 @@ def test_activation_checkpointing() -> None:
 
 def in_pieces(x: Inputs, case: Case, backend: str, cuts: list[int]) -> list[Tensor]:
     """As `run`, from calls for rows between cuts, each given the earlier keys that it sees."""
-    outs = []
+    outs, x = list[Tensor](), x.on(backend)
     with dispatch.use_backend(backend):
         for a, b in itertools.pairwise([0, *cuts, case.tokens]):
             seen = (x.subtree_end[:a] > a).nonzero().flatten()  # in depth-first order only a row's ancestors reach it
-            keys = torch.cat([seen, torch.arange(a, b)])
+            keys = torch.cat([seen, torch.arange(a, b, device=seen.device)])
             out = tree_attention(
                 x.q[a:b],
                 x.k[a:b],
@@ -299,7 +309,7 @@ def in_pieces(x: Inputs, case: Case, backend: str, cuts: list[int]) -> list[Tens
             )
             outs.append(out)
         whole = torch.cat(outs)
-        return [whole.detach(), *torch.autograd.grad(whole, (x.q, x.k, x.v), x.grad)]
+        return [t.cpu() for t in (whole.detach(), *torch.autograd.grad(whole, (x.q, x.k, x.v), x.grad))]
 
 
 @pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[6], CASES[9], Case(300, 4, 2, 16, close=0.02)], ids=str)
@@ -314,7 +324,7 @@ def test_pieces_give_what_the_whole_gives(backend: str, case: Case) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_piece_without_rows_gives_its_prefix_no_gradient(backend: str) -> None:
-    x = make(Case(20, 2, 1, 16))
+    x = make(Case(20, 2, 1, 16)).on(backend)
     with dispatch.use_backend(backend):
         out = tree_attention(x.q[:0], x.k[:0], x.v[:0], x.subtree_end, prefix_kv=(x.k, x.v))
         dk, dv = torch.autograd.grad(out, (x.k, x.v), out)

@@ -19,12 +19,13 @@ from rolltree.kernels.tree_decode import schedule as schedules
 from rolltree.kernels.tree_decode.api import tree_decode_op
 from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
+from .on_device import device_of, needs_interpreter, needs_triton
+
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
-needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Triton runs on the CPU in its interpreter")
 BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=needs_cpp),
-    pytest.param("triton", marks=needs_interpreter),
+    pytest.param("triton", marks=needs_triton),
 ]
 
 
@@ -140,8 +141,14 @@ def run(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """On the backend's device, and back."""
+    where = device_of(backend)
+    if where != q.device:
+        q, k, v = (x.to(where) for x in (q, k, v))
+        plan = replace(plan, **{name: x.to(where) for name, x in plan.tensors().items()})
     with dispatch.use_backend(backend):
-        return tree_decode_attention(q, k, v, plan, window=window, softcap=softcap)
+        out, lse = tree_decode_attention(q, k, v, plan, window=window, softcap=softcap)
+    return out.cpu(), lse.cpu()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,0 +1,49 @@
+"""What the device gives at most: a copy and a matrix product by torch, with the bytes and FLOP of each in its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .runner import Bench, Calls, Case, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Inputs:
+    a: Tensor
+    b: Tensor | None = None  # of the product a b; None: a copy of a
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Sizes that fill a GPU; rates follow from the median."""
+    small = quick or device.type == "cpu"
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    size, n = (1 << 24, 256) if small else (1 << 32, 8192)
+    yield Case(f"copy of {size} B, {2 * size} B moved", lambda: Inputs(_random(size // dtype.itemsize, dtype, device)))
+    name = f"{n}x{n}x{n} {str(dtype).removeprefix('torch.')}, {2 * n**3} FLOP"
+    yield Case(name, lambda: Inputs(_random(n * n, dtype, device).view(n, n), _random(n * n, dtype, device).view(n, n)))
+
+
+def _random(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(count, dtype=dtype, device=device)
+
+
+def copy(x: Inputs) -> Calls:
+    if x.b is not None:
+        raise UnsupportedError("the case is a product")
+    target = torch.empty_like(x.a)
+    return {"forward": lambda: target.copy_(x.a)}
+
+
+def product(x: Inputs) -> Calls:
+    a, b = x.a, x.b
+    if b is None:
+        raise UnsupportedError("the case is a copy")
+    out = torch.empty_like(a)
+    return {"forward": lambda: torch.mm(a, b, out=out)}
+
+
+BENCH = Bench(op="ceilings", cases=cases, providers={"copy": copy, "product": product})

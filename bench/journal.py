@@ -1,0 +1,95 @@
+"""What a run has measured and what went wrong, in files that outlive it, so that a run cut short goes on.
+
+In the directory of a run, ``OP.jsonl`` has the rows, ``OP.outcomes.jsonl`` a line for every provider that did not run
+and for every finished case, and ``OP.running`` the case and provider at work: who reads it after a crash knows whose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from .schema import Row, append, append_line, commit
+
+Status = Literal["finished", "absent", "unsupported", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case, or one provider of it, ended."""
+
+    op: str
+    case: str
+    provider: str  # "" of the case itself
+    status: Status
+    reason: str
+    commit: str
+    time: str  # UTC, ISO 8601
+
+    def __str__(self) -> str:
+        who = f"{self.op} / {self.case}" + (f" / {self.provider}" if self.provider else "")
+        return f"{who}: {self.status}" + (f": {self.reason}" if self.reason else "")
+
+
+class Journal:
+    """The files of one op. Records of other commits count for nothing; without a directory nothing is kept."""
+
+    def __init__(self, op: str, directory: Path | None) -> None:
+        self.op, self.commit, self.directory = op, commit(), directory
+        self.rows: list[Row] = []  # of this run
+        self.outcomes: list[Outcome] = []
+        if directory is not None and self._path("outcomes.jsonl").exists():
+            for line in self._path("outcomes.jsonl").read_text().splitlines():
+                outcome = Outcome(**json.loads(line))
+                if outcome.commit == self.commit:
+                    self.outcomes.append(outcome)
+
+    def _path(self, suffix: str) -> Path:
+        assert self.directory is not None
+        return self.directory / f"{self.op}.{suffix}"
+
+    def finished(self, case: str) -> bool:
+        return any(o.case == case and not o.provider for o in self.outcomes)
+
+    def known(self, case: str, provider: str) -> bool:
+        """Whether it is on record that ``provider`` does not get through ``case``."""
+        return any(o.case == case and o.provider == provider for o in self.outcomes)
+
+    @property
+    def problems(self) -> list[Outcome]:
+        return [o for o in self.outcomes if o.status in ("failed", "stopped")]
+
+    def begin(self, case: str, provider: str) -> None:
+        """Say what is at work now."""
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._path("running").write_text(json.dumps([case, provider]))
+
+    def interrupted(self) -> tuple[str, str] | None:
+        """The case and provider that a process which is gone was at."""
+        if self.directory is None or not self._path("running").exists():
+            return None
+        case, provider = json.loads(self._path("running").read_text())
+        return case, provider
+
+    def record(self, case: str, provider: str, status: Status, reason: str = "") -> Outcome:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        outcome = Outcome(self.op, case, provider, status, reason, self.commit, now)
+        self.outcomes.append(outcome)
+        if self.directory is not None:
+            append_line(asdict(outcome), self._path("outcomes.jsonl"))
+        return outcome
+
+    def finish(self, case: str, rows: Iterable[Row]) -> None:
+        """Keep the rows of a case whose providers have all had their turn."""
+        rows = list(rows)
+        self.rows += rows
+        if self.directory is not None:
+            append(rows, self._path("jsonl"))
+        self.record(case, "", "finished")
+        if self.directory is not None:
+            self._path("running").unlink(missing_ok=True)

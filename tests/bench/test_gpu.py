@@ -1,0 +1,325 @@
+"""``make gpu``: goes on where it stopped, loses only what failed, and needs no more than such a machine has."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rolltree.bench import gpu, runner, schema, sweep
+from rolltree.bench.journal import Journal
+from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
+from rolltree.kernels.dispatch import interpreting
+
+CPU = torch.device("cpu")
+QUICK = Choice(seconds=0.0)
+
+
+def counted(calls: list[str], fails: str = "") -> Bench:
+    """Two cases by two providers; `calls` is what was made."""
+
+    def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+        for name in ("one", "two"):
+            yield Case(name, lambda name=name: calls.append(f"inputs {name}") or name)  # type: ignore[misc]
+
+    def provider(who: str, inputs: str) -> Calls:
+        calls.append(f"{who} {inputs}")
+        if f"{who} {inputs}" == fails:
+            raise RuntimeError("out of luck\nat length")
+        return {"forward": lambda: None}
+
+    both = {who: (lambda inputs, who=who: provider(who, inputs)) for who in ("ours", "theirs")}
+    return Bench("made_up", cases, both)
+
+
+def rows_of(bench: Bench, out: Path | None, choice: Choice = QUICK) -> tuple[set[tuple[str, str]], Journal, list[str]]:
+    journal, said = Journal(bench.op, out), list[str]()
+    rows = list(runner.run(bench, CPU, choice, journal, said.append))
+    return {(row.case, row.provider) for row in rows if row.metric == "time_ms"}, journal, said
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    first: list[str] = []
+    whole = runner.run(counted(first), CPU, QUICK, Journal("made_up", tmp_path), print)
+    assert next(whole).case == "one"
+    del whole  # cut off in the second case or before
+    again: list[str] = []
+    assert rows_of(counted(again), tmp_path)[0] == {("two", "ours"), ("two", "theirs")}
+    assert again == ["inputs two", "ours two", "theirs two"]
+    assert len({(r.case, r.provider) for r in schema.read(tmp_path / "made_up.jsonl")}) == 4
+    assert rows_of(counted(again), tmp_path)[0] == set()
+
+
+def test_records_of_another_commit_count_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_of(counted([]), tmp_path)
+    monkeypatch.setattr("rolltree.bench.journal.commit", lambda: "another")
+    assert len(rows_of(counted([]), tmp_path)[0]) == 4
+
+
+def test_a_provider_that_fails_loses_its_rows_alone(tmp_path: Path) -> None:
+    rows, journal, said = rows_of(counted([], "ours one"), tmp_path)
+    assert rows == {("one", "theirs"), ("two", "ours"), ("two", "theirs")}
+    assert [str(p) for p in journal.problems] == ["made_up / one / ours: failed: RuntimeError: out of luck"] == said
+    assert [str(p) for p in Journal("made_up", tmp_path).problems] == said, "the next process knows"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_failure_while_it_is_timed(alone: bool) -> None:
+    left = {"ours": 4, "theirs": 1000}
+
+    def provider(who: str) -> Calls:
+        def call() -> None:
+            left[who] -= 1
+            if left[who] < 0:
+                raise ValueError("late")
+
+        return {"forward": call}
+
+    providers = {who: (lambda inputs, who=who: provider(who)) for who in left}
+    bench = Bench("late", lambda device, quick: iter([Case("one", lambda: 1)]), providers, alone=alone)
+    rows, journal, _ = rows_of(bench, None)
+    assert rows == {("one", "theirs")}
+    assert [(p.provider, p.reason) for p in journal.problems] == [("ours", "ValueError: late")]
+
+
+def test_inputs_that_cannot_be_made_lose_their_case(tmp_path: Path) -> None:
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("429 GiB")
+
+    bench = counted([])
+    bench = Bench("made_up", lambda *_: iter([Case("huge", too_large), *counted([]).cases(CPU, True)]), bench.providers)
+    rows, journal, _ = rows_of(bench, tmp_path)
+    assert len(rows) == 4
+    assert [(p.case, p.status) for p in journal.problems] == [("huge", "failed")]
+
+
+def test_a_provider_that_takes_too_long_is_stopped() -> None:
+    def slow(inputs: object) -> Calls:
+        def call() -> None:
+            try:
+                time.sleep(20)
+            except Exception as error:  # as a compiler does with what is raised inside it
+                raise RuntimeError("wrapped") from error
+
+        return {"forward": call}
+
+    bench = counted([])
+    bench = Bench("made_up", bench.cases, {"slow": slow, **bench.providers})
+    start = time.monotonic()
+    rows, journal, _ = rows_of(bench, None, Choice(seconds=0.0, limit=0.2))
+    assert time.monotonic() - start < 10
+    assert len(rows) == 4
+    assert {(p.provider, p.status) for p in journal.problems} == {("slow", "stopped")}
+
+
+def test_a_lost_device_ends_the_process_and_the_next_leaves_the_provider_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(device: torch.device) -> None:
+        raise DeviceLostError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_check", lost)
+        with pytest.raises(DeviceLostError):
+            rows_of(counted([], "ours one"), tmp_path)
+    calls: list[str] = []
+    assert rows_of(counted(calls, "ours one"), tmp_path)[0] == {("one", "theirs"), ("two", "ours"), ("two", "theirs")}
+    assert "ours one" not in calls
+
+
+def setting(out: Path) -> gpu.Setting:
+    return gpu.Setting("cpu", True, 0.0, "", out)
+
+
+def task(name: str, code: str, **options: object) -> gpu.Task:
+    return gpu.Task(name, [sys.executable, "-c", code], **options)  # type: ignore[arg-type]
+
+
+def test_parts_go_on_where_they_stopped(tmp_path: Path) -> None:
+    mark = f"open({str(tmp_path / 'ran')!r}, 'a').write('x')"
+    tasks = [task("good", mark), task("bad", f"{mark}; raise SystemExit(4)"), task("other", mark)]
+    assert gpu.run_part(tasks, setting(tmp_path), 60.0, lambda line: None) == ["bad"]
+    assert (tmp_path / "ran").read_text() == "xxx"
+    assert gpu.run_part(tasks, setting(tmp_path), 60.0, lambda line: None) == ["bad"]
+    assert (tmp_path / "ran").read_text() == "xxxx", "only what had not passed"
+
+
+def test_time_limits_of_tasks_and_parts(tmp_path: Path) -> None:
+    said: list[str] = []
+    sleepers = [task("long", "import time; time.sleep(60)", limit=0.5), task("next", "pass")]
+    assert gpu.run_part(sleepers, setting(tmp_path), 60.0, said.append) == ["long"]
+    assert "failed: it took longer than 0 s" in said[0]
+    start = time.monotonic()
+    cut = [task("over", "import time; time.sleep(60)"), task("after", "pass")]
+    assert gpu.run_part(cut, setting(tmp_path), 3.0, said.append) == ["over", "after"]
+    assert time.monotonic() - start < 20
+    assert all("cut off" in line for line in said[-2:])
+
+
+def test_a_benchmark_goes_on_behind_the_provider_that_killed_its_process(tmp_path: Path) -> None:
+    """The first process says whose turn it is and dies of a signal; the second finds that on record."""
+    code = f"""
+import os, sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from rolltree.bench.journal import Journal
+journal = Journal("made_up", Path({str(tmp_path)!r}))
+if not journal.known("one", "ours"):
+    journal.begin("one", "ours")
+    os.abort()
+"""
+    said: list[str] = []
+    assert (
+        gpu.run_task(task("rows", code, op="made_up"), setting(tmp_path), time.monotonic() + 60, said.append)
+        == "passed"
+    )
+    assert said == ["made_up / one / ours: stopped: its process ended: exit code -6"]
+
+
+def test_a_tool_that_is_missing_is_said(tmp_path: Path) -> None:
+    to = gpu.Setting("cuda", False, 0.0, "", tmp_path)
+    assert gpu.run_part([task("watched", "", needs="no-such-tool")], to, 9.0, lambda line: None) == ["watched"]
+    assert json.loads((tmp_path / "tasks.jsonl").read_text())["status"] == "failed"
+
+
+def test_every_task_is_listed_once(tmp_path: Path) -> None:
+    for to in (setting(tmp_path), gpu.Setting("cuda", False, 2.0, "", tmp_path)):
+        known = gpu.parts(to)
+        assert list(known)[:3] == ["kernels", "tuning", "training"]
+        for name, tasks in known.items():
+            names = [task.name for task in tasks()]
+            assert len(names) == len(set(names))
+            if name not in gpu.LONG:
+                assert all(task.limit < gpu.PART_SECONDS / 2 for task in tasks())
+
+
+def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
+    """What a pattern names is there on a GPU: a pattern that fits nothing would measure nothing."""
+    import re
+
+    from rolltree.bench.cli import load
+
+    cuda = torch.device("cuda")
+    to = gpu.Setting("cuda", False, 2.0, "", tmp_path)
+    benches = [
+        task
+        for part in ("kernels", "tuning", "training")
+        for task in gpu.parts(to)[part]()
+        if "rolltree.bench" in task.command
+    ]
+    assert len(benches) > 10
+    for task in benches:
+        words = task.command[task.command.index("rolltree.bench") + 1 :]
+        bench, quick = load(words[0]), "--quick" in words
+        names = [case.name for case in bench.cases(cuda, quick)]
+        assert any(re.search(words[words.index("--cases") + 1], name) for name in names), task.name
+        assert any(re.search(words[words.index("--providers") + 1], name) for name in bench.providers), task.name
+
+
+@pytest.mark.parametrize(("capability", "name"), [((9, 0), "90a"), ((8, 0), "80"), ((10, 0), "100"), ((12, 0), "120")])
+def test_architecture(capability: tuple[int, int], name: str) -> None:
+    assert gpu.architecture(*capability) == name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_wrong_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert gpu.main(["--part", "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert gpu.main(["--device", "cpu"]) == 2
+    assert "--rehearse" in capsys.readouterr().err
+
+
+BARE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"pydantic", "plotly", "tomli_w"}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing())
+import torch
+import rolltree.kernels
+from rolltree.bench import gpu, sweep
+from rolltree.bench.cli import OPS, load
+from rolltree.bench.schema import commit
+for op in ("tree_attention", "tree_decode", "tree_step", "rollout"):
+    bench = load(op)
+    inputs = next(bench.cases(torch.device("cpu"), True)).make()
+    own = next(name for name in bench.providers if name.startswith("rolltree"))
+    for call in bench.providers[own](inputs).values():
+        call()
+print(len([load(op) for op in OPS]) == len(OPS), commit())
+"""
+
+
+def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> None:
+    """By links alone, without .git, without what a GPU machine lacks: kernels, a step and a rollout run."""
+    (tmp_path / "rolltree").mkdir()
+    for name in ("engine", "kernels", "bench"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(schema.REPOSITORY / name, tmp_path / name, ignore=ignore)
+        (tmp_path / "rolltree" / name).symlink_to(tmp_path / name)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "ROLLTREE_COMMIT": "carried"}
+    command = [sys.executable, "-c", BARE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["True carried"], done.stderr
+
+
+def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, source = tmp_path / "kernels" / "_cpu_any.so", tmp_path / "csrc" / "cpu" / "op.cpp"
+    host, host_source = tmp_path / "_host.so", tmp_path / "csrc" / "host" / "module.cpp"
+    for path in (library, source, host, host_source):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (1000, 1000))
+    monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(gpu, "load_library", lambda name: True)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(host)))
+    assert gpu.native_parts(CPU) == {"_host": True, "_cpu": True}
+    os.utime(source, (2000, 2000))
+    assert gpu.native_parts(CPU) == {"_host": True, "_cpu": False}
+
+
+@pytest.mark.skipif(not interpreting(), reason="Triton runs on the CPU in its interpreter")
+@pytest.mark.parametrize("kernel", sweep.KERNELS)
+def test_sweep(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Candidates reach the kernel, give what the default gives, and are not tried twice."""
+    candidates = list(sweep.KERNELS[kernel](CPU, True))[:2]
+    monkeypatch.setitem(sweep.KERNELS, kernel, lambda device, small: iter(candidates))
+    arguments = [kernel, "--device", "cpu", "--rehearse", "--out", str(tmp_path)]
+    assert sweep.main(arguments) == 0
+    lines = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines()]
+    assert len(lines) == len(candidates)
+    assert all(line["difference"] <= 1e-5 for line in lines), lines
+    assert "of the default's time" in capsys.readouterr().out
+    assert sweep.main(arguments) == 0
+    assert len((tmp_path / "sweep.jsonl").read_text().splitlines()) == len(candidates)
+
+
+@pytest.mark.skipif(not interpreting(), reason="Triton runs on the CPU in its interpreter")
+def test_a_candidate_that_does_not_run_or_is_wrong_does_not_win() -> None:
+    good = next(sweep.attention(CPU, True))
+
+    def refused(*_: object, **__: object) -> None:
+        raise ValueError("out of shared memory")
+
+    line = sweep.tried(replace(good, value=refused), CPU, 0.0)
+    assert "out of shared memory" in line["reason"]
+    results = iter([torch.ones(3), torch.full((3,), 2.0)])
+    line = sweep.tried(replace(good, call=lambda: next(results)), CPU, 0.0)
+    assert "differs by 1.00e+00" in line["reason"]
+    assert "ms" not in line
