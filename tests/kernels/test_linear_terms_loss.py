@@ -60,7 +60,7 @@ def make_terms(names: str, shape: str, fields: PolicyFields) -> list[AnyTerm]:
             mask = selection(M, "some" if name == "nll" else "none")
             given = replace(quiet, mask=mask, aggregation=None)
             normalizer = torch.tensor(float(mask.sum()), device=DEVICE)
-            return Term(given, Objective.preset("sft"), normalizer, 0.25, name="nll")
+            return Term(given, Objective(surrogate="nll"), normalizer, 0.25, name="nll")
         if name == "kl":
             return Term(
                 replace(quiet, mask=selection(M, "another")),
