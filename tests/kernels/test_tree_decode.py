@@ -268,6 +268,8 @@ def test_schedules_made_beforehand_and_with_room_change_nothing() -> None:
     vector = torch.zeros(length, dtype=torch.int32)
     for name, column in columns.items():
         vector[places[name]][: len(column)] = torch.from_numpy(column)
+        if name == "page_indptr":
+            vector[places[name]][len(column) :] = int(column[-1])  # nodes without pages
         assert places[name].start * 4 % 128 == 0
     padded = DecodePlan.of_columns({n: vector[p] for n, p in places.items()}, exact.schedule.partials + 50)
     for plan in (exact, padded):
