@@ -307,6 +307,7 @@ class TrainConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     roles: RolesConfig = RolesConfig()
     demonstrations: DemonstrationsConfig | None = None
+    """Given responses beside the rollouts."""
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

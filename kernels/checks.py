@@ -98,7 +98,8 @@ class Arguments:
         if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
             self.wrong_type(name, "a number", value)
         number: Any = value
-        self.require(bool(least <= number < math.inf and number > above), f"{name} must be {wanted}, got {value}")
+        if not (least <= number < math.inf and number > above):  # a compiler reads no message with its numbers in it
+            self.require(False, f"{name} must be {wanted}, got {value}")
         return cast(float, number)
 
     def size(self, name: str, value: object, *, least: int = 0) -> None:
@@ -106,7 +107,8 @@ class Arguments:
         if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
             self.wrong_type(name, "an integer", value)
         number: Any = value
-        self.require(bool(number >= least), f"{name} must be at least {least}, got {value}")
+        if not number >= least:
+            self.require(False, f"{name} must be at least {least}, got {value}")
 
     def scale_of_rows(self, name: str, value: float | Tensor, rows: int) -> None:
         """A positive number, or a constant tensor of one, or one a row; `positive` looks at its values."""

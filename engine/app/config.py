@@ -188,7 +188,7 @@ def _nearest(key: str) -> str:
     keys = [k.key for k in config_keys()]
     key = key[:MAX_SHOWN]  # comparing takes the square of its length
     leaf = key.rpartition(".")[2]
-    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
+    same_leaf = sorted((k for k in keys if k.rpartition(".")[2] == leaf), key=lambda k: k.count("."))
     found = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not found:
         by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}

@@ -11,6 +11,7 @@ import torch
 
 from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.errors import UserError
 from rolltree.engine.programs import (
     ARPO,
     CURE,
@@ -287,7 +288,7 @@ def test_treepo_ends_at_answers_and_repetitions_and_shares_by_log_prob() -> None
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("arpo", {"tool": "f.py:x", "beams": 1}, "no option 'beams'; it takes: tool, initial"),
+        ("arpo", {"tool": "f.py:x", "beams": 1}, "no option 'beams'; did you mean 'beam'"),
         ("tools", {}, "needs the option 'tool'"),
         ("treepo", {"share": "odd"}, "share of even, likely, unlikely"),
         ("latr", {"top": 1}, "top >= 2"),
@@ -296,5 +297,5 @@ def test_treepo_ends_at_answers_and_repetitions_and_shares_by_log_prob() -> None
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(name: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         make_program(name, **options)

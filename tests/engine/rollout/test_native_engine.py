@@ -25,6 +25,7 @@ from transformers import (
 from rolltree.engine import batch_logprob, pack
 from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.errors import UserError
 from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport, TreePO
 from rolltree.engine.rollout import EngineConfig, KvExhaustedError, NativeEngine, SamplingParams
 from rolltree.engine.rollout.seeds import child_seed
@@ -409,7 +410,7 @@ def test_bad_requests_are_refused_in_a_sentence(
 
 
 def test_programs_are_known_by_name() -> None:
-    with pytest.raises(ValueError, match="no rollout program 'tree'; choose one of flat, treepo, spo_tree"):
+    with pytest.raises(UserError, match="'tree' is not known; did you mean 'treepo'"):
         engine().generate(PROMPTS, SamplingParams(), "tree")
     with pytest.raises(ValueError, match="one a prompt"):
         engine().generate(PROMPTS, SamplingParams(), seeds=[1])
