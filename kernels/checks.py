@@ -19,6 +19,8 @@ from torch import Tensor
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+WITHOUT_VALUES = ("meta",)
+"""Types of devices whose tensors are refused."""
 Size = int | str | None
 """Of a dimension: a number, or the letter of one that may have any size."""
 
@@ -35,7 +37,10 @@ class Arguments:
         if not isinstance(first, Tensor):
             self.wrong_type(name, "a tensor", first)
         self.device = first.device
-        self.require(first.device.type != "meta", f"{name} is on the meta device and has no values; give a real tensor")
+        self.require(
+            first.device.type not in WITHOUT_VALUES,
+            f"{name} is on the meta device and has no values; give a real tensor",
+        )
 
     def require(self, condition: bool, message: str) -> None:
         if not condition:

@@ -19,6 +19,7 @@ from rolltree.kernels import (
     PathIndex,
     PolicyFields,
     Term,
+    checks,
     linear_terms_loss,
     plan_terms_loss,
     use_backend,
@@ -66,7 +67,7 @@ def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
     """What `linear_terms_loss`, forward and backward, makes the host wait for with a plan from the host."""
     patch.setattr(plan, "chunk_rows", lambda N, V, device: 9)
     given, terms, made = planned(names)
-    no_kernel = SimpleNamespace(statistics=lambda *_: None, gradient=lambda *_: None)
+    no_kernel = SimpleNamespace(ROW_MULTIPLE=16, statistics=lambda *_: None, gradient=lambda *_: None)
     for module in (op, logprob_op):
         patch.setattr(module, "row_kernels", lambda backend: no_kernel)
         patch.setattr(module, "backend_of", lambda name, values: "triton")
@@ -106,6 +107,7 @@ def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
     body(composed, "policy_loss_op", policy_loss_api._setup_context, policy_loss_api._autograd_backward)
     body(logprob_api, "linear_logprob_op", logprob_op._setup_context, logprob_op._autograd_backward)
     patch.setattr(logprob_op, "linear_logprob_backward_op", logprob_op.linear_logprob_backward_op._init_fn)
+    patch.setattr(checks, "WITHOUT_VALUES", ())  # here they stand for a GPU's
     hidden, weight = (away(given[n]).requires_grad_() for n in ("hidden", "weight"))
     target, row, terms = away(given["target"]), away(given["row"]), [away(t) for t in terms]
     made = made.to("meta")
