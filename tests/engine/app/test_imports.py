@@ -14,14 +14,7 @@ from rolltree.engine.app.cli import EXTRAS
 from ..tiny import ROOT
 
 HEAVY = ("transformers", "numba", "pydantic", "pyarrow", "rich", "plotly", "jinja2", "fastapi", "pandas", "safetensors")
-BLOCK = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Block())
-"""
+BLOCK = "import sys; sys.modules.update(dict.fromkeys(BLOCKED))\n"  # an import of None is a module not found
 
 
 def python(program: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +36,7 @@ def test_kernels_work_without_any_extra():
     assert "[4]" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("missing", "extra"), [("pydantic", "train"), ("transformers", "engine"), ("rich", "train")])
+@pytest.mark.parametrize(("missing", "extra"), [("pydantic", "train"), ("transformers", "engine")])
 def test_a_missing_extra_is_named(missing, extra, tmp_path):
     (tmp_path / "a.toml").write_text(
         'name = "a"\n[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[reward]\nverifier = "exact"\n'

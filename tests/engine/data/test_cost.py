@@ -28,7 +28,7 @@ def group(prompt: int, response: int, count: int) -> TokenTree:
 def test_ratios_of_a_4b_model(shape: tuple[int, int, int], ratio: float) -> None:
     """Shapes of Qwen3 4B without its head, as the table of ceilings has them."""
     projections = 2 * 2560 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 9728)
-    cost = CostModel(token=36 * projections, pair=36 * 4 * 32 * 128, scored=0)
+    cost = CostModel(token=36 * projections, attention=36 * 4 * 32 * 128, scored=0)
     tree = group(*shape)
     assert cost.flat(tree) / cost.shared(tree) == pytest.approx(ratio, rel=0.02)  # the table is of a model "like" it
 
@@ -39,7 +39,7 @@ def test_products_of_a_real_model() -> None:
     cost, length = CostModel.of(model), 40
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, length, dtype=torch.long))
-    expected = cost.token * length + cost.pair * length * length + cost.scored * length
+    expected = cost.token * length + cost.attention * length * length + cost.scored * length
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-3)
 
 

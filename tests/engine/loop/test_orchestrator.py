@@ -303,7 +303,7 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
         run = Orchestrator(config, console=Console(RichConsole(file=screen, width=500)))
         run.run()
         assert ("mean difference 0.25" in screen.getvalue()) == says
-        assert run._flat == says
+        assert run.learner._flat == says
         weights.append([p.detach().clone() for p in run.model.parameters()])
     for tree, flat, unasked in zip(*weights, strict=True):
         torch.testing.assert_close(tree, flat, rtol=1e-4, atol=1e-5)

@@ -216,4 +216,5 @@ def test_rollout_and_report_and_methods(finished, capsys):
     listed = capsys.readouterr().out
     assert "tree_path_mean" in listed
     assert "[tool, initial=8, beam=2" in listed
-    assert all(line.startswith((" ", "objectives", "advantages", "rollout")) for line in listed.splitlines())
+    heads = ("objectives", "advantages", "selections", "pairs", "rollout")
+    assert all(line.startswith((" ", *heads)) for line in listed.splitlines())
