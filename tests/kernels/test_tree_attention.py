@@ -391,7 +391,7 @@ def test_work_items_share_out_every_tile_once(monkeypatch: pytest.MonkeyPatch, s
 
 
 @needs_interpreter
-@pytest.mark.parametrize("case", [Case(300, 4, 2, 16, close=0.02), Case(150, 3, 1, 40, window=70)], ids=str)
+@pytest.mark.parametrize("case", [Case(180, 4, 2, 16, close=0.02), Case(150, 3, 1, 40, window=70)], ids=str)
 def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """dK and dV as close to float64 as uncut, and the same bits each time."""
     monkeypatch.setattr(visible, "SHORTEST_ITEM", 2)

@@ -340,7 +340,7 @@ def restrict(plan: DecodePlan, begin: int, end: int) -> DecodePlan:
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("chunk", [1, 20])
 def test_bits_of_a_row_do_not_depend_on_the_batch(chunk: int, backend: str) -> None:
-    step = forest(seed=3, roots=12, chunk=chunk)
+    step = forest(seed=3, roots=12 if backend == "cpu" else 4, chunk=chunk)  # the interpreter takes its time
     for heads, kv_heads, dim in ((4, 2, 32), (3, 3, 64)):
         q, k, v = tensors(step, heads, kv_heads, dim)
         together = run(backend, q, k, v, step.plan)

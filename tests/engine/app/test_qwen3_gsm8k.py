@@ -29,7 +29,7 @@ def chatty_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_the_configuration_is_one_the_engine_takes() -> None:
     config = load_config(EXAMPLE)
-    setup.objective(config)
+    setup.loss_terms(config)
     setup.rollout_program(config.rollout)
     setup.sampling_params(config.rollout)
     setup.credit(config)
