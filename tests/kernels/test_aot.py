@@ -1,5 +1,7 @@
 """Every Triton kernel compiles for sm_80, sm_90 and sm_100 without spilling in a loop, although no GPU is there.
 
+Here the kinds of every kernel for sm_90 and one of each for the others; `make aot` compiles all of them.
+
 On sm_90 the main loops of the main kernels compute nothing twice, do not wait for the copy they have just issued, copy
 by 16 bytes, and are no worse than the figures that ``make aot`` wrote (bench/results/static-sm_90)."""
 

@@ -310,5 +310,5 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="at least one, got"):
         together([], **given)
     bad = LogprobTerm(lambda logprob: PolicyLossOutput(logprob.sum(), {}), torch.ones(3, dtype=torch.bool), name="x")
-    with pytest.raises(ValueError, match=r"the mask of term 'x' must be \[35\] bool, got \[3\]"):
+    with pytest.raises(ValueError, match=r"the mask of term 'x' must be \[35\] like target, got \[3\]"):
         together([terms[0], bad], **given)
