@@ -64,8 +64,6 @@ class Learner:
             equal = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
             sums.count("filter/zero_variance_groups", sum(equal))
             sums.count("filter/failed_groups", len(trees) - len(kept))
-            for tree in kept:
-                tree.set("pass_rate", float(tree.rewards["reward"].mean()))
             for term, _ in self.terms:
                 term.prepare(kept + given)
         updated = False

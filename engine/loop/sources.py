@@ -136,6 +136,7 @@ class Demonstrations:
         self, config: DemonstrationsConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
         self.config, self.seed, self.cursor = config, seed, 0
+        self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
         problems = read_problems(config.path, "demonstrations.path", config.prompt_key, config.response_key)
         self._trees = [self._tree(problem, data, tokenizer) for problem in problems]
 
@@ -144,8 +145,9 @@ class Demonstrations:
         chosen = []
         for _ in range(self.config.per_step):
             turn, index = divmod(self.cursor, len(self._trees))
-            order = np.random.default_rng([self.seed, turn]).permutation(len(self._trees))
-            tree = self._trees[int(order[index])]
+            if self._order[0] != turn:
+                self._order = turn, np.random.default_rng([self.seed, turn]).permutation(len(self._trees)).tolist()
+            tree = self._trees[self._order[1][index]]
             chosen.append(replace(tree, columns=dict(tree.columns), meta=dict(tree.meta)))
             self.cursor += 1
         return chosen

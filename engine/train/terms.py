@@ -59,6 +59,9 @@ class TokenTerm:
     length_limit: int = 1
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
+        if "pass_rate" in self.objective.needs_fields:
+            for tree in (tree for tree in trees if "reward" in tree.rewards):
+                tree.set("pass_rate", float(tree.rewards["reward"].mean()))
         if self.select is None:
             return
         for tree in trees:

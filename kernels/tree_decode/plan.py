@@ -64,7 +64,6 @@ class DecodePlan:
         groups: Iterable[int] = (),
     ) -> DecodePlan:
         """The plan of arrays on the host, and its schedule for each of these query heads a key head; one copy."""
-        extent = extent_of(arrays)  # before a GPU follows them
         columns = host_columns(arrays, groups)
         places, length = lay_out({name: len(column) for name, column in columns.items()})
         host = np.zeros(length, np.int32)
@@ -73,7 +72,8 @@ class DecodePlan:
         vector = torch.from_numpy(host).to(device)
         partials = count_partials(arrays[3], arrays[5], arrays[6])
         plan = DecodePlan.of_columns({name: vector[place] for name, place in places.items()}, partials)
-        object.__setattr__(plan, "extent", extent)
+        if plan.extent is None:  # on a GPU its values are not looked at; here they still can be
+            object.__setattr__(plan, "extent", extent_of(arrays))
         return plan
 
     @staticmethod
