@@ -194,6 +194,13 @@ class Arguments:
         elif on_device:
             _assert_on_device(good().all(), f"{self.op}: {message}")
 
+    def holds(self, condition: Tensor, message: str) -> None:
+        """``condition [] bool``; on a GPU the program stops where it does not."""
+        if _readable(condition):
+            self.require(bool(condition), message)
+        else:
+            _assert_on_device(condition, f"{self.op}: {message}")
+
     def positive(self, name: str, value: Tensor) -> None:
         """Finite and above 0, where a CPU can see it."""
         if _readable(value) and value.numel():

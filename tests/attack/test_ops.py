@@ -539,5 +539,5 @@ def test_a_plan_of_other_data_is_refused(seed: int) -> None:
         {"fields": fields, "row": moved},
         {"fields": sequences, "objective": Objective.preset("gspo")},
     ):
-        with pytest.raises(RuntimeError, match="the plan is of other masks, advantages, rows or paths: plan this"):
+        with pytest.raises(ValueError, match="the plan is of other masks, advantages, rows or paths: plan this"):
             linear_policy_loss(**given | change, plan=plan)
