@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, field, fields, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ..checks import shown
 from .runs import RunSum
 from .surrogates import SURROGATES, Surrogate
 
@@ -116,7 +116,7 @@ class Objective:
     def __post_init__(self) -> None:
         for name in ("vespo_pos", "vespo_neg", "needs"):
             value = getattr(self, name)
-            _require(isinstance(value, list | tuple), f"{name} must be a tuple, got {value!r}")
+            _require(isinstance(value, list | tuple), f"{name} must be a tuple, got {shown(value)}")
             object.__setattr__(self, name, tuple(value))
         for name, names in (
             ("surrogate", (*SURROGATES, *ELEMENTWISE)), ("ratio_level", get_args(RatioLevel)),
@@ -134,14 +134,14 @@ class Objective:
         for f in fields(self):
             value = getattr(self, f.name, None)
             if isinstance(f.default, bool):
-                _require(isinstance(value, bool), f"{f.name} must be True or False, got {value!r}")
+                _require(isinstance(value, bool), f"{f.name} must be True or False, got {shown(value)}")
             elif isinstance(f.default, float) or (f.name in ("clip_ratio_c", "off_policy_delta") and value is not None):
-                _require(_is_number(value), f"{f.name} must be a number that is finite in fp32, got {value!r}")
+                _require(_is_number(value), f"{f.name} must be a number that is finite in fp32, got {shown(value)}")
         for name in ("vespo_pos", "vespo_neg"):
             pair = getattr(self, name)
             _require(
                 len(pair) == 2 and all(map(_is_number, pair)),
-                f"{name} must be two numbers that are finite in fp32, got {pair}",
+                f"{name} must be two numbers that are finite in fp32, got {', '.join(map(shown, pair))}",
             )
         _require(0 <= self.eps_low <= 1, f"eps_low must be in [0, 1], got {self.eps_low}")
         _require(self.eps_high >= 0, f"eps_high must not be negative, got {self.eps_high}")
@@ -285,7 +285,9 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= torch.finfo(torch.float32).max
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= torch.finfo(torch.float32).max
 
 
 def _one_of(field: str, value: str, known: tuple[str, ...]) -> None:
