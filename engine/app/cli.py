@@ -7,6 +7,7 @@ traceback comes with ``--debug``.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -58,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args, UserError(f"This needs {missing}; install it with `pip install 'rolltree[{extra}]'`."), 2)
     except UserError as error:
         return _fail(args, error, 2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # which looking for a file does not take for its absence
+            return _fail(args, error, 1)
+        name = str(error.filename)
+        shown = name if len(name) <= 80 else f"{name[:38]}...{name[-38:]}"
+        return _fail(args, UserError(f"The path '{shown}' is longer than the file system takes; shorten it."), 2)
     except KeyboardInterrupt:
         print("rolltree: interrupted; a training run goes on from its last checkpoint with --resume.", file=sys.stderr)
         return 130

@@ -60,9 +60,16 @@ class VllmLoop(Steering):
     def add(self, request: Request) -> None:
         forks = 0 if request.started else self.first_branches(request)
         self.requests.append(request)
-        if request.started:
-            self._attach(request)
-            return
+        try:
+            if request.started:
+                self._attach(request)
+            else:
+                self._start(request, forks)
+        except BaseException:  # vLLM has checks of its own
+            self._let_go(request)
+            raise
+
+    def _start(self, request: Request, forks: int) -> None:
         request.started = True
         root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
         branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
@@ -74,14 +81,23 @@ class VllmLoop(Steering):
         if not self._flows and not self._scores:
             self._await_calls()
             return self._hand_out()
+        try:
+            outputs = self._engine.step()
+        except BaseException as error:
+            self._give_up(error)
+            if not isinstance(error, Exception):
+                raise
+            return self._hand_out()
         ended, sampled = [], 0
-        for output in self._engine.step():
-            if output.request_id in self._scores:
-                self._take_score(self._scores.pop(output.request_id), output)
+        for output in outputs:
+            if (leaf := self._scores.pop(output.request_id, None)) is not None:
+                with self._alone(leaf.request):
+                    self._take_score(leaf, output)
             elif (flow := self._flows.get(output.request_id)) is not None:
-                sampled += self._take(flow, output.outputs[0])
-                if output.finished:
-                    ended.append(self._end(flow, output.outputs[0]))
+                with self._alone(flow.branch.request):
+                    sampled += self._take(flow, output.outputs[0])
+                    if output.finished:
+                        ended.append(self._end(flow, output.outputs[0]))
         self.counts["steps"] += 1
         self.counts["sampled_tokens"] += sampled
         self.counts["row_steps"] += sampled
@@ -89,6 +105,16 @@ class VllmLoop(Steering):
         self.counts["idle_row_steps"] += max(unfinished - sampled, 0)
         self._report(ended)
         return self._hand_out()
+
+    def _give_up(self, error: BaseException) -> None:
+        """A step has failed as a whole, and vLLM does not say by whom: all it had in hand fail."""
+        self.counts["failed_steps"] += 1
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"The step that computed this request was ended by {type(error).__name__}.")
+        leaves = [*(flow.branch for flow in self._flows.values()), *self._scores.values()]
+        for request in {leaf.request.number: leaf.request for leaf in leaves}.values():
+            self._fail(request, error)
+        self._engine.reset_prefix_cache()  # of keys that it may not have computed
 
     def abort(self, request: Request) -> None:
         for branch in request.sampling.values():
@@ -104,7 +130,9 @@ class VllmLoop(Steering):
             self._drop(flow.branch)
         self._engine.reset_prefix_cache()
         for flow in flows:
-            self._launch(flow.branch, flow.begin, flow.end)
+            if not flow.branch.request.done:
+                with self._alone(flow.branch.request):
+                    self._launch(flow.branch, flow.begin, flow.end)
 
     def _attach(self, request: Request) -> None:
         for branch in request.sampling.values():
@@ -265,6 +293,15 @@ class VllmLoop(Steering):
 
     def _retire(self, branch: Branch) -> None:
         pass
+
+    def _let_go(self, request: Request) -> None:
+        scores = [id_ for id_, leaf in self._scores.items() if leaf.request is request]
+        for id_ in scores:
+            del self._scores[id_]
+        if scores:
+            self._engine.abort_request(scores)
+        self._unscored.pop(request.number, None)
+        super()._let_go(request)
 
 
 def _plain(params: Any) -> bool:

@@ -233,6 +233,11 @@ def test_dry_run_of_anything_writes_nothing(home: Path, cases: int) -> None:
     @example([("data.path", "/nowhere.jsonl"), ("data.tasks", [])])
     @example([("algorithm.objective_options", {"eps_high": [1]})])
     @example([("rollout.program_options", {"segment_tokens": "a"})])
+    @example([("output_dir", "\u00fc" * 130)])  # more bytes than a name may have
+    @example([("output_dir", "a/" * 3000)])
+    @example([("model.path", "\u00fc" * 130)])
+    @example([("data.path", "\u00fc" * 130), ("data.tasks", [])])
+    @example([("reward.verifier", "\u00fc" * 130 + ".py:f")])
     def attack(changes: list[tuple[str, Any]]) -> None:
         try:
             text = toml_of(home, changes)
