@@ -1,0 +1,135 @@
+"""What goes wrong in vLLM's steps ends what was in them, by a stand-in for vLLM; `test_vllm` has the real one."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolltree.engine.programs import make_program
+from rolltree.engine.rollout import Request, SamplingParams
+
+VOCABULARY = 11
+
+
+class Engine:
+    """One token for every request a step: the number of those before it, modulo the vocabulary."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, tuple[list[int], Any]] = {}
+        self.failing: BaseException | None = None
+        self.spoilt: set[int] = set()  # first tokens of prompts whose outputs are not to be read
+        self.refused: set[int] = set()
+        self.forgotten = 0
+
+    def add_request(self, id_: str, prompt: dict[str, list[int]], params: Any) -> None:
+        tokens = list(prompt["prompt_token_ids"])
+        if tokens[0] in self.refused:
+            raise ValueError("vLLM takes no such prompt.")
+        self.running[id_] = (tokens, SimpleNamespace(left=params.max_tokens))
+
+    def step(self) -> list[Any]:
+        if self.failing is not None:
+            raise self.failing
+        outputs = []
+        for id_, (tokens, state) in list(self.running.items()):
+            token, state.left = len(tokens) % VOCABULARY, state.left - 1
+            tokens.append(token)
+            known = None if tokens[0] in self.spoilt else [{token: SimpleNamespace(logprob=-1.0, rank=1)}]
+            if not state.left:
+                del self.running[id_]
+            reason = None if state.left else "length"
+            of = SimpleNamespace(token_ids=[token], logprobs=known, stop_reason=None, finish_reason=reason)
+            outputs.append(SimpleNamespace(request_id=id_, outputs=[of], finished=not state.left))
+        return outputs
+
+    def abort_request(self, ids: list[str]) -> None:
+        for id_ in ids:
+            self.running.pop(id_, None)
+
+    def reset_prefix_cache(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    names = ("vllm", "vllm.inputs", "vllm.sampling_params")
+    fake, inputs, params = (ModuleType(name) for name in names)
+    fake.LLM, fake.SamplingParams = object, SimpleNamespace  # type: ignore[attr-defined]
+    inputs.TokensPrompt = dict  # type: ignore[attr-defined]
+    params.RequestOutputKind = SimpleNamespace(DELTA=0)  # type: ignore[attr-defined]
+    for name, module in zip(names, (fake, inputs, params), strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "rolltree.engine.integrations.vllm_loop", raising=False)
+    from rolltree.engine.integrations.vllm_loop import VllmLoop
+
+    model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
+    yield VllmLoop(SimpleNamespace(model_config=model, llm_engine=Engine()), set(), raw_logprobs=False)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "rolltree.engine.integrations.vllm_loop")
+
+
+def request(number: int) -> Request:
+    params = SamplingParams(n=2, max_new_tokens=4, ignore_eos=True)
+    return Request(number, np.array([number], np.int32), 7, params, copy.deepcopy(make_program("flat")))
+
+
+def finish(loop: Any, *requests: Request) -> None:
+    for _ in range(20):
+        if all(r.done for r in requests):
+            return
+        loop.step()
+    raise AssertionError("not done")
+
+
+def test_a_request_whose_outputs_err_fails_alone(loop: Any) -> None:
+    one, other = request(1), request(2)
+    loop.add(one)
+    loop.add(other)
+    loop._engine.spoilt.add(1)
+    finish(loop, one, other)
+    assert isinstance(one.error, ValueError)
+    assert one.tree is None
+    assert other.tree is not None
+    assert [leaf.response for leaf in other.tree.flatten()] == [[1, 2, 3, 4]] * 2
+    assert not loop._engine.running
+    assert not loop.busy
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_failed_step_fails_what_was_in_hand_and_the_next_request_is_served(loop: Any, error: BaseException) -> None:
+    requests = [request(1), request(2)]
+    for each in requests:
+        loop.add(each)
+    loop.step()
+    loop._engine.failing = error
+    if isinstance(error, Exception):
+        assert loop.step() == requests
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+    for each in requests:
+        assert str(error) in str(each.error)
+    assert (loop.counts["failed_steps"], loop._engine.forgotten) == (1, 1)
+    assert not loop._engine.running
+    assert not loop._flows
+    loop._engine.failing = None
+    later = request(3)
+    loop.add(later)
+    finish(loop, later)
+    assert later.tree is not None
+
+
+def test_what_vllm_does_not_take_leaves_nothing_behind(loop: Any) -> None:
+    well, refused = request(1), request(2)
+    loop._engine.refused.add(2)
+    loop.add(well)
+    with pytest.raises(ValueError, match="takes no such prompt"):
+        loop.add(refused)
+    assert loop.requests == [well]
+    finish(loop, well)
+    assert well.tree is not None
