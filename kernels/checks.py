@@ -115,6 +115,13 @@ class Arguments:
         if not number >= least:
             self.require(False, f"{name} must be at least {least}, got {value}")
 
+    def names(self, name: str, values: object, known: Sequence[str]) -> None:
+        """Some of the names that are known, in a list or set."""
+        if not isinstance(values, list | tuple | set | frozenset):
+            self.wrong_type(name, f"a list of {', '.join(known)}", values)
+        for value in values:
+            self.require(value in known, f"{name} names {shown(value)}; it knows {', '.join(known)}")
+
     def scale_of_rows(self, name: str, value: float | Tensor, rows: int) -> None:
         """A positive number, or a constant tensor of one, or one a row; `positive` looks at its values."""
         if not isinstance(value, Tensor):

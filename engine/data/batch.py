@@ -132,6 +132,8 @@ class TreeBatch:
         mask, length, weight, share = self._selected(select)
         given = {name: values for name, values in self.columns.items() if name in FIELDS}
         if isinstance(old_logprob, str):
+            if old_logprob != "behaviour":
+                raise ValueError(f"old_logprob must be 'behaviour', a tensor or None, got '{old_logprob}'.")
             old_logprob = self.columns.get("proximal_logprob", self.behaviour_logprob)
             if old_logprob is None and objective.needs_old:
                 raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rolltree.kernels import LogprobOutput, linear_logprob
+from rolltree.kernels.checks import shown
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
@@ -120,6 +121,14 @@ def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 wher
     return values.new_zeros(batch.padded[0] * batch.padded[1]).index_copy(0, batch.place, values)
 
 
+def check_call(op: str, model: object, batch: object) -> None:
+    """Raises TypeError where ``op`` was given something else than a model and a batch."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"{op}: model must be a Transformers model, got {shown(model)}.")
+    if not isinstance(batch, TreeBatch):
+        raise TypeError(f"{op}: batch must be a TreeBatch, as pack makes them, got {shown(batch)}.")
+
+
 def batch_logprob(
     model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
 ) -> LogprobOutput:
@@ -131,7 +140,9 @@ def batch_logprob(
 
     Raises:
         ValueError: as :func:`decode`.
+        TypeError: there is no model or no batch.
     """
+    check_call("batch_logprob", model, batch)
     if batch.pieces:
         return _logprob_of_pieces(model, batch, temperature, want)
     return target_logprob(

@@ -23,11 +23,12 @@ from rolltree.kernels import (
     linear_terms_loss,
     policy_loss,
 )
+from rolltree.kernels.checks import Arguments
 from rolltree.kernels.linear_policy_loss.terms import named
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
-from .decoder import Decoded, batch_logprob, decode, head, target_logprob
+from .decoder import Decoded, batch_logprob, check_call, decode, head, target_logprob
 
 AnyTerm = Term | LogprobTerm
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -58,8 +59,15 @@ def batch_loss(
             it depends on how an update is cut.
 
     Raises:
-        ValueError: ``old_logprob`` is "behaviour", the objective looks at a ratio, and a token in the loss has none.
+        ValueError: ``old_logprob`` is "behaviour", the objective looks at a ratio, and a token in the loss has none; or
+            an argument has another shape, dtype or value than it must.
+        TypeError: an argument is of another type.
     """
+    check_call("batch_loss", model, batch)
+    check = Arguments("batch_loss", "batch.input_ids", batch.input_ids)
+    if not isinstance(objective, Objective):
+        check.wrong_type("objective", "an Objective", objective)
+    check.number("router_share", router_share)
     fields = batch.fields(objective, old_logprob=old_logprob, ref_logprob=ref_logprob)
     out = terms_loss(model, batch, [Term(fields, objective, normalizer)], temperature, router_share)
     return PolicyLossOutput(out.loss, out.metrics)

@@ -83,8 +83,7 @@ def linear_logprob(
     together = [name for name, option in given.items() if option is not None]
     if len(together) > 1 and together != ["lora", "weight_grad"]:
         raise ValueError(f"linear_logprob: {together[0]} does not combine with {together[1]}.")
-    if unknown := set(want) - set(OUTPUTS):
-        raise ValueError(f"linear_logprob: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}.")
+    Arguments("linear_logprob", "hidden", hidden).names("want", want, OUTPUTS)
     hidden, weight, bias, lora, temperature = prepare(
         "linear_logprob", hidden, weight, target, row, bias, temperature, softcap, lora
     )

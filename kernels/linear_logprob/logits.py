@@ -46,10 +46,7 @@ def logprob_from_logits(
         IndexError: a target or row is out of range (CPU only; on a GPU a wrong row stops the program).
         RuntimeError: in backward, the logits were overwritten since: by an earlier in-place backward or by the caller.
     """
-    if unknown := set(want) - set(OUTPUTS):
-        raise ValueError(
-            f"logprob_from_logits: want names {', '.join(sorted(unknown))}; it knows {', '.join(OUTPUTS)}."
-        )
+    Arguments("logprob_from_logits", "logits", logits).names("want", want, OUTPUTS)
     _check_arguments(logits, target, row, temperature, softcap, inplace_backward)
     accumulator = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprob, logsumexp, _, entropy, sum_p2 = _logprob_from_logits(

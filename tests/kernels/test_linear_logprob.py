@@ -407,7 +407,7 @@ def test_autocast_casts_like_a_linear_layer() -> None:
     [
         ({"kept": (torch.zeros(4), torch.zeros(1))}, ValueError, r"kept's indptr must be \[5\]"),
         ({"kept": (torch.zeros(5), torch.zeros(1)), "tp_group": 1}, ValueError, "kept does not combine with tp_group"),
-        ({"want": ("variance",)}, ValueError, "want names variance; it knows entropy, sum_p2"),
+        ({"want": ("variance",)}, ValueError, "want names 'variance'; it knows entropy, sum_p2"),
         ({"hidden": torch.zeros(4)}, ValueError, r"hidden must be \[N, H\], got \[4\]"),
         ({"weight": torch.zeros(17, 9)}, ValueError, r"weight must be \[V, 8\] to fit hidden"),
         ({"weight": torch.zeros(17, 8).double()}, ValueError, "cast one of them"),

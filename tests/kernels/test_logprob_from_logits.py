@@ -278,7 +278,7 @@ def test_compile() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"want": ("variance",)}, ValueError, "want names variance; it knows entropy, sum_p2"),
+        ({"want": ("variance",)}, ValueError, "want names 'variance'; it knows entropy, sum_p2"),
         ({"logits": torch.zeros(4)}, ValueError, r"logits must be \[N, V\], got \[4\]"),
         ({"logits": torch.zeros(17, 4).T}, ValueError, r"logits must be contiguous, .* call .contiguous\(\)"),
         ({"logits": torch.zeros(4, 17, dtype=torch.long)}, ValueError, "logits must be bf16, fp16, fp32 or fp64"),
