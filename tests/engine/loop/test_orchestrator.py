@@ -382,7 +382,7 @@ KILLED = ("--trainer.steps=6", "--trainer.prompts_per_step=8", "--rollout.progra
 )
 def test_a_killed_run_resumes_to_the_same_bits(home, tmp_path, kills):
     whole = start(home, tmp_path, "whole")
-    assert whole.wait(120) == 0, whole.stderr.read()
+    assert whole.wait(1200) == 0, whole.stderr.read()
     expected = [json.loads(line) for line in (tmp_path / "runs/whole/metrics.jsonl").read_text().splitlines()]
     span = sum(row["timing_s/step"] for row in expected[1:])
 
@@ -396,7 +396,7 @@ def test_a_killed_run_resumes_to_the_same_bits(home, tmp_path, kills):
         began = time.monotonic()
         log = directory / "metrics.jsonl"
         size = log.stat().st_size if resume else 0
-        while time.monotonic() - began < 100 and process.poll() is None:
+        while time.monotonic() - began < 1000 and process.poll() is None:
             if any(not p.suffix and p.name not in known for p in checkpoints.glob("step_*")) or (
                 resume and log.stat().st_size != size
             ):
@@ -408,7 +408,7 @@ def test_a_killed_run_resumes_to_the_same_bits(home, tmp_path, kills):
         resume = ("--resume",)
     assert not (directory / "export").exists(), "the run ended before it was killed; the test shows nothing"
     last = start(home, tmp_path, "killed", "--resume")
-    assert last.wait(120) == 0, last.stderr.read()
+    assert last.wait(1200) == 0, last.stderr.read()
     got = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert untimed(got) == untimed(expected)
     for name in ("step_000003.parquet", "step_000006.parquet"):
@@ -425,7 +425,7 @@ def test_a_killed_run_resumes_to_the_same_bits(home, tmp_path, kills):
 def test_killed_while_a_checkpoint_is_written(home, tmp_path, first):
     """What was written before is whole; where there is none yet, the same command begins anew in the same place."""
     whole = start(home, tmp_path, "whole")
-    assert whole.wait(120) == 0, whole.stderr.read()
+    assert whole.wait(1200) == 0, whole.stderr.read()
     directory = tmp_path / "runs" / "killed"
     checkpoints, caught = directory / "checkpoints", False
     for _ in range(3):  # the moment may be missed
@@ -442,7 +442,7 @@ def test_killed_while_a_checkpoint_is_written(home, tmp_path, first):
             break
     assert caught, "no run was killed while it wrote; the test shows nothing"
     again = start(home, tmp_path, "killed", *([] if first else ["--resume"]))
-    assert again.wait(120) == 0, again.stderr.read()
+    assert again.wait(1200) == 0, again.stderr.read()
     assert not any(checkpoints.glob("*.tmp"))
     rows = [
         [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()]
