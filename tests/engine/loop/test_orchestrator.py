@@ -377,13 +377,20 @@ def start(home, tmp_path, name, *extra, before=""):
 KILLED = ("--trainer.steps=6", "--trainer.prompts_per_step=8", "--rollout.program=treepo")
 
 
+@pytest.fixture(scope="module")
+def whole(home, tmp_path_factory):
+    """The directory of a run that nobody killed."""
+    path = tmp_path_factory.mktemp("whole")
+    process = start(home, path, "whole")
+    assert process.wait(1200) == 0, process.stderr.read()
+    return path / "runs" / "whole"
+
+
 @pytest.mark.parametrize(
     "kills", [1, pytest.param(3, marks=pytest.mark.slow)], ids=["killed once", "killed three times"]
 )
-def test_a_killed_run_resumes_to_the_same_bits(home, tmp_path, kills):
-    whole = start(home, tmp_path, "whole")
-    assert whole.wait(1200) == 0, whole.stderr.read()
-    expected = [json.loads(line) for line in (tmp_path / "runs/whole/metrics.jsonl").read_text().splitlines()]
+def test_a_killed_run_resumes_to_the_same_bits(home, whole, tmp_path, kills):
+    expected = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     span = sum(row["timing_s/step"] for row in expected[1:])
 
     moment = random.Random(kills)
@@ -412,20 +419,16 @@ def test_a_killed_run_resumes_to_the_same_bits(home, tmp_path, kills):
     got = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert untimed(got) == untimed(expected)
     for name in ("step_000003.parquet", "step_000006.parquet"):
-        ours, theirs = (pq.read_table(d / "rollouts" / name) for d in (directory, tmp_path / "runs" / "whole"))
+        ours, theirs = (pq.read_table(d / "rollouts" / name) for d in (directory, whole))
         assert ours.equals(theirs)
-    weights = [
-        AutoModelForCausalLM.from_pretrained(d / "export").state_dict() for d in (directory, tmp_path / "runs/whole")
-    ]
+    weights = [AutoModelForCausalLM.from_pretrained(d / "export").state_dict() for d in (directory, whole)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["the first one", "a later one"])
-def test_killed_while_a_checkpoint_is_written(home, tmp_path, first):
+def test_killed_while_a_checkpoint_is_written(home, whole, tmp_path, first):
     """What was written before is whole; where there is none yet, the same command begins anew in the same place."""
-    whole = start(home, tmp_path, "whole")
-    assert whole.wait(1200) == 0, whole.stderr.read()
     directory = tmp_path / "runs" / "killed"
     checkpoints, caught = directory / "checkpoints", False
     for _ in range(3):  # the moment may be missed
@@ -445,7 +448,6 @@ def test_killed_while_a_checkpoint_is_written(home, tmp_path, first):
     assert again.wait(1200) == 0, again.stderr.read()
     assert not any(checkpoints.glob("*.tmp"))
     rows = [
-        [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()]
-        for d in (directory, tmp_path / "runs" / "whole")
+        [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()] for d in (directory, whole)
     ]
     assert untimed(rows[0]) == untimed(rows[1])
