@@ -447,7 +447,5 @@ def test_killed_while_a_checkpoint_is_written(home, whole, tmp_path, first):
     again = start(home, tmp_path, "killed", *([] if first else ["--resume"]))
     assert again.wait(1200) == 0, again.stderr.read()
     assert not any(checkpoints.glob("*.tmp"))
-    rows = [
-        [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()] for d in (directory, whole)
-    ]
+    rows = [[json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()] for d in (directory, whole)]
     assert untimed(rows[0]) == untimed(rows[1])
