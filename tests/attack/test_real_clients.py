@@ -1,7 +1,9 @@
-"""Clients that people use, beside OpenAI's own: litellm, and lm_eval with a task of its own."""
+"""Clients that people use, beside OpenAI's own: litellm, verifiers, and lm_eval with a task of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +38,34 @@ def test_litellm_chats_streams_and_is_refused(url: str) -> None:
     assert "".join(pieces) == whole.choices[0].message.content
     with pytest.raises(litellm.BadRequestError, match="temperature is -1"):
         litellm.completion(**{**body, "temperature": -1})
+
+
+def test_verifiers_completes_relays_and_is_refused(url: str) -> None:
+    pytest.importorskip("verifiers.v1", reason="needs verifiers")
+    import verifiers.v1 as vf
+    from verifiers.v1.dialects import ChatDialect
+
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    body |= {"max_tokens": 8, "seed": 1}
+
+    async def talk() -> tuple[Any, bytes]:
+        client = vf.resolve_client(vf.EvalClientConfig(base_url=f"{url}/v1", api_key_var="NONE"))
+        dialect = ChatDialect()
+        whole = await client.get_response(dialect, body, vf.SamplingConfig())
+        stream = await client.relay(dialect, {**body, "stream": True})
+        pieces = b"".join([chunk async for chunk in stream.chunks])
+        await stream.close()
+        with pytest.raises(vf.ProviderError, match="temperature is -1"):
+            await client.get_response(dialect, {**body, "temperature": -1}, vf.SamplingConfig())
+        await client.close()
+        return whole, pieces
+
+    whole, pieces = asyncio.run(talk())
+    assert whole.message.content == whole.raw["choices"][0]["message"]["content"]
+    assert whole.usage.completion_tokens == whole.raw["usage"]["completion_tokens"]
+    assert pieces.endswith(b"data: [DONE]\n\n")
+    sent = [json.loads(line[6:]) for line in pieces.decode().splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in sent) == whole.message.content
 
 
 def test_lm_eval_scores_choices_as_the_engine_does(
