@@ -83,8 +83,8 @@ def _head_pass(
     row: Tensor,  # [M]
     temperature: float,
 ) -> TermsLossOutput:
-    weight, bias, softcap = head(model)
-    options: dict[str, Any] = {"row": row, "bias": bias, "temperature": temperature, "softcap": softcap}
+    weight, bias, softcap, lora = head(model)
+    options: dict[str, Any] = {"row": row, "bias": bias, "temperature": temperature, "softcap": softcap, "lora": lora}
     return linear_terms_loss(hidden, weight, target, terms, **options)
 
 
