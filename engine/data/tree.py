@@ -174,9 +174,9 @@ class TokenTree:
         checks.all_of("segments", segments, Segment)
         if not segments or len(segments[0]) == 0:
             raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
-        if len(leaf_nodes) == 0:
+        if checks.count("leaf_nodes", leaf_nodes) == 0:
             raise ValueError("A TokenTree needs at least one leaf; no responses were given.")
-        if len(parents) != len(segments) or len(leaf_nodes) != len(statuses):
+        if checks.count("parents", parents) != len(segments) or len(leaf_nodes) != checks.count("statuses", statuses):
             raise ValueError(
                 f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
                 f"{len(statuses)} statuses; give one of each."
@@ -242,8 +242,8 @@ class TokenTree:
                 lengths differ from the responses', or values that are not what they should be: ids and versions
                 integers of int32, advantages and log-probs finite, known statuses.
         """
-        count = len(responses)
-        if isinstance(responses, str | bytes) or count == 0:
+        count = checks.count("responses", responses)
+        if count == 0:
             raise ValueError("from_sequences needs at least one response; give token ids of each in `responses`.")
         _check_count("advantages", advantages, count)
         _check_count("statuses", statuses, count)
@@ -335,8 +335,9 @@ class TokenTree:
         Raises:
             ValueError: as :meth:`from_sequences`.
         """
+        count = checks.count("responses", responses)
         for name, values in {"prompts": prompts, **per_response, **(columns or {})}.items():
-            _check_count(name, values, len(responses))
+            _check_count(name, values, count)
         members: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             ids = checks.token_ids(f"prompts[{i}]", prompt)
@@ -471,7 +472,7 @@ def _in_order(
 
 def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[Array]]:
     """The longest common prompt, and every response's own."""
-    several = len(prompt) > 0 and np.ndim(cast("Any", prompt[0])) == 1
+    several = checks.count("prompt", prompt) > 0 and np.ndim(cast("Any", prompt[0])) == 1
     if not several:
         root = checks.token_ids("prompt", prompt)
         if len(root) == 0:
@@ -492,10 +493,8 @@ def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[
 
 
 def _check_count(name: str, values: Seq[Any] | None, count: int) -> None:
-    if values is not None and not hasattr(values, "__len__"):
-        raise ValueError(f"{name} must have one entry a response, got {values!r}.")
-    if values is not None and len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} responses; give one a response.")
+    if values is not None and (entries := checks.count(name, values)) != count:
+        raise ValueError(f"{name} has {entries} entries for {count} responses; give one a response.")
 
 
 def _per_token(
