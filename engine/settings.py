@@ -66,13 +66,13 @@ class DataConfig(Section):
     eval_path: str | None = None
     """The held-out file; without it the last `evaluation.problems` rows of `path` are held out."""
     prompt_key: str = "prompt"
-    """Column of `path` that holds the problem."""
+    """Column of `path` that holds the problem: a text, or with `chat` a list of messages, each a role and content."""
     answer_key: str = "answer"
     """Column of `path` that holds the reference answer."""
     template: str = "{prompt}"
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False
-    """Wrap the text as one user message in the tokenizer's chat template."""
+    """Write prompts by the tokenizer's chat template: a text as one message of the user, messages as they are."""
     max_prompt_tokens: PositiveInt = 1024
     """A longer prompt is an error, never cut."""
 

@@ -56,8 +56,9 @@ class PromptSource:
         self._cursor = 0
         self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
         self._rows: list[Prompt] = []
+        self._stream: Any = None
         if config.source is not None:
-            self._stream: Any = UserProblems(config)
+            self._stream = UserProblems(config)
         elif config.path is None:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
         else:
@@ -267,6 +268,11 @@ def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedToken
         UserError: it is longer than `data.max_prompt_tokens`, or has no tokens.
     """
     text = config.template.replace("{prompt}", problem.text)
+    if problem.messages and (not config.chat or config.template != "{prompt}"):
+        raise UserError(
+            f"The prompt '{problem.id}' is a conversation, which the tokenizer's chat template writes; set data.chat "
+            "to true and leave data.template out."
+        )
     if config.chat:
         if tokenizer.chat_template is None:
             raise UserError(
@@ -274,7 +280,9 @@ def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedToken
             )
         text = str(
             tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+                list(problem.messages) or [{"role": "user", "content": text}],
+                add_generation_prompt=True,
+                tokenize=False,
             )
         )
     ids = list(tokenizer(text, add_special_tokens=not config.chat)["input_ids"])

@@ -46,14 +46,33 @@ def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_k
             raise UserError(
                 f"Row {number} of {where} has no column '{column}' ({option}); it has {', '.join(sorted(row))}."
             )
-    text = row[prompt_key]
+    text, messages = row[prompt_key], tuple[dict[str, str], ...]()
+    if isinstance(text, list):
+        messages = _messages(text, f"Row {number} of {where}", prompt_key)
+        text = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"Row {number} of {where} has no text in column '{prompt_key}' (data.prompt_key).")
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(
             f"Row {number} of {where} holds half a character (a lone surrogate) in column '{prompt_key}'; mend it."
         )
-    return Problem(f"{task}/{number}", task, text, row | {"answer": row[answer_key]})
+    return Problem(f"{task}/{number}", task, text, row | {"answer": row[answer_key]}, messages)
+
+
+def _messages(found: list[Any], where: str, prompt_key: str) -> tuple[dict[str, str], ...]:
+    """The messages of a conversation, roles and contents alone."""
+    for m in found:
+        if not isinstance(m, dict) or not all(isinstance(m.get(key), str) for key in ("role", "content")):
+            raise UserError(
+                f"{where} holds in column '{prompt_key}' (data.prompt_key) a list that is no conversation; each "
+                "message needs texts 'role' and 'content'."
+            )
+    if not found or found[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where} holds in column '{prompt_key}' (data.prompt_key) a conversation in which it is not the model's "
+            "turn; end it with a message of another role than 'assistant'."
+        )
+    return tuple({"role": m["role"], "content": m["content"]} for m in found)
 
 
 def _parquet(file: Path, key: str) -> list[dict[str, Any]]:

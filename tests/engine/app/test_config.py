@@ -117,7 +117,7 @@ def test_resolved_toml_reads_back_to_an_equal_configuration(good: Path, tmp_path
         (("[rollout]", '[model2]\n[reward]\non_failure = "skip"\n[rollout]'), ["model2"]),
         (("[rollout]", '[reward]\non_failure = "skip"\n[rollout]'), ['= "skip"', "'drop', 'zero' or 'raise'"]),
         (("[rollout]", '[reward]\nverifier = "maths"\n[rollout]'), ['= "maths"', "task, math, exact"]),
-        (("[data]", '[data]\npath = "p.jsonl"'), ["`data.tasks` or `data.path`", "both are given"]),
+        (("[data]", '[data]\npath = "p.jsonl"'), ["`data.tasks`, `data.path` and `data.source`", "both are given"]),
         (("[data]", '[data]\neval_path = "p.jsonl"'), ["`data.eval_path` does not go with `data.tasks`"]),
         (("[data]", '[data]\ntemplate = "no place"'), ["`data.template`", "{prompt}"]),
         (("[rollout]", "[evaluation]\nevery = 5\nproblems = 0\n[rollout]"), ["`evaluation.problems` is 0"]),
