@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..methods.calling import failure
 from ..rewards import RewardItem, RewardPool, RewardResult
 from ..rewards.judge import PoolJudge
+from ..rewards.verdicts import put_rewards
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
 from . import early, setup
@@ -149,6 +149,7 @@ class Orchestrator:
         self.console.phase("waiting for rewards")
         with self.watch.part("reward"):
             texts = self._score(trees, prompts, sums)
+        self.source.observe(trees)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
@@ -214,12 +215,10 @@ class Orchestrator:
         verdicts = self.rewards.score(items)
         results = iter(verdicts)
         for tree, prompt, failed in zip(trees, prompts, failed_leaves, strict=True):
-            values = [
-                float("nan") if leaf in failed else self._value(next(results), prompt, sums)
-                for leaf in range(tree.num_leaves)
-            ]
-            tree.rewards["reward"] = np.array(values, np.float32)
-            tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
+            of_leaves = [None if leaf in failed else next(results) for leaf in range(tree.num_leaves)]
+            for verdict in of_leaves:
+                self._note(verdict, prompt, sums)
+            put_rewards(tree, of_leaves, failed=0.0 if self.config.reward.on_failure == "zero" else np.nan)
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         reasons = [reason for failed in failed_leaves for reason in failed.values()]
         self.failures["rollout"].record(reasons, sum(map(len, texts)), sums, self.console)
@@ -227,16 +226,14 @@ class Orchestrator:
         self.failures["reward"].record(reasons, len(items), sums, self.console)
         return texts
 
-    def _value(self, verdict: RewardResult, prompt: Prompt, sums: Sums) -> float:
-        if verdict.value is not None:
+    def _note(self, verdict: RewardResult | None, prompt: Prompt, sums: Sums) -> None:
+        if verdict is not None and verdict.value is not None:
             sums.add("reward/mean", verdict.value)
-            return verdict.value
-        if self.config.reward.on_failure == "raise":
+        elif verdict is not None and self.config.reward.on_failure == "raise":
             raise RunError(
                 f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
-        return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,6 +59,8 @@ class RewardResult:
     value: float | None
     reason: str | None
     """`timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
+    named: dict[str, float] = field(default_factory=dict)
+    """Further rewards by name, for `reward.shaping` and the records."""
 
 
 class RewardPool:
