@@ -277,6 +277,15 @@ class TrainerConfig(Section):
     """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
 
 
+class LoopConfig(Section):
+    staleness: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Steps a group may lag behind the weights it updates; 0: every batch is sampled by the very weights it updates."""
+    window: Annotated[float, Field(ge=0, lt=1)] = 0.25
+    """Share of the staleness * prompts_per_step groups beyond a batch that may overtake one that is not finished."""
+    over_sampling: Annotated[float, Field(ge=1, le=64)] = 1.0
+    """At staleness 0, prompts sampled for each one that is trained on; what is left over is dropped."""
+
+
 class EvaluationConfig(Section):
     problems: NonNegativeInt = 512
     """Held-out problems answered greedily; 0: no evaluation."""
@@ -309,6 +318,7 @@ class TrainConfig(Section):
     demonstrations: DemonstrationsConfig | None = None
     """Given responses beside the rollouts."""
     trainer: TrainerConfig = TrainerConfig()
+    loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

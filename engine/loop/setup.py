@@ -28,6 +28,7 @@ from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train.critic import Critic
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
+from .budget import Budget
 from .sources import Demonstrations
 
 
@@ -93,6 +94,12 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
     options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
     return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
+
+
+def budget(config: TrainConfig) -> Budget:
+    """How many groups may be open, and how old they may become."""
+    loop = config.loop
+    return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
