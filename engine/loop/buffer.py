@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ..data.join import join
 from ..data.tree import TokenTree
 from ..rewards import RewardResult
-from ..rollout.branch import Request
 from .budget import Budget
 from .sources import Prompt
 
@@ -50,6 +50,19 @@ AFTER: dict[State, set[State]] = {
 
 
 @dataclass(eq=False)
+class Responses:
+    """What one request brought for a group."""
+
+    tree: TokenTree
+    texts: list[str]
+    """Of its responses, in the order of the leaves."""
+    unsampled: dict[int, str]
+    """Leaves that could not be sampled, and why."""
+    verdicts: list[RewardResult] = field(default_factory=list)
+    """On the other leaves."""
+
+
+@dataclass(eq=False)
 class Group:
     """The responses to one prompt, on their way."""
 
@@ -64,16 +77,36 @@ class Group:
     """Younger groups taken before it."""
     attempt: int = 0
     """Requests made for it before the present one."""
-    request: Request | None = None
-    """What samples it."""
-    tree: TokenTree | None = None
-    """Its responses, from when all are there."""
-    texts: list[str] = field(default_factory=list)
-    """Of its responses, in the order of the leaves."""
-    unsampled: dict[int, str] = field(default_factory=dict)
-    """Leaves that could not be sampled, and why."""
-    verdicts: list[RewardResult] = field(default_factory=list)
-    """On the other leaves."""
+    parts: list[Responses] = field(default_factory=list)
+    """What its requests brought; the newest may not be judged yet."""
+
+    @property
+    def tree(self) -> TokenTree:
+        """All its responses."""
+        if len(self.parts) > 1:
+            joined = Responses(join([part.tree for part in self.parts]), self.texts, {}, self.verdicts)
+            begin = 0
+            for part in self.parts:
+                joined.unsampled |= {begin + leaf: why for leaf, why in part.unsampled.items()}
+                begin += part.tree.num_leaves
+            joined.tree.set("group", self.ticket)
+            self.parts = [joined]
+        return self.parts[0].tree
+
+    @property
+    def texts(self) -> list[str]:
+        """Of all responses, in the order of the leaves."""
+        return [text for part in self.parts for text in part.texts]
+
+    @property
+    def unsampled(self) -> list[str]:
+        """Why responses could not be sampled, one each."""
+        return [why for part in self.parts for why in part.unsampled.values()]
+
+    @property
+    def verdicts(self) -> list[RewardResult]:
+        """On the responses that were sampled."""
+        return [verdict for part in self.parts for verdict in part.verdicts]
 
 
 class Buffer:

@@ -71,7 +71,7 @@ class Orchestrator:
 
         console.phase("loading the model")
         self.model, self.tokenizer = setup.prepare_model(config)
-        self.engine = setup.make_engine(config, self.model, self.tokenizer)
+        self.engine = setup.make_engine(config, setup.sampled_model(config, self.model), self.tokenizer)
         problems = held_out(config, self.tokenizer)
         self.source = PromptSource(config.data, self.tokenizer, config.seed, problems)
         early.check_lengths(config, self.engine.longest)
@@ -97,10 +97,10 @@ class Orchestrator:
         self.learner = Learner(config, self.model, self.watch, console.note)
         self.demonstrations = setup.demonstrations(config, self.tokenizer)
         self.buffer = Buffer(setup.budget(config))
-        params = setup.sampling_params(config.rollout)
         self.controller = Controller(
-            config, self.buffer, self.engine, self.source, self.tokenizer, program, params, self.watch, console
-        )
+            config, self.buffer, self.engine, self.source, self.tokenizer, program,
+            setup.sampling_params(config.rollout), setup.group_callback(config), self.watch, console,
+        )  # fmt: skip
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
 
     @property
@@ -153,17 +153,17 @@ class Orchestrator:
         sums = Sums()
         self.model.eval()  # here, and not at every step of the engine: it takes as long as a layer
         batch = self.controller.next_batch()
-        trees = [group.tree for group in batch if group.tree is not None]
+        trees = [group.tree for group in batch]
         self._record(batch, sums)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
-        if self.learner.update(trees, given, step, sums):
-            self._renew_policy()
+        changed = self.learner.update(trees, given, step, sums)
         write_rollouts(
             self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, [group.texts for group in batch]
         )
-        self.buffer.end_step(batch)
+        updates = self.learner.trainer.updates
+        self.controller.end_step(batch, dict(self.model.named_parameters()) if changed else None, updates)
         metrics = sums.means()
         if self.evaluation.due(step):
             metrics |= self._evaluate()
@@ -185,14 +185,14 @@ class Orchestrator:
             for verdict in group.verdicts:
                 if verdict.value is not None:
                     sums.add("reward/mean", verdict.value)
-        reasons = [reason for group in batch for reason in group.unsampled.values()]
+        reasons = [reason for group in batch for reason in group.unsampled]
         self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
         verdicts = [verdict for group in batch for verdict in group.verdicts]
         reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
         self.failures["reward"].record(reasons, len(verdicts), sums, self.console)
 
     def _evaluate(self) -> dict[str, float]:
-        with self.watch.part("eval"):
+        with self.controller.paused(), self.watch.part("eval"):
             return self.evaluation.run(self.step, self.rewards)
 
     def _renew_policy(self) -> None:
@@ -291,16 +291,21 @@ def _held(directory: Path) -> Iterator[None]:
 
 
 def _check_old_logprobs(config: TrainConfig) -> None:
-    """With several updates the sampler's log-probs are the old ones, so they must be those of the whole softmax.
+    """Where the sampler's log-probs are compared with, they must be those of the whole softmax.
 
     Raises:
         UserError: sampling leaves tokens out.
     """
     rollout = config.rollout
-    if config.trainer.updates_per_step > 1 and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
+    if setup.corrects(config):
+        why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
+    elif config.trainer.updates_per_step == 1:
+        return
+    if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
         raise UserError(
-            f"`trainer.updates_per_step` = {config.trainer.updates_per_step} compares with the sampler's log-probs, "
-            "which top_p, top_k and min_p change; leave these out of [rollout] or set updates_per_step to 1."
+            f"{why} compares with the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
+            "[rollout] or set it back."
         )
 
 
