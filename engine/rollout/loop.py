@@ -127,7 +127,7 @@ class NativeLoop(Steering):
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts["idle_row_steps"] += unfinished - branches
         if self.drafter is not None:
-            self.drafter.sampled(self.rows, targets, offset, sampled.token)
+            self.drafter.sampled(self.rows, targets, offset, sampled.token, self.version)
         self._end_segments(targets, ends, sampled, texts)
 
     def _propose(self, slots: Array, others: int, room: int) -> tuple[Array, Array]:

@@ -37,7 +37,9 @@ class Told:
             drafts.append(np.where(off, self.rng.integers(0, 211, len(draft)), draft).astype(np.int64))
         return np.array([len(d) for d in drafts]), np.concatenate(drafts)
 
-    def sampled(self, rows: RowTable, slots: np.ndarray, offset: np.ndarray, token: np.ndarray) -> None: ...
+    def sampled(
+        self, rows: RowTable, slots: np.ndarray, offset: np.ndarray, token: np.ndarray, version: int
+    ) -> None: ...
 
     def took(self, queries: int, seconds: float) -> None: ...
 
@@ -48,7 +50,7 @@ class Watched(Told):
     def __init__(self) -> None:
         super().__init__({}, 0.0)
 
-    def sampled(self, rows: RowTable, slots: np.ndarray, offset: np.ndarray, token: np.ndarray) -> None:
+    def sampled(self, rows: RowTable, slots: np.ndarray, offset: np.ndarray, token: np.ndarray, version: int) -> None:
         for slot in slots.tolist():
             branch = rows.branch[slot]
             assert branch is not None
