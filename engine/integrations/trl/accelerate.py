@@ -6,11 +6,14 @@ from typing import Any
 
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
+from rolltree.kernels import Objective
+
 from ...errors import UserError
 from .. import transformers as attention
 from . import checks
 from .fused_head import FusedHead
 from .groups import GroupTrainer, Parts
+from .objective import objective
 from .rollouts import Rollouts
 
 GROUPS = (GRPOTrainer, RLOOTrainer)
@@ -24,7 +27,8 @@ def accelerate(trainer: Any, *, head: bool = True, tree: bool = True, rollouts: 
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which have the head alone.
-        head: log-probs and entropies by `linear_logprob`, in place of TRL's fused head; prompts never reach it.
+        head: log-probs and entropies by `linear_logprob` in place of TRL's fused head, and where `Objective` has the
+            trainer's loss, the gradients by `linear_policy_loss`. Only the tokens of completions reach it.
         tree: completions of one prompt are trained on as a tree, the prompt computed once for all of a micro-batch;
             sets the models' attention to "rolltree". Micro-batches of one update are put together group by group where
             the loss does not depend on it.
@@ -66,8 +70,19 @@ def accelerate(trainer: Any, *, head: bool = True, tree: bool = True, rollouts: 
     if not isinstance(trainer, GroupTrainer):
         cls = type(trainer)
         trainer.__class__ = type(cls.__name__, (GroupTrainer, cls), {"__module__": cls.__module__})
-    trainer.rolltree = Parts(tree, sampler)
+    trainer.rolltree = Parts(head, tree, sampler, _objective_of(trainer) if head else None)
     return trainer
+
+
+def _objective_of(trainer: Any) -> Objective | None:
+    """The loss as an op with the head; None, and why, where it stays TRL's code."""
+    try:
+        if isinstance(trainer, RLOOTrainer):
+            raise ValueError("RLOO clips the product of a sequence's ratios")
+        return objective(trainer)
+    except ValueError as why:
+        checks.log.warning("The loss is TRL's code on rolltree's log-probs, and no op together with the head: %s.", why)
+        return None
 
 
 def _head_of(trainer: Any) -> FusedHead:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput
 
-from rolltree.kernels import linear_logprob
+from rolltree.kernels import Term, linear_logprob, linear_terms_loss
 
 from ...model.decoder import head
 
@@ -28,12 +28,13 @@ NEAR = 1e-3  # relative: probabilities closer than this are compared by their lo
 
 
 class Scored(NamedTuple):
-    """Tokens to score among the rows of packed trees."""
+    """Tokens to score, by the rows of the flattened hidden states that predict them."""
 
-    row: Tensor  # [R] int64, distinct rows that predict something
+    row: Tensor  # [R] int64, distinct
     place: Tensor  # [M] int64, of each target's row among them
     target: Tensor  # [M] int64
-    copies: Tensor  # [T] int64, how often a flat batch would hold each token
+    copies: Tensor | None = None  # [T] int64, of packed trees: how often a flat batch would hold each token
+    loss: Term | None = None  # of these tokens, to be computed with them
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,16 @@ class FusedHead:
         hidden = output.last_hidden_state
         aux = None
         if kwargs.get("output_router_logits"):
-            counted = kwargs.get("attention_mask") if scored is None else scored.copies[None]
+            copies = None if scored is None else scored.copies
+            counted = kwargs.get("attention_mask") if copies is None else copies[None]
             aux = load_balancing_loss_func(
                 output.router_logits, config.num_experts, config.num_experts_per_tok, counted
             )
         if scored is not None:
-            fields = self._score(model, hidden.flatten(0, 1).index_select(0, scored.row), scored.target, scored.place)
-            return FusedCausalLMOutput(**fields, aux_loss=aux)
+            rows = hidden.flatten(0, 1).index_select(0, scored.row)
+            if scored.loss is not None:
+                return self._learn(model, rows, scored, scored.loss)
+            return FusedCausalLMOutput(**self._score(model, rows, scored.target, scored.place), aux_loss=aux)
         if shift_labels is None:
             assert labels is not None
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
@@ -94,6 +98,38 @@ class FusedHead:
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux
         return FusedCausalLMOutput(loss=loss, **fields, label_mask=mask, aux_loss=aux)
 
+    def _learn(
+        self,
+        model: PreTrainedModel,
+        hidden: Tensor,  # [R, H]
+        scored: Scored,
+        term: Term,
+    ) -> FusedCausalLMOutput:
+        """The loss of the tokens, and log-probs and entropies [M] without gradient."""
+        weight, bias, softcap = head(model)
+        with self._precision(hidden):
+            out = linear_terms_loss(
+                hidden.float() if self.fp32 else hidden,
+                weight,
+                scored.target,
+                [term],
+                row=scored.place,
+                bias=bias,
+                temperature=self.temperature,
+                softcap=softcap,
+            )
+        assert out.logprob is not None
+        assert out.entropy is not None
+        idle = out.logprob.isnan().nonzero().flatten()  # of zero advantage: metrics know them too
+        if len(idle):
+            with torch.no_grad():
+                rest = self._score(model, hidden[scored.place[idle]], scored.target[idle], None)
+            out.logprob[idle], out.entropy[idle] = rest["log_probs"], rest["entropy"]
+        return FusedCausalLMOutput(loss=out.loss, log_probs=out.logprob, entropy=out.entropy)
+
+    def _precision(self, hidden: Tensor) -> AbstractContextManager[Any]:
+        return torch.autocast(hidden.device.type, enabled=False) if self.fp32 else nullcontext()
+
     def _score(
         self,
         model: PreTrainedModel,
@@ -105,29 +141,26 @@ class FusedHead:
         want = ["entropy"] if "entropy" in asked else []
         want += ["sum_p2"] if asked & {"log_sum_sq_probs", "is_top1"} else []
         weight, bias, softcap = head(model)
-        context: Any = nullcontext()
         if self.fp32:
-            hidden, context = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
-        with context:
+            hidden = hidden.float()
+        with self._precision(hidden):
             out = linear_logprob(
                 hidden, weight, target, row=place, bias=bias, temperature=self.temperature, softcap=softcap, want=want
             )
-        of_rows = {}
-        if out.entropy is not None:
-            of_rows["entropy"] = out.entropy
-        with torch.no_grad():
-            if "log_sum_sq_probs" in asked:
-                assert out.sum_p2 is not None
-                of_rows["log_sum_sq_probs"] = out.sum_p2.log()
-            if "mean_logits" in asked:
-                of_rows["mean_logits"] = self._mean_logits(model, hidden)
-            found = {name: values if place is None else values[place] for name, values in of_rows.items()}
-            if "is_top1" in asked:
-                assert out.sum_p2 is not None
-                rows, sum_p2 = (t if place is None else t[place] for t in (hidden, out.sum_p2))
-                found["is_top1"] = self._is_top1(model, rows, target, out.logprob.exp(), sum_p2)
+        of_rows = {} if out.entropy is None else {"entropy": out.entropy}
+        if "log_sum_sq_probs" in asked:
+            assert out.sum_p2 is not None
+            of_rows["log_sum_sq_probs"] = out.sum_p2.detach().log()
+        if "mean_logits" in asked:
+            of_rows["mean_logits"] = self._mean_logits(model, hidden.detach())
+        found = {name: values if place is None else values[place] for name, values in of_rows.items()}
+        if "is_top1" in asked:
+            assert out.sum_p2 is not None
+            rows, sum_p2 = (t.detach() if place is None else t.detach()[place] for t in (hidden, out.sum_p2))
+            found["is_top1"] = self._is_top1(model, rows, target, out.logprob.detach().exp(), sum_p2)
         return {"log_probs": out.logprob, **found}
 
+    @torch.no_grad()
     def _is_top1(self, model: PreTrainedModel, hidden: Tensor, target: Tensor, p: Tensor, sum_p2: Tensor) -> Tensor:
         """Whether each target is its row's likeliest token, the first of equals.
 
@@ -140,6 +173,7 @@ class FusedHead:
             top[some] = self._logits(model, hidden[some]).argmax(-1) == target[some]
         return top
 
+    @torch.no_grad()
     def _mean_logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R]
         weight, bias, softcap = head(model)
         if softcap is not None:

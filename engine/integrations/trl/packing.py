@@ -1,4 +1,4 @@
-"""A padded batch of TRL's as packed trees: every prompt once, however many completions it has."""
+"""Which tokens of a padded batch are scored, and where the model computes what predicts them."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.batch import TreeBatch, pack
+from ...data.batch import pack
 from ...data.tree import TokenTree
 from ..transformers import MASK_STUB
 from .fused_head import Scored
 
 
-class Packed(NamedTuple):
-    """Packed trees, and which of their tokens are the completions'."""
+class Batch(NamedTuple):
+    """What the model is called with, and which of its rows predict the completions' tokens."""
 
-    batch: TreeBatch
-    scored: Scored
-    valid: Tensor  # [B, C] bool: the completions' tokens; M of them, in this order in ``scored``
+    inputs: dict[str, Tensor | int]
+    row: Tensor  # [B, C] int64: of the flattened hidden states, the one that predicts the token
+    valid: Tensor  # [B, C] bool: the completions' tokens, of which others may be scored
+    target: Tensor  # [B, C] int64
+    copies: Tensor | None  # [T] int64: how often a flat batch would hold each token; None: it is one
 
-    @property
-    def model_inputs(self) -> dict[str, Any]:
-        b = self.batch
-        given: dict[str, Any] = {"input_ids": b.input_ids[None], "position_ids": b.position_ids[None]}
-        given |= {"attention_mask": MASK_STUB.to(b.input_ids.device), "subtree_end": b.subtree_end}
-        if b.cu_seqlens is not None:
-            given |= {"cu_seq_lens_q": b.cu_seqlens, "max_length_q": b.longest}
-        return {**given, "scored": self.scored}
-
-    def padded(self, values: Tensor) -> Tensor:  # [M] -> [B, C], 0 where padding is
-        return values.new_zeros(self.valid.shape).masked_scatter(self.valid, values)
+    def scored(self, mask: Tensor) -> Scored:
+        """The tokens of ``mask [B, C]``, each distinct row once."""
+        row, place = self.row[mask].unique(return_inverse=True)
+        return Scored(row, place, self.target[mask], self.copies)
 
 
-def pack_completions(
+def padded(input_ids: Tensor, attention_mask: Tensor, completion: int) -> Batch:
+    """The batch as it is; arguments as for :func:`packed`."""
+    B, S = input_ids.shape
+    row = torch.arange(B * S, device=input_ids.device).view(B, S)[:, S - completion - 1 : -1]
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    return Batch(inputs, row, attention_mask[:, S - completion :].bool(), input_ids[:, S - completion :], None)
+
+
+def packed(
     input_ids: Tensor,  # [B, P + C]: prompts padded on the left, completions on the right
     attention_mask: Tensor,  # [B, P + C]
     completion: int,  # C
-) -> Packed:
-    """The trees of a batch's prompts and completions.
+) -> Batch:
+    """The trees of the batch: every prompt once, however many completions it has.
 
     Raises:
         ValueError: a prompt is not padded on the left, or a completion not on the right.
@@ -56,18 +59,14 @@ def pack_completions(
         [row[P : P + n].tolist() for row, n in zip(ids, response, strict=True)],
     )
     (batch,) = pack(trees, max_tokens=sum(tree.num_tokens for tree in trees), device=device)
-    predictor: list[Any] = [None] * len(ids)
-    first = 0
+    row, first = np.zeros((len(ids), completion), np.int64), 0
     for tree, index in zip(batch.trees, batch.tree_index, strict=True):
         for leaf, sample in enumerate(members[index]):
-            predictor[sample] = tree.parent_row[tree.response_rows(leaf)].astype(np.int64) + first
+            row[sample, : response[sample]] = tree.parent_row[tree.response_rows(leaf)] + first
         first += tree.num_tokens
-    row, place = np.unique(np.concatenate(predictor), return_inverse=True)
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    inputs |= {"attention_mask": MASK_STUB.to(device), "subtree_end": batch.subtree_end}
+    if batch.cu_seqlens is not None:
+        inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
     valid = attention_mask[:, P:].bool()
-    scored = Scored(
-        torch.from_numpy(row).to(device),
-        torch.from_numpy(place.reshape(-1)).to(device),
-        input_ids[:, P:][valid],
-        batch.copies,
-    )
-    return Packed(batch, scored, valid)
+    return Batch(inputs, torch.from_numpy(row).to(device), valid, input_ids[:, P:], batch.copies)

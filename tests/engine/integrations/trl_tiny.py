@@ -91,6 +91,7 @@ def assert_same(theirs: Any, ours: Any, tolerance: float = 2e-5, different: tupl
     moved = 0.0
     for name, weight in theirs.model.named_parameters():
         if weight.requires_grad:
-            moved += float((weight - theirs.before[name]).detach().abs().max())
-            assert (weight - own[name]).abs().max() <= tolerance * max(float(weight.abs().max()), 0.1), name
+            moved += float((weight.detach() - theirs.before[name]).abs().max())
+            weight, mine = weight.detach(), own[name].detach()
+            assert (weight - mine).abs().max() <= tolerance * max(float(weight.abs().max()), 0.1), name
     assert moved > 1e-3  # otherwise nothing was compared
