@@ -37,7 +37,7 @@ from .buffer import Buffer, Group, Responses, State
 from .failures import unsampled
 from .metrics import Stopwatch
 from .progress import Progress
-from .sources import Prompt, PromptSource, make_prompt
+from .sources import PromptSource, make_prompt
 
 JUDGED_AT_ONCE = 16
 """Groups whose verdicts are waited for at the same time."""
