@@ -155,7 +155,7 @@ class Arguments:
 
     def _here(self, value: Tensor) -> Tensor:
         """A single number may wait on the host."""
-        return value.to(self.device) if value.dim() == 0 and value.device.type == "cpu" else value
+        return value.to(self.device, non_blocking=True) if value.dim() == 0 and value.device.type == "cpu" else value
 
     # -- values -------------------------------------------------------------------------------------------------------
 

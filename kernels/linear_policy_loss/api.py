@@ -136,7 +136,7 @@ def linear_terms_loss(
     tensors, names, objectives = encoded(of_tokens)
     n, scale = (None, None) if len(terms) == 1 else common_normalizer(of_tokens, temperature)
     with torch.autocast(hidden.device.type, enabled=False):
-        total, totals, sums, *_ = linear_terms_loss_op(
+        total, totals, sums, scores, *_ = linear_terms_loss_op(
             hidden,
             *head,
             0.0 if lora is None else lora.scale,
@@ -155,7 +155,10 @@ def linear_terms_loss(
             need,
             weight_grad,
         )
-    return finish_terms(total, totals, sums, n, of_tokens)
+    out = finish_terms(total, totals, sums, n, of_tokens)
+    if plan.place is not None:
+        scores = scores.new_full((2, plan.given[1]), torch.nan).index_copy(1, plan.place, scores)
+    return out._replace(logprob=scores[0], entropy=scores[1])
 
 
 def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperature: Tensor) -> list[AnyTerm]:

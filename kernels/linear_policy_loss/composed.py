@@ -35,7 +35,9 @@ def composed(
     assert out.entropy is not None
     entropy = out.entropy if row is None else out.entropy[row]
     logprob, scored = out.logprob, None
+    known = [t.detach() for t in (logprob, entropy)]
     if place is not None:
+        known = [t.new_full((M,), torch.nan).index_copy(0, place, t) for t in known]
         logprob, entropy = (t.new_zeros(M).index_copy(0, place, t) for t in (logprob, entropy))
         scored = torch.zeros(M, dtype=torch.bool, device=place.device).index_fill_(0, place, True)
     loss: Tensor | None = None
@@ -61,4 +63,4 @@ def composed(
         weighted = value.loss if t.weight == 1 else value.loss * t.weight
         loss = weighted if loss is None else loss + weighted
     assert loss is not None
-    return TermsLossOutput(loss, metrics, losses)
+    return TermsLossOutput(loss, metrics, losses, *known)
