@@ -402,12 +402,13 @@ def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: 
         assert e < 2e-6
 
 
-@needs_interpreter
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 9.0])
 @pytest.mark.parametrize("scale", [0.0, -0.4])
-def test_triton_takes_any_scale(scale: float) -> None:
-    case = Case(60, 2, 1, 32, scale=scale)
+def test_any_scale(scale: float, softcap: float | None, backend: str) -> None:
+    case = Case(60, 2, 1, 32, scale=scale, softcap=softcap)
     x = make(case)
-    for e in error(run(x, case, "triton"), plain(x.to(torch.float64), case)):
+    for e in error(run(x, case, backend), plain(x.to(torch.float64), case)):
         assert e < 2e-6
 
 
