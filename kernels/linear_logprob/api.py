@@ -130,6 +130,8 @@ def check_accumulator(op: str, weight: Tensor, weight_grad: Tensor | None, dtype
     if weight_grad is not None:
         check = Arguments(op, "weight", weight)
         check.floats("weight_grad", weight_grad, weight.shape, " like weight", (dtype,))
+        expanded = any(step == 0 and n > 1 for n, step in zip(weight_grad.shape, weight_grad.stride(), strict=True))
+        check.require(not expanded, "weight_grad is expanded, and sums need memory of their own; call .clone() on it")
 
 
 def prepare(

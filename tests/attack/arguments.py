@@ -24,7 +24,7 @@ class Kind:
     ``layout``: which strides it may have; ``size``: whether another length fits too; ``message``: what names it.
     """
 
-    layout: Literal["any", "last", "contiguous"] = "any"
+    layout: Literal["any", "written", "last", "contiguous"] = "any"
     size: Literal["fixed", "free"] = "fixed"
     message: str = ""
 
@@ -59,6 +59,8 @@ class Floats(Kind):
     def wrong(self, value: Tensor) -> Wrong:
         whole = () if self.whole_too else (torch.int64,)
         yield from self._wrong_tensors(value, (torch.bool, torch.complex64, *whole, *self.also_wrong))
+        if self.layout == "written":
+            yield "expanded", value[:1].expand(value.shape)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def odd(data: st.DataObject, kind: Kind, value: Any) -> Any:
         return value
     value = value.to(data.draw(st.sampled_from(kind.dtypes(value)), label="dtype"))
     anywhere = ("inside", "of one row", "as it is")
-    layouts = {"any": ("strided", "transposed", "rows apart", "expanded", *anywhere), "last": ("rows apart", *anywhere),
+    layouts = {"any": ("strided", "transposed", "rows apart", "expanded", *anywhere),
+               "written": ("strided", "transposed", "rows apart", *anywhere), "last": ("rows apart", *anywhere),
                "contiguous": ("as it is",)}[kind.layout]  # fmt: skip
     return relaid(value, data.draw(st.sampled_from(layouts), label="layout"))
 

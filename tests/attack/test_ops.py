@@ -289,7 +289,7 @@ def make_linear_policy_loss(m: Maker) -> tuple[Given, dict[str, Kind]]:
     given, kinds, _, _, M = head(m)
     given |= {"advantage": m.floats(M), "old_logprob": m.logprob(M), "normalizer": 5.0,
               "weight_grad": torch.zeros_like(given["weight"])}  # fmt: skip
-    kinds |= {"normalizer": Number(zero="yes"), "weight_grad": Floats(also_wrong=(torch.float64,))}
+    kinds |= {"normalizer": Number(zero="yes"), "weight_grad": Floats(layout="written", also_wrong=(torch.float64,))}
     return given, kinds
 
 
@@ -556,6 +556,18 @@ def test_wrong_arguments_are_refused_by_name(op: Op, cases: int) -> None:
         assert kinds[name].message == "" or named in message, (label, message)
 
     attack()
+
+
+def test_sums_need_memory_of_their_own() -> None:
+    x, target, fields = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64), PolicyFields.flat(torch.ones(3))
+    weight, into = torch.ones(9, 4, requires_grad=True), torch.zeros(()).expand(9, 4)
+    for call in (
+        lambda: linear_logprob(x, weight, target, weight_grad=into),
+        lambda: linear_policy_loss(
+            x, weight, target, fields, Objective.preset("dapo"), normalizer=3.0, weight_grad=into
+        ),
+    ):
+        assert "weight_grad is expanded" in refusal(call)
 
 
 def test_a_row_out_of_range_does_not_take_part() -> None:
