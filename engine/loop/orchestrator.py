@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,8 @@ class Orchestrator:
             of_leaves = [None if leaf in failed else next(results) for leaf in range(tree.num_leaves)]
             for verdict in of_leaves:
                 self._note(verdict, prompt, sums)
-            put_rewards(tree, of_leaves, failed=0.0 if self.config.reward.on_failure == "zero" else np.nan)
+            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+            put_rewards(tree, of_leaves, decode, failed=0.0 if self.config.reward.on_failure == "zero" else np.nan)
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         reasons = [reason for failed in failed_leaves for reason in failed.values()]
         self.failures["rollout"].record(reasons, sum(map(len, texts)), sums, self.console)
