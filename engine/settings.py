@@ -304,6 +304,35 @@ class TrainerConfig(Section):
     """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
 
 
+class LoopConfig(Section):
+    staleness: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Steps a group may lag behind the weights it updates; 0: every batch is sampled by the very weights it updates."""
+    window: Annotated[float, Field(ge=0, lt=1)] = 0.25
+    """Share of the staleness * prompts_per_step groups beyond a batch that may overtake one that is not finished."""
+    overlap: bool = True
+    """At staleness above 0, sample while the policy is updated, with a copy of its weights; else sampling rests."""
+    keep_keys: bool = False
+    """Go on with keys that older weights computed; otherwise those of unfinished responses are computed again."""
+    correction: Literal["truncate", "mask", "none"] = "truncate"
+    """At staleness above 0, tokens weigh exp(policy before the update - sampler): at most the cap, or 0 beyond it."""
+    correction_cap: PositiveFloat = 2.0
+    """Largest such weight."""
+    over_sampling: Annotated[float, Field(ge=1, le=64)] = 1.0
+    """At staleness 0, prompts sampled for each one that is trained on; what is left over is dropped."""
+    callback: str | None = None
+    """What becomes of a judged group: a name that `rolltree methods` lists, or `file.py:function` of a tree."""
+    callback_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
+    max_dropped_batches: PositiveInt = 16
+    """Batches' worth of groups that the callback may drop for one step before the run stops."""
+
+    @model_validator(mode="after")
+    def _surplus_is_dropped_at_once(self) -> Self:
+        if self.staleness and self.over_sampling > 1:
+            raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; above, the buffer holds more anyhow")
+        return self
+
+
 class EvaluationConfig(Section):
     problems: NonNegativeInt = 512
     """Held-out problems answered greedily; 0: no evaluation."""
@@ -336,6 +365,7 @@ class TrainConfig(Section):
     demonstrations: DemonstrationsConfig | None = None
     """Given responses beside the rollouts."""
     trainer: TrainerConfig = TrainerConfig()
+    loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -47,8 +47,8 @@ def merge(
     Raises:
         ValueError: as there.
     """
-    count = len(responses)
-    if isinstance(responses, str | bytes) or count == 0:
+    count = checks.count("responses", responses)
+    if count == 0:
         raise ValueError("from_sequences needs at least one response; give token ids of each in `responses`.")
     check_count("advantages", advantages, count)
     check_count("statuses", statuses, count)
@@ -126,7 +126,7 @@ def merge(
 
 def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[Array]]:
     """The longest common prompt, and every response's own."""
-    several = len(prompt) > 0 and np.ndim(cast("Any", prompt[0])) == 1
+    several = checks.count("prompt", prompt) > 0 and np.ndim(cast("Any", prompt[0])) == 1
     if not several:
         root = checks.token_ids("prompt", prompt)
         if len(root) == 0:
@@ -147,10 +147,8 @@ def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[
 
 
 def check_count(name: str, values: Seq[Any] | None, count: int) -> None:
-    if values is not None and not hasattr(values, "__len__"):
-        raise ValueError(f"{name} must have one entry a response, got {values!r}.")
-    if values is not None and len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} responses; give one a response.")
+    if values is not None and (entries := checks.count(name, values)) != count:
+        raise ValueError(f"{name} has {entries} entries for {count} responses; give one a response.")
 
 
 def _per_token(

@@ -173,9 +173,9 @@ class TokenTree:
         checks.all_of("segments", segments, Segment)
         if not segments or len(segments[0]) == 0:
             raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
-        if len(leaf_nodes) == 0:
+        if checks.count("leaf_nodes", leaf_nodes) == 0:
             raise ValueError("A TokenTree needs at least one leaf; no responses were given.")
-        if len(parents) != len(segments) or len(leaf_nodes) != len(statuses):
+        if checks.count("parents", parents) != len(segments) or len(leaf_nodes) != checks.count("statuses", statuses):
             raise ValueError(
                 f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
                 f"{len(statuses)} statuses; give one of each."
@@ -266,8 +266,9 @@ class TokenTree:
         Raises:
             ValueError: as :meth:`from_sequences`.
         """
+        count = checks.count("responses", responses)
         for name, values in {"prompts": prompts, **per_response, **(columns or {})}.items():
-            check_count(name, values, len(responses))
+            check_count(name, values, count)
         members: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             ids = checks.token_ids(f"prompts[{i}]", prompt)

@@ -79,7 +79,7 @@ class Learner:
         for k in range(config.trainer.updates_per_step):
             share = slice(k, None, config.trainer.updates_per_step)
             dropped = [config.algorithm.drop_zero_variance and flat for flat in equal[share]]
-            updated |= self._one_update(kept[share], dropped, given[share], step, sums, on_policy=not updated)
+            updated |= self._one_update(kept[share], dropped, given[share], step, sums)
         self.metrics = sums.means()
         return updated
 
@@ -90,8 +90,6 @@ class Learner:
         given: list[TokenTree],
         step: int,
         sums: Sums,
-        *,
-        on_policy: bool,
     ) -> bool:
         config = self.config
         with self.watch.part("pack"):
@@ -113,8 +111,10 @@ class Learner:
         if not batches or not terms:
             sums.count("actor/empty_updates")
             return False
-        for tree in rollouts:
-            sums.add_values("policy/lag", self.trainer.updates - tree.policy_version[tree.loss_mask])
+        lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
+        for lag in lags:
+            sums.add_values("policy/lag", lag)
+        on_policy = not any(lag.any() for lag in lags)
         with self.watch.part("update_actor"):
             metrics = self.trainer.step(batches, terms, temperature=config.rollout.temperature, on_policy=on_policy)
         if self.critic is not None:

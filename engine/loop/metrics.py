@@ -25,7 +25,7 @@ from ..errors import UserError
 
 Number = float | Tensor
 
-TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "update_critic", "eval", "checkpoint")
+TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "update_critic", "sync", "eval", "checkpoint")
 """Parts of ``timing_s/step``; ``other`` is the rest, so that the account sums to the step."""
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from ..data.columns import COLUMNS
 from ..errors import UserError
 from ..methods.calling import ask, call
 from ..methods.credit import ADVANTAGES, CreditFunction
+from ..methods.groups import GROUP_CALLBACKS, GroupCallback
 from ..methods.resolve import import_object, resolve
 from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
@@ -29,6 +33,7 @@ from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train.critic import Critic
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
+from .budget import Budget
 from .sources import Demonstrations
 
 
@@ -96,6 +101,44 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
 
 
+def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """The weights that sample: the trained ones, or a copy of them where both work at the same time."""
+    if config.loop.staleness == 0 or not config.loop.overlap or config.rollout.backend != "native":
+        return model
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def group_callback(config: TrainConfig) -> GroupCallback | None:
+    """What decides about judged groups, if there is any.
+
+    Raises:
+        UserError: there is no such callback, file or function, or it has no such option.
+    """
+    loop = config.loop
+    if loop.callback is None:
+        return None
+    found: GroupCallback = resolve(
+        "loop.callback", loop.callback, loop.callback_options, known=GROUP_CALLBACKS, inputs=("tree",)
+    )
+    return found
+
+
+def corrects(config: TrainConfig) -> bool:
+    """Whether the loss is corrected for the lag of what it learns from."""
+    return config.loop.staleness > 0 and config.loop.correction != "none"
+
+
+def rescores(config: TrainConfig) -> bool:
+    """Whether the policy scores the rollouts before it is updated."""
+    return config.algorithm.old_logprob == "recompute" or corrects(config)
+
+
+def budget(config: TrainConfig) -> Budget:
+    """How many groups may be open, and how old they may become."""
+    loop = config.loop
+    return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
+
+
 def sampling_params(config: RolloutConfig) -> SamplingParams:
     return SamplingParams(
         n=config.n,
@@ -147,12 +190,14 @@ def objective(
     """
     chosen = ask(f"{key} = '{name}'", Objective.preset, name, **options)
     assert isinstance(chosen, Objective)
+    if corrects(config):
+        chosen = corrected(chosen, config)
     for field, why in chosen.needs_fields.items():
         if field == "token_weight":
             if select is None:
                 raise UserError(f"{key} = '{name}' learns from chosen tokens; say which with `select` ({why}).")
             continue
-        if field == "proximal_logprob" and config.algorithm.old_logprob != "recompute":
+        if field == "proximal_logprob" and not rescores(config):
             raise UserError(
                 f"{key} = '{name}' needs the policy's own log-probs before the update ({why}); set "
                 'algorithm.old_logprob to "recompute".'
@@ -166,6 +211,18 @@ def objective(
                 "the option out."
             )
     return chosen
+
+
+def corrected(objective: Objective, config: TrainConfig) -> Objective:
+    """Decoupled (Hilton et al. 2021): ratios against the policy before the update, weights exp(proximal - behaviour).
+
+    An objective with a correction of its own keeps it, as does one that does not look at old log-probs.
+    """
+    if objective.mismatch != "none" or not objective.needs_old or "token_weight" in objective.needs_fields:
+        return objective
+    with suppress(ValueError):  # it weighs by the sampler's log-probs itself
+        return replace(objective, mismatch=config.loop.correction, mismatch_cap=config.loop.correction_cap)
+    return objective
 
 
 def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
@@ -234,7 +291,7 @@ def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
         UserError: one cannot be loaded or has another vocabulary or other parameters than the policy.
     """
     found = []
-    if config.algorithm.old_logprob == "recompute":
+    if rescores(config):
         found.append(Role("proximal_logprob", model))
     if (reference := config.roles.reference) is not None:
         if reference.path is None:

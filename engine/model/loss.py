@@ -89,9 +89,9 @@ def _head_pass(
     temperature: float,
     plan: HeadPlan | None,
 ) -> TermsLossOutput:
-    weight, bias, softcap = head(model)
-    options: dict[str, Any] = {"row": row, "bias": bias, "temperature": temperature, "softcap": softcap, "plan": plan}
-    return linear_terms_loss(hidden, weight, target, terms, **options)
+    weight, bias, softcap, lora = head(model)
+    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "softcap": softcap, "lora": lora, "plan": plan}
+    return linear_terms_loss(hidden, weight, target, terms, row=row, **options)
 
 
 def with_plan(

@@ -34,7 +34,8 @@ class Steering(ABC):
     Attributes:
         version: of the policy, written to every token sampled.
         requests: started and not done.
-        counts: steps, failed_steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long;
+        counts: steps, failed_steps, sampled_tokens, drafted_tokens and accepted_tokens (both of the native loop alone),
+            forks, rewinds, pruned, failed_calls, appends_too_long;
             ``row_steps`` (branches that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches
             that did not).
     """

@@ -51,6 +51,8 @@ class TermsLossOutput(NamedTuple):
     loss: Tensor  # [], the weighted sum, differentiable
     metrics: Metrics  # of all terms; see `PolicyLossOutput`
     losses: dict[str, Tensor]  # [], of each term by its name, without its weight
+    logprob: Tensor | None = None  # [M], without gradient; NaN where no term needed it
+    entropy: Tensor | None = None  # [M], likewise
 
 
 def live(term: AnyTerm) -> Tensor:
