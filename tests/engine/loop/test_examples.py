@@ -105,4 +105,5 @@ def test_demonstrations_are_learned_and_teach_the_next_pupil(train: Train) -> No
     before, after = accuracies(rows)
     assert after > before + 0.05
     rows, directory = train("distillation_cpu", f"--roles.teacher.path={teacher / 'export'}")
-    assert reverse_kl(directory, STEPS) < 0.7 * reverse_kl(directory, 1)
+    gaps = [reverse_kl(directory, step) for step in range(1, STEPS + 1)]
+    assert np.mean(gaps[-3:]) < 0.7 * np.mean(gaps[:3])
