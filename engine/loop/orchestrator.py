@@ -8,6 +8,7 @@ repeats the uninterrupted one.
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,10 @@ from .learner import Learner
 from .metrics import MetricsLog, Stopwatch, Sums
 from .progress import Progress
 from .sources import PromptSource, held_out
+from .stopping import Stopping
+
+OPEN = "open/"
+"""Begins the names of the open groups' tensors in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,10 @@ class Orchestrator:
             setup.sampling_params(config.rollout), setup.group_callback(config), self.watch, console,
         )  # fmt: skip
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
+        self.stopping = Stopping(console.note)
+        self._row: dict[str, float] = {}  # of the last step
+        self._saved_step = -1
+        self._best: tuple[float, int] | None = None  # value of `checkpoint.best`, and the step
 
     @property
     def step(self) -> int:
@@ -125,8 +134,14 @@ class Orchestrator:
             else:
                 self._restore(self._saved)
             self.watch.restart()
-            while self.step < steps:
-                self._step()
+            with self.stopping.on_signals():
+                while self.step < steps and not self.stopping.asked:
+                    self._step()
+                if self.step < steps:
+                    if self._saved_step != self.step:
+                        self._save(self._row)
+                    raise KeyboardInterrupt
+            self._check_best()
             self.console.phase("exporting")
             export = self._export()
         return RunSummary(
@@ -172,7 +187,8 @@ class Orchestrator:
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
         row = metrics | times
-        if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps:
+        self._row = row
+        if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps or self.stopping.asked:
             self.console.phase("saving a checkpoint")
             with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
                 self._save(row)
@@ -195,10 +211,6 @@ class Orchestrator:
         with self.controller.paused(), self.watch.part("eval"):
             return self.evaluation.run(self.step, self.rewards)
 
-    def _renew_policy(self) -> None:
-        """Let the engine sample with the trainer's weights."""
-        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
-
     # -- directory, checkpoints -------------------------------------------------------------------------------------
 
     def _check_directory(self, resume: bool) -> checkpoint.Checkpoint | None:
@@ -216,11 +228,16 @@ class Orchestrator:
 
     def _save(self, row: dict[str, float]) -> None:
         tensors, learner = self.learner.state_dict()
+        open_tensors, groups = self.controller.state_dict()
+        tensors |= {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
+        self._best = self._better(row)
         state: dict[str, Any] = {
             "learner": learner,
+            "best": self._best,
             "demonstrations": None if self.demonstrations is None else self.demonstrations.cursor,
             "prompts": self.source.state_dict(),
             "buffer": self.buffer.state_dict(),
+            "groups": groups,
             "metrics": row,
             "accuracy": [self.evaluation.first, self.evaluation.last],
             "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
@@ -232,16 +249,34 @@ class Orchestrator:
             state=state,
             config=self.config,
             keep=self.config.checkpoint.keep,
+            spare=None if self._best is None else self._best[1],
         )
+        self._saved_step = self.step
+
+    def _better(self, row: dict[str, float]) -> tuple[float, int] | None:
+        """The best checkpoint so far, this one included, by `checkpoint.best`."""
+        name = self.config.checkpoint.best
+        if name is None or (value := row.get(name.removeprefix("-"))) is None or not math.isfinite(value):
+            return self._best
+        value = -value if name.startswith("-") else value
+        return (value, self.step) if self._best is None or value > self._best[0] else self._best
+
+    def _check_best(self) -> None:
+        if (name := self.config.checkpoint.best) is not None and self._best is None:
+            self.console.note(f"No checkpoint was kept for checkpoint.best = '{name}': no step that was saved has it.")
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         state = saved.state
         self.learner.load_state_dict(saved.tensors, state["learner"])
         if self.demonstrations is not None:
             self.demonstrations.cursor = state["demonstrations"]
+        self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self._saved_step = saved.step
         self.source.load_state_dict(state["prompts"])
         self.buffer.load_state_dict(state["buffer"])
-        self._renew_policy()
+        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
+        kept = {n.removeprefix(OPEN): tensor for n, tensor in saved.tensors.items() if n.startswith(OPEN)}
+        self.controller.load_state_dict(kept, state["groups"])
         for name, failures in self.failures.items():
             failures.load_state_dict(state["failures"][name])
         self.evaluation.first, self.evaluation.last = state["accuracy"]

@@ -92,11 +92,13 @@ class Trainer:
         self.model.train()
         metrics: Metrics = {}
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        finite = torch.zeros((), dtype=torch.int64, device=self._device)  # micro-batches whose loss is
         tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
         for waiting, held in zip(batches, tokens, strict=True):
             out = compute(waiting.to(self._device), held / sum(tokens))
             self._gather_gradients()
             total += out.loss
+            finite += torch.isfinite(out.loss)
             for name, (value, count) in out.metrics.items():
                 before = metrics.get(name, (0.0, 0.0))
                 metrics[name] = (before[0] + value, before[1] + count)
@@ -117,7 +119,15 @@ class Trainer:
         metrics["actor/lr"] = (lr, 1)
         if applied:
             metrics["actor/grad_norm"] = (norm.detach(), 1)
+        else:
+            metrics["actor/nonfinite_micro_batches"] = (len(batches) - finite, 1)
         return metrics
+
+    def drop_gradients(self) -> None:
+        """What an update that was broken off has left."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for _, parameter in self._named:
+            parameter.grad = None
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """All tensors (fp32 weights and AdamW's moments) and counters."""
