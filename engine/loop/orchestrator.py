@@ -11,6 +11,7 @@ import fcntl
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class Orchestrator:
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
+        self._dropped: Counter[str] = Counter()  # groups dropped when it ended, by reason
         self._saved_step = -1
         self._best: tuple[float, int] | None = None  # value of `checkpoint.best`, and the step
 
@@ -170,6 +172,7 @@ class Orchestrator:
         batch = self.controller.next_batch()
         trees = [group.tree for group in batch]
         self._record(batch, sums)
+        self._describe_lag(batch, sums)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
@@ -179,6 +182,9 @@ class Orchestrator:
         )
         updates = self.learner.trainer.updates
         self.controller.end_step(batch, dict(self.model.named_parameters()) if changed else None, updates)
+        for reason, count in (self.buffer.dropped - self._dropped).items():
+            sums.count(f"group/dropped_{reason}", count)
+        self._dropped = self.buffer.dropped.copy()
         metrics = sums.means()
         if self.evaluation.due(step):
             metrics |= self._evaluate()
@@ -206,6 +212,19 @@ class Orchestrator:
         verdicts = [verdict for group in batch for verdict in group.verdicts]
         reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
         self.failures["reward"].record(reasons, len(verdicts), sums, self.console)
+
+    def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
+        """How old a batch is, in steps, and how much of it was sampled by several policies."""
+        if self.config.loop.staleness == 0:
+            return
+        for group in batch:
+            lag, tree = self.step - group.started, group.tree
+            sums.add("training/off_policy/trajectory_staleness/mean", lag)
+            sums.maximum("training/off_policy/trajectory_staleness/max", lag)
+            for leaf in range(tree.num_leaves):
+                rows = tree.response_rows(leaf)
+                versions = tree.policy_version[rows][tree.loss_mask[rows]]
+                sums.add("training/off_policy/partial_ratio", bool(len(versions)) and bool(np.ptp(versions)))
 
     def _evaluate(self) -> dict[str, float]:
         with self.controller.paused(), self.watch.part("eval"):
@@ -274,6 +293,7 @@ class Orchestrator:
         self._saved_step = saved.step
         self.source.load_state_dict(state["prompts"])
         self.buffer.load_state_dict(state["buffer"])
+        self._dropped = self.buffer.dropped.copy()
         self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
         kept = {n.removeprefix(OPEN): tensor for n, tensor in saved.tensors.items() if n.startswith(OPEN)}
         self.controller.load_state_dict(kept, state["groups"])
