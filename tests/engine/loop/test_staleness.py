@@ -255,4 +255,4 @@ def test_it_learns(toml: Path, tmp_path: Path, staleness: int) -> None:
     options = [f"--loop.staleness={staleness}", f"--reward.verifier={toml.parent}/mine.py:likes", "--rollout.n=8"]
     run = Run(toml, tmp_path, *options, "--trainer.steps=14", "--trainer.lr=2e-2", "--checkpoint.every=100").run()
     rewards = [row["reward/mean"] for row in run.rows]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.2, rewards
+    assert np.mean(rewards[-3:]) > 5 * np.mean(rewards[:2]), rewards
