@@ -74,6 +74,9 @@ class _Prompts:
         ids = self.random.integers(0, 1024, (count, self.x.prompt)).tolist()
         return [Prompt(str(i), "random", "", some, {}, "") for i, some in enumerate(ids)]
 
+    def observe(self, trees: Sequence[Any]) -> None:
+        pass
+
 
 class _Texts:
     def batch_decode(self, responses: Sequence[Any], **_: object) -> list[str]:

@@ -29,6 +29,7 @@ from ..methods.calling import failure
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..programs import RolloutProgram
 from ..rewards import RewardItem, RewardPool, RewardResult
+from ..rewards.verdicts import put_rewards
 from ..rollout import NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.branch import Request
 from ..rollout.saving import request_state, restore_request
@@ -39,7 +40,7 @@ from .buffer import Buffer, Group, Responses, State
 from .failures import unsampled
 from .metrics import Stopwatch
 from .progress import Progress
-from .sources import Prompt, PromptSource, make_prompt
+from .sources import PromptSource, make_prompt
 
 JUDGED_AT_ONCE = 16
 """Groups whose verdicts are waited for at the same time."""
@@ -106,6 +107,7 @@ class Controller:
         while True:
             with self._changed:
                 if (batch := self.buffer.batch()) is not None:
+                    self.source.observe([group.tree for group in batch])
                     return batch
             self._advance() if self._thread is None else self._await_change()
 
@@ -384,26 +386,18 @@ class Controller:
 
     def _put_rewards(self, group: Group) -> None:
         """Rewards and names on the newest tree; NaN where there is no verdict."""
-        last, prompt = group.parts[-1], group.prompt
-        tree, verdicts = last.tree, iter(last.verdicts)
-        values = [
-            float("nan") if leaf in last.unsampled else self._value(next(verdicts), prompt)
-            for leaf in range(tree.num_leaves)
-        ]
-        tree.rewards["reward"] = np.array(values, np.float32)
-        tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
-        tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
-        tree.meta["attempt"] = group.attempt
-
-    def _value(self, verdict: RewardResult, prompt: Prompt) -> float:
-        if verdict.value is not None:
-            return verdict.value
-        if self.config.reward.on_failure == "raise":
+        last, prompt, on_failure = group.parts[-1], group.prompt, self.config.reward.on_failure
+        broken = [verdict.reason for verdict in last.verdicts if verdict.value is None]
+        if broken and on_failure == "raise":
             raise RunError(
-                f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
+                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
-        return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
+        tree, verdicts = last.tree, iter(last.verdicts)
+        of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
+        put_rewards(tree, of_leaves, failed=0.0 if on_failure == "zero" else np.nan)
+        tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        tree.meta["attempt"] = group.attempt
 
     def _seed(self, group: Group) -> int:
         """What a group samples follows from the run's seed and its ticket."""

@@ -23,8 +23,9 @@ from ..methods.calling import ask, call
 from ..methods.credit import ADVANTAGES, CreditFunction
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback
 from ..methods.resolve import import_object, resolve
-from ..methods.schedules import Schedule
+from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
+from ..methods.shaping import SHAPINGS, Shaping
 from ..model.decoder import load_model, load_tokenizer
 from ..model.roles import Role
 from ..programs import RolloutProgram, make_program
@@ -236,14 +237,16 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
         select=_selection("algorithm.select", algorithm.select, algorithm.select_options),
         length_limit=config.rollout.max_new_tokens,
     )
-    terms: list[tuple[LossTerm, Schedule]] = [(main, algorithm.weight)]
+    weight = find_schedule("algorithm.weight", algorithm.weight, algorithm.weight_options)
+    terms: list[tuple[LossTerm, Schedule]] = [(main, weight)]
     for term in algorithm.terms:
         key = f"algorithm.terms.{term.name}"
+        weight = find_schedule(f"{key}.weight", term.weight, term.weight_options)
         if term.pairs is not None:
             choose = resolve(f"{key}.pairs", term.pairs, term.pairs_options, known=PAIRINGS, inputs=("tree",))
             if term.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE and config.roles.reference is None:
                 raise UserError(f"{key} compares with a reference; give the run a [roles.reference].")
-            terms.append((PairTerm(choose, term.name, term.loss_options), term.weight))
+            terms.append((PairTerm(choose, term.name, term.loss_options), weight))
             continue
         assert term.objective is not None
         of_tokens = TokenTerm(
@@ -252,13 +255,26 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
             _selection(f"{key}.select", term.select, term.select_options),
             config.rollout.max_new_tokens,
         )
-        terms.append((of_tokens, term.weight))
+        terms.append((of_tokens, weight))
     names = [term.name for term, _ in terms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(
             f"Two loss terms are called '{min(twice)}'; give each in [[algorithm.terms]] a name of its own."
         )
     return terms
+
+
+def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
+    """What is done with rewards before they become credit, each with the words that name it.
+
+    Raises:
+        UserError: there is no such function, or it has no such option.
+    """
+    key = "reward.shaping"
+    return [
+        (f"{key} '{given.name}'", resolve(key, given.name, given.options, known=SHAPINGS, inputs=("tree",)))
+        for given in config.reward.shaping
+    ]
 
 
 def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection | None:

@@ -63,6 +63,8 @@ class RewardResult:
     value: float | None
     reason: str | None
     """`timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
+    named: dict[str, float] = field(default_factory=dict)
+    """Further rewards by name, for `reward.shaping` and the records."""
 
 
 @dataclass(eq=False)
