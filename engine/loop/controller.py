@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -44,6 +46,8 @@ from .sources import PromptSource, make_prompt
 
 JUDGED_AT_ONCE = 16
 """Groups whose verdicts are waited for at the same time."""
+WORK = ("steps", "row_steps", "call_wait_us")
+"""What of the engine's counts is added up over a run."""
 LOOK_S = 0.05
 """Between looks at the sampling while only verdicts are outstanding."""
 
@@ -73,6 +77,7 @@ class Controller:
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
+        self.work: Counter[str] = Counter()  # of the engine's steps: their seconds, and what it counts of them
         self._dropped_before = 0  # groups dropped when the step began
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
 
@@ -249,13 +254,20 @@ class Controller:
             self._changed.notify_all()
         if self._sampling:
             with self._timed("sampling", "gen"), self._errors_told():
-                self.engine.step()
+                self._step_engine()
         elif self._judging:
             with self._timed("waiting for rewards", "reward"):
                 wait(self._judging, LOOK_S, FIRST_COMPLETED)
         elif self._thread is not None:
             with self._changed:
                 self._changed.wait(LOOK_S)
+
+    def _step_engine(self) -> None:
+        counts = self.engine.loop.counts
+        before, begin = Counter({name: counts[name] for name in WORK}), time.perf_counter()
+        self.engine.step()
+        self.work.update({name: counts[name] - before[name] for name in WORK})
+        self.work["us"] += round(1e6 * (time.perf_counter() - begin))
 
     @contextmanager
     def _timed(self, phase: str, part: str) -> Iterator[None]:

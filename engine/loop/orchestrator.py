@@ -34,7 +34,7 @@ from .controller import Controller
 from .evaluation import Evaluation
 from .failures import Failures
 from .learner import Learner
-from .metrics import MetricsLog, Stopwatch, Sums
+from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .progress import Progress
 from .sources import PromptSource, held_out
 from .stopping import Stopping
@@ -83,7 +83,7 @@ class Orchestrator:
         early.check_lengths(config, self.engine.longest)
         early.check_program(config, program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
-        self.watch = Stopwatch()
+        self.watch, self.idle = Stopwatch(), Idle(config.rollout.max_batch_rows)
         self.failures = {
             "rollout": Failures(
                 "rollout",
@@ -192,6 +192,7 @@ class Orchestrator:
         self.watch.restart()
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
+        metrics |= self.idle.read(times, self.controller.work)
         row = metrics | times
         self._row = row
         if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps or self.stopping.asked:
