@@ -27,6 +27,7 @@ OPS = (
     "rollout",
     "treepo",
     "tree_decode",
+    "loop",
 )
 
 

@@ -66,6 +66,7 @@ class Bench:
     speedup_ceiling: Callable[[Any], float] | None = None
     replayed: bool = False
     alone: bool = False
+    gauges: Callable[[Any, str], Mapping[str, float]] | None = None  # (inputs, provider): what its calls noted
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,8 @@ def _rows(
         yield row(provider, "time_ms", *measured.quantiles(), limit)
         if (peak := peaks.get(provider)) is not None:
             yield row(provider, "peak_memory_mib", peak, peak, peak, None)
+        for metric, value in (bench.gauges(inputs, provider) if bench.gauges else {}).items():
+            yield row(provider, metric, value, value, value, None)
         base = samples.get(bench.speedup_over or "")
         if base is not None and provider != bench.speedup_over:
             theirs = [base.quantiles()[1]] * len(measured.ms) if bench.alone else base.ms  # else round by round

@@ -347,6 +347,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step is always saved."""
     keep: PositiveInt = 2
     """Newest checkpoints kept on disk."""
+    best: str | None = None
+    """A metric, as `eval/accuracy`: the checkpoint where it is highest is kept too; `-name`: where it is lowest."""
 
 
 class TrainConfig(Section):

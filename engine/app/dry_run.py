@@ -19,6 +19,7 @@ from ..loop import early, setup
 from ..loop.sources import PromptSource, held_out
 from ..methods.calling import failure
 from ..methods.credit import ADVANTAGES
+from ..methods.groups import GROUP_CALLBACKS
 from ..methods.resolve import NEEDED, import_object, options_of
 from ..methods.schedules import SCHEDULES
 from ..methods.selections import PAIRINGS, SELECTIONS
@@ -49,6 +50,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     program.verify = PoolJudge()
     early.check_credit(config, setup.credit(config))
     setup.check_backend(config.rollout)
+    setup.group_callback(config)
     early.check_writable(config.run_dir)
     device = setup.choose_device(config.model.device)
     rollout, trainer = config.rollout, config.trainer
@@ -89,6 +91,10 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         f"{math.ceil(packed / trainer.max_tokens)} micro-batches of {trainer.max_tokens} packed tokens, "
         f"{trainer.updates_per_step} optimiser step(s)"
     )
+    held = setup.budget(config).capacity
+    copied = ", with a copy of the weights" if config.loop.staleness and config.loop.overlap else ""
+    corrected = f"; correction of the lag: {config.loop.correction}" if setup.corrects(config) else ""
+    yield (f"loop               staleness {config.loop.staleness}, at most {held} open groups{copied}{corrected}")
     yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
     yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"
@@ -123,7 +129,7 @@ def _size(count: float) -> str:
 
 
 def method_lines() -> Iterator[str]:
-    """Objectives, advantage estimators and rollout programs, each with a line of its own words."""
+    """The parts a configuration may name, each with a line of its own words."""
     yield "objectives (algorithm.objective)"
     for name, preset in PRESETS.items():
         if name in ALIASES:
@@ -148,6 +154,9 @@ def method_lines() -> Iterator[str]:
     yield "pairs of preference losses (algorithm.terms.pairs)"
     for name, pairing in PAIRINGS.items():
         yield _method_line(name, pairing, ("tree",))
+    yield "group callbacks (loop.callback)"
+    for name, callback in GROUP_CALLBACKS.items():
+        yield _method_line(name, callback, ("tree",))
     yield "rollout programs (rollout.program)"
     for name, program in PROGRAMS.items():
         yield _method_line(name, program, ())

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +33,12 @@ from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..programs import RolloutProgram
 from ..rewards import RewardItem, RewardPool, RewardResult
 from ..rewards.verdicts import put_rewards
-from ..rollout import RolloutEngine, SamplingParams
+from ..rollout import NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.branch import Request
+from ..rollout.saving import request_state, restore_request
 from ..settings import TrainConfig
 from ..tasks import Problem
+from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, Responses, State
 from .failures import unsampled
 from .metrics import Stopwatch
@@ -42,6 +47,8 @@ from .sources import PromptSource, make_prompt
 
 JUDGED_AT_ONCE = 16
 """Groups whose verdicts are waited for at the same time."""
+WORK = ("steps", "row_steps", "call_wait_us")
+"""What of the engine's counts is added up over a run."""
 LOOK_S = 0.05
 """Between looks at the sampling while only verdicts are outstanding."""
 
@@ -71,6 +78,7 @@ class Controller:
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
+        self.work: Counter[str] = Counter()  # of the engine's steps: their seconds, and what it counts of them
         self._dropped_before = 0  # groups dropped when the step began
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
 
@@ -105,6 +113,7 @@ class Controller:
         while True:
             with self._changed:
                 if (batch := self.buffer.batch()) is not None:
+                    self.source.observe([group.tree for group in batch])
                     return batch
             self._advance() if self._thread is None else self._await_change()
 
@@ -134,6 +143,67 @@ class Controller:
             with self._changed:
                 self._pauses -= 1
                 self._changed.notify_all()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> tuple[dict[str, Tensor], list[Any]]:
+        """Every open group: prompts, responses judged or not, and unfinished ones with their tokens.
+
+        What cannot be kept of an unfinished one, as a call under way, makes it begin anew when the run is resumed.
+
+        Raises:
+            RunError: what the verifier is given with a prompt cannot be kept.
+        """
+        archive = Archive()
+        with self.paused(), self._changed:
+            self._collect()
+            stopped = self.engine.abort(list(self._sampling.values()))
+            try:
+                groups = [self._group_state(group, archive) for group in self.buffer.open.values()]
+            except NotKeptError as error:
+                raise RunError(
+                    f"An open group cannot be saved: {error} Give prompts plain entries, or set loop.staleness to 0."
+                ) from error
+            if stopped:
+                self.engine.submit(stopped)
+        return archive.tensors, groups
+
+    def load_state_dict(self, tensors: dict[str, Tensor], groups: Sequence[Any]) -> None:
+        """Take over what :meth:`state_dict` gave; the buffer's counts and the engine's weights must be there."""
+        archive = Archive(tensors)
+        for packed in groups:
+            values = archive.unpack(packed)
+            request, state = values.pop("request"), State(values.pop("state"))
+            group = Group(**values)
+            self.buffer.open[group.ticket] = group
+            if request is not None:
+                self._begin(group, self._taken_up(group, request))
+            elif state is State.JUDGING:
+                group.state = state
+                self._ask(group)
+            elif state is State.READY:
+                group.state = state
+        self._dropped_before = self.buffer.dropped.total()
+
+    def _group_state(self, group: Group, archive: Archive) -> Any:
+        request = self._sampling.get(group)
+        packed = None
+        if request is not None and request.started and not request.calls and isinstance(self.engine, NativeEngine):
+            with contextlib.suppress(NotKeptError):
+                found = request_state(request, self.program)
+                Archive().pack(found["program"])
+                packed = found
+        kept = ("ticket", "prompt", "started", "overtaken", "attempt", "parts")
+        values = {name: getattr(group, name) for name in kept}
+        return archive.pack({**values, "state": group.state.value, "request": packed})
+
+    def _taken_up(self, group: Group, state: dict[str, Any]) -> Request:
+        """The request of an unfinished group, where it was."""
+        (request,) = self._submit([group], replace(self.params, n=state["n"]))
+        self.engine.abort([request])
+        restore_request(request, state)
+        self.engine.submit([request])
+        return request
 
     # -- the thread that samples ------------------------------------------------------------------------------------
 
@@ -185,13 +255,20 @@ class Controller:
             self._changed.notify_all()
         if self._sampling:
             with self._timed("sampling", "gen"), self._errors_told():
-                self.engine.step()
+                self._step_engine()
         elif self._judging:
             with self._timed("waiting for rewards", "reward"):
                 wait(self._judging, LOOK_S, FIRST_COMPLETED)
         elif self._thread is not None:
             with self._changed:
                 self._changed.wait(LOOK_S)
+
+    def _step_engine(self) -> None:
+        counts = self.engine.loop.counts
+        before, begin = Counter({name: counts[name] for name in WORK}), time.perf_counter()
+        self.engine.step()
+        self.work.update({name: counts[name] - before[name] for name in WORK})
+        self.work["us"] += round(1e6 * (time.perf_counter() - begin))
 
     @contextmanager
     def _timed(self, phase: str, part: str) -> Iterator[None]:

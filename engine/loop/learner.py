@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batch import pack
+from ..data.batch import TreeBatch, pack
 from ..data.cost import CostModel
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -45,6 +46,7 @@ class Learner:
         self.trainer = Trainer(model, config.trainer)
         self.roles: list[Role] = setup.roles(config, model)
         self.critic: Critic | None = setup.critic(config)
+        self.max_tokens = config.trainer.max_tokens  # less after an update that ran out of memory
         self._flat: bool | None = None  # None: not known yet
 
     def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
@@ -101,13 +103,7 @@ class Learner:
             ]
             rollouts = [tree for tree, drop in zip(members, dropped, strict=True) if not drop]
             live = rollouts + given
-            batches = pack(
-                live,
-                max_tokens=config.trainer.max_tokens,
-                in_pieces=True,
-                flat=self._shares_nothing(live),
-                unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
-            )
+            batches = self._packed(live)
         if not batches or not terms:
             sums.count("actor/empty_updates")
             return False
@@ -116,7 +112,16 @@ class Learner:
             sums.add_values("policy/lag", lag)
         on_policy = not any(lag.any() for lag in lags)
         with self.watch.part("update_actor"):
-            metrics = self.trainer.step(batches, terms, temperature=config.rollout.temperature, on_policy=on_policy)
+            metrics = None
+            while metrics is None:
+                try:
+                    metrics = self.trainer.step(
+                        batches, terms, temperature=config.rollout.temperature, on_policy=on_policy
+                    )
+                except torch.OutOfMemoryError as error:
+                    self._halve(live, error)
+                    sums.count("actor/out_of_memory")
+                    batches = self._packed(live)
         if self.critic is not None:
             with self.watch.part("update_critic"):
                 metrics |= self.critic.learn(batches)
@@ -125,6 +130,28 @@ class Learner:
         for role in self.roles:
             role.follow(self.model)
         return True
+
+    def _packed(self, trees: list[TokenTree]) -> list[TreeBatch]:
+        return pack(
+            trees,
+            max_tokens=self.max_tokens,
+            in_pieces=True,
+            flat=self._shares_nothing(trees),
+            unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
+        )
+
+    def _halve(self, trees: Sequence[TokenTree], error: torch.OutOfMemoryError) -> None:
+        """An update ran out of memory: from now on micro-batches are half as large, as long as one sequence fits.
+
+        Raises:
+            torch.OutOfMemoryError: ``error``, where none would fit.
+        """
+        self.trainer.drop_gradients()
+        if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in trees):
+            raise
+        self.max_tokens //= 2
+        torch.cuda.empty_cache()
+        self.note(f"An update ran out of memory; micro-batches have {self.max_tokens} tokens from now on.")
 
     def _score(self, trees: Sequence[TokenTree]) -> None:
         if not trees:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,38 @@ class Stopwatch:
         step = self._clock() - self._begin
         parts = self._parts | {"other": step - math.fsum(self._parts.values())}
         return {f"timing_s/{name}": seconds for name, seconds in (parts | {"step": step}).items()}
+
+
+class Idle:
+    """What the device did not do while a run sampled, by cause.
+
+    Args:
+        rows: of a full decode step.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._before: Counter[str] = Counter()
+
+    def read(self, times: Mapping[str, float], work: Counter[str]) -> dict[str, float]:
+        """Seconds since the last call.
+
+        Args:
+            times: of `Stopwatch.read`.
+            work: microseconds of all decode steps so far, and what `Steering.counts` counted in them.
+        """
+        since = work - self._before
+        self._before = work.copy()
+        sampled = since["us"] / 1e6
+        tools = min(sampled, since["call_wait_us"] / 1e6)
+        full = since["steps"] * self._rows
+        return {
+            "perf/sampling_s": sampled,
+            "perf/overlapped_s": max(0.0, sampled - times["timing_s/gen"]),
+            "perf/idle/rewards": times["timing_s/reward"],
+            "perf/idle/tools": tools,
+            "perf/idle/tail": (sampled - tools) * (1 - since["row_steps"] / full) if full else 0.0,
+        }
 
 
 class MetricsLog:

@@ -8,8 +8,10 @@ repeats the uninterrupted one.
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,9 +34,13 @@ from .controller import Controller
 from .evaluation import Evaluation
 from .failures import Failures
 from .learner import Learner
-from .metrics import MetricsLog, Stopwatch, Sums
+from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .progress import Progress
 from .sources import PromptSource, held_out
+from .stopping import Stopping
+
+OPEN = "open/"
+"""Begins the names of the open groups' tensors in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Orchestrator:
         early.check_lengths(config, self.engine.longest)
         early.check_program(config, program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
-        self.watch = Stopwatch()
+        self.watch, self.idle = Stopwatch(), Idle(config.rollout.max_batch_rows)
         self.failures = {
             "rollout": Failures(
                 "rollout",
@@ -102,6 +108,11 @@ class Orchestrator:
             setup.sampling_params(config.rollout), setup.group_callback(config), self.watch, console,
         )  # fmt: skip
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
+        self.stopping = Stopping(console.note)
+        self._row: dict[str, float] = {}  # of the last step
+        self._dropped: Counter[str] = Counter()  # groups dropped when it ended, by reason
+        self._saved_step = -1
+        self._best: tuple[float, int] | None = None  # value of `checkpoint.best`, and the step
 
     @property
     def step(self) -> int:
@@ -125,8 +136,14 @@ class Orchestrator:
             else:
                 self._restore(self._saved)
             self.watch.restart()
-            while self.step < steps:
-                self._step()
+            with self.stopping.on_signals():
+                while self.step < steps and not self.stopping.asked:
+                    self._step()
+                if self.step < steps:
+                    if self._saved_step != self.step:
+                        self._save(self._row)
+                    raise KeyboardInterrupt
+            self._check_best()
             self.console.phase("exporting")
             export = self._export()
         return RunSummary(
@@ -155,7 +172,7 @@ class Orchestrator:
         batch = self.controller.next_batch()
         trees = [group.tree for group in batch]
         self._record(batch, sums)
-        self.source.observe(trees)
+        self._describe_lag(batch, sums)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
@@ -165,6 +182,9 @@ class Orchestrator:
         )
         updates = self.learner.trainer.updates
         self.controller.end_step(batch, dict(self.model.named_parameters()) if changed else None, updates)
+        for reason, count in (self.buffer.dropped - self._dropped).items():
+            sums.count(f"group/dropped_{reason}", count)
+        self._dropped = self.buffer.dropped.copy()
         metrics = sums.means()
         if self.evaluation.due(step):
             metrics |= self._evaluate()
@@ -172,8 +192,10 @@ class Orchestrator:
         self.watch.restart()
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
+        metrics |= self.idle.read(times, self.controller.work)
         row = metrics | times
-        if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps:
+        self._row = row
+        if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps or self.stopping.asked:
             self.console.phase("saving a checkpoint")
             with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
                 self._save(row)
@@ -192,13 +214,22 @@ class Orchestrator:
         reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
         self.failures["reward"].record(reasons, len(verdicts), sums, self.console)
 
+    def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
+        """How old a batch is, in steps, and how much of it was sampled by several policies."""
+        if self.config.loop.staleness == 0:
+            return
+        for group in batch:
+            lag, tree = self.step - group.started, group.tree
+            sums.add("training/off_policy/trajectory_staleness/mean", lag)
+            sums.maximum("training/off_policy/trajectory_staleness/max", lag)
+            for leaf in range(tree.num_leaves):
+                rows = tree.response_rows(leaf)
+                versions = tree.policy_version[rows][tree.loss_mask[rows]]
+                sums.add("training/off_policy/partial_ratio", bool(len(versions)) and bool(np.ptp(versions)))
+
     def _evaluate(self) -> dict[str, float]:
         with self.controller.paused(), self.watch.part("eval"):
             return self.evaluation.run(self.step, self.rewards)
-
-    def _renew_policy(self) -> None:
-        """Let the engine sample with the trainer's weights."""
-        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
 
@@ -217,11 +248,16 @@ class Orchestrator:
 
     def _save(self, row: dict[str, float]) -> None:
         tensors, learner = self.learner.state_dict()
+        open_tensors, groups = self.controller.state_dict()
+        tensors |= {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
+        self._best = self._better(row)
         state: dict[str, Any] = {
             "learner": learner,
+            "best": self._best,
             "demonstrations": None if self.demonstrations is None else self.demonstrations.cursor,
             "prompts": self.source.state_dict(),
             "buffer": self.buffer.state_dict(),
+            "groups": groups,
             "metrics": row,
             "accuracy": [self.evaluation.first, self.evaluation.last],
             "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
@@ -233,16 +269,35 @@ class Orchestrator:
             state=state,
             config=self.config,
             keep=self.config.checkpoint.keep,
+            spare=None if self._best is None else self._best[1],
         )
+        self._saved_step = self.step
+
+    def _better(self, row: dict[str, float]) -> tuple[float, int] | None:
+        """The best checkpoint so far, this one included, by `checkpoint.best`."""
+        name = self.config.checkpoint.best
+        if name is None or (value := row.get(name.removeprefix("-"))) is None or not math.isfinite(value):
+            return self._best
+        value = -value if name.startswith("-") else value
+        return (value, self.step) if self._best is None or value > self._best[0] else self._best
+
+    def _check_best(self) -> None:
+        if (name := self.config.checkpoint.best) is not None and self._best is None:
+            self.console.note(f"No checkpoint was kept for checkpoint.best = '{name}': no step that was saved has it.")
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         state = saved.state
         self.learner.load_state_dict(saved.tensors, state["learner"])
         if self.demonstrations is not None:
             self.demonstrations.cursor = state["demonstrations"]
+        self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self._saved_step = saved.step
         self.source.load_state_dict(state["prompts"])
         self.buffer.load_state_dict(state["buffer"])
-        self._renew_policy()
+        self._dropped = self.buffer.dropped.copy()
+        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
+        kept = {n.removeprefix(OPEN): tensor for n, tensor in saved.tensors.items() if n.startswith(OPEN)}
+        self.controller.load_state_dict(kept, state["groups"])
         for name, failures in self.failures.items():
             failures.load_state_dict(state["failures"][name])
         self.evaluation.first, self.evaluation.last = state["accuracy"]

@@ -177,15 +177,15 @@ class Request:
         self.kept: list[Array] = []  # see sample_dtype
         self.calls: deque[tuple[BranchId, Future[Any]]] = deque()
         self.started = False
-        self._branches = 0
+        self.branches_made = 0
 
     def state(self) -> GroupState:
         return GroupState(self.params.n, self.seed, len(self.sampling), len(self.resting), len(self.leaves))
 
     def next_order(self) -> int:
         """Priority of a new branch: by request, then by age."""
-        self._branches += 1
-        return self.number << 32 | self._branches
+        self.branches_made += 1
+        return self.number << 32 | self.branches_made
 
     @property
     def unfinished(self) -> list[Branch]:

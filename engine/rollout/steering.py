@@ -6,6 +6,7 @@ mean for the tree is here, once.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -352,7 +353,9 @@ class Steering(ABC):
     def _await_calls(self) -> None:
         """Nothing can be computed: wait a little for a call to return, if any is outstanding."""
         if self._calling:
+            begin = time.perf_counter()
             wait([request.calls[0][1] for request in self._calling], WAIT_S, FIRST_COMPLETED)
+            self.counts["call_wait_us"] += round(1e6 * (time.perf_counter() - begin))
 
     def _collect_calls(self) -> None:
         """Hand over the results that are there, those of one request in the order of its calls."""

@@ -49,6 +49,8 @@ FREE_TO_CHANGE = (
     "evaluation.max_new_tokens",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.best",
+    "loop.max_dropped_batches",
 )
 """Keys that say where, how long and how fast, but not what is learned; all others must be as when the run began."""
 
@@ -75,12 +77,14 @@ def save(
     state: Mapping[str, Any],
     config: TrainConfig,
     keep: int,
+    spare: int | None = None,
 ) -> Path:
     """Write ``directory/step_<step>``, with the random number generators as they are now, and keep the newest ``keep``.
 
     Args:
         tensors: of any device; no two may share memory.
         state: json-able.
+        spare: a step whose checkpoint is kept besides.
 
     Raises:
         RunError: the disk is full or cannot be written; the earlier checkpoints are intact.
@@ -110,7 +114,7 @@ def save(
         before = latest(directory)
         then = f"'{before}' is intact: free disk space and use --resume" if before else "free disk space and start over"
         raise RunError(f"The checkpoint '{final}' could not be written ({error}); {then}.") from error
-    for _, old in _complete(directory)[:-keep]:
+    for _, old in [found for found in _complete(directory)[:-keep] if found[0] != spare]:
         doomed = old.with_name(old.name + ".tmp")  # half removed, it must not look complete
         old.rename(doomed)
         shutil.rmtree(doomed)

@@ -107,17 +107,19 @@ class Trainer:
         self.model.train()
         sums: dict[str, tuple[Tensor, Tensor]] = {}
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        whole = torch.zeros((), dtype=torch.int64, device=self._device)  # micro-batches of finite loss
         tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
         for waiting, held in zip(batches, tokens, strict=True):
             out = compute(waiting, held / sum(tokens))
             self._gather_gradients()
             total += out.loss
+            whole += torch.isfinite(out.loss)
             for name, (value, count) in out.metrics.items():
                 before = sums.get(name)
                 sums[name] = (value, count) if before is None else (before[0] + value, before[1] + count)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
         lr = self._lr()
-        found, length, *numbers = fetch([total, norm, *(v for pair in sums.values() for v in pair)])
+        found, length, finite, *numbers = fetch([total, norm, whole, *(v for pair in sums.values() for v in pair)])
         metrics: Metrics = dict(zip(sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
         applied = math.isfinite(found) and math.isfinite(length)
         if applied:
@@ -134,7 +136,15 @@ class Trainer:
         metrics["actor/lr"] = (lr, 1)
         if applied:
             metrics["actor/grad_norm"] = (length, 1)
+        else:
+            metrics["actor/nonfinite_micro_batches"] = (len(batches) - finite, 1)
         return metrics
+
+    def drop_gradients(self) -> None:
+        """What an update that was broken off has left."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for _, parameter in self._named:
+            parameter.grad = None
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """All tensors (fp32 weights and AdamW's moments) and counters."""

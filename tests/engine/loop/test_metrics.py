@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ from rolltree.engine.data.segment import LeafStatus, Segment
 from rolltree.engine.data.store import write_rollouts
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.metrics import MetricsLog, Stopwatch, Sums
+from rolltree.engine.loop.metrics import Idle, MetricsLog, Stopwatch, Sums
 
 
 def test_means_are_of_sums_not_of_means():
@@ -50,6 +51,21 @@ def test_stopwatch_parts_sum_to_the_step():
     assert math.fsum(v for k, v in watch_read.items() if k != "timing_s/step") == watch_read["timing_s/step"]
     watch.restart()
     assert watch._parts["gen"] == 0
+
+
+def test_idle_seconds_by_cause():
+    """A full step has 8 rows; 10 steps of 1 s in all sampled 20 tokens, and 2 s of them waited for tools."""
+    idle, times = Idle(rows=8), {"timing_s/gen": 4.0, "timing_s/reward": 1.5}
+    idle.read(times, Counter(us=3_000_000, steps=5, row_steps=40))
+    found = idle.read(times, Counter(us=13_000_000, steps=15, row_steps=60, call_wait_us=2_000_000))
+    assert found == {
+        "perf/sampling_s": 10.0,
+        "perf/overlapped_s": 6.0,
+        "perf/idle/rewards": 1.5,
+        "perf/idle/tools": 2.0,
+        "perf/idle/tail": pytest.approx(8.0 * 0.75),
+    }
+    assert set(idle.read(times, Counter(us=13_000_000, steps=15, row_steps=60)).values()) == {0.0, 1.5}
 
 
 def test_log_is_json_lines_in_order(tmp_path):

@@ -216,5 +216,5 @@ def test_rollout_and_report_and_methods(finished, capsys):
     listed = capsys.readouterr().out
     assert "tree_path_mean" in listed
     assert "[tool, initial=8, beam=2" in listed
-    heads = ("objectives", "advantages", "selections", "pairs", "rollout")
+    heads = ("objectives", "advantages", "shaping", "schedules", "selections", "pairs", "group", "rollout")
     assert all(line.startswith((" ", *heads)) for line in listed.splitlines())

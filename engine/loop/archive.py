@@ -1,0 +1,113 @@
+"""Values as JSON and tensors, and back: what a checkpoint keeps of groups that are on their way. Nothing is pickled."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.segment import LeafStatus, Origin
+from ..data.tree import TokenTree
+from ..programs import Given, SegmentReport
+from ..rewards import RewardResult
+from ..rollout.branch import sample_dtype
+from .buffer import Responses
+from .sources import Prompt
+
+Json = Any
+KEPT: dict[str, type] = {
+    c.__name__: c for c in (Given, LeafStatus, Origin, Prompt, Responses, RewardResult, SegmentReport, TokenTree)
+}
+"""Classes whose objects are kept, by name."""
+CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {c.__name__: c for c in (tuple, set, frozenset, deque)}
+
+
+class NotKeptError(TypeError):
+    """A value that a checkpoint cannot hold."""
+
+
+class Archive:
+    """Packs values into JSON and ``tensors``, and unpacks them.
+
+    None, booleans, numbers, texts, lists, tuples, sets, dicts of any keys, numpy arrays (the engine's records too),
+    numpy's default generators and the classes in `KEPT` come back equal, with the same types.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
+        self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
+
+    def pack(self, value: Any) -> Json:
+        """
+        Raises:
+            NotKeptError: the value, or one in it, is of another type.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is list:
+            return [self.pack(v) for v in value]
+        if kind.__name__ in CONTAINERS and CONTAINERS[kind.__name__] is kind:
+            return {kind.__name__: [self.pack(v) for v in value]}
+        if kind in (dict, Counter):
+            return {kind.__name__: [[self.pack(k), self.pack(v)] for k, v in value.items()]}
+        if kind is np.ndarray:
+            return self._pack_array(value)
+        if isinstance(value, np.generic):
+            return {"scalar": [value.dtype.str, value.item()]}
+        if kind is np.random.Generator and isinstance(value.bit_generator, np.random.PCG64):
+            return {"Generator": value.bit_generator.state}
+        if KEPT.get(kind.__name__) is kind:
+            if issubclass(kind, int):
+                return {kind.__name__: int(value)}
+            assert is_dataclass(value)
+            return {kind.__name__: {f.name: self.pack(getattr(value, f.name)) for f in fields(value)}}
+        raise NotKeptError(f"A {kind.__name__} cannot be kept in a checkpoint.")
+
+    def unpack(self, packed: Json) -> Any:
+        """What was packed."""
+        if isinstance(packed, list):
+            return [self.unpack(v) for v in packed]
+        if not isinstance(packed, dict):
+            return packed
+        ((name, content),) = packed.items()
+        if name in CONTAINERS:
+            return CONTAINERS[name]([self.unpack(v) for v in content])
+        if name in ("dict", "Counter"):
+            pairs = {self.unpack(k): self.unpack(v) for k, v in content}
+            return pairs if name == "dict" else Counter(pairs)
+        if name == "array":
+            return self.tensors[content].numpy().copy()
+        if name == "records":
+            stored = self.tensors[content[0]].numpy().tobytes()
+            dtype = sample_dtype(content[1])
+            return np.frombuffer(stored, dtype).copy() if stored else np.zeros(0, dtype)
+        if name == "scalar":
+            return np.dtype(content[0]).type(content[1])
+        if name == "Generator":
+            generator = np.random.Generator(np.random.PCG64())
+            generator.bit_generator.state = content
+            return generator
+        kind = KEPT[name]
+        return kind(**{k: self.unpack(v) for k, v in content.items()}) if isinstance(content, dict) else kind(content)
+
+    def _pack_array(self, array: np.ndarray[Any, Any]) -> Json:
+        name = f"{len(self.tensors):06d}"
+        if array.dtype.names is not None:
+            top = array.dtype["top_id"].shape[0] if "top_id" in array.dtype.names else -1
+            if top < 0 or array.dtype != sample_dtype(top):
+                raise NotKeptError(f"An array of {array.dtype} cannot be kept in a checkpoint.")
+            self.tensors[name] = (
+                torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+                if len(array)
+                else (torch.zeros(0, dtype=torch.uint8))
+            )
+            return {"records": [name, top]}
+        if array.dtype.kind not in "biuf":
+            raise NotKeptError(f"An array of {array.dtype} cannot be kept in a checkpoint.")
+        self.tensors[name] = torch.from_numpy(np.ascontiguousarray(array).copy())
+        return {"array": name}

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM end a run after the step it is in, with a checkpoint; a second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopping:
+    """Whether somebody asked the run to end.
+
+    Args:
+        note: told so, in a sentence.
+    """
+
+    def __init__(self, note: Callable[[str], object]) -> None:
+        self._note = note
+        self.asked = False
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Within the block the first signal only asks. Only the main thread has signals; in others nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+
+        def ask(number: int, frame: object) -> None:
+            self.asked = True
+            restore()
+            self._note(f"{signal.Signals(number).name}: the step is finished and saved; once more ends it at once.")
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        for number in SIGNALS:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            restore()

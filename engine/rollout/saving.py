@@ -1,0 +1,68 @@
+"""An aborted request as plain values: its tokens with versions and log-probs, its branches, its program's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..programs import RolloutProgram
+from .branch import Branch, Node, Request
+
+GIVEN = ("tokenizer", "context", "verify")
+"""Attributes of a program that the engine or the run sets."""
+
+
+def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
+    """What `restore_request` needs; arrays and Python values, the program's own attributes as they are.
+
+    Args:
+        request: started and aborted, without calls under way.
+        made: the program as it was before any request had its copy.
+    """
+    branches = {"leaves": request.leaves, "sampling": request.sampling, "resting": request.resting}
+    every = [branch for some in branches.values() for branch in some.values()]
+    nodes = {id(node): node for branch in every for node in branch.node.path()}
+    ordered = sorted(nodes.values(), key=lambda node: (node.start, len(list(node.path()))))
+    index = {id(node): i for i, node in enumerate(ordered)}
+    same = vars(made)
+
+    def is_set_anew(name: str, value: Any) -> bool:
+        return name in GIVEN or value is made.verify or (name in same and same[name] is value)
+
+    return {
+        "n": request.params.n,
+        "forks": request.forks,
+        "errors": dict(request.errors),
+        "kept": list(request.kept),
+        "orders": request.branches_made,
+        "program": {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)},
+        "nodes": [
+            (-1 if n.parent is None else index[id(n.parent)], n.start, n.records, n.origin, n.sealed) for n in ordered
+        ],
+        **{where: [_branch_state(b, index[id(b.node)]) for b in some.values()] for where, some in branches.items()},
+    }
+
+
+def _branch_state(branch: Branch, node: int) -> tuple[Any, ...]:
+    order = branch.order & 0xFFFFFFFF  # within its request
+    return (
+        branch.id, node, branch.seed, order, branch.boundaries, branch.status, branch.length, branch.rewinds,
+        branch.saved,
+    )  # fmt: skip
+
+
+def restore_request(request: Request, state: dict[str, Any]) -> None:
+    """Put what `request_state` gave into a fresh request for the same prompt, which `submit` then takes up."""
+    request.started = True
+    request.forks, request.kept, request.errors = state["forks"], state["kept"], state["errors"]
+    request.branches_made = state["orders"]
+    for name, value in state["program"].items():
+        setattr(request.program, name, value)
+    nodes: list[Node] = []
+    for parent, start, records, origin, sealed in state["nodes"]:
+        nodes.append(Node(None if parent < 0 else nodes[parent], start, records, origin, sealed))
+    for where in ("leaves", "sampling", "resting"):
+        place: dict[Any, Branch] = getattr(request, where)
+        for key, node, seed, order, boundaries, status, length, rewinds, saved in state[where]:
+            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries)
+            branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved
+            place[key] = branch

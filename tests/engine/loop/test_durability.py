@@ -1,0 +1,233 @@
+"""What becomes of open groups when a run ends: killed, stopped or crashed, none is lost or trained twice."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console as RichConsole
+
+from rolltree.engine import Orchestrator, load_config
+from rolltree.engine.app.console import Console
+from rolltree.engine.loop.controller import Controller
+from rolltree.engine.loop.learner import Learner
+from rolltree.engine.settings import TrainConfig
+from rolltree.engine.train import checkpoint
+from rolltree.engine.train.trainer import Trainer
+
+from ..tiny import ROOT, write_run
+
+STALE = ["--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1"]
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("durability"))
+
+
+def orchestrate(config: TrainConfig, *, resume: bool = False) -> tuple[Orchestrator, io.StringIO]:
+    out = io.StringIO()
+    return Orchestrator(config, console=Console(RichConsole(file=out, width=300)), resume=resume), out
+
+
+def rows(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def audit(config: TrainConfig, n: int = 4) -> dict[int, int]:
+    """Every group ever admitted is trained once, dropped or open; the step that trained each."""
+    saved = checkpoint.load_latest(config.run_dir / "checkpoints", config)
+    trained: dict[int, int] = {}
+    for file in sorted((config.run_dir / "rollouts").glob("*.parquet")):
+        table = pq.read_table(file, columns=["group", "step", "policy_version"]).to_pylist()
+        groups = {row["group"]: row["step"] for row in table}
+        assert all(sum(r["group"] == g for r in table) == n for g in groups)
+        assert not trained.keys() & groups.keys(), "trained twice"
+        trained |= groups
+    opened = {dict(g["dict"])["ticket"] for g in saved.state["groups"]}
+    assert not opened & trained.keys()
+    ended = saved.state["buffer"]
+    assert len(trained) + len(opened) + sum(ended["dropped"].values()) == ended["admitted"]
+    return trained
+
+
+class CrashError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("program", ["flat", "treepo"])
+def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap: str, program: str) -> None:
+    options = "{}" if program == "flat" else "{segment_tokens=3,init=2}"
+    arguments = [
+        *STALE, f"--loop.overlap={overlap}", f"--output_dir={tmp_path}", "--trainer.steps=5",
+        "--rollout.max_new_tokens=24", "--rollout.max_batch_rows=12",  # so that groups end at different times
+        f"--rollout.program={program}", f"--rollout.program_options={options}", "--algorithm.advantage=group_norm",
+    ]  # fmt: skip
+    config = load_config(toml, arguments)
+    moment = random.Random(f"{overlap} {program}")
+    kept_unfinished = 0
+    for crash in range(3):
+        left = moment.randrange(2, 30)
+
+        def crashing(self, *, inner=Controller._advance, crash=crash):
+            nonlocal left
+            left -= 1
+            if left < 0 and self.buffer.steps > crash:
+                raise CrashError
+            inner(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Controller, "_advance", crashing)
+            run, _ = orchestrate(config, resume=crash > 0)
+            with pytest.raises(CrashError):
+                run.run()
+        audit(config)
+        saved = checkpoint.load_latest(config.run_dir / "checkpoints", config).state
+        kept_unfinished += sum(dict(g["dict"])["request"] is not None for g in saved["groups"])
+    run, _ = orchestrate(config, resume=True)
+    assert run.run().steps == 5
+    trained = audit(config)
+    assert len(trained) == 5 * config.trainer.prompts_per_step
+    assert kept_unfinished, "no unfinished group was ever saved; the test shows nothing"
+    lags = [row["policy/lag"] for row in rows(config.run_dir)[1:] if "policy/lag" in row]
+    assert max(lags) <= 1
+
+
+PROCESS = """
+import sys, torch
+torch.set_num_threads(1)
+from rolltree.engine.app.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(toml: Path, tmp_path: Path, *extra: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", PROCESS, "train", str(toml), f"--output_dir={tmp_path}", *STALE, *extra]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def await_row(process: subprocess.Popen, log: Path, count: int) -> None:
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= count):
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)], ids=["once", "many times"])
+def test_killed_at_any_moment(toml: Path, tmp_path: Path, kills: int) -> None:
+    """kill -9 at random moments of a run with staleness 1."""
+    steps = 3 + 2 * kills
+    extra = [f"--trainer.steps={steps}", "--reward.workers=1"]
+    directory, moment = tmp_path / "tiny", random.Random(kills)
+    config = load_config(toml, [f"--output_dir={tmp_path}", *STALE, *extra])
+    for kill in range(kills):
+        before = len(rows(directory)) if kill else 0
+        process = start(toml, tmp_path, *extra, *(["--resume"] if kill else []))
+        await_row(process, directory / "metrics.jsonl", before + 1)
+        time.sleep(moment.uniform(0, 0.5))
+        process.kill()
+        process.wait()
+        audit_after_kill(directory, config)
+    assert not (directory / "export").exists(), "the run ended before it was killed; the test shows nothing"
+    last = start(toml, tmp_path, *extra, "--resume")
+    assert last.wait(200) == 0, last.stderr.read()
+    assert len(audit(config)) == steps * config.trainer.prompts_per_step
+    assert [row["step"] for row in rows(directory)] == list(range(steps + 1))
+
+
+def audit_after_kill(directory: Path, config: TrainConfig) -> None:
+    """Rollouts of a step that never got to its checkpoint are written anew; those before are there once."""
+    saved = checkpoint.load_latest(directory / "checkpoints", config)
+    for file in (directory / "rollouts").glob("*.parquet"):
+        if int(file.stem.removeprefix("step_")) > saved.step:
+            file.unlink()
+    audit(config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_saves(toml: Path, tmp_path: Path, monkeypatch, number: signal.Signals) -> None:
+    arguments = [f"--output_dir={tmp_path}", *STALE, "--trainer.steps=50", "--loop.staleness=0"]
+    config = load_config(toml, [*arguments, "--checkpoint.every=40"])
+    run, out = orchestrate(config)
+    update = Learner.update
+
+    def interrupted(self, trees, given, step, sums):
+        if step == 2:
+            signal.raise_signal(number)
+        return update(self, trees, given, step, sums)
+
+    monkeypatch.setattr(Learner, "update", interrupted)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert signal.getsignal(number) is before
+    assert f"{number.name}: the step is finished and saved" in out.getvalue()
+    assert rows(config.run_dir)[-1]["step"] == 2
+    assert checkpoint.load_latest(config.run_dir / "checkpoints", config).step == 2
+
+
+def test_outside_the_main_thread_signals_are_left_alone(toml: Path, tmp_path: Path) -> None:
+    config = load_config(toml, [f"--output_dir={tmp_path}", *STALE, "--trainer.steps=1", "--loop.staleness=0"])
+    run, _ = orchestrate(config)
+    thread = threading.Thread(target=run.run)
+    thread.start()
+    thread.join(60)
+    assert run.step == 1
+
+
+def test_the_best_checkpoint_is_kept(toml: Path, tmp_path: Path) -> None:
+    arguments = [f"--output_dir={tmp_path}", *STALE, "--loop.staleness=0", "--checkpoint.keep=1", "--trainer.steps=5"]
+    for best, pick in (("reward/mean", max), ("-reward/mean", min)):
+        config = load_config(toml, [*arguments, f"--checkpoint.best={best}", f"--name={pick.__name__}"])
+        run, _ = orchestrate(config)
+        run.run()
+        rewards = {row["step"]: row["reward/mean"] for row in rows(config.run_dir)[1:]}
+        wanted = min(step for step, value in rewards.items() if value == pick(rewards.values()))
+        there = {int(p.name[5:]) for p in (config.run_dir / "checkpoints").iterdir()}
+        assert there == {wanted, 5}
+    config = load_config(toml, [*arguments, "--checkpoint.best=eval/accuracy", "--name=none", "--trainer.steps=1"])
+    run, out = orchestrate(config)
+    run.run()
+    assert "No checkpoint was kept for checkpoint.best = 'eval/accuracy'" in out.getvalue()
+
+
+def test_out_of_memory_halves_the_micro_batches(toml: Path, tmp_path: Path, monkeypatch) -> None:
+    """The update is begun anew with smaller ones, learns the same, and is counted."""
+    weights, counted = [], []
+    for fails in (False, True):
+        arguments = [f"--output_dir={tmp_path}", *STALE, "--loop.staleness=0", "--trainer.steps=1", f"--name={fails}"]
+        config = load_config(toml, arguments)
+        budgets, step = [], Trainer.update
+
+        def update(self, batches, compute, *, fails=fails, budgets=budgets, step=step):
+            budgets.append(max(sum(t.num_tokens for t in batch.trees) for batch in batches))
+
+            def breaks(batch, share):
+                out = compute(batch, share)
+                if fails and len(budgets) == 1:
+                    raise torch.OutOfMemoryError("as on a device that is full")
+                return out
+
+            return step(self, batches, breaks)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "update", update)
+            run, out = orchestrate(config)
+            run.run()
+        weights.append([p.detach().clone() for p in run.model.parameters()])
+        counted.append(rows(config.run_dir)[1].get("actor/out_of_memory"))
+        assert ("ran out of memory; micro-batches have 128 tokens" in out.getvalue()) == fails
+        assert len(budgets) == 1 + fails
+    assert counted == [None, 1]
+    assert budgets[1] <= 128 < budgets[0]
+    for whole, halved in zip(*weights, strict=True):
+        torch.testing.assert_close(whole, halved, rtol=1e-4, atol=1e-6)

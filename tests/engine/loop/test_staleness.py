@@ -1,0 +1,258 @@
+"""Runs with staleness: what lags and how far, the correction by its formula, group callbacks, and that they learn."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console as RichConsole
+
+from rolltree.engine import Orchestrator, UserError, load_config
+from rolltree.engine.app.console import Console
+from rolltree.engine.errors import RunError
+from rolltree.engine.loop import setup
+from rolltree.engine.loop.budget import Budget, StalenessError
+from rolltree.engine.loop.metrics import Sums
+
+from ..tiny import write_run
+
+QUICK = ["--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat", "--rollout.program_options={}"]
+QUICK += ["--algorithm.advantage=group_norm"]
+
+MINE = """
+from rolltree.engine.methods.groups import Accept, Add, Drop, More, Retry
+
+def early(tree):
+    return Drop("odd") if tree.meta["prompt_id"].endswith(("1", "3", "5")) else Accept()
+
+def never(tree):
+    return Drop("never")
+
+def again(tree):
+    return None if tree.meta["attempt"] else Retry("7 + 1 =")
+
+def more(tree):
+    return More(2) if tree.num_leaves < 8 else None
+
+def helped(tree):
+    return Add(["Answer: 1", "2"], [1.0, 0.0])
+
+def nonsense(tree):
+    return 3
+
+def likes(text, entry):
+    return float(sum(c in "0123456789" for c in text)) / max(1, len(text))
+"""
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run(tmp_path_factory.mktemp("staleness"))
+    (path.parent / "mine.py").write_text(MINE)
+    return path
+
+
+class Run:
+    def __init__(self, toml: Path, directory: Path, *overrides: str) -> None:
+        self.config = load_config(toml, [*QUICK, f"--output_dir={directory}/runs", *overrides])
+        self.out = io.StringIO()
+        self.loop = Orchestrator(self.config, console=Console(RichConsole(file=self.out, width=300)))
+
+    def run(self) -> Run:
+        self.loop.run()
+        return self
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.config.run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        return pq.read_table(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+
+
+@pytest.mark.parametrize("keep_keys", ["true", "false"])
+def test_responses_go_on_under_new_weights(toml: Path, tmp_path: Path, keep_keys: str) -> None:
+    """Without overlap some are unfinished at each update; their tokens keep the versions that sampled them."""
+    options = ["--loop.staleness=2", "--loop.overlap=false", f"--loop.keep_keys={keep_keys}", "--trainer.steps=5"]
+    run = Run(toml, tmp_path, *options, "--rollout.max_batch_rows=12", "--rollout.max_new_tokens=20").run()
+    crossed = 0
+    for step, row in enumerate(run.rows, start=1):
+        lags = []
+        for leaf in run.rollouts(step):
+            versions = np.array(leaf["policy_version"])
+            assert (np.diff(versions) >= 0).all()
+            crossed += len(set(versions.tolist())) > 1
+            lags += (step - 1 - versions).tolist()
+            assert all(np.isfinite(leaf["behaviour_logprob"]))
+        assert 0 <= min(lags) <= max(lags) <= 2
+        assert "policy/lag" not in row or row["policy/lag"] <= 2
+    assert crossed, "no response crossed an update; the test shows nothing"
+
+
+def test_behaviour_is_that_of_the_weights_that_sampled(toml: Path, tmp_path: Path) -> None:
+    """Sampler and trainer are two modules with the same numbers: a batch on policy agrees to rounding."""
+    run = Run(toml, tmp_path, "--loop.staleness=1", "--trainer.steps=4", "--trainer.lr=0.05").run()
+    first, *_, last = run.rows
+    assert first["training/rollout_probs_diff_mean"] < 1e-5
+    assert last["training/rollout_is_mean"] != 1
+    (ours, theirs) = (dict(m.named_parameters()) for m in (run.loop.model, run.loop.engine.model))
+    for name, parameter in theirs.items():
+        assert parameter is not ours[name]
+        assert torch.equal(parameter, ours[name])  # the last update has reached the sampler
+
+
+def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path) -> None:
+    """Tokens weigh min(exp(proximal - behaviour), cap), by an independent sum over sequences."""
+    options = ["--loop.staleness=1", "--trainer.steps=1", "--loop.correction_cap=1.5", "--trainer.lr=1e-9"]
+    for correction in ("truncate", "mask", "none"):
+        name = f"--name={correction}"
+        run = Run(toml, tmp_path, *options, f"--loop.correction={correction}", "--algorithm.objective=grpo", name)
+        run.run()
+        learner = run.loop.learner
+        batch = [group.tree for group in run.loop.buffer.open.values() if group.parts]
+        batch = batch or _sample(run)
+        rng = np.random.default_rng(0)
+        for tree in batch:
+            tree.rewards["reward"] = rng.random(tree.num_leaves).astype(np.float32)
+            shift = rng.normal(0, 0.5, tree.num_tokens).astype(np.float32)
+            tree.set("behaviour_logprob", np.where(tree.loss_mask, tree.behaviour_logprob + shift, np.nan))
+            tree.set("policy_version", np.full(tree.num_tokens, learner.trainer.updates - 1))
+        sums = Sums()
+        assert learner.update(batch, [], 1, sums)
+        losses = []
+        for tree in batch:
+            reward = tree.rewards["reward"]
+            advantage = (reward - reward.mean()) / (reward.std(ddof=1) + 1e-6)
+            for leaf in range(tree.num_leaves):
+                rows = tree.response_rows(leaf)
+                assert ("proximal_logprob" in tree.columns) == (correction != "none")
+                if correction == "none":
+                    continue
+                weight = np.exp((tree.proximal_logprob - tree.behaviour_logprob)[rows].astype(np.float64))
+                kept = np.minimum(weight, 1.5) if correction == "truncate" else np.where(weight > 1.5, 0, weight)
+                losses.append(np.mean(-advantage[leaf] * kept))
+        if correction != "none":
+            assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
+
+
+def _sample(run: Run) -> list[Any]:
+    prompts = run.loop.source.peek(4)
+    params = setup.sampling_params(run.config.rollout)
+    return run.loop.engine.generate([p.token_ids for p in prompts], params, seeds=[1, 2, 3, 4])
+
+
+def test_what_has_a_correction_keeps_it(toml: Path) -> None:
+    config = load_config(toml, ["--loop.staleness=1"])
+    for name, expected in (("dapo", "truncate"), ("decoupled_ppo", "truncate"), ("topr", "none"), ("sft", "none")):
+        found = setup.objective(config, "algorithm.objective", name, {}, select="best")
+        assert found.mismatch == expected, name
+    masked = setup.objective(config, "algorithm.objective", "dapo", {"mismatch": "mask", "mismatch_cap": 9.0})
+    assert (masked.mismatch, masked.mismatch_cap) == ("mask", 9.0)
+    on_policy = load_config(toml, [])
+    assert setup.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
+    assert [role.column for role in setup.roles(config, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--loop.staleness=1", "--rollout.top_k=5"], r"`loop.staleness` = 1 .* top_p, top_k and min_p"),
+        (["--loop.staleness=1", "--loop.over_sampling=2"], "`loop.over_sampling` is for `loop.staleness` = 0"),
+        (["--loop.callback=dynamic_samplin"], "did you mean 'dynamic_sampling'"),
+        (["--loop.callback=until_unequal", "--loop.callback_options={mor=1}"], "did you mean 'more'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(toml: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Run(toml, tmp_path, *overrides)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_broken_bound_ends_the_run(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budget, "capacity", property(lambda self: 4 * self.batch))
+    run = Run(toml, tmp_path, "--loop.staleness=1", "--trainer.steps=6")
+    with pytest.raises(StalenessError, match="a mistake in rolltree"):
+        run.run()
+
+
+def test_an_error_of_the_sampling_thread_ends_the_run(toml: Path, tmp_path: Path) -> None:
+    run = Run(toml, tmp_path, "--loop.staleness=1", f"--loop.callback={toml.parent}/mine.py:nonsense")
+    with pytest.raises(UserError, match="answered 3"):
+        run.run()
+
+
+# -- group callbacks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_dynamic_sampling_fills_the_batch_with_unequal_groups(toml: Path, tmp_path: Path, staleness: int) -> None:
+    given = ["--loop.callback=dynamic_sampling", "--trainer.steps=2", f"--loop.staleness={staleness}"]
+    run = Run(toml, tmp_path, *given, *(["--loop.over_sampling=1.5"] if staleness == 0 else [])).run()
+    for step, row in enumerate(run.rows, start=1):
+        rewards: dict[int, set[float]] = {}
+        for leaf in run.rollouts(step):
+            rewards.setdefault(leaf["group"], set()).add(leaf["reward"])
+        assert len(rewards) == run.config.trainer.prompts_per_step
+        assert all(len(values) > 1 for values in rewards.values())
+        assert row["filter/zero_variance_groups"] == 0
+    dropped = run.loop.buffer.dropped
+    assert dropped["equal_rewards"] > 0
+    assert (dropped["surplus"] > 0) == (staleness == 0)
+    assert sum(row.get("group/dropped_equal_rewards", 0) for row in run.rows) > 0
+
+
+def test_synchronous_callbacks_do_not_depend_on_the_clock(toml: Path, tmp_path: Path) -> None:
+    found = []
+    for workers in (1, 2):
+        run = Run(toml, tmp_path, "--loop.callback=dynamic_sampling", f"--reward.workers={workers}",
+                  f"--name=w{workers}", "--trainer.steps=2").run()  # fmt: skip
+        rows = [{k: v for k, v in r.items() if not k.startswith(("timing_s/", "perf/"))} for r in run.rows]
+        found.append((rows, [run.rollouts(step) for step in (1, 2)]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["again", "more", "helped"])
+def test_what_callbacks_may_answer(toml: Path, tmp_path: Path, name: str) -> None:
+    run = Run(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:{name}", "--trainer.steps=1").run()
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for leaf in run.rollouts(1):
+        groups.setdefault(leaf["group"], []).append(leaf)
+    assert len(groups) == run.config.trainer.prompts_per_step
+    for leaves in groups.values():
+        assert all(leaf["reward"] is not None for leaf in leaves)
+        if name == "again":
+            assert {leaf["prompt_text"] for leaf in leaves} == {"7 + 1 =\n"}
+            assert len(leaves) == 4
+        elif name == "more":
+            assert len(leaves) == 8
+            texts = [tuple(leaf["response_ids"]) for leaf in leaves]
+            assert len(set(texts)) > 4  # further responses, not the same again
+        else:
+            assert [leaf["response_text"] for leaf in leaves[4:]] == ["Answer: 1", "2"]
+            assert [leaf["reward"] for leaf in leaves[4:]] == [1.0, 0.0]
+            assert not any(any(leaf["loss_mask"]) for leaf in leaves[4:])
+            assert all(all(leaf["loss_mask"]) for leaf in leaves[:4])
+
+
+def test_a_callback_that_drops_everything_ends_the_run(toml: Path, tmp_path: Path) -> None:
+    run = Run(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:never", "--loop.max_dropped_batches=2")
+    with pytest.raises(RunError, match=r"dropped more than 12 groups for one step .*'never'"):
+        run.run()
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_it_learns(toml: Path, tmp_path: Path, staleness: int) -> None:
+    """The share of digits in random letters, a task that a random model can be taught in seconds."""
+    options = [f"--loop.staleness={staleness}", f"--reward.verifier={toml.parent}/mine.py:likes", "--rollout.n=8"]
+    run = Run(toml, tmp_path, *options, "--trainer.steps=14", "--trainer.lr=2e-2", "--checkpoint.every=100").run()
+    rewards = [row["reward/mean"] for row in run.rows]
+    assert np.mean(rewards[-3:]) > 5 * np.mean(rewards[:2]), rewards
