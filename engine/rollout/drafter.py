@@ -62,12 +62,13 @@ class HistoryDrafter:
         self._branches, self._others = len(slots), others
         self._count[:] = 0
         none = np.zeros(len(slots), np.int64), np.zeros(0, np.int64)
-        rest = len(slots) + others
-        seconds = self.cost.seconds(len(slots), np.arange(rest, rest + min(room, MOST * len(slots)) + 1))
-        if seconds is None:
+        line = self.cost.line(len(slots))
+        if line is None or room < 1:
             return none
-        # the most that a draft can gain: every token of it right
-        if ((len(slots) + np.arange(len(seconds))) / seconds).max() <= MARGIN * len(slots) / seconds[0]:
+        fixed, row = line
+        plain = fixed + row * (len(slots) + others)
+        least = max(LEAST, len(slots) * row / plain)  # below, a token costs more than it brings
+        if least >= 1:
             return none
         most = np.minimum(rows.segment_end[slots] - rows.length[slots] - 1, MOST)
         most[rows.forks[slots] > 0] = 0
@@ -78,14 +79,16 @@ class HistoryDrafter:
             rows.length[slots],
             rows.temperature[slots] == 0,
             self._hits / self._tries,
-            LEAST,
+            least,
         )
+        if not len(tokens):
+            return none
         owner = np.repeat(np.arange(len(slots)), counts)
         length = rows.length[slots]
         value = survival * (1 + length / max(int(length.max()), 1))[owner]
-        ranked = np.argsort(-value, kind="stable")[: len(seconds) - 1]
-        speed = (len(slots) + np.cumsum(survival[ranked])) / seconds[1 : 1 + len(ranked)]
-        if not len(speed) or speed.max() <= MARGIN * len(slots) / seconds[0]:
+        ranked = np.argsort(-value, kind="stable")[:room]
+        speed = (len(slots) + np.cumsum(survival[ranked])) / (plain + row * np.arange(1, len(ranked) + 1))
+        if speed.max() <= MARGIN * len(slots) / plain:
             return none
         chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
         self._token, self._kind = tokens[chosen], kinds[chosen]
