@@ -130,6 +130,7 @@ for _column in (
         "value", np.float32, "token", "return the critic expects before it", fill=np.nan, merge="first", to_device=True
     ),
     Column("value_target", np.float32, "path", "return the critic is to expect before it", to_device=True),
+    Column("group", np.int64, "leaf", "number of the group that it was sampled in"),
     Column("status", np.int8, "leaf", "how the response ended, a LeafStatus"),
     Column("advantage", np.float32, "leaf", "credit of a whole response", to_device=True),
     Column("node_advantage", np.float32, "node", "credit of a node's tokens, instead of their leaves'", to_device=True),

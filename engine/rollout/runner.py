@@ -45,12 +45,13 @@ class Runner:
         compiled: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
+        self._model = model
         self._decoder = model.get_decoder()
-        self._head = head(model)
-        self._device = self._head.weight.device
+        weight = head(model).weight
+        self._device = weight.device
         self._cache = cache
         self._use_adapter = use_adapter
-        self.vocabulary = len(self._head.weight)
+        self.vocabulary = len(weight)
         self._compiled = torch.compile(self._decode, dynamic=True) if compiled else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
@@ -167,9 +168,9 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
-        weight, bias, softcap = self._head
+        weight, bias, softcap, lora = head(self._model)  # adapters come and go
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
-        Head(weight, None, None, torch.float32).logits(hidden, logits)
+        Head(weight, None, lora, torch.float32).logits(hidden, logits)
         if bias is not None:
             logits = logits + bias.float()
         if softcap is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..linear_logprob import linear_logprob
-from ..policy_loss.api import Metrics, finish, policy_loss_op
+from ..policy_loss.api import Metrics, PolicyLossOutput, finish, policy_loss_op
 from .terms import AnyTerm, Term, TermsLossOutput, named
 
 
@@ -35,7 +35,9 @@ def composed(
     assert out.entropy is not None
     entropy = out.entropy if row is None else out.entropy[row]
     logprob, scored = out.logprob, None
+    known = [t.detach() for t in (logprob, entropy)]
     if place is not None:
+        known = [t.new_full((M,), torch.nan).index_copy(0, place, t) for t in known]
         logprob, entropy = (t.new_zeros(M).index_copy(0, place, t) for t in (logprob, entropy))
         scored = torch.zeros(M, dtype=torch.bool, device=place.device).index_fill_(0, place, True)
     loss: Tensor | None = None
@@ -51,9 +53,14 @@ def composed(
             value = finish(total, sums, t.normalizer, t.fields, t.objective, has_entropy=True)
         else:
             value = t.loss(logprob)
+            if not isinstance(value, PolicyLossOutput) or value.loss.shape != ():
+                raise TypeError(
+                    f"linear_policy_loss: the loss of term '{t.name}' must return a PolicyLossOutput whose loss is a "
+                    f"single number, got a {type(value).__name__}."
+                )
         losses[t.name] = value.loss.detach()
         metrics |= named(value.metrics, t.name)
         weighted = value.loss if t.weight == 1 else value.loss * t.weight
         loss = weighted if loss is None else loss + weighted
     assert loss is not None
-    return TermsLossOutput(loss, metrics, losses)
+    return TermsLossOutput(loss, metrics, losses, *known)

@@ -40,16 +40,22 @@ class Inputs(NamedTuple):
 
 def one_pass(
     rows: RowKernels, given: Inputs, judge: Judge, cuts: Cuts, need_hidden: bool, need: HeadGradient
-) -> Tensor:
-    """Gradient of hidden ``[R, H]``, or ``[0]``; those of the head are added to ``need``, the loss to ``judge``."""
+) -> tuple[Tensor, Tensor]:
+    """Gradient of hidden ``[R, H]``, or ``[0]``, and log-prob and entropy of the targets ``[2, P]``.
+
+    Gradients of the head are added to ``need``, the loss to ``judge``.
+    """
     hidden, head, targets, temperature, softcap = given
     sizes = [b - a for a, b in zip(cuts.row, cuts.row[1:], strict=False)]
     tile, d_tile = chunked.new_tiles(rows, head, max(sizes, default=0))
-    logprob, nothing = tile.new_empty(len(targets.target)), tile.new_empty(0)
+    scores, nothing = tile.new_empty(2, len(targets.target)), tile.new_empty(0)
+    logprob = scores[0]
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
     shared = _Shared(rows, given, cuts) if cuts.row[0] else None
     if shared is not None:
-        judge.know(*shared.scores())
+        of_shared, *known = shared.scores()
+        judge.know(of_shared, *known)
+        scores[:, of_shared] = torch.stack(known)
     for k, n in enumerate(sizes):
         c, own = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
         logits = head.logits(hidden[c], tile[:n])
@@ -60,8 +66,8 @@ def one_pass(
 
         local = Targets(start - own.start, targets.target[own], None, targets.one_a_row)
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else own
-        scores = logprob[own], _of_targets(entropy, local)
-        a, of_entropy = judge.derivatives(own, paths, *scores, add_paths=shared is None)
+        scores[1, own] = _of_targets(entropy, local)
+        a, of_entropy = judge.derivatives(own, paths, logprob[own], scores[1, own], add_paths=shared is None)
         b, constant = nothing, torch.zeros_like(entropy)
         if of_entropy is not None:
             b = sum_by_row(local, of_entropy)
@@ -91,7 +97,7 @@ def one_pass(
         d_shared = shared.backward(*derivatives, need_hidden, need)
         if need_hidden:
             d_hidden[: len(d_shared)] = d_shared
-    return d_hidden
+    return d_hidden, scores
 
 
 class _Shared:

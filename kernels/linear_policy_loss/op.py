@@ -54,9 +54,9 @@ def linear_terms_loss_op(
     path_cuts: Sequence[int],
     need: Sequence[bool],  # [5], gradients of hidden, weight, bias, a, b
     weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], gradients of
-    hidden, weight, bias, a, b)``.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], log-prob and
+    entropy of the targets [2, P], gradients of hidden, weight, bias, a, b)``.
 
     Gradients of the head are in the accumulation dtype; what is not needed is empty.
     """
@@ -69,16 +69,16 @@ def linear_terms_loss_op(
     cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
     rows = row_kernels(backend_of("linear_policy_loss", hidden))
     given = fused.Inputs(hidden, head, targets, temperature, softcap)
-    d_hidden = fused.one_pass(rows, given, judge, cuts, need[0], gradient)
+    d_hidden, scores = fused.one_pass(rows, given, judge, cuts, need[0], gradient)
     total, totals, sums = judge.result()
-    return total.to(temperature.dtype), totals, sums, d_hidden, *gradient.results()
+    return total.to(temperature.dtype), totals, sums, scores, d_hidden, *gradient.results()
 
 
 @linear_terms_loss_op.register_fake
 def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    _, _, _, _, temperature, _, _, _, objectives, *_, need, _ = rest
+    _, _, target, _, temperature, _, _, _, objectives, *_, need, _ = rest
 
     def like(t: Tensor | None, needed: bool, empty: tuple[int, ...]) -> Tensor:
         return temperature.new_empty(t.shape if needed and t is not None else empty)
@@ -88,6 +88,7 @@ def _(
         temperature.new_empty(()),
         temperature.new_empty(K, dtype=torch.float64),
         temperature.new_empty((K, len(SUMS)), dtype=torch.float64),
+        temperature.new_empty((2, len(target))),
         torch.empty_like(hidden) if need[0] else hidden.new_empty(0),
         like(weight, need[1], (0,)),
         like(bias, need[2], (0,)),
@@ -104,7 +105,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         for x in inputs[5:]
     ]
     # Not `save_for_backward`: that would hold the gradients while autograd takes them over, and so make it copy them.
-    ctx.gradients = list(output[3:])
+    ctx.gradients = list(output[4:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 

@@ -51,6 +51,8 @@ class TermsLossOutput(NamedTuple):
     loss: Tensor  # [], the weighted sum, differentiable
     metrics: Metrics  # of all terms; see `PolicyLossOutput`
     losses: dict[str, Tensor]  # [], of each term by its name, without its weight
+    logprob: Tensor | None = None  # [M], without gradient; NaN where no term needed it
+    entropy: Tensor | None = None  # [M], likewise
 
 
 def live(term: AnyTerm) -> Tensor:
@@ -71,7 +73,11 @@ def common_normalizer(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tens
     """
 
     def tensor(x: float | Tensor) -> Tensor:
-        return x.to(like) if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+        return (
+            x.to(like, non_blocking=True)
+            if isinstance(x, Tensor)
+            else torch.full((), x, dtype=like.dtype, device=like.device)
+        )
 
     each = torch.stack([tensor(t.normalizer) / t.weight for t in terms])
     counts = each.isfinite()

@@ -1,0 +1,104 @@
+"""The one line: which parts of rolltree a trainer gets, by its class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+
+from rolltree.kernels import Objective
+
+from ...errors import UserError
+from .. import transformers as attention
+from . import checks
+from .fused_head import FusedHead
+from .groups import GroupTrainer, Parts
+from .objective import objective
+from .rollouts import Rollouts
+
+GROUPS = (GRPOTrainer, RLOOTrainer)
+
+
+def accelerate(trainer: Any, *, head: bool = True, tree: bool = True, rollouts: bool = True) -> Any:
+    """Let a TRL trainer compute by rolltree; returns it. Call it before ``trainer.train()``.
+
+    The trainer stays what it is, also where its class is a subclass of TRL's: what it does beside computing log-probs
+    and sampling is its own code.
+
+    Args:
+        trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which have the head alone.
+        head: log-probs and entropies by `linear_logprob` in place of TRL's fused head, and where `Objective` has the
+            trainer's loss, the gradients by `linear_policy_loss`. Only the tokens of completions reach it.
+        tree: completions of one prompt are trained on as a tree, the prompt computed once for all of a micro-batch;
+            sets the models' attention to "rolltree". Micro-batches of one update are put together group by group where
+            the loss does not depend on it.
+        rollouts: completions by the native engine, where the trainer would call ``model.generate``.
+
+    Raises:
+        UserError: the trainer or an option of it cannot be honoured; the message names it.
+    """
+    checks.version()
+    if not isinstance(trainer, (*GROUPS, DPOTrainer, SFTTrainer)):
+        raise UserError(f"accelerate knows GRPO, RLOO, DPO and SFT trainers of TRL, not a {type(trainer).__name__}.")
+    if isinstance(trainer, GroupTrainer) and hasattr(trainer, "rolltree"):
+        raise UserError(f"This {type(trainer).__name__} is accelerated already; call accelerate once.")
+    checks.trainer(trainer)
+    of_groups = isinstance(trainer, GROUPS)
+    if tree and of_groups and not head:
+        raise UserError("tree=True scores by rolltree's head; leave head=True, or pass tree=False.")
+    models = [checks.base_model(trainer.model)]
+    if getattr(trainer, "ref_model", None) is not None:
+        models.append(checks.base_model(trainer.accelerator.unwrap_model(trainer.ref_model)))
+    if of_groups and (tree or rollouts):
+        for model in models:
+            checks.tree_layers(model)
+    if head:
+        fused = _head_of(trainer)
+        for model in models:
+            fused.install(model)
+    if not of_groups:
+        checks.log.info("%s has no groups and samples nothing: it gets the head.", type(trainer).__name__)
+        return trainer
+    sampler = None
+    if rollouts and (why := checks.no_rollouts(trainer)) is not None:
+        checks.log.warning("Completions are TRL's, not the native engine's: %s.", why)
+    elif rollouts:
+        sampler = Rollouts(with_logprobs=isinstance(trainer, GRPOTrainer))
+    if tree:
+        for model in models:
+            model.set_attn_implementation(attention.NAME)
+    if not isinstance(trainer, GroupTrainer):
+        cls = type(trainer)
+        trainer.__class__ = type(cls.__name__, (GroupTrainer, cls), {"__module__": cls.__module__})
+    trainer.rolltree = Parts(head, tree, sampler, _objective_of(trainer) if head else None)
+    return trainer
+
+
+def _objective_of(trainer: Any) -> Objective | None:
+    """The loss as an op with the head; None, and why, where it stays TRL's code."""
+    try:
+        if isinstance(trainer, RLOOTrainer):
+            raise ValueError("RLOO clips the product of a sequence's ratios")
+        return objective(trainer)
+    except ValueError as why:
+        checks.log.warning("The loss is TRL's code on rolltree's log-probs, and no op together with the head: %s.", why)
+        return None
+
+
+def _head_of(trainer: Any) -> FusedHead:
+    """What the trainer asked of TRL's `add_fused_lm_head`."""
+    if isinstance(trainer, GROUPS):
+        fp32 = getattr(trainer.args, "cast_lm_head_to_fp32", False)
+        return FusedHead(trainer.temperature, fp32, ("log_probs", "entropy"))
+    if isinstance(trainer, SFTTrainer):
+        return FusedHead(outputs=("log_probs", "entropy", "is_top1"))
+    weighting = ("log_sum_sq_probs",) if trainer.use_weighting else ()
+    return FusedHead(outputs=("log_probs", "entropy", "mean_logits", "is_top1", *weighting))
+
+
+class RolltreeGRPOTrainer(GroupTrainer, GRPOTrainer):
+    """TRL's `GRPOTrainer`, accelerated: its arguments, and ``head``, ``tree`` and ``rollouts`` of `accelerate`."""
+
+    def __init__(self, *args: Any, head: bool = True, tree: bool = True, rollouts: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        accelerate(self, head=head, tree=tree, rollouts=rollouts)

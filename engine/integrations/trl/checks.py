@@ -1,0 +1,94 @@
+"""What of a trainer cannot be honoured, said in one sentence each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import trl
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from ...errors import UserError
+from ...model.decoder import LAYER_KINDS, RECURRENT, TREE_LAYERS, head
+
+log = logging.getLogger("rolltree.trl")
+TRL = (1, 16)
+
+
+def version() -> None:
+    """Raises UserError unless TRL is of the version whose methods are overridden here."""
+    if tuple(int(part) for part in trl.__version__.split(".")[:2]) != TRL:
+        wanted = ".".join(map(str, TRL))
+        raise UserError(f"TRL is of version {trl.__version__}; rolltree knows {wanted}: pip install 'trl=={wanted}.*'.")
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """The transformers model below an adapter."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def trainer(trainer: Any) -> None:
+    """Raises UserError where no part of rolltree fits the trainer."""
+    name, args = type(trainer).__name__, trainer.args
+    if getattr(trainer, "_is_vlm", False) or hasattr(trainer.model.config, "vision_config"):
+        raise UserError(f"{name} trains on images, which rolltree does not compute; train it without accelerate.")
+    if args.use_liger_kernel:
+        raise UserError(f"{name} replaces layers by Liger's (use_liger_kernel); leave it out to use rolltree.")
+    kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise UserError(f"{name} is sharded by {kind}, which rolltree does not compute under TRL; use DDP or one GPU.")
+    if isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
+        raise UserError(f"{name} trains a prompt of virtual tokens, which rolltree does not compute; use LoRA.")
+    try:
+        head(base_model(trainer.model))
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def tree_layers(model: PreTrainedModel) -> None:
+    """Raises UserError where the model's layers cannot be computed on trees."""
+    config = model.config.get_text_config()
+    kinds = {kind for name in LAYER_KINDS for kind in getattr(config, name, None) or ()} - set(TREE_LAYERS)
+    kinds |= {type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)}
+    if kinds:
+        raise UserError(
+            f"{type(model).__name__} has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); pass "
+            "tree=False and rollouts=False."
+        )
+    if getattr(config, "rope_parameters", None) is None:
+        raise UserError(
+            f"{type(model).__name__} has no rotary positions: TRL counts its positions from the padding, which trees "
+            "do not have; pass tree=False and rollouts=False."
+        )
+    if getattr(config, "attention_dropout", 0):
+        raise UserError(
+            f"{type(model).__name__} drops attention, which is not supported on trees; set attention_dropout=0 or pass "
+            "tree=False and rollouts=False."
+        )
+
+
+def no_rollouts(trainer: Any) -> str | None:
+    """Why the native engine cannot sample for the trainer; None where it can."""
+    if trainer.use_vllm:
+        return "use_vllm is set"
+    if trainer.use_transformers_continuous_batching:
+        return "use_transformers_continuous_batching is set"
+    if getattr(trainer, "rollout_func", None) is not None:
+        return "rollout_func samples"
+    config = trainer.generation_config
+    if config.repetition_penalty not in (None, 1.0):
+        return f"repetition_penalty is {config.repetition_penalty}"
+    model = trainer.model.generation_config.to_diff_dict()
+    asked = {**model, **config.to_diff_dict()}
+    others = sorted(key for key, value in asked.items() if key not in UNDERSTOOD and value not in (None, False))
+    return f"generation is asked for {', '.join(others)}" if others else None
+
+
+UNDERSTOOD = {
+    *("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("eos_token_id", "pad_token_id", "bos_token_id"),
+    *("cache_implementation", "use_cache", "disable_compile", "max_length", "transformers_version"),
+    "_from_model_config",
+}
+"""Of a generation's settings: those the native engine follows, and those that change no sample."""

@@ -1,0 +1,130 @@
+"""Trainers of groups (GRPO, RLOO): their log-probs from packed trees, their completions from the native engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolltree.kernels import Objective
+
+from .objective import term
+from .packing import Batch, packed, padded
+from .regroup import matters, regroup
+from .rollouts import Rollouts
+
+AGREE = 1e-3
+"""Between TRL's loss and the op's, relative to losses above 1."""
+
+
+@dataclass
+class Parts:
+    """What `accelerate` switched on."""
+
+    head: bool
+    tree: bool
+    rollouts: Rollouts | None
+    objective: Objective | None  # None: the loss is TRL's code
+    scores: tuple[Tensor, Tensor] | None = None  # log-probs and entropies [B, C] that are known already
+
+    def batch(self, input_ids: Tensor, attention_mask: Tensor, completion: int) -> Batch:
+        return (packed if self.tree else padded)(input_ids, attention_mask, completion)
+
+
+class GroupTrainer:
+    """Overrides methods of TRL's `GRPOTrainer` and `RLOOTrainer`; stands before them among a class's bases."""
+
+    rolltree: Parts
+
+    def _get_per_token_logps_and_entropies(
+        self: Any,
+        model: Any,
+        input_ids: Tensor,  # [B, P + C]
+        attention_mask: Tensor,  # [B, P + C]
+        logits_to_keep: int,  # C
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs and entropies [B, C] of the completions, and the experts' balance []."""
+        if not self.rolltree.head:
+            theirs: Any = super()
+            wanted = batch_size, compute_entropy, compute_aux_loss
+            return theirs._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *wanted, **images
+            )
+        if self.rolltree.scores is not None:
+            return *self.rolltree.scores, None
+        parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        chunk = batch_size or len(input_ids)
+        for ids, mask in zip(input_ids.split(chunk), attention_mask.split(chunk), strict=True):
+            batch = self.rolltree.batch(ids, mask, logits_to_keep)
+            given = batch.inputs | ({"output_router_logits": True} if compute_aux_loss else {})
+            with self.accelerator.autocast():
+                out = model(**given, scored=batch.scored(batch.valid), fused_lm_head=True)
+            entropy = _on(batch.valid, out.entropy) if compute_entropy else None
+            parts.append((_on(batch.valid, out.log_probs), entropy, out.aux_loss))
+        logprob, entropies, balance = zip(*parts, strict=True)
+        return (
+            torch.cat(logprob),
+            torch.cat(entropies) if compute_entropy else None,
+            torch.stack(balance).mean() if compute_aux_loss else None,
+        )
+
+    def _prepare_inputs(self: Any, generation_batch: Any) -> dict[str, Any]:
+        """The next micro-batch; those of an update hold whole groups where that does not change it."""
+        theirs: Any = super()
+        before = self._buffered_inputs
+        inputs: dict[str, Any] = theirs._prepare_inputs(generation_batch)
+        if self.rolltree.tree and self._buffered_inputs is not before and not matters(self):
+            self._buffered_inputs = regroup(self._buffered_inputs, self.args.gradient_accumulation_steps)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+    def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss and metrics; its gradient by `linear_policy_loss`, which forms the logits once."""
+        theirs: Any = super()
+        parts: Parts = self.rolltree
+        if parts.objective is None or not torch.is_grad_enabled():
+            return theirs._compute_loss(model, inputs)
+        mask = inputs["completion_mask"]
+        mask = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).bool()
+        loss = term(self, parts.objective, inputs, mask)
+        if loss is None or not mask.any():
+            return theirs._compute_loss(model, inputs)
+        ids, attended = (
+            torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], 1) for kind in ("ids", "mask")
+        )
+        batch = parts.batch(ids, attended, mask.shape[1])
+        with self.accelerator.autocast():
+            out = model(**batch.inputs, scored=batch.scored(mask)._replace(loss=loss), fused_lm_head=True)
+        parts.scores = _on(mask, out.log_probs), _on(mask, out.entropy)
+        try:
+            with torch.no_grad():
+                expected = theirs._compute_loss(model, inputs)
+        finally:
+            parts.scores = None
+        if not (out.loss.detach() - expected).abs() <= AGREE * expected.abs().clamp(min=1) and expected.isfinite():
+            raise RuntimeError(
+                f"The loss of {parts.objective} is {float(out.loss):.6g} and TRL's {float(expected):.6g}; report this, "
+                "and pass head=False."
+            )
+        return out.loss
+
+    def _generate_single_turn(
+        self: Any, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *more: Any, **others: Any
+    ) -> Any:
+        """Completions of tokenized prompts, and with GRPO the log-probs they were sampled with."""
+        engine = self.rolltree.rollouts
+        if engine is None:
+            theirs: Any = super()
+            return theirs._generate_single_turn(prompt_ids, images, multimodal_fields, *more, **others)
+        completions, logprobs = engine.generate(self, prompt_ids)
+        return (completions, logprobs) if engine.with_logprobs else completions
+
+
+def _on(mask: Tensor, values: Tensor) -> Tensor:  # [B, C] bool, [M] -> [B, C], 0 elsewhere
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)

@@ -1,0 +1,71 @@
+"""Completions for a TRL trainer by the native engine, from the very weights that are trained."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ...rollout import EngineConfig, NativeEngine, SamplingParams
+from .checks import base_model
+
+
+class Rollouts:
+    """Samples as the trainer's ``generation_config`` says, with seeds from the trainer's generator of random numbers.
+
+    Args:
+        with_logprobs: also return the log-probs that tokens were sampled with.
+    """
+
+    def __init__(self, with_logprobs: bool) -> None:
+        self.with_logprobs = with_logprobs
+        self._engine: NativeEngine | None = None
+
+    def generate(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        """Token ids and log-probs of one completion a prompt; equal prompts in a row are computed once."""
+        same = [(list(prompt), len(list(some))) for prompt, some in groupby(prompts)]
+        params = _sampling_params(trainer)
+        each = [SamplingParams(**params, n=n) for _, n in same]
+        seeds = torch.randint(2**62, (len(same),)).tolist()
+        engine = self._engine_for(trainer, [(len(p), n) for p, n in same], params["max_new_tokens"])
+        engine.update_weights()  # they have changed where they are
+        with trainer.accelerator.autocast():
+            trees = engine.generate([prompt for prompt, _ in same], each, seeds=seeds)
+        engine.sleep()  # training has the memory of the KV cache
+        sequences = [sequence for tree in trees for sequence in tree.flatten()]
+        return (
+            [list(sequence.response) for sequence in sequences],
+            [sequence.behaviour_logprob.tolist() for sequence in sequences],
+        )
+
+    def _engine_for(self, trainer: Any, groups: list[tuple[int, int]], longest: int) -> NativeEngine:
+        """The engine, with room for groups of (prompt tokens, completions)."""
+        page = EngineConfig.page_size
+
+        def pages(tokens: int) -> int:
+            return -(-tokens // page) * page
+
+        room = sum(pages(prompt) + n * (pages(longest) + page) for prompt, n in groups)
+        rows = sum(n for _, n in groups)
+        engine = self._engine
+        if engine is None or engine.config.kv_tokens < room or engine.config.max_batch_rows < rows:
+            model = base_model(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+            engine = NativeEngine(model, config=EngineConfig(kv_tokens=room, max_batch_rows=max(rows, 512)))
+            self._engine = engine
+        else:
+            engine.wake()
+        return engine
+
+
+def _sampling_params(trainer: Any) -> dict[str, Any]:
+    config = trainer.generation_config
+    return {
+        "temperature": config.temperature if config.do_sample else 0.0,
+        "top_p": 1.0 if config.top_p is None else config.top_p,
+        "top_k": config.top_k or None,
+        "min_p": config.min_p,
+        "max_new_tokens": config.max_new_tokens,
+        "stop_token_ids": tuple(trainer.eos_token_ids),
+        "ignore_eos": True,  # the trainer says which tokens end a completion
+    }
