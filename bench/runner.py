@@ -66,6 +66,8 @@ class Bench:
     speedup_ceiling: Callable[[Any], float] | None = None
     replayed: bool = False
     alone: bool = False
+    shares: Callable[[Any], Mapping[str, float]] | None = None
+    """Rows of metric "share" by their name, when all is timed: what providers noted in a case's inputs."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,14 @@ def _measure(
         for direction, of_provider in own.items():
             calls.setdefault(direction, {}).update(of_provider)
     time(calls)
-    return [
+    rows = [
         row
         for direction, found in samples.items()
         for row in _rows(bench, case, direction, inputs, found, peaks.get(direction, {}), context)
     ]
+    for name, share in (bench.shares(inputs) if bench.shares else {}).items():
+        rows.append(Row(bench.op, case, name, "-", "share", share, share, share, None, **asdict(context)))
+    return rows
 
 
 def _rows(

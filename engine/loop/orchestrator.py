@@ -243,6 +243,7 @@ class Orchestrator:
         self.source.load_state_dict(state["prompts"])
         self.buffer.load_state_dict(state["buffer"])
         self._renew_policy()
+        setup.remember_rollouts(self.config, self.engine, saved.step)
         for name, failures in self.failures.items():
             failures.load_state_dict(state["failures"][name])
         self.evaluation.first, self.evaluation.last = state["accuracy"]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..data.segment import Text
 from .rows import RowTable
 from .step_cost import StepCost
 
@@ -128,6 +129,11 @@ class HistoryDrafter:
             self.cost.took(self._branches, queries - self._others, seconds)
         self._branches = 0
 
+    def remember(self, text: Text, version: int) -> None:
+        """Draft from a text that was not sampled here."""
+        path = np.concatenate([text.prompt, text.before])
+        self.index.add(_scope_of(text.prompt), -1, version, path[-DraftIndex.CONTEXT :], text.tokens)
+
     def _count_right(self, kind: Array, right: Array) -> None:
         self._tries += np.bincount(kind, minlength=len(self._tries))
         self._hits += np.bincount(kind[right], minlength=len(self._hits))
@@ -170,12 +176,16 @@ class HistoryDrafter:
         if request not in self._scopes:
             if len(self._scopes) > 4096:
                 self._scopes.clear()
-            digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).digest()
-            self._scopes[request] = scope = int.from_bytes(digest, "little", signed=True)
+            self._scopes[request] = scope = _scope_of(prompt)
             if scope not in self._prompts:
                 self._prompts.add(scope)
                 self.index.add(scope, request, self._version, [], prompt)
         return self._scopes[request]
+
+
+def _scope_of(prompt: Array) -> int:
+    digest = hashlib.blake2b(np.ascontiguousarray(prompt, np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _last_tokens(rows: RowTable, slot: int, most: int) -> Array:  # [up to most] int32

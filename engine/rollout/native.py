@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.segment import Text
 from ..integrations import transformers as integration
 from .branch import Request
 from .drafter import HistoryDrafter
@@ -156,6 +157,13 @@ class NativeEngine(RolloutEngine):
     def forget_prefixes(self) -> None:
         with self._lock:
             self.cache.tree.forget()
+
+    def remember(self, texts: Iterable[Text], version: int) -> None:
+        """Draft from what the policy of ``version`` sampled before a restart, or elsewhere. It changes no token."""
+        with self._lock:
+            if isinstance(self.loop.drafter, HistoryDrafter):
+                for text in texts:
+                    self.loop.drafter.remember(text, version)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.
