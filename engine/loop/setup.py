@@ -78,15 +78,15 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
 def check_backend(config: RolloutConfig) -> None:
     """
     Raises:
-        UserError: vLLM is asked for and not installed.
+        UserError: vLLM is asked for, and drafts of the native backend, or it is not installed.
     """
-    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
     if config.backend == "vllm" and config.drafts:
         raise UserError(
             "rollout.drafts is of the native backend; set it to 0, and give vLLM its own speculative_config in "
             "rollout.vllm_options."
         )
+    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
 
 
 def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
