@@ -26,6 +26,7 @@ OPS = (
     "tree_step",
     "rollout",
     "treepo",
+    "speculation",
     "tree_decode",
     "loop",
 )

@@ -170,5 +170,5 @@ BENCH = Bench(
     providers={name: _provider(name, **loop) for name, loop in SETTINGS.items()},
     speedup_over=SYNCHRONOUS,
     alone=True,
-    gauges=lambda x, provider: {"idle_share": x.idle[provider]},
+    shares=lambda x: {f"rows idle, {provider}": share for provider, share in x.idle.items()},
 )

@@ -66,7 +66,8 @@ class Bench:
     speedup_ceiling: Callable[[Any], float] | None = None
     replayed: bool = False
     alone: bool = False
-    gauges: Callable[[Any, str], Mapping[str, float]] | None = None  # (inputs, provider): what its calls noted
+    shares: Callable[[Any], Mapping[str, float]] | None = None
+    """Rows of metric "share" by their name, when all is timed: what providers noted in a case's inputs."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,14 @@ def _measure(
         for direction, of_provider in own.items():
             calls.setdefault(direction, {}).update(of_provider)
     time(calls)
-    return [
+    rows = [
         row
         for direction, found in samples.items()
         for row in _rows(bench, case, direction, inputs, found, peaks.get(direction, {}), context)
     ]
+    for name, share in (bench.shares(inputs) if bench.shares else {}).items():
+        rows.append(Row(bench.op, case, name, "-", "share", share, share, share, None, **asdict(context)))
+    return rows
 
 
 def _rows(
@@ -224,8 +228,6 @@ def _rows(
         yield row(provider, "time_ms", *measured.quantiles(), limit)
         if (peak := peaks.get(provider)) is not None:
             yield row(provider, "peak_memory_mib", peak, peak, peak, None)
-        for metric, value in (bench.gauges(inputs, provider) if bench.gauges else {}).items():
-            yield row(provider, metric, value, value, value, None)
         base = samples.get(bench.speedup_over or "")
         if base is not None and provider != bench.speedup_over:
             theirs = [base.quantiles()[1]] * len(measured.ms) if bench.alone else base.ms  # else round by round

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .schema import Row
 
-UNITS = {"time_ms": "ms", "peak_memory_mib": "MiB", "speedup": "x", "idle_share": "of the rows"}
+UNITS = {"time_ms": "ms", "peak_memory_mib": "MiB", "speedup": "x", "share": ""}
 HEADER = ("op", "case", "direction", "provider", "median", "p20 to p80", "ceiling", "share of ceiling")
 
 
@@ -24,7 +24,16 @@ def _cells(row: Row) -> tuple[str, ...]:
         ceiling = f"{_number(row.ceiling)} {unit}"
         share = f"{100 * (row.value / row.ceiling if row.metric == 'speedup' else row.ceiling / row.value):.0f} %"
     spread = f"{_number(row.p20)} to {_number(row.p80)}"
-    return row.op, row.case, row.direction, row.provider, f"{_number(row.value)} {unit}", spread, ceiling, share
+    return (
+        row.op,
+        row.case,
+        row.direction,
+        row.provider,
+        f"{_number(row.value)} {unit}".rstrip(),
+        spread,
+        ceiling,
+        share,
+    )
 
 
 def _number(value: float) -> str:

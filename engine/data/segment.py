@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy.typing as npt
 
@@ -28,6 +29,14 @@ class LeafStatus(IntEnum):
     LENGTH = 1
     ABORTED = 2
     FAILED = 3
+
+
+class Text(NamedTuple):
+    """A run of tokens that a policy sampled."""
+
+    prompt: Array  # [P] int32
+    before: Array  # [B] int32, the response's tokens before it
+    tokens: Array  # [T] int32
 
 
 @dataclass(frozen=True)

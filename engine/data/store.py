@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .columns import COLUMNS, Array
-from .segment import LeafStatus
+from .segment import LeafStatus, Text
 from .tree import TokenTree
 
 IDENTITY = pa.schema(
@@ -49,6 +49,21 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
     temporary = path.with_name(path.name + ".tmp")
     pq.write_table(table, temporary, compression="zstd")
     temporary.replace(path)
+
+
+def read_texts(path: Path) -> Iterator[Text]:
+    """What the responses of a file of `write_rollouts` say; what several share, once."""
+    table = pq.read_table(path, columns=["prompt_id", "prompt_ids", "response_ids", "node_ids"])
+    seen: set[int] = set()
+    prompt_id = None
+    for row in table.to_pylist():
+        if row["prompt_id"] != prompt_id:
+            prompt_id = row["prompt_id"]
+            seen.clear()
+        response, nodes = (np.asarray(row[name], np.int32) for name in ("response_ids", "node_ids"))
+        shared = next((i for i, node in enumerate(nodes.tolist()) if node not in seen), len(nodes))
+        seen.update(nodes.tolist())
+        yield Text(np.asarray(row["prompt_ids"], np.int32), response[:shared], response[shared:])
 
 
 def _schema(trees: Sequence[TokenTree]) -> pa.Schema:

@@ -85,7 +85,9 @@ class VllmEngine(RolloutEngine):
 
     What differs from the native engine: entropies are not known, so programs that need them are refused; a program's
     fork is a new request, whose path vLLM finds in its prefix cache; a seed repeats a sample only in the same version
-    of vLLM, and not over `abort`; there is no grammar hook and no adapter.
+    of vLLM, and not over `abort`; there is no grammar hook and no adapter. vLLM's own drafts are
+    ``speculative_config={"method": "suffix"}`` (or "ngram", "eagle", ..., see there); they keep the distribution of
+    what is sampled, but unlike the native engine's not the sample: other drafts, other tokens from the same seed.
 
     Args:
         model: a Hugging Face directory.

@@ -298,6 +298,7 @@ class Orchestrator:
         self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
         kept = {n.removeprefix(OPEN): tensor for n, tensor in saved.tensors.items() if n.startswith(OPEN)}
         self.controller.load_state_dict(kept, state["groups"])
+        setup.remember_rollouts(self.config, self.engine, saved.step)
         for name, failures in self.failures.items():
             failures.load_state_dict(state["failures"][name])
         self.evaluation.first, self.evaluation.last = state["accuracy"]

@@ -18,6 +18,7 @@ from rolltree.kernels import Objective
 from rolltree.kernels.policy_loss.pairs import WITHOUT_REFERENCE
 
 from ..data.columns import COLUMNS
+from ..data.store import read_texts
 from ..errors import UserError
 from ..methods.calling import ask, call
 from ..methods.credit import ADVANTAGES, CreditFunction
@@ -77,8 +78,13 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
 def check_backend(config: RolloutConfig) -> None:
     """
     Raises:
-        UserError: vLLM is asked for and not installed.
+        UserError: vLLM is asked for, and drafts of the native backend, or it is not installed.
     """
+    if config.backend == "vllm" and config.drafts:
+        raise UserError(
+            "rollout.drafts is of the native backend; set it to 0, and give vLLM its own speculative_config in "
+            "rollout.vllm_options."
+        )
     if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
 
@@ -91,7 +97,12 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     """
     rollout = config.rollout
     if rollout.backend == "native":
-        own = EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, compile=rollout.compile)
+        own = EngineConfig(
+            kv_tokens=rollout.kv_tokens,
+            max_batch_rows=rollout.max_batch_rows,
+            compile=rollout.compile,
+            drafts=rollout.drafts,
+        )
         return NativeEngine(model, tokenizer, own)
     check_backend(rollout)
     from ..integrations.vllm import VllmEngine
@@ -137,6 +148,20 @@ def budget(config: TrainConfig) -> Budget:
     """How many groups may be open, and how old they may become."""
     loop = config.loop
     return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
+
+
+def remember_rollouts(config: TrainConfig, engine: RolloutEngine, step: int) -> None:
+    """Let a resumed run draft from what it sampled up to ``step``: the latest files that fit."""
+    room, files = config.rollout.drafts, []
+    while isinstance(engine, NativeEngine) and room > 0 and step > 0:
+        path = config.run_dir / "rollouts" / f"step_{step:06d}.parquet"
+        texts = list(read_texts(path)) if path.exists() else []
+        room -= sum(len(text.before) + len(text.tokens) for text in texts)
+        files.append((step, texts))
+        step -= 1
+    for version, texts in reversed(files):
+        assert isinstance(engine, NativeEngine)
+        engine.remember(texts, version)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:

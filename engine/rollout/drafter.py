@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..data.segment import Text
 from .rows import RowTable
 from .step_cost import StepCost
 
@@ -23,6 +24,7 @@ with contextlib.suppress(ImportError):  # `KvCache` says what is missing
     from ._host import DraftIndex
 
 Array = npt.NDArray[Any]
+_NOTHING: Array = np.zeros(0, np.int64)
 SOURCES = ("own", "siblings", "earlier", "shared")
 """Where a drafted token stood: in the prompt or the branch's text, in another branch of the group, in an earlier
 response to the same prompt, or in one to another prompt."""
@@ -30,6 +32,7 @@ MOST = 32  # tokens of one draft
 LEAST = 0.05  # probability of being right, below which nothing is drafted
 MEMORY = 2000  # drafted tokens of a kind after which the counts are halved
 MARGIN = 1.02  # how much faster a step with drafts must be: estimates are estimates
+PATIENCE, PAUSE = 8, 8  # steps that found nothing to draft, after which only one in so many looks
 
 
 class HistoryDrafter:
@@ -48,6 +51,8 @@ class HistoryDrafter:
         self._version = 0
         self._branches = 0  # of the step that was last drafted for
         self._others = 0
+        self._drafting = False
+        self._in_vain = 0  # steps in a row that found nothing to draft
         # By slot: the branch and how far the index has it, and where its draft lies in those below.
         self._order = np.full(0, -1, np.int64)
         self._position = np.zeros(0, np.int64)
@@ -58,16 +63,22 @@ class HistoryDrafter:
         self._prompts: set[int] = set()
 
     def propose(self, rows: RowTable, slots: Array, others: int, room: int) -> tuple[Array, Array]:
-        self._follow(rows, slots, np.zeros(len(slots), np.int64))
         self._branches, self._others = len(slots), others
-        self._count[:] = 0
-        none = np.zeros(len(slots), np.int64), np.zeros(0, np.int64)
-        rest = len(slots) + others
-        seconds = self.cost.seconds(len(slots), np.arange(rest, rest + min(room, MOST * len(slots)) + 1))
-        if seconds is None:
+        self._in_vain += 1
+        if self._drafting:
+            self._count[:] = 0
+        self._drafting = False
+        none = _NOTHING, _NOTHING
+        if self._in_vain > PATIENCE and self._in_vain % PAUSE:
             return none
-        # the most that a draft can gain: every token of it right
-        if ((len(slots) + np.arange(len(seconds))) / seconds).max() <= MARGIN * len(slots) / seconds[0]:
+        line = self.cost.line(len(slots))
+        if line is None or room < 1:
+            return none
+        self._follow(rows, slots, None)
+        fixed, row = line
+        plain = fixed + row * (len(slots) + others)
+        least = max(LEAST, len(slots) * row / plain)  # below, a token costs more than it brings
+        if least >= 1:
             return none
         most = np.minimum(rows.segment_end[slots] - rows.length[slots] - 1, MOST)
         most[rows.forks[slots] > 0] = 0
@@ -78,19 +89,22 @@ class HistoryDrafter:
             rows.length[slots],
             rows.temperature[slots] == 0,
             self._hits / self._tries,
-            LEAST,
+            least,
         )
+        if not len(tokens):
+            return none
         owner = np.repeat(np.arange(len(slots)), counts)
         length = rows.length[slots]
         value = survival * (1 + length / max(int(length.max()), 1))[owner]
-        ranked = np.argsort(-value, kind="stable")[: len(seconds) - 1]
-        speed = (len(slots) + np.cumsum(survival[ranked])) / seconds[1 : 1 + len(ranked)]
-        if not len(speed) or speed.max() <= MARGIN * len(slots) / seconds[0]:
+        ranked = np.argsort(-value, kind="stable")[:room]
+        speed = (len(slots) + np.cumsum(survival[ranked])) / (plain + row * np.arange(1, len(ranked) + 1))
+        if speed.max() <= MARGIN * len(slots) / plain:
             return none
         chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
         self._token, self._kind = tokens[chosen], kinds[chosen]
         counts = np.bincount(owner[chosen], minlength=len(slots))
         self._begin[slots], self._count[slots] = np.cumsum(counts) - counts, counts
+        self._drafting, self._in_vain = True, 0
         return counts, self._token
 
     def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, version: int) -> None:
@@ -101,11 +115,11 @@ class HistoryDrafter:
         if (token < 0).any():
             whole = token >= 0
             slots, offset, token = slots[whole], offset[whole], token[whole]
-        new = np.bincount(slots, minlength=1)
-        each = slots[offset == 0]
-        self._follow(rows, each, new[each])
+        self._follow(rows, slots[offset == 0] if self._drafting else slots, np.bincount(slots, minlength=1))
         self.index.append(slots, token)
-        self._position[each] = rows.position[each]
+        self._position[slots] = rows.position[slots]
+        if not self._drafting:
+            return
         drafted = offset < self._count[slots]
         place = self._begin[slots[drafted]] + offset[drafted]
         self._count_right(self._kind[place], self._token[place] == token[drafted])
@@ -114,6 +128,11 @@ class HistoryDrafter:
         if self._branches and self._others <= self._branches:
             self.cost.took(self._branches, queries - self._others, seconds)
         self._branches = 0
+
+    def remember(self, text: Text, version: int) -> None:
+        """Draft from a text that was not sampled here."""
+        path = np.concatenate([text.prompt, text.before])
+        self.index.add(_scope_of(text.prompt), -1, version, path[-DraftIndex.CONTEXT :], text.tokens)
 
     def _count_right(self, kind: Array, right: Array) -> None:
         self._tries += np.bincount(kind, minlength=len(self._tries))
@@ -125,16 +144,17 @@ class HistoryDrafter:
         self.drafted += np.bincount(source, minlength=len(SOURCES))
         self.right += np.bincount(source[right], minlength=len(SOURCES))
 
-    def _follow(self, rows: RowTable, slots: Array, new: Array) -> None:  # [R] int64 each
+    def _follow(self, rows: RowTable, slots: Array, new: Array | None) -> None:  # [R] int64, [slots] int64
         """Bring the index to where the branches stood ``new`` tokens ago."""
         if len(self._order) < len(rows.order):
             more = len(rows.order) - len(self._order)
             self._order = np.concatenate([self._order, np.full(more, -1, np.int64)])
             for name in ("_position", "_begin", "_count"):
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, np.int64)]))
-        behind = (self._order[slots] != rows.order[slots]) | (self._position[slots] != rows.position[slots] - new)
-        for slot, tokens in zip(slots[behind].tolist(), new[behind].tolist(), strict=True):
-            self._begin_text(rows, slot, tokens)
+        position = rows.position[slots] if new is None else rows.position[slots] - new[slots]
+        behind = (self._order[slots] != rows.order[slots]) | (self._position[slots] != position)
+        for slot in slots[behind].tolist():
+            self._begin_text(rows, slot, 0 if new is None else int(new[slot]))
 
     def _begin_text(self, rows: RowTable, slot: int, new: int) -> None:
         branch = rows.branch[slot]
@@ -156,12 +176,16 @@ class HistoryDrafter:
         if request not in self._scopes:
             if len(self._scopes) > 4096:
                 self._scopes.clear()
-            digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).digest()
-            self._scopes[request] = scope = int.from_bytes(digest, "little", signed=True)
+            self._scopes[request] = scope = _scope_of(prompt)
             if scope not in self._prompts:
                 self._prompts.add(scope)
                 self.index.add(scope, request, self._version, [], prompt)
         return self._scopes[request]
+
+
+def _scope_of(prompt: Array) -> int:
+    digest = hashlib.blake2b(np.ascontiguousarray(prompt, np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _last_tokens(rows: RowTable, slot: int, most: int) -> Array:  # [up to most] int32

@@ -55,7 +55,8 @@ class SamplingParams:
         logit_bias: added to the logits of these tokens before the temperature divides them.
         allowed_token_ids: sample no other tokens; None allows all.
         prefix_allowed_tokens_fn: given a response so far (int32 ids), the ids that may follow: a grammar. It runs on
-            the host for every token of every response that has one.
+            the host for every token of every response that has one, and for drafted ones that need not come to stand
+            there.
         top_logprobs: how many of the likeliest tokens to keep beside each one sampled, for `Request.completions`.
         kept_tokens: also keep which ids each token was drawn from, for `Request.completions`: what was not filtered
             out or forbidden, as ``kept`` of `linear_logprob` takes it.

@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-PACE = 0.2  # how far an estimate moves towards a new time
-JUMP = 0.5  # most that one time, as another job's load may cause, moves it, as a share of itself
-MEMORY = 256  # steps of so many branches after which an estimate is too old to believe
-REACH = 2.0  # steps of up to so many times the rows that were measured are tried
-
-
-@dataclass
-class Point:
-    queries: float
-    seconds: float
-    at: int
+REMEMBERED = 256  # steps
+HALF_LIFE = 64.0  # of a step's weight, in steps: contexts grow
+FEWEST = 3.0  # weight of the steps that an estimate needs
+KEPT = 8  # steps for which an estimate is used
+OUTLIER = 3.0  # times as long as expected; a step that takes longer counts as one that takes so long
+GUESS = np.array([0.5, 0.2, 0.3])  # shares of a step's time: fixed, by branches, by rows; as if one step had said so
 
 
 class StepCost:
-    """Seconds of a step of some branches with drafts, from steps of about as many branches (within a power of two).
+    """Seconds of a step as ``fixed + a branches + b rows``, fitted to recent steps of about as many branches.
 
-    What was never measured, or long ago, is taken to cost what fewer rows do, up to `REACH` times as many: so it is
-    tried, and known from then on.
+    Steps without drafts alone cannot tell branches from rows: then the guess of the shares decides, so that drafts that
+    were not worth it for long are tried again.
     """
 
     def __init__(self) -> None:
-        self._points: dict[int, dict[int, Point]] = {}
-        self._steps: dict[int, int] = {}
+        self._steps = np.zeros((REMEMBERED, 3))  # branches, rows, seconds
+        self._count = 0
+        self._lines: dict[int, tuple[int, tuple[float, float] | None]] = {}  # by size: since which step
 
     def took(self, branches: int, queries: int, seconds: float) -> None:
         """A step of so many branches and rows took so long."""
-        size = _size(branches)
-        now = self._steps[size] = self._steps.get(size, 0) + 1
-        points = self._points.setdefault(size, {})
-        # half octaves; steps without drafts are apart from those with few
-        key = -1 if queries == branches else round(2 * math.log2(queries))
-        point = points.get(key)
-        if point is None or now - point.at > MEMORY:
-            points[key] = Point(queries, seconds, now)
-            return
-        most = JUMP * point.seconds
-        point.seconds += PACE * min(max(seconds - point.seconds, -most), most)
-        point.queries += PACE * (queries - point.queries)
-        point.at = now
+        line = self.line(branches)
+        if line is not None:
+            seconds = min(seconds, OUTLIER * (line[0] + line[1] * queries))
+        self._steps[self._count % REMEMBERED] = branches, queries, seconds
+        self._count += 1
 
-    def seconds(self, branches: int, queries: Array) -> Array | None:  # [n] -> [n]
-        """Estimates for steps of so many rows, infinite beyond reach; None where steps without drafts are not known."""
-        size = _size(branches)
-        now = self._steps.get(size, 0)
-        known = {key: p for key, p in self._points.get(size, {}).items() if now - p.at <= MEMORY}
-        if -1 not in known:
+    def line(self, branches: int) -> tuple[float, float] | None:
+        """Seconds of a step without rows and of each row, for so many branches; None where too little is known."""
+        since, line = self._lines.get(branches, (-KEPT, None))
+        if line is None or self._count - since >= KEPT:
+            if len(self._lines) > REMEMBERED:
+                self._lines.clear()
+            self._lines[branches] = self._count, self._fit(branches)
+        return self._lines[branches][1]
+
+    def _fit(self, branches: int) -> tuple[float, float] | None:
+        n = min(self._count, REMEMBERED)
+        age = (self._count - 1 - np.arange(n)) % REMEMBERED
+        steps = self._steps[:n]
+        weight = np.exp2(-age / HALF_LIFE - np.log2(np.maximum(steps[:, 0], 1) / branches) ** 2)
+        if weight.sum() < FEWEST:
             return None
-        points = sorted(known.values(), key=lambda point: point.queries)
-        at = np.array([point.queries for point in points])
-        times = np.maximum.accumulate([point.seconds for point in points])
-        return np.where(queries <= max(REACH * at[-1], branches + 4), np.interp(queries, at, times), np.inf)
-
-
-def _size(branches: int) -> int:
-    return (branches - 1).bit_length()
+        mean = weight @ steps / weight.sum()
+        scaled = steps / mean
+        x = np.column_stack([np.ones(n), scaled[:, :2]])
+        shares = np.linalg.solve((x.T * weight) @ x + np.eye(3), (x.T * weight) @ scaled[:, 2] + GUESS)
+        shares = np.maximum(shares, 0.0)
+        fixed = mean[2] * (shares[0] + shares[1] * branches / mean[0])
+        return float(fixed), float(mean[2] * max(shares[2], 1e-3) / mean[1])

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.rollout import NativeEngine, SamplingParams
+from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
+from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, SamplingParams
+from rolltree.engine.rollout.drafter import HistoryDrafter
 from rolltree.engine.rollout.rows import RowTable
+from rolltree.engine.rollout.runner import Runner
+from rolltree.engine.rollout.step_cost import StepCost
 
-from .test_native_engine import PROMPTS, TREEPO, assert_all_free, engine, responses
+from .test_graphs import Uncaptured
+from .test_native_engine import EOS, PROMPTS, TREEPO, ForkWhenUnsure, assert_all_free, engine, letters, model
 
 
 class Told:
@@ -33,6 +41,8 @@ class Told:
             assert branch is not None
             draft = self.known.get((branch.request.prompt.tobytes(), int(rows.seed[slot])), [])
             draft = draft[int(rows.length[slot]) :][: self.rng.integers(self.most + 1)]
+            if not draft and self.wrong:
+                draft = [EOS] * 3
             off = self.rng.random(len(draft)) < self.wrong
             drafts.append(np.where(off, self.rng.integers(0, 211, len(draft)), draft).astype(np.int64))
         return np.array([len(d) for d in drafts]), np.concatenate(drafts)
@@ -60,31 +70,328 @@ class Watched(Told):
             self.known[key] = path[len(branch.request.prompt) :].tolist()
 
 
+class Forbidden(Told):
+    """Drafts a token that is never sampled."""
+
+    def propose(self, rows: RowTable, slots: np.ndarray, others: int, room: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(len(slots), self.most), np.full(len(slots) * self.most, 11)
+
+
 def drafting(native: NativeEngine, drafter: Any) -> NativeEngine:
     native.loop.drafter = drafter
     return native
 
 
-def assert_same(trees: Sequence[TokenTree], expected: Sequence[TokenTree], atol: float = 2e-6) -> None:
-    for tree, other in zip(trees, expected, strict=True):
-        assert responses(tree) == responses(other)
-        assert tree.status.tolist() == other.status.tolist()
-        np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=0, atol=atol)
+def finished(native: NativeEngine, requests: Sequence[Request]) -> Sequence[Request]:
+    while not all(request.done for request in requests):
+        native.step()
+    return requests
 
 
-@pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
+def assert_same(requests: Sequence[Request], expected: Sequence[Request], atol: float = 1e-6) -> None:
+    """All that is known of each response. What 1e-6 is to a log-prob of 1, it is to longer ones by their size."""
+    for request, other in zip(requests, expected, strict=True):
+        assert str(request.error) == str(other.error)
+        for one, two in zip(request.completions(), other.completions(), strict=True):
+            assert one.token_ids.tolist() == two.token_ids.tolist()
+            assert (one.status, one.error) == (two.status, two.error)
+            assert one.origin.tolist() == two.origin.tolist()
+            for name in ("logprobs", "raw_logprobs", "entropies"):
+                np.testing.assert_allclose(getattr(one, name), getattr(two, name), rtol=atol, atol=atol)
+            assert [list(top) for top in one.top] == [list(top) for top in two.top]
+            assert (one.kept is None) == (two.kept is None)
+            for a, b in zip(one.kept or (), two.kept or (), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+class Asks(RolloutProgram):
+    """After every 3 tokens a tool's answer is appended, twice."""
+
+    segment_tokens = 3
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        for segment in finished:
+            if segment.status is None:
+                again = segment.depth <= 2
+                yield Call(segment.branch, sum, (segment.token_ids.tolist(),)) if again else Finish(segment.branch)
+
+    def returned(self, group: GroupState, branch: Any, result: Any) -> Iterable[Action]:
+        yield Fork(branch, append=Given([result % 211, 5, 6]))
+
+
+PROGRAMS: dict[str, Any] = {"flat": "flat", "treepo": TREEPO, "unsure": ForkWhenUnsure(), "asks": Asks()}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}], ids=["roomy", "tight"])
-def test_right_wrong_and_mixed_drafts_sample_the_same(program: Any, sizes: dict[str, int]) -> None:
-    params = SamplingParams(n=4, max_new_tokens=24)
-    watched = Watched()
-    expected = drafting(engine(), watched).generate(PROMPTS, params, program)
+def test_right_wrong_and_mixed_drafts_sample_the_same(program: str, sizes: dict[str, int]) -> None:
+    params, watched = SamplingParams(n=4, max_new_tokens=24), Watched()
+    native = drafting(engine(**sizes), watched)
+    expected = finished(native, native.submit(PROMPTS, params, PROGRAMS[program]))
     steps = {}
     for wrong in (0.0, 0.3, 1.0):
         native = drafting(engine(**sizes), Told(watched.known, wrong))
-        assert_same(native.generate(PROMPTS, params, program), expected)
-        assert native.stats["drafted_tokens"] > 0
-        steps[wrong] = native.stats["steps"]
-        if wrong == 0.0:
-            assert native.stats["accepted_tokens"] == native.stats["drafted_tokens"]
+        # what is preempted, and when, differs: keys are computed again in other chunks
+        assert_same(
+            finished(native, native.submit(PROMPTS, params, PROGRAMS[program])), expected, 2e-6 if sizes else 1e-6
+        )
+        stats = native.stats
+        assert stats["drafted_tokens"] > 0
+        assert stats["failed_steps"] == 0
+        steps[wrong] = stats["steps"]
+        if wrong == 0.0 and program != "asks":  # after a tool's answer a branch goes on with another text
+            assert stats["accepted_tokens"] == stats["drafted_tokens"]
         assert_all_free(native)
-    assert steps[0.0] < steps[0.3] < steps[1.0]
+    assert steps[0.0] < steps[1.0] or program == "asks"
+
+
+@pytest.fixture
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose rows are computed one by one, so that none depends on the others."""
+
+    def linear(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.weight @ row for row in x.reshape(-1, x.shape[-1])]).reshape(*x.shape[:-1], -1)
+
+    def logits(self: Runner, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self._head[0] @ row for row in hidden])
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", linear)
+    monkeypatch.setattr(Runner, "logits", logits)
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_where_products_do_not_depend_on_the_batch_every_bit_is_the_same(name: str) -> None:
+    """Sliding windows and preemptions included, which compute keys again in other chunks."""
+    params, watched = SamplingParams(n=3, max_new_tokens=20, temperature=0.9, top_p=0.95), Watched()
+    native = drafting(engine(name), watched)
+    expected = finished(native, native.submit(PROMPTS[1:4], params, TREEPO))
+    for sizes in ({}, {"kv_tokens": 88}):
+        native = drafting(engine(name, **sizes), Told(watched.known, 0.2))
+        assert_same(finished(native, native.submit(PROMPTS[1:4], params, TREEPO)), expected, 0.0)
+        assert native.stats["accepted_tokens"] > 0
+        assert (native.stats["preemptions"] > 0) == bool(sizes)
+
+
+def grammar(ids: np.ndarray) -> list[int]:
+    """Even and odd tokens in turns; it cannot read anything else, and fails behind a 60."""
+    if any(int(token) % 2 != i % 2 for i, token in enumerate(ids)) or (len(ids) and ids.max() >= 100):
+        raise ValueError("this is no sentence")
+    if len(ids) > 4 and ids[-1] >= 90:
+        raise ValueError("too large")
+    return list(range(20 + len(ids) % 2, 100, 2))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "hot": {"temperature": 1.7, "top_logprobs": 3},
+    "filters": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "kept_tokens": True},
+    "biases": {"logit_bias": {30: 2.0, 31: -math.inf}, "allowed_token_ids": list(range(7, 90)), "kept_tokens": True},
+    "grammar": {"prefix_allowed_tokens_fn": grammar, "ignore_eos": True},
+    "stop tokens": {"stop_token_ids": list(range(20, 40))},
+    "stop texts": {"stop": [chr(0x100 + a) + chr(0x100 + b) for a in range(20, 90) for b in range(90, 140)]},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_that_depend_on_what_came_before(case: str) -> None:
+    params, watched = SamplingParams(**{"n": 6, "max_new_tokens": 24, **CASES[case]}), Watched()
+    config = EngineConfig(page_size=4, kv_tokens=4096)
+    native = drafting(NativeEngine(model("qwen3"), letters(), config), watched)
+    expected = finished(native, native.submit(PROMPTS[:3], params))
+    # branches that were ended are told how they would have gone on
+    free = SamplingParams(**{**params.__dict__, "stop": (), "stop_token_ids": (), "ignore_eos": True})
+    if case != "grammar":
+        finished(native, native.submit(PROMPTS[:3], free))
+    for wrong in (0.0, 0.3):
+        native = drafting(NativeEngine(model("qwen3"), letters(), config), Told(watched.known, wrong))
+        requests = finished(native, native.submit(PROMPTS[:3], params))
+        assert_same(requests, expected)
+        assert native.stats["accepted_tokens"] > 0
+        assert_all_free(native)
+
+    if case == "grammar":
+        errors = {one.error for request in expected for one in request.completions()}
+        assert errors == {None, "prefix_allowed_tokens_fn raised ValueError: too large"}
+
+
+def test_drafts_take_no_page_that_is_wanted_and_rejected_ones_none_at_all() -> None:
+    """With wrong drafts as many pages are held after each step as without."""
+    params = SamplingParams(n=3, max_new_tokens=30, ignore_eos=True, allowed_token_ids=range(20, 200))
+    with_drafts = drafting(engine(), Forbidden({}, 1.0))
+    without = engine()
+    requests = [native.submit(PROMPTS, params) for native in (with_drafts, without)]
+    while not requests[0][0].done:
+        with_drafts.step()
+        without.step()
+        with_drafts.cache.tree.check()
+        assert with_drafts.cache.tree.free_pages == without.cache.tree.free_pages
+        assert with_drafts.cache.tree.keys == without.cache.tree.keys
+    assert with_drafts.stats["drafted_tokens"] > 100
+    tight = drafting(engine(kv_tokens=120), Forbidden({}, 1.0))
+    tight.generate(PROMPTS, params)
+    plain = engine(kv_tokens=120)
+    plain.generate(PROMPTS, params)
+    assert tight.stats["preemptions"] == plain.stats["preemptions"] > 0
+
+
+def test_a_step_that_fails_leaves_no_drafted_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, watched = SamplingParams(n=3, max_new_tokens=20, ignore_eos=True), Watched()
+    native = drafting(engine(), watched)
+    expected = finished(native, native.submit(PROMPTS, params))
+    native = drafting(engine(), Told(watched.known, 0.0))
+    first = native.submit(PROMPTS, params)
+    native.step()
+    native.step()
+    run = native.loop.runner.run
+    monkeypatch.setattr(native.loop.runner, "run", lambda *a: (run(*a), 1 / 0))
+    native.step()
+    assert all(isinstance(request.error, ZeroDivisionError) for request in first)
+    monkeypatch.undo()
+    native.cache.tree.check()
+    assert_same(finished(native, native.submit(PROMPTS, params)), expected)
+    assert_all_free(native)
+
+
+def test_padded_steps_take_drafts() -> None:
+    """As CUDA graphs do; rows are then queries."""
+    params, watched = SamplingParams(n=3, max_new_tokens=20), Watched()
+    native = drafting(engine(), watched)
+    expected = finished(native, native.submit(PROMPTS, params))
+    native = drafting(engine(), Told(watched.known, 0.2))
+    runner = native.loop.runner
+    runner.graphs = Uncaptured(native.cache, runner.decode_logits, torch.device("cpu"))
+    assert_same(finished(native, native.submit(PROMPTS, params)), expected, 2e-6)
+    assert runner.graphs.steps > 0
+    assert native.stats["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_new_weights_in_the_middle_of_drafted_responses(keep_kv: bool) -> None:
+    """Each token's log-prob is that of the weights whose version it carries."""
+    old, new = (type(model("qwen3"))(model("qwen3").config).eval() for _ in range(2))
+    old.load_state_dict(model("qwen3").state_dict())
+    new.load_state_dict({k: v * 1.3 for k, v in old.state_dict().items()})
+    weights = {0: old, 1: new}
+    net = type(old)(old.config).eval()
+    net.load_state_dict(old.state_dict())
+    params, watched = SamplingParams(n=3, max_new_tokens=20, ignore_eos=True), Watched()
+    native = drafting(engine(), watched)
+    native.generate(PROMPTS, params)
+    native = drafting(NativeEngine(net, config=EngineConfig(page_size=4, kv_tokens=4096)), Told(watched.known, 0.2))
+    requests = native.submit(PROMPTS, params)
+    native.step()
+    native.step()
+    native.update_weights(dict(new.named_parameters()), keep_kv=keep_kv)
+    mixed = 0
+    for request in finished(native, requests):
+        assert request.tree is not None
+        for leaf in request.tree.flatten():
+            versions = np.asarray(leaf.policy_version)
+            assert (np.diff(versions) >= 0).all()
+            assert set(versions.tolist()) <= {0, 1}
+            mixed += len(set(versions.tolist())) == 2
+            for version in (0, 1) if not keep_kv else (0,):
+                ids = torch.tensor([leaf.prompt + leaf.response])
+                with torch.no_grad():
+                    logits = weights[version](ids).logits[0, len(leaf.prompt) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(1, torch.tensor(leaf.response)[:, None])[:, 0].numpy()
+                own = versions == version
+                np.testing.assert_allclose(np.asarray(leaf.behaviour_logprob)[own], expected[own], rtol=0, atol=2e-5)
+    assert mixed > 0
+    assert native.stats["accepted_tokens"] > 0
+    assert_all_free(native)
+
+
+class FewerStepsAreFaster(StepCost):
+    """Times decide no test."""
+
+    def line(self, branches: int) -> tuple[float, float]:
+        return 1.0, 1e-4
+
+
+def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
+    """The drafter itself: the same responses, more of them drafted the longer it knows the prompts."""
+    params = SamplingParams(n=4, max_new_tokens=40, temperature=0.1, ignore_eos=True)
+    native = NativeEngine(model("qwen3"), config=EngineConfig(page_size=4, kv_tokens=4096, drafts=1 << 14, draft_age=2))
+    plain, drafter, accepted = engine(), native.loop.drafter, []
+    assert isinstance(drafter, HistoryDrafter)
+    drafter.cost = FewerStepsAreFaster()
+    for epoch in range(4):
+        for each in (plain, native):
+            each.forget_prefixes()
+            each.policy_version = epoch
+        seeds = [100 * epoch + i for i in range(len(PROMPTS))]
+        expected = finished(plain, plain.submit(PROMPTS, params, TREEPO, seeds=seeds))
+        before = native.stats["accepted_tokens"]
+        assert_same(finished(native, native.submit(PROMPTS, params, TREEPO, seeds=seeds)), expected, 2e-6)
+        accepted.append(native.stats["accepted_tokens"] - before)
+        drafter.index.check()
+    assert native.loop.counts["row_steps"] == plain.loop.counts["row_steps"] - sum(accepted)
+    assert accepted[-1] > accepted[0]
+    assert (drafter.right <= drafter.drafted).all()
+    assert drafter.right.sum() >= native.stats["accepted_tokens"]
+    assert drafter.right[2] > 0
+    assert_all_free(native)
+
+
+ACTIONS = st.lists(st.sampled_from(["step", "step", "step", "abort", "preempt", "update", "sleep"]), max_size=30)
+
+
+def campaign(
+    program: str, case: str, wrong: float, seed: int, actions: Sequence[str], sizes: dict[str, int], tokens: int = 16
+) -> int:
+    """The same responses, whatever is drafted and whatever comes between; how many tokens were compared."""
+    options = {key: value for key, value in CASES[case].items() if key != "kept_tokens"}
+    params = SamplingParams(**{"n": 3, "max_new_tokens": tokens, **options})
+    config = EngineConfig(page_size=4, kv_tokens=4096)
+    watched, prompts = Watched(), PROMPTS[seed % 3 : seed % 3 + 3]
+    seeds = [seed + i for i in range(len(prompts))]
+    native = drafting(NativeEngine(model("qwen3"), letters(), config), watched)
+    expected = finished(native, native.submit(prompts, params, PROGRAMS[program], seeds=seeds))
+    config = EngineConfig(**{"page_size": 4, "kv_tokens": 4096, **sizes})
+    native = drafting(NativeEngine(model("qwen3"), letters(), config), Told(watched.known, wrong, seed=seed))
+    requests = native.submit(prompts, params, PROGRAMS[program], seeds=seeds)
+    for action in actions:
+        if action == "abort":
+            left = [request for request in requests if not request.done]
+            native.submit(native.abort(left[: 1 + seed % 3]))
+        elif action == "update":  # to the same weights: all keys are computed again
+            native.update_weights()
+        elif action == "sleep":
+            native.sleep()
+            native.wake()
+        elif action == "preempt":
+            native.loop.preempt_all()
+        native.step()
+        native.cache.tree.check()
+    assert_same(finished(native, requests), expected, 4e-6)
+    assert_all_free(native)
+    return sum(len(one.token_ids) for request in expected for one in request.completions())
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    program=st.sampled_from(list(PROGRAMS)),
+    case=st.sampled_from(list(CASES)),
+    wrong=st.sampled_from([0.0, 0.2, 1.0]),
+    seed=st.integers(0, 10**6),
+    actions=ACTIONS,
+    sizes=st.sampled_from([{}, {"kv_tokens": 120}, {"max_prefill_tokens": 5}, {"max_batch_rows": 4}]),
+)
+def test_anything_may_come_between(
+    program: str, case: str, wrong: float, seed: int, actions: list[str], sizes: dict[str, int]
+) -> None:
+    campaign(program, case, wrong, seed, actions, sizes)
+
+
+@pytest.mark.slow
+def test_a_million_tokens() -> None:
+    """Not one falls the other way."""
+    rng = np.random.default_rng(0)
+    compared = 0
+    while compared < 1_000_000:
+        program, case = str(rng.choice(list(PROGRAMS))), str(rng.choice(list(CASES)))
+        actions = rng.choice(["step", "abort", "preempt", "update"], 10, p=[0.7, 0.1, 0.1, 0.1]).tolist()
+        sizes = [{}, {"kv_tokens": 600}][int(rng.integers(2))]
+        compared += campaign(program, case, 0.2, int(rng.integers(10**6)), actions, sizes, tokens=120)

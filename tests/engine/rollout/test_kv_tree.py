@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rolltree.engine.rollout._host import KvExhaustedError, KvTree
 from rolltree.engine.rollout.kv_cache import KvCache
 
-NAMES = ["insert", "insert", "grow", "grow", "grow", "fork", "rewind", "refill", "release", "make_room"]
+NAMES = ["insert", "insert", "grow", "grow", "grow", "truncate", "fork", "rewind", "refill", "release", "make_room"]
 EVENTS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999), st.integers(1, 7)), max_size=80)
 
 
@@ -88,6 +88,18 @@ class Traced:
             with pytest.raises(ValueError, match="sealed"):
                 self.tree.extend_by(node, tokens)
         self.compute(node)
+
+    def truncate(self, node: int, pick: int, amount: int) -> None:
+        end = max(self.tree.position(node), len(self.paths[node][0]) - pick % 9)
+        if node in self.open:
+            free, missing = self.tree.free_pages, sum(self.tree.missing(node)[2])
+            self.tree.truncate(ids(node), ids(end))
+            del self.paths[node][0][end:]
+            assert self.tree.free_pages >= free
+            assert sum(self.tree.missing(node)[2]) <= missing
+        else:
+            with pytest.raises(ValueError, match="sealed"):
+                self.tree.truncate(ids(node), ids(end))
 
     def fork(self, node: int, pick: int, amount: int) -> None:
         before = self.tree.free_pages, self.tree.keys

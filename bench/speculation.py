@@ -1,0 +1,107 @@
+"""Drafts from earlier responses beside none: epochs over the same prompts, with a policy that moves between them.
+
+A call is one epoch, with seeds of its own and one of four sets of weights in turn, each a small random step from the
+same ones. Both providers sample the same tokens in it, so their times compare round by round. Where every epoch is a
+first one its prompts are new; else epochs have gone before those that are timed. Beside the times stands which share of
+the tokens drafted was right, by where they stood before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout.drafter import SOURCES, HistoryDrafter
+
+from .rollout import kv_tokens, make_model
+from .runner import Bench, Calls, Case
+
+NONE = "no drafts"
+STEP = 0.01  # from the weights to those of an epoch, as a share of their deviation
+POLICIES = ("sure", 0.1), ("unsure", 0.25), ("random", 1.0)  # random weights, at a temperature
+
+
+@dataclass(frozen=True)
+class Inputs:
+    model: Any
+    policies: list[dict[str, Tensor]]
+    prompts: list[list[int]]
+    group: int
+    new_tokens: int
+    temperature: float
+    before: int
+    """Epochs before those that are timed; with none every epoch has prompts of its own."""
+    drafters: list[HistoryDrafter] = field(default_factory=list)
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """1 to 256 rows in groups of 1, 8 and 16, first and later epochs."""
+    small = device.type == "cpu"
+    load = cache(partial(_policies, device, small=small))
+    vocabulary, new_tokens = (1024 if small else 151936), (16 if quick else 64 if small else 512)
+    for count, group in [(1, 2)] if quick else [(1, 1), (8, 1), (1, 8), (8, 8), (1, 16), (16, 16)]:
+        for (name, temperature), before in itertools.product(POLICIES, (0, 3)):
+            if quick and (name, before) != ("sure", 3):
+                continue
+            prompts = torch.randint(vocabulary, (count, 64)).tolist()
+            make = partial(lambda *values: Inputs(*load(), *values), prompts, group, new_tokens, temperature, before)
+            epoch = f"epochs from {before + 1}" if before else "first epochs"
+            yield Case(f"{count} x {group} rows, {new_tokens} tokens, {name}, {epoch}", make)
+
+
+def _policies(device: torch.device, *, small: bool) -> tuple[Any, list[dict[str, Tensor]]]:
+    model = make_model(device, small=small)
+    torch.manual_seed(1)
+    return model, [
+        {name: w + STEP * w.std(correction=0) * torch.randn_like(w) for name, w in model.named_parameters()}
+        for _ in range(4)
+    ]
+
+
+def _calls(x: Inputs, drafts: int) -> Calls:
+    tokens = len(x.prompts) * x.group * x.new_tokens
+    capacity = kv_tokens(x.model, 2 * tokens + 2 * sum(map(len, x.prompts)))
+    engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=capacity, drafts=drafts))
+    params = SamplingParams(n=x.group, max_new_tokens=x.new_tokens, temperature=x.temperature, ignore_eos=True)
+    numbers = itertools.count()
+
+    def epoch() -> None:
+        number = next(numbers)
+        engine.update_weights(x.policies[number % len(x.policies)], version=number)
+        engine.forget_prefixes()
+        prompts = x.prompts if x.before else [[number % 1000, number // 1000, *prompt] for prompt in x.prompts]
+        if not x.before:  # its end as well: no context of it stood before
+            prompts = [prompt[: -number % 32 - 1] for prompt in prompts]
+        trees = engine.generate(prompts, params, seeds=[1000 * number + i for i in range(len(prompts))])
+        assert sum(int(tree.response_length.sum()) for tree in trees) == tokens
+
+    for _ in range(x.before):
+        epoch()
+    if isinstance(engine.loop.drafter, HistoryDrafter):
+        x.drafters.append(engine.loop.drafter)
+    return {"generate": epoch}
+
+
+def shares(x: Inputs) -> Mapping[str, float]:
+    found = {}
+    for drafter in x.drafters:
+        for name, right, drafted in zip(SOURCES, drafter.right.tolist(), drafter.drafted.tolist(), strict=True):
+            if drafted:
+                found[f"right of {drafted} drafted from {name}"] = right / drafted
+    return found
+
+
+BENCH = Bench(
+    op="speculation",
+    cases=cases,
+    providers={"drafts": partial(_calls, drafts=1 << 20), NONE: partial(_calls, drafts=0)},
+    speedup_over=NONE,
+    shares=shares,
+)

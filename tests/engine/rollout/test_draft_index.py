@@ -1,0 +1,241 @@
+"""The index of texts against a search through all of them, its bound on memory, and its noise against the sampler's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltree.engine.rollout._host import DraftIndex
+from rolltree.engine.rollout.step_cost import StepCost
+from rolltree.kernels import sample_tokens
+from rolltree.kernels.sampling.reference import uniforms
+
+LONG, SHORT, SHARED = 6, 2, 5  # tokens of context
+FEW = 4
+SURE = np.ones(int(np.prod(DraftIndex.KINDS)), np.float32)
+Text = tuple[int, list[int], list[int]]  # scope, context before it, its own tokens
+
+
+def propose(
+    index: DraftIndex, slot: int, most: int, *, seed: int = 0, step: int = 0, greedy: bool = True
+) -> tuple[list[int], list[int]]:
+    """Tokens and their kinds."""
+    one = np.array([slot]), np.array([most]), np.array([seed]), np.array([step]), np.array([greedy])
+    count, token, kind, survival = index.propose(*one, SURE, 0.0)
+    assert count.tolist() == [len(token)]
+    assert (survival == 1).all()
+    return token.tolist(), kind.tolist()
+
+
+class Searched:
+    """What the index must find: every place of every text, the latest written first."""
+
+    def __init__(self, written: list[tuple[int, list[int], int]], vocabulary: int) -> None:
+        self.written = written  # text, what stands before, token; in order of writing
+        self.vocabulary = vocabulary
+
+    def places(self, texts: list[Text], scope: int, context: list[int], found: list[list[int]]) -> None:
+        for order, across in ((LONG, False), (SHORT, False), (SHARED, True)):
+            if len(context) < order or (found if across else len(found) >= FEW):
+                continue
+            for at in range(len(self.written) - 1, -1, -1):
+                text, before, _ = self.written[at]
+                if not across and texts[text][0] != scope:
+                    continue
+                agrees = 0
+                while agrees < min(len(before), len(context)) and before[-1 - agrees] == context[-1 - agrees]:
+                    agrees += 1
+                if agrees >= order and at not in [place for place, _ in found]:
+                    found.append([at, min(agrees, DraftIndex.CONTEXT)])
+
+    def draft(self, texts: list[Text], own: int, most: int, seed: int, step: int, greedy: bool) -> list[int]:
+        scope, before, tokens = texts[own]
+        context = [*before, *tokens][-DraftIndex.CONTEXT :]
+        following = {}
+        last: dict[int, int] = {}
+        for at, (text, _, _) in enumerate(self.written):
+            if text in last:
+                following[last[text]] = at
+            last[text] = at
+        drafted: list[int] = []
+        found: list[list[int]] = []
+        for j in range(most):
+            if len(found) < FEW:
+                self.places(texts, scope, context, found)
+            if not found:
+                break
+            votes: dict[int, float] = {}
+            for at, agrees in found:
+                token = self.written[at][2]
+                votes[token] = votes.get(token, 0.0) + 1.5 ** min(agrees, 16)
+            if not greedy:
+                t = uniforms(torch.tensor([seed]), torch.tensor([step + j]), self.vocabulary)[0].double().numpy()
+                votes = {token: vote / -np.log1p(-t[token]) for token, vote in votes.items()}
+            won = max(votes, key=lambda token: votes[token])
+            drafted.append(won)
+            found = [
+                [following[at], min(agrees + 1, DraftIndex.CONTEXT)]
+                for at, agrees in found
+                if self.written[at][2] == won and at in following
+            ]
+            context.append(won)
+        return drafted
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    events=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.integers(1, 40)), min_size=1, max_size=12),
+    alphabet=st.integers(4, 9),
+    noise=st.integers(0, 3),
+    greedy=st.booleans(),
+)
+def test_drafts_are_those_of_a_search_through_all_texts(
+    events: list[tuple[int, int, int]], alphabet: int, noise: int, greedy: bool
+) -> None:
+    """Texts repeat parts of each other; two scopes, branches that write in turns, and texts that are added at once."""
+    rng = np.random.default_rng(noise)
+    index, texts, written = DraftIndex(1 << 18), [], []
+    slots: dict[int, int] = {}
+
+    def write(text: int, tokens: list[int]) -> None:
+        for token in tokens:
+            _, before, own = texts[text]
+            written.append((text, [*before, *own], token))
+            own.append(token)
+
+    for pick, copied, length in events:
+        source = [*texts[pick % len(texts)][1], *texts[pick % len(texts)][2]] if texts else []
+        tokens = [*source[copied : copied + length // 2], *rng.integers(0, alphabet, length // 2 + 1).tolist()]
+        if pick in slots and rng.random() < 0.6:
+            index.append(np.full(len(tokens), pick), tokens)
+            write(slots[pick], tokens)
+            continue
+        before = source[: rng.integers(0, len(source) + 1)][-DraftIndex.CONTEXT :]
+        texts.append((pick % 2, before, []))
+        if rng.random() < 0.3:
+            index.add(pick % 2, len(texts), 0, before, tokens)
+        else:
+            slots[pick] = len(texts) - 1
+            index.begin(pick, pick % 2, len(texts), len(texts), 0, before)
+            index.append(np.full(len(tokens), pick), tokens)
+        write(len(texts) - 1, tokens)
+        index.check()
+    assert index.tokens == sum(len(before) + len(own) for _, before, own in texts)
+    chains = Counter((texts[text][0], *before[-SHORT:]) for text, before, _ in written)
+    few = max(chains.values()) <= DraftIndex.WALK  # else the index looks at the latest places only
+    for slot, text in slots.items():
+        drafted, kinds = propose(index, slot, 8, seed=noise, step=5, greedy=greedy)
+        assert all(0 <= kind < len(SURE) for kind in kinds)
+        expected = Searched(written, alphabet).draft(texts, text, 8, noise, 5, greedy)
+        if few:
+            assert drafted == expected
+        else:
+            assert bool(drafted) <= bool(expected)
+
+
+def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
+    """Over many blocks, in every scope, with the source that it came from."""
+    rng = np.random.default_rng(0)
+    earlier = rng.integers(0, 5000, 300).tolist()
+    for scope, group, branch, source in ((7, 1, 1, 0), (7, 1, 2, 1), (7, 2, 2, 2), (8, 2, 2, 3)):
+        index = DraftIndex(1 << 12)
+        index.begin(0, 7, 1, 1, 0, [])
+        index.append(np.zeros(300, np.int64), earlier)
+        index.begin(3, scope, group, branch, 0, [])
+        index.append(np.full(6, 3), earlier[10:16])
+        tokens, kinds = propose(index, 3, 400)
+        assert tokens == earlier[16:]
+        _, matches, shares = DraftIndex.KINDS
+        assert {kind // (matches * shares) for kind in kinds} == {source}
+        index.check()
+
+
+def test_what_is_kept_is_bounded_and_the_first_begun_goes_first() -> None:
+    rng = np.random.default_rng(0)
+    index = DraftIndex(640)
+    first = rng.integers(0, 999, 100)
+    index.add(1, 0, 0, [], first)
+    index.begin(0, 1, 1, 1, 0, first[:10])
+    assert propose(index, 0, 5)[0] == first[10:15].tolist()
+    for i in range(300):
+        index.begin(int(rng.integers(5)), 1, i, i, i, rng.integers(0, 999, rng.integers(0, 50)))
+        index.append(rng.integers(0, 9, 40), rng.integers(0, 999, 40))
+        index.check()
+        assert index.tokens <= index.capacity == 640
+    index.begin(6, 1, 1, 1, 300, first[:10])
+    assert propose(index, 6, 5)[0] == []
+    index.append(np.full(2000, 6), rng.integers(0, 999, 2000))  # longer than all there is
+    index.check()
+    assert not index.knows(6)
+    assert propose(index, 6, 5)[0] == []
+    index.begin(0, 1, 1, 1, 301, [1, 2, 3])
+    index.forget(301)
+    index.check()
+    assert index.tokens == 3
+    index.forget(302)
+    assert (index.tokens, index.knows(0)) == (0, False)
+    with pytest.raises(ValueError, match="has room for"):
+        DraftIndex(100)
+
+
+def test_memory_is_as_stated() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc")
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 50, 1 << 14).astype(np.int32) for _ in range(64)]
+    before = resident()
+    index = DraftIndex(1 << 19)
+    for i, tokens in enumerate(texts):  # twice as many as there is room for
+        index.add(i, i, 0, [], tokens)
+    assert index.tokens > 0.9 * index.capacity
+    assert resident() - before < 1.1 * DraftIndex.BYTES_A_TOKEN * index.capacity + (1 << 20)
+
+
+def test_votes_are_drawn_with_the_sampler_s_own_noise() -> None:
+    """Where the votes are as the probabilities are, nearly all drafts are right, though the likeliest token is not."""
+    logits = torch.tensor([1.0, 0.9, 0.8, 0.5, 0.2, 0.0])
+    n, context = 400, [90, 91, 92, 93, 94, 95, 96]
+
+    def draw(seeds: range) -> np.ndarray:
+        seed = torch.tensor(list(seeds))
+        return sample_tokens(logits.expand(n, -1), temperature=1.0, seed=seed, step=torch.full((n,), 3)).token.numpy()
+
+    earlier, later = draw(range(n)), draw(range(n, 2 * n))
+    right = likeliest = 0
+    for i in range(n):  # the last places are as many as are looked at
+        index = DraftIndex(1 << 14)
+        for token in earlier[np.arange(i, i + DraftIndex.WALK) % n].tolist():
+            index.add(0, 0, 0, context, [token])
+        index.begin(0, 0, 1, 0, 0, context)
+        right += propose(index, 0, 1, seed=n + i, step=3, greedy=False)[0] == [later[i]]
+        likeliest += propose(index, 0, 1)[0] == [later[i]]
+    assert right > 0.7 * n
+    assert likeliest < 0.4 * n
+
+
+def test_costs_of_steps_are_learned() -> None:
+    """A line through noisy times, by branches and rows; other sizes are not mistaken for it."""
+    rng = np.random.default_rng(0)
+    cost = StepCost()
+    assert cost.line(8) is None
+    for i in range(300):
+        branches = int(rng.choice([4, 8, 64]))
+        rows = branches + int(rng.integers(0, 2 * branches))
+        seconds = (5 + 0.1 * branches + 0.2 * rows if branches < 60 else 40) * rng.uniform(0.9, 1.1)
+        cost.took(branches, rows, seconds * (50 if i % 40 == 39 else 1))
+    fixed, row = cost.line(8) or (0.0, 0.0)
+    assert fixed + 8 * row == pytest.approx(7.4, rel=0.15)
+    assert row == pytest.approx(0.2, rel=0.4)
+    fixed, row = cost.line(64) or (0.0, 0.0)
+    assert fixed + 64 * row == pytest.approx(40, rel=0.15)
+    assert 64 * row < 4
+    assert cost.line(4096) is None

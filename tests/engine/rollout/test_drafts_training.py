@@ -1,0 +1,73 @@
+"""Training with drafts: the same tokens at every step, weights to rounding, and texts that a resumed run has again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rolltree.engine.app.cli import main
+from rolltree.engine.rollout.drafter import HistoryDrafter
+from rolltree.engine.rollout.step_cost import StepCost
+
+from ..tiny import write_run
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[HistoryDrafter]:
+    """The drafters of the runs; times decide nothing."""
+    made: list[HistoryDrafter] = []
+    begin = HistoryDrafter.__init__
+
+    def init(self: HistoryDrafter, *arguments: int) -> None:
+        begin(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(HistoryDrafter, "__init__", init)
+    monkeypatch.setattr(StepCost, "line", lambda self, branches: (1.0, 1e-4))
+    return made
+
+
+def sampled(directory: Path) -> list[list[list[int]]]:
+    files = sorted((directory / "rollouts").glob("*.parquet"))
+    return [pq.read_table(file, columns=["response_ids"]).column(0).to_pylist() for file in files]
+
+
+def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, made: list[HistoryDrafter]) -> None:
+    """Four passes over six problems."""
+    toml = write_run(tmp_path)
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"prompt": f"{i} + {i} =", "answer": str(2 * i)}) + "\n" for i in range(6)))
+    common = ["train", str(toml), "--data.tasks=[]", f"--data.path={problems}", "--evaluation.problems=0"]
+    common += ["--evaluation.every=0", "--rollout.max_new_tokens=24", "--rollout.program=flat", "--rollout.n=8"]
+    common += ["--rollout.program_options={}", "--algorithm.advantage=group_norm", "--rollout.temperature=0.02"]
+    drafts = "--rollout.drafts=16384"
+    assert main([*common, "--trainer.steps=4", "--name=plain"]) == 0
+    assert main([*common, "--trainer.steps=4", "--name=drafts", drafts]) == 0
+    assert main([*common, "--trainer.steps=2", "--name=resumed", drafts]) == 0
+    assert main([*common, "--trainer.steps=4", "--name=resumed", drafts, "--resume"]) == 0
+    whole, first, second = made
+    plain, drafted, resumed = (tmp_path / "runs" / name for name in ("plain", "drafts", "resumed"))
+    assert len(sampled(plain)) == 4
+    assert sampled(plain) == sampled(drafted) == sampled(resumed)
+    weights = [load_file(directory / "export" / "model.safetensors") for directory in (plain, drafted, resumed)]
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    for name, weight in weights[0].items():
+        for other in weights[1:]:
+            torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
+    assert any(not torch.equal(weights[0][name], start[name]) for name in start), "nothing was learned"
+    assert whole.right.sum() > first.right.sum() > 0
+    assert second.drafted[2] > 0
+    assert second.index.tokens >= whole.index.tokens * 0.9, "the resumed run has the first one's texts again"
+    assert np.all(second.right <= second.drafted)
+
+
+def test_vllm_has_drafts_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = write_run(tmp_path)
+    assert main(["train", str(toml), "--rollout.backend=vllm", "--rollout.drafts=5000", "--dry-run"]) == 2
+    assert "speculative_config" in capsys.readouterr().err
