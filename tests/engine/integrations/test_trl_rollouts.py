@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl import GRPOConfig, GRPOTrainer
 
 from rolltree.engine.integrations.trl import accelerate
 
-from .trl_tiny import arguments, assert_same, dataset, grpo, reward, save_model
+from .trl_tiny import assert_same, grpo, make_grpo, save_model
 
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 
@@ -23,8 +21,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make(path: str, parts: dict[str, bool] | None, **options: Any) -> Any:
-    config = GRPOConfig(**arguments(Path(path), num_generations=4, max_completion_length=8, **options))
-    trainer = GRPOTrainer(path, reward_funcs=reward, args=config, train_dataset=dataset())
+    trainer = make_grpo(path, **options)
     return trainer if parts is None else accelerate(trainer, **parts)
 
 
@@ -34,7 +31,7 @@ def prompts(trainer: Any) -> list[list[int]]:
 
 def test_greedy_runs_are_the_same(path: str) -> None:
     """Advantages of equal completions cancel, so the weights stay; what is logged of completions is compared."""
-    options = GREEDY | {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1}
+    options = GREEDY | {"num_iterations": 2, "beta": 0.1}
     theirs, ours = grpo(path, None, **options), grpo(path, {}, **options)
     assert_same(theirs, ours, moves=False)
     assert list(theirs._logs["completion"]) == list(ours._logs["completion"])

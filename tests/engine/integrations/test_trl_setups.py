@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
 
-from rolltree.engine.integrations.trl import RolltreeGRPOTrainer
-
-from .trl_tiny import arguments, assert_same, dataset, grpo, reward, save_model
+from .trl_tiny import assert_same, grpo, save_model
 
 TREE = {"rollouts": False}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8, init_lora_weights=False)

@@ -64,21 +64,27 @@ def arguments(directory: Path, **options: Any) -> dict[str, Any]:
     return defaults | options
 
 
-def grpo(path: str, parts: dict[str, bool] | None, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A `GRPOTrainer` that has trained, accelerated with ``parts`` unless that is None."""
-    given = dict(num_generations=4, max_completion_length=8) | options
-    ours = GRPOTrainer(
-        path,
-        reward_funcs=reward,
-        args=GRPOConfig(**arguments(Path(path), **given)),
-        train_dataset=dataset(),
-        **(trainer or {}),
-    )
+def train(trainer: Any, parts: dict[str, bool] | None) -> Any:
+    """The trainer when it has trained, accelerated with ``parts`` unless that is None."""
     if parts is not None:
-        assert accelerate(ours, **parts) is ours
-    ours.before = {name: weight.detach().clone() for name, weight in ours.model.named_parameters()}
-    ours.train()
-    return ours
+        assert accelerate(trainer, **parts) is trainer
+    trainer.before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    return trainer
+
+
+def make_grpo(
+    path: str, trainer: dict[str, Any] | None = None, cls: type[GRPOTrainer] = GRPOTrainer, **options: Any
+) -> Any:
+    """A `GRPOTrainer` of the model in ``path``, ``trainer`` its arguments and ``options`` its configuration."""
+    given = dict(num_generations=4, max_completion_length=8) | options
+    config = GRPOConfig(**arguments(Path(path), **given))
+    return cls(path, **(dict(reward_funcs=reward, train_dataset=dataset()) | (trainer or {})), args=config)
+
+
+def grpo(path: str, parts: dict[str, bool] | None, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
+    """One that has trained, accelerated with ``parts`` unless that is None."""
+    return train(make_grpo(path, trainer, **options), parts)
 
 
 def assert_same(theirs: Any, ours: Any, tolerance: float = 2e-5, *, moves: bool = True) -> None:
