@@ -44,7 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl": {"beta": 0.3},
     "kl, biased": {"beta": 0.3, "loss_type": "grpo", "use_bias_correction_kl": False},
     "kl of gspo, biased": {
-        "beta": 0.3, "loss_type": "grpo", "importance_sampling_level": "sequence", "use_bias_correction_kl": False
+        "beta": 0.3,
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "use_bias_correction_kl": False,
     },
     "kl of gspo": {"beta": 0.3, "loss_type": "grpo", "importance_sampling_level": "sequence"},
     "kl of vespo": {"beta": 0.3, "loss_type": "vespo"},
