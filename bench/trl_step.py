@@ -56,7 +56,7 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """On the CPU a small model with a large vocabulary, on CUDA the shape of Qwen3 0.6B; long prompts and short ones."""
+    """On the CPU a small model with a large vocabulary, on CUDA the shape of Qwen3 0.6B; prompts long and short."""
     if quick:
         yield Case("64+4x16 layers 2 width 64 V=2048", partial(Inputs, device, 64, 4, 16, 64, 128, 2, 2, 2048))
         return
