@@ -95,6 +95,8 @@ def _attention(
     if query.shape[0] != 1:
         raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    if torch.is_autocast_enabled(q.device.type):  # as it casts what `sdpa` is given
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if kv_store is not None:
         out = kv_store.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)  # type: ignore[arg-type]
     else:

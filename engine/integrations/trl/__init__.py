@@ -7,6 +7,6 @@ somewhere else. What changes is where they come from (`head`), how often a promp
 
 from __future__ import annotations
 
-from .accelerate import RolltreeGRPOTrainer, accelerate
+from .entry import RolltreeGRPOTrainer, accelerate
 
 __all__ = ["RolltreeGRPOTrainer", "accelerate"]

@@ -50,7 +50,9 @@ def tree_layers(model: PreTrainedModel) -> None:
     """Raises UserError where the model's layers cannot be computed on trees."""
     config = model.config.get_text_config()
     kinds = {kind for name in LAYER_KINDS for kind in getattr(config, name, None) or ()} - set(TREE_LAYERS)
-    kinds |= {type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)}
+    kinds = kinds or {type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)}
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        kinds.add("attention sinks")
     if kinds:
         raise UserError(
             f"{type(model).__name__} has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); pass "

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from .trl_tiny import assert_same, grpo, save_model
+from rolltree.engine.integrations.trl import accelerate
+
+from .trl_tiny import assert_same, grpo, make_grpo, save_model
 
 TREE = {"rollouts": False}
 FLAT = {"tree": False, "rollouts": False}
@@ -40,8 +42,15 @@ LOSSES: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "kl": {"beta": 0.3},
-    "kl of grpo": {"beta": 0.3, "loss_type": "grpo", "use_bias_correction_kl": True},
+    "kl, biased": {"beta": 0.3, "loss_type": "grpo", "use_bias_correction_kl": False},
+    "kl of gspo, biased": {
+        "beta": 0.3,
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "use_bias_correction_kl": False,
+    },
     "kl of gspo": {"beta": 0.3, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "kl of vespo": {"beta": 0.3, "loss_type": "vespo"},
     "delta": {"delta": 1.05},
     "delta inside": {"delta": 1.01},
     "off policy mask": {"off_policy_mask_threshold": 1e-4},
@@ -60,7 +69,54 @@ CASES = {f"{loss} {when}": {"loss_type": loss, **(OLD if when == "off" else {}),
 CASES |= {name: OLD | more for name, more in OPTIONS.items()}
 
 
-@pytest.mark.parametrize("parts", [FLAT, TREE], ids=["flat", "tree"])
+SOME = ("dapo on", "grpo off", "kl", "high entropy")
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_same(path: str, case: str, parts: dict[str, bool]) -> None:
-    assert_same(baseline(path, case), grpo(path, parts, **CASES[case]))
+def test_trees(path: str, case: str) -> None:
+    assert_same(baseline(path, case), grpo(path, TREE, **CASES[case]))
+
+
+@pytest.mark.parametrize("case", [case if case in SOME else pytest.param(case, marks=slow) for case in CASES])
+def test_flat(path: str, case: str) -> None:
+    assert_same(baseline(path, case), grpo(path, FLAT, **CASES[case]))
+
+
+@slow
+@pytest.mark.parametrize("case", ["dapo off", "gspo", "kl", "cispo off", "vespo off"])
+def test_twenty_steps(path: str, case: str) -> None:
+    options = CASES[case] | {"max_steps": 20, "learning_rate": 0.1}
+    assert_same(grpo(path, None, **options), grpo(path, TREE, **options), 1e-3)
+
+
+@pytest.mark.parametrize("case", [f"{loss} off" for loss in LOSSES])
+def test_ratios_reach_the_bounds(path: str, case: str) -> None:
+    """Otherwise the tests above would compare losses that are all the same."""
+    logged = baseline(path, case).state.log_history[1]
+    if "clip_ratio/region_mean" in logged:
+        assert logged["clip_ratio/region_mean"] > 0
+    elif "cispo_clip_ratio" in logged:
+        assert logged["cispo_clip_ratio"] > 0
+    elif "vespo/phi_seq_mean" in logged:
+        assert abs(logged["vespo/phi_seq_mean"] - 1) > 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_which_losses_are_one_op_with_the_head(path: str, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = accelerate(make_grpo(path, **CASES[case]), **TREE)
+    assert (trainer.rolltree.objective is None) == (case in CODE)
+    said = [record.getMessage() for record in caplog.records if record.name == "rolltree.trl"]
+    assert len(said) == (case in CODE)
+    assert not said or CODE[case] in said[0]
+
+
+CODE = {
+    "delta inside": "delta 1.01 lies inside the clip range",
+    "high entropy": "top_entropy_quantile",
+    "entropy bonus": "the entropy bonus is a mean of its own",
+    "adaptive entropy": "the entropy bonus is a mean of its own",
+    "kl of gspo": "use_bias_correction_kl",
+    "kl of vespo": "use_bias_correction_kl",
+}
+"""Losses that stay TRL's code, and what is said of them."""

@@ -1,0 +1,180 @@
+"""A step of TRL's GRPO trainer, as it comes and accelerated: the update alone, and with the group it samples.
+
+On a CPU a case of the full vocabulary takes TRL minutes: give ``--limit 900``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from rolltree.engine import CostModel
+
+from . import workloads
+from .runner import Bench, Calls, Case
+
+TRL = "TRL"
+WORDS = 1000  # of the tokenizer; the model has more tokens
+
+
+@dataclass(frozen=True)
+class Inputs:
+    device: torch.device
+    prompt: int
+    group: int
+    response: int
+    width: int
+    ffn: int
+    layers: int
+    heads: int
+    vocabulary: int
+    checkpointing: bool = True  # TRL's default
+
+    @property
+    def config(self) -> Qwen3Config:
+        return Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=self.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=max(self.heads // 2, 1),
+            head_dim=128 if self.device.type == "cuda" else 32,
+            max_position_embeddings=self.prompt + self.response,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """On the CPU a small model with a large vocabulary, on CUDA the shape of Qwen3 0.6B; prompts long and short."""
+    if quick:
+        yield Case("64+4x16 layers 2 width 64 V=2048", partial(Inputs, device, 64, 4, 16, 64, 128, 2, 2, 2048))
+        return
+    if device.type == "cpu":
+        for prompt in (512, 32):
+            make = partial(Inputs, device, prompt, 8, 128, 256, 768, 4, 8, 151936)
+            yield Case(f"{prompt}+8x128 layers 4 width 256 V=151936", make)
+        return
+    for prompt, group in ((1024, 8), (4096, 8), (4096, 16)):
+        make = partial(Inputs, device, prompt, group, 1024, 1024, 3072, 28, 16, 151936)
+        yield Case(f"{prompt}+{group}x1024 Qwen3 0.6B", make)
+
+
+def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import Qwen3ForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rolltree.engine.integrations.trl import accelerate
+
+    known = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": 3 + i for i in range(WORDS)}}
+    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 3 + WORDS, (x.prompt,), generator=g)
+    rows = [{"prompt": " ".join(f"w{i - 3}" for i in ids.tolist())}] * x.group
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as directory:
+        made: Any = GRPOTrainer(
+            Qwen3ForCausalLM(x.config),
+            reward_funcs=lambda completions, **_: [float(i % 3) for i, _ in enumerate(completions)],
+            args=GRPOConfig(
+                output_dir=directory,
+                per_device_train_batch_size=x.group,
+                num_generations=x.group,
+                max_completion_length=x.response,
+                gradient_checkpointing=x.checkpointing,
+                bf16=x.device.type == "cuda",
+                use_cpu=x.device.type == "cpu",
+                report_to=[],
+                disable_tqdm=True,
+                learning_rate=1e-6,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+    made.eos_token_ids = [x.vocabulary - 1]  # which is hardly ever sampled: all completions are of one length
+    made.generation_config.eos_token_id = made.eos_token_ids
+    if parts is not None:
+        accelerate(made, **parts)
+    made.current_gradient_accumulation_steps = 1
+    if x.checkpointing:
+        made.model.gradient_checkpointing_enable()
+    model, optimizer = made.model.train(), made.create_optimizer()
+    of_batch = {k: v.to(x.device) for k, v in batch(x, ids, g).items()}
+
+    def update() -> None:
+        made.compute_loss(model, dict(of_batch)).backward()
+        learn()
+
+    def learn() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        made._buffered_inputs = None  # sample again
+        made.training_step(model, rows, None)
+        learn()
+
+    return {"update": update, "step": step}
+
+
+def batch(x: Inputs, prompt: Tensor, g: torch.Generator) -> dict[str, Tensor]:
+    """What TRL makes of a group, of tokens drawn at random."""
+    G, C = x.group, x.response
+    return {
+        "prompt_ids": prompt.expand(G, -1),
+        "prompt_mask": torch.ones(G, x.prompt, dtype=torch.long),
+        "completion_ids": torch.randint(3, x.vocabulary - 1, (G, C), generator=g),
+        "completion_mask": torch.ones(G, C, dtype=torch.long),
+        "advantages": torch.randn(G, generator=g),
+        "num_items_in_batch": torch.tensor(G * C),
+    }
+
+
+def flop_ratio(x: Inputs) -> float:
+    """FLOP of TRL's update over those of the accelerated one.
+
+    TRL multiplies the head four times (it forms the logits again), and on a CPU for every token of the prompts too.
+    Layers count three times, or four with checkpointing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        cost = CostModel.of(AutoModelForCausalLM.from_config(x.config))
+    tree = workloads.group(x.prompt, x.response, x.group)
+    layers = 4 if x.checkpointing else 3
+    scored, positions = x.group * x.response, x.group * (x.prompt + x.response - 1)
+    theirs = layers * (cost.flat(tree) - cost.scored * scored)
+    theirs += 4 * cost.scored * (positions if x.device.type == "cpu" else scored)
+    return theirs / (layers * (cost.shared(tree) - cost.scored * scored) + 3 * cost.scored * scored)
+
+
+BENCH = Bench(
+    op="trl_step",
+    cases=cases,
+    providers={
+        TRL: partial(trainer, parts=None),
+        "rolltree, head": partial(trainer, parts={"tree": False, "rollouts": False}),
+        "rolltree, head and tree": partial(trainer, parts={"rollouts": False}),
+        "rolltree, head, tree and rollouts": partial(trainer, parts={}),
+    },
+    speedup_over=TRL,
+    speedup_ceiling=flop_ratio,
+    ceiling_is="the FLOP of TRL's update over those of the accelerated one, sampling left out",
+)
