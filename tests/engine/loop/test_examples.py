@@ -86,12 +86,10 @@ def test_grpo_with_a_kl_learns_and_a_huge_coefficient_keeps_the_reference(train:
 
 def test_dpo_prefers_right_answers(train: Train) -> None:
     rows, _ = train("dpo_tree_cpu")
-    first, last = mean(rows, "dpo/margins")
-    assert last > first
-    assert mean(rows, "dpo/accuracies")[1] > 0.5
-    assert rows[-1]["dpo/chosen"] > rows[-1]["dpo/rejected"]
+    early = [row["dpo/margins"] for row in rows if "dpo/margins" in row][1:9]
+    assert np.mean(early) > 0  # later the pairs are of a policy that has moved on: what it prefers it samples
     before, after = accuracies(rows)
-    assert after > before
+    assert after > before + 0.2
 
 
 def test_demonstrations_are_learned_and_teach_the_next_pupil(train: Train) -> None:
