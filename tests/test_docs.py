@@ -10,6 +10,7 @@ import re
 import runpy
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
 
 from rolltree.engine import SamplingParams
 from rolltree.engine.settings import TrainConfig
@@ -33,7 +36,8 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name != "trl.md"]
+"""That one is run by tests/engine/integrations/test_trl_page.py."""
 
 
 @pytest.fixture
@@ -91,27 +95,43 @@ def reader(model: Any, tokenizer: Any, directory: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
+@contextmanager
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trl_trainer(directory: Path) -> GRPOTrainer:
+    arguments = GRPOConfig(
+        output_dir=str(directory / "out"), max_steps=1, max_completion_length=4, num_generations=2, report_to=[],
+        per_device_train_batch_size=2, use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = Dataset.from_dict({"prompt": ["What is 2 + 3?"] * 4})
+    return GRPOTrainer(str(directory / "path/to/model"), lambda completions, **_: [0.0, 1.0], arguments, data)
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_python_blocks_run(
-    page: Path, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+    page: Path, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
-        tmp_path / "path" / "to" / "lora"
-    )
-    monkeypatch.chdir(tmp_path)
     given = reader(model, tokenizer, tmp_path)
-    for code in blocks(page, "python"):
-        compiled = compile(code, f"{page.name}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        found = eval(compiled, given)
-        if inspect.iscoroutine(found):
-            asyncio.run(found)
+    if page.name == "README.md":
+        model.save_pretrained(tmp_path / "path/to/model")
+        tokenizer.save_pretrained(tmp_path / "path/to/model")
+        given["trainer"] = trl_trainer(tmp_path)
+    if page.name == "rollouts.md":
+        adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"]))
+        adapted.save_pretrained(tmp_path / "path/to/lora")
+    monkeypatch.chdir(tmp_path)
+    with one_rank() if page.name == "trees.md" else nullcontext():
+        for code in blocks(page, "python"):
+            compiled = compile(code, f"{page.name}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            found = eval(compiled, given)
+            if inspect.iscoroutine(found):
+                asyncio.run(found)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "toml")], ids=lambda page: page.name)
