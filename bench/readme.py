@@ -1,20 +1,50 @@
-"""The tables of figures in README.md, from the recorded rows: ``python -m rolltree.bench.readme`` writes them.
+"""The tables of figures in README.md and docs/benchmarks.md: ``python -m rolltree.bench.readme`` writes them.
 
-A table stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``; a test fails where the rows say otherwise.
+A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary of
+a few between ``<!-- summary FOLDER -->`` and ``<!-- end -->``; a test fails where the rows say otherwise.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
 
-README = REPOSITORY / "README.md"
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md")
 RESULTS = REPOSITORY / "bench" / "results"
-BLOCK = re.compile(r"(<!-- bench (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (bench|summary) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+class Line(NamedTuple):
+    """A row of the summary: one case, rolltree beside one peer."""
+
+    what: str
+    op: str
+    case: str
+    direction: str
+    ours: str
+    theirs: str
+    peer: str
+
+
+HEAD = "N=4096 H=512 V=151936 "
+GROUP, LONG = "1024+16x128 layers 4 width 256 V=1024 float32", "32+4x512 layers 4 width 256 V=1024 float32"
+ROLLOUTS = "4 x (512 + 16x128) V=1024 float32 natural lengths"
+SUMMARY = (
+    Line("a training step, prompt 1024, 16 responses of 128", "tree_step", GROUP, "step", "rolltree, tree",
+         "flat, transformers sdpa", "Transformers, flat"),
+    Line("the same, prompt 32, 4 responses of 512: little to share", "tree_step", LONG, "step", "rolltree, tree",
+         "flat, transformers sdpa", "Transformers, flat"),
+    Line("head and loss, vocabulary 151,936, forward and backward", "linear_policy_loss", HEAD + "all live",
+         "forward+backward", "rolltree", "torch", "PyTorch"),
+    Line("the same, 36 % of the tokens with a gradient", "linear_policy_loss", HEAD + "36 % live", "forward+backward",
+         "rolltree", "torch", "PyTorch"),
+    Line("rollouts, 4 prompts of 512, 16 responses each", "rollout", ROLLOUTS, "generate", "rolltree compiled", "vllm",
+         "vLLM 0.32, CPU"),
+)  # fmt: skip
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -44,11 +74,34 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(folder: str, lines: Sequence[Line] = SUMMARY) -> str:
+    """What was timed, rolltree's time, a peer's, their ratio, and the peak memory of both where it was measured."""
+    out = ["| | rolltree | peer | | memory |", "|---|---|---|---|---|"]
+    for line in lines:
+        rows = [r for r in read(RESULTS / folder / f"{line.op}.jsonl") if (r.case, r.direction) == line[2:4]]
+        of = {(r.provider, r.metric): r for r in rows}
+        ours, theirs = (of[provider, "time_ms"].value for provider in (line.ours, line.theirs))
+        gain, other = (of.get((provider, "speedup")) for provider in (line.ours, line.theirs))  # over the case's first
+        ratio = 1.0 if gain is None else gain.value / (1.0 if other is None else other.value)
+        peaks = [of.get((provider, "peak_memory_mib")) for provider in (line.ours, line.theirs)]
+        memory = " : ".join(_number(peak.value) for peak in peaks if peak is not None)
+        cells = (
+            line.what,
+            f"{_number(ours)} ms",
+            f"{_number(theirs)} ms, {line.peer}",
+            f"**{ratio:.2f} x**",
+            f"{memory} MiB" if None not in peaks else "",
+        )
+        out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out) + "\n"
+
+
 def rewritten(text: str) -> str:
     """``text`` with every table as the recorded rows have it."""
 
     def table(match: re.Match[str]) -> str:
-        return match[1] + markdown(read(RESULTS / f"{match[2]}.jsonl")) + match[3]
+        kind, name = match[2], match[3]
+        return match[1] + (summary(name) if kind == "summary" else markdown(read(RESULTS / f"{name}.jsonl"))) + match[4]
 
     return BLOCK.sub(table, text)
 
@@ -57,8 +110,9 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def main(path: Path = README) -> None:
-    path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
+def main() -> None:
+    for page in PAGES:
+        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

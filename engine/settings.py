@@ -59,16 +59,20 @@ class DataConfig(Section):
     """`reasoning_gym` tasks, generated on the fly; leave empty to read `path`."""
     path: str | None = None
     """A parquet or jsonl file of prompts."""
+    source: str | None = None
+    """`file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see docs/architecture.md."""
+    source_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
     eval_path: str | None = None
     """The held-out file; without it the last `evaluation.problems` rows of `path` are held out."""
     prompt_key: str = "prompt"
-    """Column of `path` that holds the problem."""
+    """Column of `path` that holds the problem: a text, or with `chat` a list of messages, each a role and content."""
     answer_key: str = "answer"
     """Column of `path` that holds the reference answer."""
     template: str = "{prompt}"
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False
-    """Wrap the text as one user message in the tokenizer's chat template."""
+    """Write prompts by the tokenizer's chat template: a text as one message of the user, messages as they are."""
     max_prompt_tokens: PositiveInt = 1024
     """A longer prompt is an error, never cut."""
 
@@ -81,11 +85,16 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if bool(self.tasks) == (self.path is not None):
-            found = "both are" if self.tasks else "neither is"
-            raise ValueError(f"give either `data.tasks` or `data.path`, and {found} given")
-        if self.eval_path is not None and self.path is None:
-            raise ValueError("`data.eval_path` goes with `data.path`; tasks generate their own held-out problems")
+        given = [bool(self.tasks), self.path is not None, self.source is not None]
+        if sum(given) != 1:
+            found = "none of them is" if not any(given) else "both are" if sum(given) == 2 else "all are"
+            raise ValueError(f"give one of `data.tasks`, `data.path` and `data.source`, and {found} given")
+        if self.eval_path is not None and self.tasks:
+            raise ValueError(
+                "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems"
+            )
+        if self.source_options and self.source is None:
+            raise ValueError("`data.source_options` are of `data.source`; name one, or leave them out")
         return self
 
 
@@ -120,9 +129,22 @@ class RolloutConfig(Section):
     """Sample with torch.compile: faster steps after some seconds of compilation."""
 
 
+Points = tuple[tuple[NonNegativeInt, float], ...]
+Schedule = Annotated[float | Points | str, Field(union_mode="left_to_right")]
+
+
+class ShapingConfig(Section):
+    name: str
+    """A name that `rolltree methods` lists, or `file.py:function` of a group's tree."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
+
+
 class RewardConfig(Section):
     verifier: str = "task"
     """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, or `file.py:function`."""
+    shaping: tuple[ShapingConfig, ...] = ()
+    """What is done with its rewards before they become credit, one after the other."""
     timeout_s: PositiveFloat = 10.0
     """Seconds one verification may take before its worker is killed."""
     workers: Annotated[int, Field(gt=0, le=1024)] = 2
@@ -138,10 +160,6 @@ class RewardConfig(Section):
         if verifier not in VERIFIERS and ":" not in verifier:
             raise ValueError(f"it must be one of {', '.join(VERIFIERS)}, or file.py:function")
         return verifier
-
-
-Points = tuple[tuple[NonNegativeInt, float], ...]
-Schedule = Annotated[float | Points, Field(union_mode="left_to_right")]
 
 
 class TermConfig(Section):
@@ -162,7 +180,9 @@ class TermConfig(Section):
     loss_options: dict[str, Any] = Field(default_factory=dict)
     """Of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
     weight: Schedule = 1.0
-    """What it is multiplied with: a number, or `[[step, value], ...]`."""
+    """What it is multiplied with: a number, `[[step, value], ...]`, or a function as for `algorithm.weight`."""
+    weight_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function."""
 
     @field_validator("name")
     @classmethod
@@ -239,7 +259,10 @@ class AlgorithmConfig(Section):
     select_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to it."""
     weight: Schedule = 1.0
-    """What the objective is multiplied with: a number, or `[[step, value], ...]`."""
+    """What the objective is multiplied with: a number, `[[step, value], ...]`, a name that `rolltree methods` lists, or
+    `file.py:function` of the step and the last step's metrics."""
+    weight_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function."""
     terms: tuple[TermConfig, ...] = ()
     """Further terms of the loss."""
     old_logprob: Literal["behaviour", "recompute"] = "behaviour"
@@ -263,6 +286,10 @@ class TrainerConfig(Section):
     """Learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from zero."""
+    lr_scale: Schedule = 1.0
+    """What the learning rate is multiplied with: as `algorithm.weight`."""
+    lr_scale_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay of the first and second moment."""
     weight_decay: NonNegativeFloat = 0.0
@@ -275,6 +302,35 @@ class TrainerConfig(Section):
     """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
     max_bad_steps: PositiveInt = 5
     """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
+
+
+class LoopConfig(Section):
+    staleness: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Steps a group may lag behind the weights it updates; 0: every batch is sampled by the very weights it updates."""
+    window: Annotated[float, Field(ge=0, lt=1)] = 0.25
+    """Share of the staleness * prompts_per_step groups beyond a batch that may overtake one that is not finished."""
+    overlap: bool = True
+    """At staleness above 0, sample while the policy is updated, with a copy of its weights; else sampling rests."""
+    keep_keys: bool = False
+    """Go on with keys that older weights computed; otherwise those of unfinished responses are computed again."""
+    correction: Literal["truncate", "mask", "none"] = "truncate"
+    """At staleness above 0, tokens weigh exp(policy before the update - sampler): at most the cap, or 0 beyond it."""
+    correction_cap: PositiveFloat = 2.0
+    """Largest such weight."""
+    over_sampling: Annotated[float, Field(ge=1, le=64)] = 1.0
+    """At staleness 0, prompts sampled for each one that is trained on; what is left over is dropped."""
+    callback: str | None = None
+    """What becomes of a judged group: a name that `rolltree methods` lists, or `file.py:function` of a tree."""
+    callback_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
+    max_dropped_batches: PositiveInt = 16
+    """Batches' worth of groups that the callback may drop for one step before the run stops."""
+
+    @model_validator(mode="after")
+    def _surplus_is_dropped_at_once(self) -> Self:
+        if self.staleness and self.over_sampling > 1:
+            raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; above, the buffer holds more anyhow")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -309,6 +365,7 @@ class TrainConfig(Section):
     demonstrations: DemonstrationsConfig | None = None
     """Given responses beside the rollouts."""
     trainer: TrainerConfig = TrainerConfig()
+    loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -339,10 +396,15 @@ class TrainConfig(Section):
                 "with `rollout.n` = 1 every group has equal rewards and `algorithm.drop_zero_variance` drops it; "
                 "raise `rollout.n` to 2 or more, or set `algorithm.drop_zero_variance` to false"
             )
-        if self.data.path is not None and self.reward.verifier == "task":
+        if not self.data.tasks and self.reward.verifier == "task":
             raise ValueError(
                 '`reward.verifier` is "task", which needs `data.tasks`; '
-                'for the prompts of `data.path` set it to "math", "exact" or file.py:function'
+                'for other prompts set it to "math", "exact" or file.py:function'
+            )
+        if self.data.source is not None and self.data.eval_path is None and evaluation.problems:
+            raise ValueError(
+                "`data.source` has no held-out problems; name a file of them in `data.eval_path`, or set "
+                "`evaluation.problems` to 0"
             )
         if longest > rollout.kv_tokens:
             raise ValueError(f"{sequence} does not fit in `rollout.kv_tokens` = {rollout.kv_tokens}; raise it")

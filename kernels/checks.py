@@ -47,7 +47,7 @@ class Arguments:
             raise ValueError(f"{self.op}: {message}.")
 
     def wrong_type(self, name: str, wanted: str, value: object) -> NoReturn:
-        raise TypeError(f"{self.op}: {name} must be {wanted}, got {_shown(value)}.")
+        raise TypeError(f"{self.op}: {name} must be {wanted}, got {shown(value)}.")
 
     def tensor(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
         """``value``, a tensor on the device; ``like`` says after the shape where that comes from."""
@@ -148,7 +148,7 @@ class Arguments:
 
     def _here(self, value: Tensor) -> Tensor:
         """A single number may wait on the host."""
-        return value.to(self.device) if value.dim() == 0 and value.device.type == "cpu" else value
+        return value.to(self.device, non_blocking=True) if value.dim() == 0 and value.device.type == "cpu" else value
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -194,6 +194,13 @@ class Arguments:
         elif on_device:
             _assert_on_device(good().all(), f"{self.op}: {message}")
 
+    def holds(self, condition: Tensor, message: str) -> None:
+        """``condition [] bool``; on a GPU the program stops where it does not."""
+        if _readable(condition):
+            self.require(bool(condition), message)
+        else:
+            _assert_on_device(condition, f"{self.op}: {message}")
+
     def positive(self, name: str, value: Tensor) -> None:
         """Finite and above 0, where a CPU can see it."""
         if _readable(value) and value.numel():
@@ -215,7 +222,7 @@ def _few(t: Tensor) -> str:
     return f"{values[0]}" if t.dim() == 0 else f"[{', '.join(map(str, values))}{', ...' if t.numel() > 8 else ''}]"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     if isinstance(value, bool | int | float | str | None):
         text = repr(value)
         return text if len(text) < 40 else f"{text[:36]}..."

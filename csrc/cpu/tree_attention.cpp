@@ -301,7 +301,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
   const Buffer dq_parts(dq_offset[runs]);
   const Rows dk_rows(dk), dv_rows(dv), dq_rows(dq);
   // dS is kept without the scale; what dQ and dK are to be multiplied by (dK was taken with scaled queries).
-  const float dq_scale = static_cast<float>(scale), dk_scale = static_cast<float>(scale / shape.query_scale);
+  const float dq_scale = static_cast<float>(scale), dk_scale = static_cast<float>(softcap ? *softcap : 1. / kLog2e);
 
   work_queue(runs * shape.kv_heads, [&] {
     return [&, scores = Buffer(kRowBlock * kTileKeys), dscores = Buffer(kRowBlock * kTileKeys),

@@ -148,6 +148,22 @@ void KvTree::extend(int id, const int32_t* tokens, int64_t n) {
   node.tokens.insert(node.tokens.end(), tokens, tokens + n);
 }
 
+void KvTree::truncate(int id, int64_t end) {
+  Node& node = nodes_[held(id)];
+  const int64_t keep = end - node.position;
+  if (node.sealed) throw std::invalid_argument("Node " + std::to_string(id) + " is sealed and keeps its tokens.");
+  if (keep < 0 || keep > node.size())
+    throw std::invalid_argument("Node " + std::to_string(id) + " does not reach position " + std::to_string(end) + ".");
+  node.tokens.resize(keep);
+  if (node.length <= keep) return;
+  keys_ -= node.length - keep;
+  node.length = keep;
+  if (keep == 0) node.offset = 0;
+  const int64_t pages = (node.offset + keep + page_size_ - 1) / page_size_;
+  for (; static_cast<int64_t>(node.pages.size()) > pages; node.pages.pop_back())
+    if (--page_count_[node.pages.back()] == 0) free_pages_.push_back(node.pages.back());
+}
+
 int KvTree::rewind(int id, int64_t position) {
   at(id);
   if (position < 1) throw std::invalid_argument("A rewind keeps at least one token.");

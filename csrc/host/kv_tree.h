@@ -54,6 +54,7 @@ class KvTree {
   int rewind(int node, int64_t position);
   void release(int node);                         // gives up one hold
   void extend(int node, const int32_t* tokens, int64_t n);  // further tokens of an open node; their keys are missing
+  void truncate(int node, int64_t end);  // forgets the tokens of an open node from position `end` on, and their keys
 
   // Slots for the keys of the next counts[i] tokens of nodes[i], in order; nodes must be distinct. All or nothing.
   std::vector<int64_t> append(const int64_t* nodes, const int64_t* counts, int64_t n);

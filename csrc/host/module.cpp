@@ -1,17 +1,24 @@
-// Python face of the KV tree: module rolltree.engine.rollout._host. Arrays in are int64; a plan's arrays are int32.
+// Python face of the KV tree and of the index of drafts: module rolltree.engine.rollout._host. Arrays in are int64; a plan's
+// arrays are int32.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
+#include <numeric>
 #include <string>
 
+#include "draft_index.h"
 #include "kv_tree.h"
 
 namespace py = pybind11;
+using rolltree::DraftIndex;
 using rolltree::KvTree;
 using Ids = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using Tokens = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using Flags = py::array_t<bool, py::array::c_style | py::array::forcecast>;
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 namespace {
 
@@ -37,21 +44,40 @@ py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
                         to_numpy(std::move(p.row_begin)), to_numpy(std::move(p.row_end)));
 }
 
+py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& most, const Ids& seeds, const Ids& steps,
+                  const Flags& greedy, const Floats& rates, float least) {
+  const int64_t n = same_length(slots, most);
+  if (seeds.size() != n || steps.size() != n || greedy.size() != n || rates.size() != DraftIndex::kKinds)
+    throw std::invalid_argument("propose needs one seed, step and flag a slot, and one rate a kind.");
+  rolltree::Drafted d = index.propose(slots.data(), most.data(), seeds.data(), steps.data(), greedy.data(), n, rates.data(), least);
+  return py::make_tuple(to_numpy(std::move(d.count)), to_numpy(std::move(d.token)), to_numpy(std::move(d.kind)),
+                        to_numpy(std::move(d.survival)));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Node table and page allocator of the KV tree.";
+  m.doc() = "Node table and page allocator of the KV tree; index of texts for drafts.";
   py::register_exception<rolltree::KvExhausted>(m, "KvExhaustedError", PyExc_RuntimeError);
   py::class_<KvTree>(m, "KvTree")
       .def(py::init<int, int>(), py::arg("num_pages"), py::arg("page_size"))
       .def("insert", [](KvTree& tree, int64_t key, const Tokens& tokens) { return tree.insert(key, tokens.data(), tokens.size()); },
            py::arg("key"), py::arg("tokens"))
       .def("extend",
-           [](KvTree& tree, const Ids& nodes, const Tokens& tokens) {  // one token each
-             if (nodes.size() != tokens.size()) throw std::invalid_argument("nodes and tokens must be of one length.");
-             for (py::ssize_t i = 0; i < nodes.size(); ++i) tree.extend(static_cast<int>(nodes.at(i)), &tokens.at(i), 1);
+           [](KvTree& tree, const Ids& nodes, const Ids& counts, const Tokens& tokens) {  // counts[i] tokens each
+             const int64_t n = same_length(nodes, counts), *count = counts.data();
+             if (tokens.size() != std::accumulate(count, count + n, int64_t{0}) || std::any_of(count, count + n, [](int64_t c) { return c < 0; }))
+               throw std::invalid_argument("There must be as many tokens as the counts add up to.");
+             const int32_t* next = tokens.data();
+             for (int64_t i = 0; i < n; next += count[i++]) tree.extend(static_cast<int>(nodes.data()[i]), next, count[i]);
            },
-           py::arg("nodes"), py::arg("tokens"))
+           py::arg("nodes"), py::arg("counts"), py::arg("tokens"))
+      .def("truncate",
+           [](KvTree& tree, const Ids& nodes, const Ids& ends) {
+             const int64_t n = same_length(nodes, ends);
+             for (int64_t i = 0; i < n; ++i) tree.truncate(static_cast<int>(nodes.data()[i]), ends.data()[i]);
+           },
+           py::arg("nodes"), py::arg("ends"))
       .def("extend_by", [](KvTree& tree, int node, const Tokens& tokens) { tree.extend(node, tokens.data(), tokens.size()); },
            py::arg("node"), py::arg("tokens"))
       .def("missing",
@@ -107,4 +133,35 @@ PYBIND11_MODULE(_host, m) {
       .def_property_readonly("reused", &KvTree::reused)
       .def_property_readonly("peak_pages", &KvTree::peak_pages)
       .def_property_readonly("peak_keys", &KvTree::peak_keys);
+  py::class_<DraftIndex>(m, "DraftIndex")
+      .def(py::init<int64_t>(), py::arg("capacity"))
+      .def("begin",
+           [](DraftIndex& index, int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, const Tokens& before) {
+             index.begin(slot, scope, group, branch, version, before.data(), before.size());
+           },
+           py::arg("slot"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("before"))
+      .def("append",
+           [](DraftIndex& index, const Ids& slots, const Tokens& tokens) {
+             if (slots.size() != tokens.size()) throw std::invalid_argument("slots and tokens must be of one length.");
+             for (py::ssize_t i = 0; i < slots.size(); ++i) index.append(slots.data()[i], tokens.data()[i]);
+           },
+           py::arg("slots"), py::arg("tokens"))
+      .def("add",
+           [](DraftIndex& index, int64_t scope, int64_t group, int64_t version, const Tokens& before, const Tokens& tokens) {
+             index.add(scope, group, version, before.data(), before.size(), tokens.data(), tokens.size());
+           },
+           py::arg("scope"), py::arg("group"), py::arg("version"), py::arg("before"), py::arg("tokens"))
+      .def("propose", &propose, py::arg("slots"), py::arg("most"), py::arg("seeds"), py::arg("steps"), py::arg("greedy"),
+           py::arg("rates"), py::arg("least"))
+      .def("forget", &DraftIndex::forget, py::arg("version"))
+      .def("knows", &DraftIndex::knows, py::arg("slot"))
+      .def("check", &DraftIndex::check)
+      .def_property_readonly("tokens", &DraftIndex::tokens)
+      .def_property_readonly("capacity", &DraftIndex::capacity)
+      .def_readonly_static("CONTEXT", &DraftIndex::kContext)
+      .def_readonly_static("WALK", &DraftIndex::kWalk)
+      .def_readonly_static("BYTES_A_TOKEN", &DraftIndex::kBytesAToken)
+      .def_property_readonly_static("KINDS", [](const py::object&) {
+        return py::make_tuple(DraftIndex::kSources + 0, DraftIndex::kMatches + 0, DraftIndex::kShares + 0);
+      });
 }

@@ -27,6 +27,10 @@ OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
 
 MAX_DEPTH = 24
 """Tables and arrays inside one another; options of programs need a few."""
+MAX_BYTES = 256 * 1024
+"""Of a file; those of whole runs are a few thousand."""
+MAX_DOTS = 1000
+"""In a line: the parser takes the square of a key's parts."""
 MAX_SHOWN = 200
 """Characters of the user's text that a sentence repeats."""
 
@@ -90,7 +94,14 @@ def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Ite
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise UserError(
+                f"The configuration file {_quoted(path)} exceeds {MAX_BYTES >> 10} KiB; keep prompts and data in files "
+                "of their own."
+            )
+        return _parsed(raw.decode())
     except FileNotFoundError:
         raise UserError(f"There is no configuration file '{path}'; give the path of a TOML file.") from None
     except OSError as error:
@@ -102,6 +113,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"The configuration file '{path}' is not a TOML file: line {line} is not UTF-8 text.") from None
     except ValueError as error:  # a TOMLDecodeError, a number of thousands of digits, a path with a zero byte
         raise UserError(f"The configuration file {_quoted(path)} is not valid TOML: {_quoted(error)[1:-1]}.") from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Raises ValueError where ``text`` is not TOML, or a line of it would keep the parser busy for minutes."""
+    for i, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MAX_DOTS:
+            raise ValueError(f"line {i} has more than {MAX_DOTS} dots; break it")
+    return tomllib.loads(text)
 
 
 def _check_plain(value: Any, where: str, key: str = "", depth: int = 0) -> None:
@@ -199,7 +218,7 @@ def _nearest(key: str) -> str:
 def _parse_value(text: str, kind: str) -> Any:
     """``text`` as a TOML value; a string where it is not one, where it is a date, or where the key wants a string."""
     try:
-        found = tomllib.loads(f"v = {text}")
+        found = _parsed(f"v = {text}")
     except (ValueError, RecursionError):
         return text
     value = found["v"]

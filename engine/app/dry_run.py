@@ -20,7 +20,9 @@ from ..loop.sources import PromptSource, held_out
 from ..methods.calling import failure
 from ..methods.credit import ADVANTAGES
 from ..methods.resolve import NEEDED, import_object, options_of
+from ..methods.schedules import SCHEDULES
 from ..methods.selections import PAIRINGS, SELECTIONS
+from ..methods.shaping import SHAPINGS
 from ..model.decoder import check_model_dir, load_tokenizer
 from ..programs import PROGRAMS
 from ..rewards import RewardPool
@@ -38,6 +40,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         UserError: as the run itself would.
     """
     setup.loss_terms(config)
+    setup.shapings(config)
     algorithm = config.algorithm
     objective = setup.objective(
         config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select
@@ -133,6 +136,12 @@ def method_lines() -> Iterator[str]:
     yield "advantages (algorithm.advantage)"
     for name, function in ADVANTAGES.items():
         yield _method_line(name, function, ("trees",))
+    yield "shaping of rewards (reward.shaping.name)"
+    for name, shaping in SHAPINGS.items():
+        yield _method_line(name, shaping, ("tree",))
+    yield "schedules (algorithm.weight, algorithm.terms.weight, trainer.lr_scale)"
+    for name, schedule in SCHEDULES.items():
+        yield _method_line(name, schedule, ("step", "metrics"))
     yield "selections (algorithm.select, algorithm.terms.select)"
     for name, selection in SELECTIONS.items():
         yield _method_line(name, selection, ("tree",))

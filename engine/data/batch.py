@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.kernels import Objective, PathIndex, PolicyFields
+from rolltree.kernels import HeadPlan, Objective, PathIndex, PolicyFields
 
 from . import checks
 from .columns import COLUMNS, Array
 from .cost import CostModel
+from .device import to_device
 from .pieces import Piece, cut
 from .tree import TokenTree
 
@@ -63,13 +64,12 @@ class TreeBatch:
     padded: tuple[int, int] | None  # (B, S): single sequences, which the model takes as an ordinary batch padded to S
     place: Tensor  # [T] int64, the token's place in that batch, read row by row
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, to be computed one after the other; empty: at once
+    plan: HeadPlan | None = None  # of its terms' head pass; None: made where it runs. Pieces have their own
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """Its tensors on ``device``: batches can wait in the host's memory for their turn."""
-        moved = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        columns = {name: values.to(device) for name, values in self.columns.items()}
-        pieces = tuple(piece.to(device) for piece in self.pieces)
-        return replace(self, **cast("Any", moved), columns=columns, pieces=pieces)
+        without = replace(self, trees=(), leaf_index=())
+        return replace(to_device(without, device), trees=self.trees, leaf_index=self.leaf_index)
 
     @property
     def behaviour_logprob(self) -> Tensor | None:  # [M] float32
@@ -376,6 +376,7 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
     row = join(columns["row"])
     head_row, head_index = np.unique(row, return_inverse=True)
     paths = _paths(trees, targets) if any(_along_paths(tree) for tree in trees) else {}
+    along = {name: torch.from_numpy(values).to(device) for name, values in paths.items()}
 
     def tensor(name: str, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(join(columns[name], dtype)).to(device)
@@ -404,7 +405,9 @@ def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | 
         copies=tensor("copies"),
         leaf_advantage=tensor("leaf_advantage", np.float64),
         mixed=any(_mixed(tree) for tree in trees),
-        **{name: torch.from_numpy(paths[name]).to(device) if name in paths else None for name in PATHS},
+        path_target=along.get("path_target"),
+        path_leaf=along.get("path_leaf"),
+        path_advantage=along.get("path_advantage"),
         cu_seqlens=torch.from_numpy(tokens.astype(np.int32)).to(device)
         if all(t.num_leaves == 1 for t in trees)
         else None,

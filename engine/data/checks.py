@@ -5,7 +5,7 @@ Every function names the argument (``name``) and the remedy in its ValueError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import IntEnum
 from typing import Any, NoReturn
 
@@ -91,6 +91,16 @@ def size(name: str, value: object, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         refuse(f"{name} must be an integer of at least {least}, got {_shown(value)}")
     return int(value)
+
+
+def count(name: str, values: object) -> int:
+    """Of the entries of a list, array or tensor."""
+    try:
+        if not isinstance(values, str | bytes | Mapping | Set):
+            return len(values)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    refuse(f"{name} must be a list, got {_shown(values)}")
 
 
 def all_of(name: str, values: object, kind: type) -> None:

@@ -31,6 +31,7 @@ def distribute(
         ValueError: there are fewer trees than ranks, or a tree does not fit; see :func:`pack`.
     """
     checks.size("ranks", ranks)
+    checks.all_of("trees", trees, TokenTree)
     if len(trees) < ranks:
         raise ValueError(f"{len(trees)} trees cannot be distributed over {ranks} ranks; give at least one tree a rank.")
     load = np.zeros(ranks)

@@ -10,7 +10,7 @@ that nothing later sees are computed once. So the memory is one piece and the ke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.kernels import tree_attention
+from rolltree.kernels import HeadPlan, tree_attention
 
 from . import checks
 from .columns import Array
+from .device import to_device
 from .tree import TokenTree
 
 T = TypeVar("T")
@@ -37,10 +38,7 @@ class Piece:
     target: Tensor  # [m] int64, its targets among the batch's
     head_row: Tensor  # [r] int64, the distinct predictors, counted from `begin`
     head_index: Tensor  # [m] int64, a target's predictor among these
-
-    def to(self, device: torch.device | str) -> Piece:
-        target, head_row, head_index = (t.to(device) for t in (self.target, self.head_row, self.head_index))
-        return replace(self, target=target, head_row=head_row, head_index=head_index)
+    plan: HeadPlan | None = None  # of its head pass; None: made where it runs
 
 
 def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = None) -> tuple[Piece, ...]:
@@ -91,7 +89,7 @@ class PieceStore:
         ends = tree.subtree_end
         self.piece = piece
         self.open_pieces = [
-            (store, torch.from_numpy(np.flatnonzero(ends[store.rows] > piece.begin)).to(device))
+            (store, to_device(torch.from_numpy(np.flatnonzero(ends[store.rows] > piece.begin)), device))
             for store in open_pieces
         ]
         seen = [store.rows[ends[store.rows] > piece.begin] for store in open_pieces]
@@ -99,10 +97,10 @@ class PieceStore:
         before = len(keys) - (piece.end - piece.begin)
         # rows of the prefix keep their order and close up to the piece
         end = np.minimum(ends[keys], piece.end).astype(np.int64) - piece.begin + before
-        self.subtree_end = torch.from_numpy(end.astype(np.int32)).to(device)
-        self.position = torch.from_numpy(tree.position[keys].astype(np.int32)).to(device)
+        self.subtree_end = to_device(torch.from_numpy(end.astype(np.int32)), device)
+        self.position = to_device(torch.from_numpy(tree.position[keys].astype(np.int32)), device)
         self.rows: Array = np.flatnonzero(ends[piece.begin : piece.end] > piece.end) + piece.begin
-        self._own = torch.from_numpy(self.rows - piece.begin).to(device)
+        self._own = to_device(torch.from_numpy(self.rows - piece.begin), device)
         self._kept: dict[int, _Kept] = {}
 
     def attend(

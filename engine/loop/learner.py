@@ -15,7 +15,8 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..integrations import varlen
 from ..methods.credit import give_credit
-from ..methods.schedules import at_step
+from ..methods.schedules import at_step, find_schedule
+from ..methods.shaping import shape_rewards
 from ..model.roles import Role
 from ..model.self_check import tree_error, trees_fit
 from ..settings import TrainConfig
@@ -37,7 +38,10 @@ class Learner:
     ) -> None:
         self.config, self.model, self.watch, self.note = config, model, watch, note
         self.credit = setup.credit(config)
+        self.shapings = setup.shapings(config)
         self.terms = setup.loss_terms(config)
+        self.lr_scale = find_schedule("trainer.lr_scale", config.trainer.lr_scale, config.trainer.lr_scale_options)
+        self.metrics: dict[str, float] = {}  # of the last step, which schedules may follow
         self.trainer = Trainer(model, config.trainer)
         self.roles: list[Role] = setup.roles(config, model)
         self.critic: Critic | None = setup.critic(config)
@@ -54,6 +58,8 @@ class Learner:
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
             kept = [tree for tree in judged if tree is not None]
+            for tree in kept:
+                shape_rewards(self.shapings, tree)
         self._score(kept)
         with self.watch.part("pack"):
             if kept:
@@ -61,16 +67,20 @@ class Learner:
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:
                     tree.advantage[~drop] = part.advantage
+                    for name, values in part.rewards.items():
+                        tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))[~drop] = values
             equal = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
             sums.count("filter/zero_variance_groups", sum(equal))
             sums.count("filter/failed_groups", len(trees) - len(kept))
             for term, _ in self.terms:
                 term.prepare(kept + given)
         updated = False
+        self.trainer.lr_scale = at_step(self.lr_scale, step, self.metrics)
         for k in range(config.trainer.updates_per_step):
             share = slice(k, None, config.trainer.updates_per_step)
             dropped = [config.algorithm.drop_zero_variance and flat for flat in equal[share]]
-            updated |= self._one_update(kept[share], dropped, given[share], step, sums, on_policy=not updated)
+            updated |= self._one_update(kept[share], dropped, given[share], step, sums)
+        self.metrics = sums.means()
         return updated
 
     def _one_update(
@@ -80,8 +90,6 @@ class Learner:
         given: list[TokenTree],
         step: int,
         sums: Sums,
-        *,
-        on_policy: bool,
     ) -> bool:
         config = self.config
         with self.watch.part("pack"):
@@ -89,7 +97,7 @@ class Learner:
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, schedule in self.terms
-                if (normalizer := term.normalizer(members, given)) and (weight := at_step(schedule, step))
+                if (normalizer := term.normalizer(members, given)) and (weight := at_step(schedule, step, self.metrics))
             ]
             rollouts = [tree for tree, drop in zip(members, dropped, strict=True) if not drop]
             live = rollouts + given
@@ -103,8 +111,10 @@ class Learner:
         if not batches or not terms:
             sums.count("actor/empty_updates")
             return False
-        for tree in rollouts:
-            sums.add_values("policy/lag", self.trainer.updates - tree.policy_version[tree.loss_mask])
+        lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
+        for lag in lags:
+            sums.add_values("policy/lag", lag)
+        on_policy = not any(lag.any() for lag in lags)
         with self.watch.part("update_actor"):
             metrics = self.trainer.step(batches, terms, temperature=config.rollout.temperature, on_policy=on_policy)
         if self.critic is not None:
@@ -145,7 +155,8 @@ class Learner:
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and counters of the policy's optimiser, the critic's, and the roles whose weights move."""
         tensors, counters = self.trainer.state_dict()
-        state: dict[str, Any] = {"trainer": counters, "roles": [role.seen for role in self.roles]}
+        seen = [role.seen for role in self.roles]
+        state: dict[str, Any] = {"trainer": counters, "roles": seen, "metrics": self.metrics}
         if self.critic is not None:
             theirs, state["critic"] = self.critic.trainer.state_dict()
             tensors |= {f"critic/{name}": t for name, t in theirs.items()}
@@ -160,6 +171,7 @@ class Learner:
         Raises:
             UserError: the tensors are another model's, or of other roles.
         """
+        self.metrics = state["metrics"]
         self.trainer.load_state_dict({name: t for name, t in tensors.items() if "/" not in name}, state["trainer"])
         if self.critic is not None:
             self.critic.trainer.load_state_dict(_under("critic/", tensors), state["critic"])

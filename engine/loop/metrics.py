@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ..data.columns import Array
+from ..data.device import fetch
 from ..errors import UserError
 
 Number = float | Tensor
 
-TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "update_critic", "eval", "checkpoint")
+TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "update_critic", "sync", "eval", "checkpoint")
 """Parts of ``timing_s/step``; ``other`` is the rest, so that the account sums to the step."""
 
 
@@ -62,20 +63,13 @@ class Sums:
     def means(self) -> dict[str, float]:
         """Sum / count of each name, the occurrences and the maxima; without a name whose count is 0: not measured."""
         values: list[Number] = [v for pair in self._totals.values() for v in pair]
-        numbers = _fetch([*values, *self._maxima.values()])
+        numbers = fetch([*values, *self._maxima.values()])
         out = {}
         for i, name in enumerate(self._totals):
             total, count = numbers[2 * i : 2 * i + 2]
             if count != 0:
                 out[name] = total / count
         return out | self._counts | dict(zip(self._maxima, numbers[len(values) :], strict=True))
-
-
-def _fetch(values: Sequence[Number]) -> list[float]:
-    """The values as Python numbers, with one transfer for all tensors."""
-    tensors = [v.detach().reshape(()).double() for v in values if isinstance(v, Tensor)]
-    fetched = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(fetched) if isinstance(v, Tensor) else float(v) for v in values]
 
 
 class Stopwatch:

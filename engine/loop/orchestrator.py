@@ -1,7 +1,8 @@
-"""The loop of a run: prompts, rollouts, rewards, advantages, one update, and again.
+"""The loop of a run: a batch of judged groups, one update, and again; and all it keeps in its directory.
 
-Synchronous: every batch is sampled by the weights it updates. Whatever is random follows from (seed, step, prompt),
-never from time or order, so a resumed run repeats the uninterrupted one.
+`Controller` brings the batches and `Learner` learns from them. At staleness 0 every batch is sampled by the weights it
+updates, and whatever is random follows from the seed and a group's number, never from time or order, so a resumed run
+repeats the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -16,26 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 
-from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
-from ..errors import RunError, UserError
-from ..methods.calling import failure
-from ..rewards import RewardItem, RewardPool, RewardResult
+from ..errors import UserError
+from ..rewards import RewardPool
 from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
 from . import early, setup
-from .failures import Failures, unsampled
+from .buffer import Buffer, Group
+from .controller import Controller
+from .evaluation import Evaluation
+from .failures import Failures
 from .learner import Learner
 from .metrics import MetricsLog, Stopwatch, Sums
 from .progress import Progress
-from .sources import Prompt, PromptSource, held_out
-
-SOLVED = 1.0 - 1e-6
-"""A reward from here on counts as a correct answer in the evaluation."""
+from .sources import PromptSource, held_out
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,8 @@ class Orchestrator:
     def __init__(self, config: TrainConfig, *, console: Progress, resume: bool = False) -> None:
         self.config = config
         self.console = console
-        self.program = setup.rollout_program(config.rollout)
-        self.judge = self.program.verify = PoolJudge()
-        self.params = setup.sampling_params(config.rollout)
+        program = setup.rollout_program(config.rollout)
+        self.judge = program.verify = PoolJudge()
         early.check_credit(config, setup.credit(config))
         _check_old_logprobs(config)
         self._saved = self._check_directory(resume)
@@ -73,11 +71,11 @@ class Orchestrator:
 
         console.phase("loading the model")
         self.model, self.tokenizer = setup.prepare_model(config)
-        self.engine = setup.make_engine(config, self.model, self.tokenizer)
-        self.problems = held_out(config, self.tokenizer)
-        self.source = PromptSource(config.data, self.tokenizer, config.seed, self.problems)
+        self.engine = setup.make_engine(config, setup.sampled_model(config, self.model), self.tokenizer)
+        problems = held_out(config, self.tokenizer)
+        self.source = PromptSource(config.data, self.tokenizer, config.seed, problems)
         early.check_lengths(config, self.engine.longest)
-        early.check_program(config, self.program, self.tokenizer, self.source.peek(early.TRIED))
+        early.check_program(config, program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
         self.watch = Stopwatch()
         self.failures = {
@@ -98,9 +96,17 @@ class Orchestrator:
         }
         self.learner = Learner(config, self.model, self.watch, console.note)
         self.demonstrations = setup.demonstrations(config, self.tokenizer)
-        self.step = 0
-        self.first_accuracy: float | None = None
-        self.last_accuracy: float | None = None
+        self.buffer = Buffer(setup.budget(config))
+        self.controller = Controller(
+            config, self.buffer, self.engine, self.source, self.tokenizer, program,
+            setup.sampling_params(config.rollout), setup.group_callback(config), self.watch, console,
+        )  # fmt: skip
+        self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
+
+    @property
+    def step(self) -> int:
+        """Steps that have ended."""
+        return self.buffer.steps
 
     def run(self) -> RunSummary:
         """Train to the last step, then evaluate and export."""
@@ -108,7 +114,11 @@ class Orchestrator:
         steps = self.config.trainer.steps
         self.console.start(steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
-        with RewardPool(self.config.reward, self.config.data.tasks) as self.rewards, _held(self.config.run_dir):
+        with (
+            RewardPool(self.config.reward, self.config.data.tasks) as self.rewards,
+            _held(self.config.run_dir),
+            self.controller.running(self.rewards),
+        ):
             self.judge.pool = self.rewards
             if self._saved is None:
                 self._begin()
@@ -121,9 +131,9 @@ class Orchestrator:
             export = self._export()
         return RunSummary(
             steps=self.step,
-            accuracy_before=self.first_accuracy,
-            accuracy_after=self.last_accuracy,
-            problems=len(self.problems),
+            accuracy_before=self.evaluation.first,
+            accuracy_after=self.evaluation.last,
+            problems=len(self.evaluation.problems),
             seconds=time.perf_counter() - begin,
             export=export,
             failures=[line for failures in self.failures.values() if (line := failures.summary())],
@@ -141,23 +151,22 @@ class Orchestrator:
     def _step(self) -> None:
         step = self.step + 1
         sums = Sums()
-        prompts = self.source.next(self.config.trainer.prompts_per_step)
-        self.console.phase("sampling")
-        self.engine.forget_prefixes()  # so that what is sampled follows from this step alone
-        with self.watch.part("gen"):
-            trees = self._generate(prompts, self._seeds(step, len(prompts)))
-        self.console.phase("waiting for rewards")
-        with self.watch.part("reward"):
-            texts = self._score(trees, prompts, sums)
+        self.model.eval()  # here, and not at every step of the engine: it takes as long as a layer
+        batch = self.controller.next_batch()
+        trees = [group.tree for group in batch]
+        self._record(batch, sums)
+        self.source.observe(trees)
         _describe(trees, self.config.rollout.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
-        if self.learner.update(trees, given, step, sums):
-            self._renew_policy()
-        write_rollouts(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, texts)
-        self.step = step
+        changed = self.learner.update(trees, given, step, sums)
+        write_rollouts(
+            self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, [group.texts for group in batch]
+        )
+        updates = self.learner.trainer.updates
+        self.controller.end_step(batch, dict(self.model.named_parameters()) if changed else None, updates)
         metrics = sums.means()
-        if self._due(self.config.evaluation.every):
+        if self.evaluation.due(step):
             metrics |= self._evaluate()
         times = self.watch.read()
         self.watch.restart()
@@ -171,102 +180,25 @@ class Orchestrator:
         self.log.append(step, row)
         self.console.step(step, row)
 
-    def _generate(self, prompts: Sequence[Prompt], seeds: list[int]) -> list[TokenTree]:
-        try:
-            return self.engine.generate(
-                [p.token_ids for p in prompts],
-                self.params,
-                self.program,
-                seeds=seeds,
-                contexts=[p.entry for p in prompts],
-            )
-        except ValueError as error:
-            raise UserError(f"[rollout] cannot be done: {error}") from error
-        except (UserError, RunError, RuntimeError, MemoryError, OSError):
-            raise
-        except Exception as error:
-            program = f"rollout.program = '{self.config.rollout.program}'"
-            raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error
+    def _record(self, batch: Sequence[Group], sums: Sums) -> None:
+        """Rewards and failures of a batch."""
+        for group in batch:
+            for verdict in group.verdicts:
+                if verdict.value is not None:
+                    sums.add("reward/mean", verdict.value)
+        reasons = [reason for group in batch for reason in group.unsampled]
+        self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
+        verdicts = [verdict for group in batch for verdict in group.verdicts]
+        reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
+        self.failures["reward"].record(reasons, len(verdicts), sums, self.console)
+
+    def _evaluate(self) -> dict[str, float]:
+        with self.controller.paused(), self.watch.part("eval"):
+            return self.evaluation.run(self.step, self.rewards)
 
     def _renew_policy(self) -> None:
         """Let the engine sample with the trainer's weights."""
         self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
-
-    def _due(self, every: int) -> bool:
-        if not self.problems:
-            return False
-        return self.step == self.config.trainer.steps or (every > 0 and self.step % every == 0)
-
-    def _seeds(self, step: int, count: int) -> list[int]:
-        sequence = np.random.SeedSequence([self.config.seed, step])
-        return sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
-
-    def _score(self, trees: list[TokenTree], prompts: Sequence[Prompt], sums: Sums) -> list[list[str]]:
-        """Put rewards and names on the trees; the leaves' texts. A response that could not be sampled is not judged."""
-        texts = [_decode(self.tokenizer, tree) for tree in trees]
-        failed_leaves = [unsampled(tree) for tree in trees]
-        items = [
-            RewardItem(text, prompt.entry)
-            for prompt, leaves, failed in zip(prompts, texts, failed_leaves, strict=True)
-            for leaf, text in enumerate(leaves)
-            if leaf not in failed
-        ]
-        verdicts = self.rewards.score(items)
-        results = iter(verdicts)
-        for tree, prompt, failed in zip(trees, prompts, failed_leaves, strict=True):
-            values = [
-                float("nan") if leaf in failed else self._value(next(results), prompt, sums)
-                for leaf in range(tree.num_leaves)
-            ]
-            tree.rewards["reward"] = np.array(values, np.float32)
-            tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
-            tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
-        reasons = [reason for failed in failed_leaves for reason in failed.values()]
-        self.failures["rollout"].record(reasons, sum(map(len, texts)), sums, self.console)
-        reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
-        self.failures["reward"].record(reasons, len(items), sums, self.console)
-        return texts
-
-    def _value(self, verdict: RewardResult, prompt: Prompt, sums: Sums) -> float:
-        if verdict.value is not None:
-            sums.add("reward/mean", verdict.value)
-            return verdict.value
-        if self.config.reward.on_failure == "raise":
-            raise RunError(
-                f"The verifier failed on a response to '{prompt.id}' ({verdict.reason}); mend it, or set "
-                "reward.on_failure to 'drop' or 'zero'."
-            )
-        return 0.0 if self.config.reward.on_failure == "zero" else float("nan")
-
-    # -- evaluation -------------------------------------------------------------------------------------------------
-
-    def _evaluate(self) -> dict[str, float]:
-        if not self.problems:
-            return {}
-        self.console.phase("evaluating")
-        with self.watch.part("eval"):
-            trees = self.engine.generate([p.token_ids for p in self.problems], setup.greedy_params(self.config))
-            items = [
-                RewardItem(_decode(self.tokenizer, tree)[0], p.entry)
-                for tree, p in zip(trees, self.problems, strict=True)
-                if not unsampled(tree)
-            ]
-            results = self.rewards.score(items)
-        solved = [r.value is not None and r.value >= SOLVED for r in results]
-        accuracy = sum(solved) / len(self.problems)
-        failed = [reason for tree in trees for reason in unsampled(tree).values()]
-        failed += [r.reason for r in results if r.reason is not None]
-        if failed:
-            self.console.note(f"{len(failed)} of {len(trees)} held-out problems could not be answered: {failed[0]}.")
-        self.last_accuracy = accuracy
-        if self.first_accuracy is None:
-            self.first_accuracy = accuracy
-        self.console.evaluation(self.step, accuracy, len(self.problems))
-        return {
-            "eval/accuracy": accuracy,
-            "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
-            "eval/failed": float(len(failed)),
-        }
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
 
@@ -289,9 +221,9 @@ class Orchestrator:
             "learner": learner,
             "demonstrations": None if self.demonstrations is None else self.demonstrations.cursor,
             "prompts": self.source.state_dict(),
+            "buffer": self.buffer.state_dict(),
             "metrics": row,
-            "first_accuracy": self.first_accuracy,
-            "last_accuracy": self.last_accuracy,
+            "accuracy": [self.evaluation.first, self.evaluation.last],
             "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
         }
         checkpoint.save(
@@ -309,11 +241,11 @@ class Orchestrator:
         if self.demonstrations is not None:
             self.demonstrations.cursor = state["demonstrations"]
         self.source.load_state_dict(state["prompts"])
-        self.step = saved.step
+        self.buffer.load_state_dict(state["buffer"])
         self._renew_policy()
         for name, failures in self.failures.items():
             failures.load_state_dict(state["failures"][name])
-        self.first_accuracy, self.last_accuracy = state["first_accuracy"], state["last_accuracy"]
+        self.evaluation.first, self.evaluation.last = state["accuracy"]
         stamp = time.strftime("%Y%m%d-%H%M%S")
         there = self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl")
         if saved.step not in there:
@@ -360,23 +292,22 @@ def _held(directory: Path) -> Iterator[None]:
 
 
 def _check_old_logprobs(config: TrainConfig) -> None:
-    """With several updates the sampler's log-probs are the old ones, so they must be those of the whole softmax.
+    """Where the sampler's log-probs are compared with, they must be those of the whole softmax.
 
     Raises:
         UserError: sampling leaves tokens out.
     """
     rollout = config.rollout
-    if config.trainer.updates_per_step > 1 and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
+    if setup.corrects(config):
+        why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
+    elif config.trainer.updates_per_step == 1:
+        return
+    if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
         raise UserError(
-            f"`trainer.updates_per_step` = {config.trainer.updates_per_step} compares with the sampler's log-probs, "
-            "which top_p, top_k and min_p change; leave these out of [rollout] or set updates_per_step to 1."
+            f"{why} compares with the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
+            "[rollout] or set it back."
         )
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
-    """The text of each leaf's response."""
-    responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
-    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
 
 
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ from ..data.columns import COLUMNS
 from ..errors import UserError
 from ..methods.calling import ask, call
 from ..methods.credit import ADVANTAGES, CreditFunction
+from ..methods.groups import GROUP_CALLBACKS, GroupCallback
 from ..methods.resolve import import_object, resolve
-from ..methods.schedules import Schedule
+from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
+from ..methods.shaping import SHAPINGS, Shaping
 from ..model.decoder import load_model, load_tokenizer
 from ..model.roles import Role
 from ..programs import RolloutProgram, make_program
@@ -28,6 +33,7 @@ from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train.critic import Critic
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
+from .budget import Budget
 from .sources import Demonstrations
 
 
@@ -95,6 +101,44 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
 
 
+def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """The weights that sample: the trained ones, or a copy of them where both work at the same time."""
+    if config.loop.staleness == 0 or not config.loop.overlap or config.rollout.backend != "native":
+        return model
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def group_callback(config: TrainConfig) -> GroupCallback | None:
+    """What decides about judged groups, if there is any.
+
+    Raises:
+        UserError: there is no such callback, file or function, or it has no such option.
+    """
+    loop = config.loop
+    if loop.callback is None:
+        return None
+    found: GroupCallback = resolve(
+        "loop.callback", loop.callback, loop.callback_options, known=GROUP_CALLBACKS, inputs=("tree",)
+    )
+    return found
+
+
+def corrects(config: TrainConfig) -> bool:
+    """Whether the loss is corrected for the lag of what it learns from."""
+    return config.loop.staleness > 0 and config.loop.correction != "none"
+
+
+def rescores(config: TrainConfig) -> bool:
+    """Whether the policy scores the rollouts before it is updated."""
+    return config.algorithm.old_logprob == "recompute" or corrects(config)
+
+
+def budget(config: TrainConfig) -> Budget:
+    """How many groups may be open, and how old they may become."""
+    loop = config.loop
+    return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
+
+
 def sampling_params(config: RolloutConfig) -> SamplingParams:
     return SamplingParams(
         n=config.n,
@@ -146,12 +190,14 @@ def objective(
     """
     chosen = ask(f"{key} = '{name}'", Objective.preset, name, **options)
     assert isinstance(chosen, Objective)
+    if corrects(config):
+        chosen = corrected(chosen, config)
     for field, why in chosen.needs_fields.items():
         if field == "token_weight":
             if select is None:
                 raise UserError(f"{key} = '{name}' learns from chosen tokens; say which with `select` ({why}).")
             continue
-        if field == "proximal_logprob" and config.algorithm.old_logprob != "recompute":
+        if field == "proximal_logprob" and not rescores(config):
             raise UserError(
                 f"{key} = '{name}' needs the policy's own log-probs before the update ({why}); set "
                 'algorithm.old_logprob to "recompute".'
@@ -167,6 +213,18 @@ def objective(
     return chosen
 
 
+def corrected(objective: Objective, config: TrainConfig) -> Objective:
+    """Decoupled (Hilton et al. 2021): ratios against the policy before the update, weights exp(proximal - behaviour).
+
+    An objective with a correction of its own keeps it, as does one that does not look at old log-probs.
+    """
+    if objective.mismatch != "none" or not objective.needs_old or "token_weight" in objective.needs_fields:
+        return objective
+    with suppress(ValueError):  # it weighs by the sampler's log-probs itself
+        return replace(objective, mismatch=config.loop.correction, mismatch_cap=config.loop.correction_cap)
+    return objective
+
+
 def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
     """The summands of the loss, `algorithm.objective` first, each with its weight.
 
@@ -179,14 +237,16 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
         select=_selection("algorithm.select", algorithm.select, algorithm.select_options),
         length_limit=config.rollout.max_new_tokens,
     )
-    terms: list[tuple[LossTerm, Schedule]] = [(main, algorithm.weight)]
+    weight = find_schedule("algorithm.weight", algorithm.weight, algorithm.weight_options)
+    terms: list[tuple[LossTerm, Schedule]] = [(main, weight)]
     for term in algorithm.terms:
         key = f"algorithm.terms.{term.name}"
+        weight = find_schedule(f"{key}.weight", term.weight, term.weight_options)
         if term.pairs is not None:
             choose = resolve(f"{key}.pairs", term.pairs, term.pairs_options, known=PAIRINGS, inputs=("tree",))
             if term.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE and config.roles.reference is None:
                 raise UserError(f"{key} compares with a reference; give the run a [roles.reference].")
-            terms.append((PairTerm(choose, term.name, term.loss_options), term.weight))
+            terms.append((PairTerm(choose, term.name, term.loss_options), weight))
             continue
         assert term.objective is not None
         of_tokens = TokenTerm(
@@ -195,13 +255,26 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
             _selection(f"{key}.select", term.select, term.select_options),
             config.rollout.max_new_tokens,
         )
-        terms.append((of_tokens, term.weight))
+        terms.append((of_tokens, weight))
     names = [term.name for term, _ in terms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(
             f"Two loss terms are called '{min(twice)}'; give each in [[algorithm.terms]] a name of its own."
         )
     return terms
+
+
+def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
+    """What is done with rewards before they become credit, each with the words that name it.
+
+    Raises:
+        UserError: there is no such function, or it has no such option.
+    """
+    key = "reward.shaping"
+    return [
+        (f"{key} '{given.name}'", resolve(key, given.name, given.options, known=SHAPINGS, inputs=("tree",)))
+        for given in config.reward.shaping
+    ]
 
 
 def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection | None:
@@ -218,7 +291,7 @@ def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
         UserError: one cannot be loaded or has another vocabulary or other parameters than the policy.
     """
     found = []
-    if config.algorithm.old_logprob == "recompute":
+    if rescores(config):
         found.append(Role("proximal_logprob", model))
     if (reference := config.roles.reference) is not None:
         if reference.path is None:

@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..methods.calling import call
+from ..methods.resolve import resolve
 from ..settings import DataConfig, DemonstrationsConfig, TrainConfig
-from ..tasks import GymProblems, Problem, read_problems
+from ..tasks import GymProblems, Problem, problem_of, read_problems
 
 TRAIN, HELD_OUT = 0, 1
 """Streams of generated problems."""
@@ -54,7 +56,10 @@ class PromptSource:
         self._cursor = 0
         self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
         self._rows: list[Prompt] = []
-        if config.path is None:
+        self._stream: Any = None
+        if config.source is not None:
+            self._stream = UserProblems(config)
+        elif config.path is None:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
         else:
             problems = _read(config, config.path, "data.path")
@@ -80,8 +85,9 @@ class PromptSource:
             if prompt.problem in self._excluded:
                 skipped += 1
                 if skipped > GIVE_UP:
+                    what = "source" if self._config.source is not None else "tasks"
                     raise UserError(
-                        "The tasks in data.tasks generate no problems that are not held out; make them harder or lower "
+                        f"data.{what} generates no problems that are not held out; make them harder or lower "
                         "evaluation.problems."
                     )
                 continue
@@ -97,11 +103,19 @@ class PromptSource:
         finally:
             self._cursor = cursor
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the stream is; fit for JSON."""
-        return {"cursor": self._cursor, "rows": len(self._rows)}
+    def observe(self, trees: Sequence[TokenTree]) -> None:
+        """Tell a source of the user's what has become of its problems."""
+        if isinstance(self._stream, UserProblems):
+            self._stream.observe(trees)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is; fit for JSON."""
+        state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self._rows)}
+        if isinstance(self._stream, UserProblems):
+            state["source"] = self._stream.state_dict(self._cursor)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a saved stream.
 
         Raises:
@@ -113,6 +127,8 @@ class PromptSource:
                 f"there are {len(self._rows)} now; restore the file or start a run under another --name."
             )
         self._cursor = state["cursor"]
+        if isinstance(self._stream, UserProblems):
+            self._stream.load_state_dict(state["source"])
 
     def _prompt(self, cursor: int) -> Prompt:
         if not self._rows:
@@ -121,6 +137,55 @@ class PromptSource:
         if self._order[0] != turn:
             self._order = (turn, np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist())
         return self._rows[self._order[1][index]]
+
+
+class UserProblems:
+    """Problems of the class that `data.source` names, by their number; it is asked for each once, in order.
+
+    ``next(count)`` answers that many rows with the columns `data.prompt_key` and `data.answer_key`; ``observe(trees)``,
+    if there is one, is told each batch once it is judged; ``state_dict()`` and ``load_state_dict(state)`` are what a
+    checkpoint keeps of it, fit for JSON, and need not be there where ``next`` alone says where it is.
+
+    Raises:
+        UserError: there is no such class, or one of its methods raises or answers something else.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        assert config.source is not None
+        self._what = f"data.source = '{config.source}'"
+        self._config = config
+        self._own = resolve("data.source", config.source, config.source_options, known={})
+        if not callable(getattr(self._own, "next", None)):
+            raise UserError(f"{self._what} must be a class with a method next(count).")
+        self._ready: dict[int, dict[str, Any]] = {}  # asked for ahead of their turn
+        self._asked = 0
+
+    def __getitem__(self, number: int) -> Problem:
+        while self._asked <= number:
+            rows = call(self._what, self._own.next, 1)
+            if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], dict):
+                raise UserError(f"{self._what}: next(1) must answer a list of one row, a dict.")
+            self._ready[self._asked] = rows[0]
+            self._asked += 1
+        keys = self._config.prompt_key, self._config.answer_key
+        return problem_of(self._ready[number], self._what, "source", number, *keys)
+
+    def observe(self, trees: Sequence[TokenTree]) -> None:
+        if hasattr(self._own, "observe"):
+            call(self._what, self._own.observe, trees)
+
+    def state_dict(self, cursor: int) -> dict[str, Any]:
+        """What is needed to go on from problem ``cursor``; the rows before it are given up."""
+        self._ready = {number: row for number, row in self._ready.items() if number >= cursor}
+        own = call(self._what, self._own.state_dict) if hasattr(self._own, "state_dict") else None
+        return {"own": own, "asked": self._asked, "ready": [[number, row] for number, row in self._ready.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if hasattr(self._own, "load_state_dict"):
+            call(self._what, self._own.load_state_dict, state["own"])
+        elif self._asked < state["asked"]:
+            call(self._what, self._own.next, state["asked"] - self._asked)
+        self._asked, self._ready = state["asked"], dict(map(tuple, state["ready"]))
 
 
 class Demonstrations:
@@ -175,7 +240,7 @@ def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pr
         return []
     data = config.data
     found: dict[str, Problem] = {}
-    if data.path is None:
+    if data.tasks:
         stream = GymProblems(data.tasks, [HELD_OUT])
         for k in range(wanted + GIVE_UP):
             problem = stream[k]
@@ -184,7 +249,9 @@ def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pr
                 break
     else:
         key = "data.path" if data.eval_path is None else "data.eval_path"
-        rows = _read(data, data.eval_path or data.path, key)
+        file = data.eval_path or data.path
+        assert file is not None
+        rows = _read(data, file, key)
         found = {problem.text: problem for problem in (rows[-wanted:] if data.eval_path is None else rows[:wanted])}
     if len(found) < wanted:
         raise UserError(
@@ -201,6 +268,11 @@ def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedToken
         UserError: it is longer than `data.max_prompt_tokens`, or has no tokens.
     """
     text = config.template.replace("{prompt}", problem.text)
+    if problem.messages and (not config.chat or config.template != "{prompt}"):
+        raise UserError(
+            f"The prompt '{problem.id}' is a conversation, which the tokenizer's chat template writes; set data.chat "
+            "to true and leave data.template out."
+        )
     if config.chat:
         if tokenizer.chat_template is None:
             raise UserError(
@@ -208,7 +280,9 @@ def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedToken
             )
         text = str(
             tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+                list(problem.messages) or [{"role": "user", "content": text}],
+                add_generation_prompt=True,
+                tokenize=False,
             )
         )
     ids = list(tokenizer(text, add_special_tokens=not config.chat)["input_ids"])

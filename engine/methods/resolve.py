@@ -113,8 +113,8 @@ def _imported(key: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
         return import_object(name)
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean '{near[0]}'" if near else f"use one of {', '.join(known)}"
-    raise UserError(f"{key} = '{name}' is not known; {hint}, or name your own as file.py:object.")
+    hint = f"did you mean '{near[0]}', or " if near else f"use one of {', '.join(known)}, or " if known else ""
+    raise UserError(f"{key} = '{name}' is not known; {hint}name your own as file.py:object.")
 
 
 def _module(path: Path) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rolltree.kernels import LogprobOutput, linear_logprob
+from rolltree.kernels import HeadLora, LogprobOutput, linear_logprob
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
@@ -33,13 +33,15 @@ class Head(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     softcap: float | None
+    lora: HeadLora | None
+    """A LoRA adapter of peft on the head itself: weight acts as ``weight + scale b a``."""
 
 
 def head(model: PreTrainedModel) -> Head:
-    """The head of ``model``.
+    """The head of ``model``, with the adapter that is active on it.
 
     Raises:
-        ValueError: the model scales its logits in a way the fused head does not know.
+        ValueError: the model scales its logits, or adapts its head, in a way the fused head does not know.
     """
     config = model.config.get_text_config()
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
@@ -50,8 +52,36 @@ def head(model: PreTrainedModel) -> Head:
     layer = model.get_output_embeddings()
     bias = getattr(layer, "bias", None)
     return Head(
-        whole(layer.weight), None if bias is None else whole(bias), getattr(config, "final_logit_softcapping", None)
+        whole(layer.weight),
+        None if bias is None else whole(bias),
+        getattr(config, "final_logit_softcapping", None),
+        _head_lora(layer),
     )
+
+
+def _head_lora(layer: Any) -> HeadLora | None:
+    """What peft has put on the head: its layers answer for ``weight`` with the one below the adapter."""
+    if not hasattr(layer, "base_layer") or layer.disable_adapters or layer.merged:
+        return None
+    remedy = "leave lm_head out of the adapter's target_modules"
+    if not hasattr(layer, "lora_A"):
+        raise ValueError(f"The head's adapter is {type(layer).__name__}, which the fused head does not know; {remedy}.")
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if not active:
+        return None
+    (name, *others), dropout = active, layer.lora_dropout[active[0]]
+    odd = {
+        "several adapters at once": bool(others),
+        "a LoRA variant (use_dora, ...)": name in getattr(layer, "lora_variant", {}),
+        "lora_bias": layer.lora_bias.get(name, False),
+        "lora_dropout": layer.training and getattr(dropout, "p", 0) > 0,
+    }
+    if any(odd.values()):
+        what = next(option for option, found in odd.items() if found)
+        raise ValueError(f"The head's adapter has {what}, which the fused head does not know; {remedy}.")
+    dtype = layer.weight.dtype
+    a, b = (whole(side[name].weight).to(dtype) for side in (layer.lora_A, layer.lora_B))
+    return HeadLora(a, b, float(layer.scaling[name]))
 
 
 class Decoded(NamedTuple):
@@ -169,7 +199,7 @@ def target_logprob(
     want: Sequence[str],
 ) -> LogprobOutput:
     """What the head says of ``target``, predicted by the rows ``head_row[head_index]``; all values are per target."""
-    weight, bias, softcap = head(model)
+    weight, bias, softcap, lora = head(model)
     out = linear_logprob(
         hidden.index_select(0, head_row),
         weight,
@@ -179,6 +209,7 @@ def target_logprob(
         temperature=temperature,
         softcap=softcap,
         want=want,
+        lora=lora,
     )
     return LogprobOutput(
         logprob=out.logprob,

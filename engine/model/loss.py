@@ -7,6 +7,7 @@ forward of the model and one pass of its head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,18 +16,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rolltree.kernels import (
+    HeadPlan,
     LogprobTerm,
     Objective,
     PolicyLossOutput,
     Term,
     TermsLossOutput,
     linear_terms_loss,
+    plan_terms_loss,
     policy_loss,
 )
 from rolltree.kernels.linear_policy_loss.terms import named
 
 from ..data.batch import TreeBatch
-from ..data.pieces import PieceStore, depth_first
+from ..data.pieces import Piece, PieceStore, depth_first
 from .decoder import Decoded, batch_logprob, decode, head, target_logprob
 
 AnyTerm = Term | LogprobTerm
@@ -71,7 +74,9 @@ def terms_loss(
     """The sum of ``terms`` over ``batch``, ready for ``.backward()``."""
     decoded = decode(model, batch)
     return with_router_loss(
-        _head_pass(model, decoded.hidden, batch.target, terms, batch.row, temperature), decoded, router_share
+        _head_pass(model, decoded.hidden, batch.target, terms, batch.row, temperature, batch.plan),
+        decoded,
+        router_share,
     )
 
 
@@ -82,10 +87,43 @@ def _head_pass(
     terms: Sequence[AnyTerm],
     row: Tensor,  # [M]
     temperature: float,
+    plan: HeadPlan | None,
 ) -> TermsLossOutput:
-    weight, bias, softcap = head(model)
-    options: dict[str, Any] = {"row": row, "bias": bias, "temperature": temperature, "softcap": softcap}
-    return linear_terms_loss(hidden, weight, target, terms, **options)
+    weight, bias, softcap, lora = head(model)
+    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "softcap": softcap, "lora": lora, "plan": plan}
+    return linear_terms_loss(hidden, weight, target, terms, row=row, **options)
+
+
+def with_plan(
+    model: PreTrainedModel, batch: TreeBatch, terms: Sequence[AnyTerm], *, gradient_share: float = 1.0
+) -> TreeBatch:
+    """``batch`` with the plan of its head pass, or of each piece's: what is multiplied, decided from what is known.
+
+    Planning looks at the data. With ``batch`` and ``terms`` in the host's memory it waits for no device, and neither
+    does the pass itself, once they have moved there.
+
+    Args:
+        gradient_share: as for `plan_terms_loss`.
+    """
+    layer = model.get_output_embeddings()
+    V, H = layer.weight.shape
+    of_head = (layer.weight, getattr(layer, "bias", None))
+    planned = partial(
+        plan_terms_loss,
+        vocabulary=V,
+        hidden_size=H,
+        device=model.device,
+        frozen=not any(t is not None and t.requires_grad for t in of_head),
+        gradient_share=gradient_share,
+    )
+    if not batch.pieces:
+        return replace(batch, plan=planned(terms, num_rows=batch.num_tokens, row=batch.row))
+    if (of_tokens := _of_tokens(terms)) is None:
+        return batch
+    pieces = [
+        replace(p, plan=planned(_taken(of_tokens, p), num_rows=len(p.head_row), row=p.head_index)) for p in batch.pieces
+    ]
+    return replace(batch, pieces=tuple(pieces))
 
 
 def with_router_loss(out: TermsLossOutput, decoded: Decoded, share: float) -> TermsLossOutput:
@@ -127,10 +165,20 @@ def backward(
             out.loss.backward()
         after()
         return out._replace(loss=out.loss.detach())
-    of_tokens = [t for t in terms if isinstance(t, Term) and t.objective.scope == "token"]
-    if len(of_tokens) == len(terms):
+    if (of_tokens := _of_tokens(terms)) is not None:
         return _token_by_token(model, batch, of_tokens, temperature, router_share, after)
     return _in_two_passes(model, batch, terms, temperature, router_share, after)
+
+
+def _of_tokens(terms: Sequence[AnyTerm]) -> list[Term] | None:
+    """The terms, if each is a sum over single targets."""
+    found = [t for t in terms if isinstance(t, Term) and t.objective.scope == "token"]
+    return found if len(found) == len(terms) else None
+
+
+def _taken(terms: Sequence[Term], piece: Piece) -> list[Term]:
+    """The terms on the piece's targets."""
+    return [t._replace(fields=t.fields.take(piece.target)) for t in terms]
 
 
 class _Account:
@@ -166,9 +214,8 @@ def _token_by_token(
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        some = [t._replace(fields=t.fields.take(p.target)) for t in terms]
-        hidden = decoded.hidden.index_select(0, p.head_row)
-        out = _head_pass(model, hidden, batch.target[p.target], some, p.head_index, temperature)
+        hidden, target = decoded.hidden.index_select(0, p.head_row), batch.target[p.target]
+        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, temperature, p.plan)
         out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,11 @@ class ARPO(ToolTurns):
         self._length: dict[BranchId, int] = {}  # of the response, where it called
         self._first: dict[BranchId, float] = {}  # the entropy at the beginning of responses
         self._probing: dict[BranchId, int] = {}  # where the observation before the probe ends
-        self._rewinds: dict[BranchId, int] = {}
         return begun
 
-    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+    def decide(
+        self, group: GroupState, finished: Sequence[SegmentReport]
+    ) -> Generator[Action, Sequence[BranchId], None]:
         for segment in finished:
             branch = segment.branch
             rise = self._rise(segment)
@@ -65,7 +66,8 @@ class ARPO(ToolTurns):
             if begin is not None and rise is not None and (more := min(self.beam - 1, self._room.get(branch, 0))) > 0:
                 rng = np.random.default_rng([group.seed & 0xFFFFFFFFFFFFFFFF, begin, *(i % 2**32 for i in branch)])
                 if min(max(rng.random() - self.weight * rise, 0.0), 1.0) <= self.probability:
-                    yield self._branch(branch, begin, more)
+                    children = yield Rewind(branch, begin, more, segment_tokens=WHOLE)
+                    self._share_room(branch, children)
             if segment.status is None:
                 yield self.turn(segment) if segment.stop else Fork(branch, segment_tokens=WHOLE)
 
@@ -73,14 +75,11 @@ class ARPO(ToolTurns):
         if group.leaves < group.width:
             yield Rewind((0,), 0, group.width - group.leaves, segment_tokens=WHOLE)
 
-    def _branch(self, source: BranchId, length: int, n: int) -> Action:
-        """``n`` more branches, which get their share of what the source may still branch."""
-        index = self._rewinds[source] = self._rewinds.get(source, 0) + 1
-        children = [(*source, -index)] if n == 1 else [(*source, -index, i) for i in range(n)]
-        share, rest = divmod(self._room[source] - n, n + 1)
+    def _share_room(self, source: BranchId, children: Sequence[BranchId]) -> None:
+        """The branches made get their share of what the source may still branch."""
+        share, rest = divmod(self._room[source] - len(children), len(children) + 1)
         self._room[source] = share
         self._room |= {child: share + (i < rest) for i, child in enumerate(children)}
-        return Rewind(source, length, n, segment_tokens=WHOLE)
 
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
         observation = self.observed(result)

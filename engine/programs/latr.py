@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import numba
@@ -52,11 +52,12 @@ class LATR(RolloutProgram):
         self._known: dict[BranchId, tuple[Array, bool]] = {}  # response so far, and whether it has ended
         self._origin: dict[BranchId, tuple[BranchId, int]] = {}  # the branch it left, and where
         self._judging: list[BranchId] = []  # until the branch they left is far enough
-        self._rewinds: dict[BranchId, int] = {}
         self._round: list[SegmentReport] = []
         return 1
 
-    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+    def decide(
+        self, group: GroupState, finished: Sequence[SegmentReport]
+    ) -> Generator[Action, Sequence[BranchId], None]:
         """Branches of a prompt go on together, so that which of them gets the last places does not depend on speed."""
         self._round += finished
         if group.sampling:
@@ -73,9 +74,8 @@ class LATR(RolloutProgram):
                     if room == 0:
                         break
                     room -= 1
-                    index = self._rewinds[segment.branch] = self._rewinds.get(segment.branch, 0) + 1
-                    self._origin[(*segment.branch, -index)] = segment.branch, length
-                    yield Rewind(segment.branch, length, 1, Given([token], logprobs=[logprob]))
+                    made = yield Rewind(segment.branch, length, 1, Given([token], logprobs=[logprob]))
+                    self._origin |= dict.fromkeys(made, (segment.branch, length))
             if segment.status is None and segment.branch not in self._judging:
                 yield Fork(segment.branch)
         for branch in list(self._judging):

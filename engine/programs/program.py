@@ -174,7 +174,11 @@ Action = Fork | Finish | Rewind | Prune | Call
 
 
 class RolloutProgram(ABC):
-    """Base of all programs; override `decide`, and what else differs."""
+    """Base of all programs; override `decide`, and what else differs.
+
+    Questions are answered with actions, done one by one as they come. A generator is sent the ids of the branches that
+    its `Fork` or `Rewind` has made: ``children = yield Rewind(...)``; none where there was no room for what to append.
+    """
 
     segment_tokens: int | None = None
     """Length of a segment; None: a response is one segment."""

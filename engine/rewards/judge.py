@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Self
 
 from .pool import RewardItem, RewardPool
 
 
 class PoolJudge:
-    """``judge(text, context)``: the reward of a response by the pool's workers; None where judging failed.
-
-    Programs call it from several threads; the pool works for one at a time.
-    """
+    """``judge(text, context)``: the reward of a response by the pool's workers; None where judging failed."""
 
     def __init__(self) -> None:
         self.pool: RewardPool | None = None
-        self._lock = threading.Lock()
 
     def __call__(self, text: str, context: Any) -> float | None:
-        with self._lock:
-            if self.pool is None:
-                raise RuntimeError("The run has no verifier yet")
-            (result,) = self.pool.score([RewardItem(text, context)])
+        if self.pool is None:
+            raise RuntimeError("The run has no verifier yet")
+        (result,) = self.pool.score([RewardItem(text, context)])
         return result.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -6,6 +6,9 @@ item's result is ``timeout``, and the rest of its batch goes back to the queue f
 or sends what is no answer. The pool never blocks on a worker, neither sending nor receiving. Order is kept, and results
 do not depend on which worker computed them. Workers are started by ``exec``, not ``fork``: torch's threads and memory
 stay out of them.
+
+Any number of threads may ask at once. There is no thread of the pool's own: one of those that wait sees to the workers
+for all of them, and hands over to another when it has its own answers.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import UserError
 from ..settings import RewardConfig, TaskConfig
+from .spans import Span
 from .worker import HEADER, LENGTH
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -59,6 +64,23 @@ class RewardResult:
     value: float | None
     reason: str | None
     """`timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
+    named: dict[str, float] = field(default_factory=dict)
+    """Further rewards by name, for `reward.shaping` and the records."""
+    spans: list[Span] = field(default_factory=list)
+    """Rewards of parts of the text."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """What one caller wants judged."""
+
+    items: Sequence[RewardItem]
+    results: list[RewardResult | None] = field(default_factory=list)
+    left: int = 0
+
+    def settle(self, index: int, result: RewardResult) -> None:
+        self.results[index] = result
+        self.left -= 1
 
 
 class RewardPool:
@@ -77,10 +99,17 @@ class RewardPool:
         setup = {"verifier": config.verifier, "tasks": [(task.name, task.options) for task in tasks]}
         self._start = lambda: _Worker(setup, config.timeout_s)
         self._workers = [self._start() for _ in range(config.workers)]
+        self._queue: deque[tuple[_Job, range]] = deque()
+        self._turn = threading.Condition()
+        self._led = False  # whether some caller sees to the workers
+        self._error: Exception | None = None  # why nothing more is judged
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # runs at interpreter exit too
         try:
             while not all(worker.ready for worker in self._workers):
-                self._collect([], deque())
+                self._collect()
         except UserError:
             self.close()
             raise
@@ -91,22 +120,55 @@ class RewardPool:
         Raises:
             UserError: a worker had to be replaced and the verifier no longer loads.
         """
-        if not self._workers:
-            raise ValueError("The reward pool is closed; make another one.")
-        results: list[RewardResult | None] = [None] * len(items)
-        size = min(MAX_BATCH, max(1, math.ceil(len(items) / (4 * len(self._workers)))))
-        queue = deque(range(start, min(start + size, len(items))) for start in range(0, len(items), size))
-        left = len(items)
-        while left:
+        job = _Job(items, [None] * len(items), len(items))
+        size = min(MAX_BATCH, max(1, math.ceil(len(items) / (4 * self._config.workers))))
+        with self._turn:
+            if self._error is not None:
+                raise self._error
+            self._queue.extend(
+                (job, range(start, min(start + size, len(items)))) for start in range(0, len(items), size)
+            )
+            self._rouse()
+            while job.left:
+                if self._error is not None:
+                    raise self._error
+                if self._led:
+                    self._turn.wait()
+                else:
+                    self._lead()
+        return [result for result in job.results if result is not None]
+
+    def _rouse(self) -> None:
+        """Let whoever sees to the workers look at the queue."""
+        with contextlib.suppress(OSError):  # it is awake, or closed
+            self._wake.send(b"!")
+
+    def _lead(self) -> None:
+        """See to the workers once, for all callers; the turn is held before and after."""
+        self._led = True
+        self._turn.release()
+        try:
             for worker in self._workers:
-                if worker.ready and not worker.pending and queue:
-                    worker.give(queue.popleft(), items)
-            left -= self._collect(results, queue)
-        return [result for result in results if result is not None]
+                if worker.ready and not worker.pending and self._queue:
+                    worker.give(*self._queue.popleft())
+            self._collect()
+        except UserError as error:
+            self._error = error
+        finally:
+            self._turn.acquire()
+            self._led = False
+            self._turn.notify_all()
 
     def close(self) -> None:
-        """Kill the workers. The pool cannot be used any more; closing it twice does nothing."""
+        """Kill the workers; callers that wait get an error, as all later ones. Closing it twice does nothing."""
+        with self._turn:
+            self._error = self._error or ValueError("The reward pool is closed; make another one.")
+            self._rouse()
+            while self._led:
+                self._turn.wait()
         self._finalizer()
+        self._wake.close()
+        self._woken.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -116,49 +178,49 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    def _collect(self, results: list[RewardResult | None], queue: deque[range]) -> int:
-        """Wait for the next answers or time-outs; how many items are settled by them."""
-        settled = 0
+    def _collect(self) -> None:
+        """Wait for the next answers or time-outs, and settle what they settle."""
         readable = self._wait()
         now = time.monotonic()
         for index, worker in enumerate(self._workers):
-            failure, asked = None, len(worker.pending)
+            failure = None
             if worker in readable:
                 try:
-                    self._take(worker, results)
+                    self._take(worker)
                 except (EOFError, OSError):
                     failure = "died"
             elif now > worker.deadline:
                 failure = "timeout"
-            settled += asked - len(worker.pending)  # also what a worker answered before it died
             if failure is None:
                 continue
             if not worker.ready:
                 why = "died while starting" if failure == "died" else f"was not ready after {START_S:.0f} s"
                 raise _broken(self._config.verifier, f"its process {why}")
             if worker.pending:
-                results[worker.pending[0]] = RewardResult(None, failure)
-                settled += 1
+                assert worker.job is not None
+                worker.job.settle(worker.pending[0], RewardResult(None, failure))
                 if rest := worker.pending[1:]:
-                    queue.appendleft(rest)
+                    self._queue.appendleft((worker.job, rest))
             worker.kill()
             self._workers[index] = self._start()
-        return settled
 
     def _wait(self) -> set[_Worker]:
-        """Send what is waiting to be sent, until something can be received or a time is up."""
+        """Send what is waiting to be sent, until something can be received, more is asked for or a time is up."""
         with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
             for worker in self._workers:
                 writes = selectors.EVENT_WRITE if worker.outbox else 0
                 selector.register(worker.connection, selectors.EVENT_READ | writes, worker)
             wait = min(worker.deadline for worker in self._workers) - time.monotonic()
             found = selector.select(max(0.0, min(wait, START_S)))
         for key, events in found:
-            if events & selectors.EVENT_WRITE:
+            if key.data is None:
+                self._woken.recv(4096)
+            elif events & selectors.EVENT_WRITE:
                 key.data.flush()
-        return {key.data for key, events in found if events & selectors.EVENT_READ}
+        return {key.data for key, events in found if key.data is not None and events & selectors.EVENT_READ}
 
-    def _take(self, worker: _Worker, results: list[RewardResult | None]) -> None:
+    def _take(self, worker: _Worker) -> None:
         """Take what a worker has sent.
 
         Raises:
@@ -172,7 +234,8 @@ class RewardPool:
             elif not worker.pending or message[0] != worker.pending[0]:
                 raise EOFError  # not the answer to what it was asked
             else:
-                results[worker.pending[0]] = RewardResult(*message[1:])
+                assert worker.job is not None
+                worker.job.settle(worker.pending[0], RewardResult(*message[1:]))
                 worker.pending = worker.pending[1:]
             worker.set_deadline()
 
@@ -183,8 +246,9 @@ class _Worker:
     def __init__(self, setup: dict[str, Any], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.ready = False
+        self.job: _Job | None = None
         self.pending = range(0)
-        """Items given and not answered; it is at the first."""
+        """Items of its job given and not answered; it is at the first."""
         self.outbox = bytearray()
         self._inbox = bytearray()
         self._token = os.urandom(16)
@@ -202,10 +266,10 @@ class _Worker:
         self._send(setup | {"token": self._token})
         self.deadline = time.monotonic() + START_S
 
-    def give(self, batch: range, items: Sequence[RewardItem]) -> None:
-        self.pending = batch
+    def give(self, job: _Job, batch: range) -> None:
+        self.job, self.pending = job, batch
         self.set_deadline()
-        self._send([(i, items[i].response_text, items[i].entry) for i in batch])
+        self._send([(i, job.items[i].response_text, job.items[i].entry) for i in batch])
 
     def set_deadline(self) -> None:
         self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf

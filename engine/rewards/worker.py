@@ -2,7 +2,7 @@
 
 It talks to :class:`RewardPool` over a socket. First comes a *setup* message ``{verifier, tasks, token}``, answered by
 ``["ready"]`` or ``["broken", why]``; then lists of ``(number, response text, entry)``, each item answered in order by
-``[number, value, reason]``. Answers are JSON: nothing that user code returns is unpickled.
+``[number, value, reason, named, spans]``. Answers are JSON: nothing that user code returns is unpickled.
 
 User code shares the process, and may write to any file descriptor. The socket has a high number, closes on ``exec``,
 and each answer is framed by the token of its process and a checksum, so that the pool takes nothing else for one.
@@ -57,10 +57,10 @@ def main(fd: int) -> None:
     here = os.getpid()
     while True:
         for number, text, entry in messages.get():
-            value, reason = _judge(verify, text, entry, failure)
+            verdict = _judge(verify, text, entry, failure)
             if os.getpid() != here:
                 os._exit(0)  # the verifier forked, and both came back
-            send([number, value, reason])
+            send([number, *verdict])
 
 
 def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
@@ -72,18 +72,33 @@ def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
 
 def _judge(
     verify: Verifier, text: str, entry: dict[str, Any], failure: Callable[..., str]
-) -> tuple[float | None, str | None]:
+) -> tuple[float | None, str | None, dict[str, float], list[tuple[int, int, float]]]:
+    """Value, or why there is none, further rewards by name, and those of parts of the text."""
     try:
-        value = float(verify(text, entry))
+        found = verify(text, entry)
+        given = dict(found) if isinstance(found, dict) else {}
+        spans = [(int(begin), int(end), float(v)) for begin, end, v in given.pop("spans", ())]
+        if wrong := [(begin, end) for begin, end, _ in spans if not 0 <= begin < end <= len(text)]:
+            raise ValueError(f"the span {wrong[0]} is not of a text of {len(text)} characters")
+        named = {str(name): float(v) for name, v in given.items()}
+        if isinstance(found, dict) and "reward" not in named:
+            raise ValueError("the verifier's dict names no 'reward'")
+        value = named.pop("reward") if isinstance(found, dict) else float(found)
     except BaseException as error:  # sys.exit too
-        return None, failure(error, verify)
+        return None, failure(error, verify), {}, []
+    for number in (value, *named.values(), *(v for _, _, v in spans)):
+        if not _fits(number):
+            return None, f"the verifier returned {number:g}, which is not finite in fp32", {}, []
+    return value, None, named, spans
+
+
+def _fits(value: float) -> bool:
+    """Whether it is finite in what training keeps of it."""
     try:
-        (rounded,) = struct.unpack("f", struct.pack("f", value))  # what training keeps of it
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
     except OverflowError:
-        rounded = float("inf")
-    if rounded - rounded != 0:
-        return None, f"the verifier returned {value:g}, which is not finite in fp32"
-    return value, None
+        return False
+    return bool(rounded - rounded == 0)
 
 
 class _Sender:
@@ -112,7 +127,11 @@ def _load_file(name: str, path: Path) -> ModuleType:
 
 
 def load_verifier(name: str, tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
-    """The function ``(response text, entry) -> value`` that ``name`` stands for."""
+    """The function ``(response text, entry) -> value`` that ``name`` stands for.
+
+    The value is a number, or a dict of numbers by name, ``reward`` among them, and maybe ``spans``: a list of
+    ``(begin, end, value)``, rewards of characters of the text.
+    """
     if name == "task":
         return _task_verifier(tasks)
     if name == "math":

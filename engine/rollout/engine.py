@@ -272,13 +272,15 @@ class RolloutEngine(ABC):
         """Counters since the last `generate` (or `reset_stats`).
 
         ``logical_tokens`` (root-to-leaf paths) and ``unique_tokens`` of finished trees, the same by the second;
-        ``sampled_tokens``, ``steps``, ``failed_steps`` (that ended all they computed), ``forks``, ``rewinds``,
-        ``pruned``, ``failed_calls``, ``appends_too_long``.
+        ``sampled_tokens``, of them ``accepted_tokens`` among ``drafted_tokens``, ``steps``, ``failed_steps`` (that
+        ended all they computed), ``forks``, ``rewinds``, ``pruned``, ``failed_calls``, ``appends_too_long``.
         ``bubble``: the share of unfinished branches, summed over the steps, that sampled nothing.
         """
         counts = self.loop.counts
         events = [
             "sampled_tokens",
+            "drafted_tokens",
+            "accepted_tokens",
             "steps",
             "failed_steps",
             "forks",

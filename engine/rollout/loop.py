@@ -8,6 +8,7 @@ prompt is simply a branch that forks first, and a rewind makes another one in th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,23 +17,35 @@ import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin
 from .branch import Branch, Node, Request, given, join
+from .drafts import Drafter, fit, on_path, up_to_end
 from .kv_cache import KvCache
-from .rows import RowTable
+from .rows import RowTable, Sampled
 from .runner import Runner
 from .scheduler import Scheduler, Step, TooLargeError
 from .seeds import child_seed
 from .steering import Steering
-from .stops import END_RESPONSE, Stops
+from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
 
 Array = npt.NDArray[Any]
 MOST_LOGITS_BYTES = 4 << 30  # of the children of one fork, which are sampled in one step
+LOST = -1  # instead of what a sample ends: its request has failed
 
 
 class NativeLoop(Steering):
     """Branches are rows of a table and nodes of the KV tree."""
 
-    def __init__(self, cache: KvCache, runner: Runner, stops: Stops, *, max_batch_rows: int, max_prefill_tokens: int):
+    def __init__(
+        self,
+        cache: KvCache,
+        runner: Runner,
+        stops: Stops,
+        *,
+        max_batch_rows: int,
+        max_prefill_tokens: int,
+        drafter: Drafter | None = None,
+    ) -> None:
         super().__init__(runner.vocabulary)
+        self.drafter = drafter
         self.tree = cache.tree
         self.cache = cache
         self.runner = runner
@@ -64,11 +77,13 @@ class NativeLoop(Steering):
 
     def step(self) -> list[Request]:
         self._collect_calls()
-        step = None
+        step, begin = None, time.perf_counter()
         try:
-            step = self.scheduler.schedule(self._start)
+            step = self.scheduler.schedule(self._start, self._propose if self.drafter is not None else None)
             if step is not None:
                 self._compute(step)
+                if self.drafter is not None:
+                    self.drafter.took(len(step.input_ids), time.perf_counter() - begin)
         except TooLargeError as error:
             self._fail(error.request, error)
         except BaseException as error:
@@ -85,18 +100,47 @@ class NativeLoop(Steering):
         forks = self.rows.forks[slots]
         samples = np.maximum(forks, 1)
         sampled = self.runner.run(step, self.rows, samples, self._seeds(slots, forks, samples))
-        targets = slots
+        targets, offset = slots, np.repeat(step.sample_offset, samples)
+        behind = np.repeat(step.input_ids[step.sample_rows], samples)
         if forks.any():
             targets, kept = self._fork(slots, forks)
-            sampled = sampled.only(kept)
-        self.rows.push(targets, sampled, self.version)
+            sampled, offset, behind = sampled.only(kept), offset[kept], behind[kept]
+        drafted = int(np.count_nonzero(offset))
+        queried = np.bincount(targets) if drafted else None
+        if drafted:
+            kept = on_path(sampled.token, behind, offset)
+            targets, offset, sampled = targets[kept], offset[kept], sampled.only(kept)
+        ends, texts = self._ends(targets, offset, sampled.token)
+        kept = up_to_end(ends != GO_ON, offset) & (ends != LOST)
+        targets, offset, ends, sampled = targets[kept], offset[kept], ends[kept], sampled.only(kept)
+        if queried is not None:
+            self._rewind_rejected(targets, queried)
+        self.rows.push(targets, offset, sampled, self.version)
         self.rows.running[targets] = True
+        accepted = int(np.count_nonzero(offset))
+        branches = len(targets) - accepted
         self.counts["steps"] += 1
         self.counts["sampled_tokens"] += len(targets)
-        self.counts["row_steps"] += len(targets)
+        self.counts["drafted_tokens"] += drafted
+        self.counts["accepted_tokens"] += accepted
+        self.counts["row_steps"] += branches
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
-        self.counts["idle_row_steps"] += unfinished - len(targets)
-        self._end_segments(targets, sampled.token)
+        self.counts["idle_row_steps"] += unfinished - branches
+        if self.drafter is not None:
+            self.drafter.sampled(self.rows, targets, offset, sampled.token, self.version)
+        self._end_segments(targets, ends, sampled, texts)
+
+    def _propose(self, slots: Array, others: int, room: int) -> tuple[Array, Array]:
+        assert self.drafter is not None
+        counts, tokens = self.drafter.propose(self.rows, slots, others, room)
+        return fit(self.rows, self.stops, slots, counts, tokens, room) if len(tokens) else (counts, tokens)
+
+    def _rewind_rejected(self, slots: Array, queried: Array) -> None:
+        """Forget the keys of drafted tokens behind those that were sampled: ``slots`` has one entry a sample, and
+        ``queried`` counts each slot's queries."""
+        sampled = np.bincount(slots, minlength=len(queried))
+        some = np.flatnonzero((sampled > 0) & (sampled < queried))
+        self.tree.truncate(self.rows.kv_node[some], self.rows.position[some] + sampled[some])
 
     def _give_up(self, step: Step | None, error: BaseException) -> None:
         """A step has failed as a whole: its requests fail, and no key is left that it may not have computed."""
@@ -232,31 +276,36 @@ class NativeLoop(Steering):
             self.rows.remove(slot)
         return children
 
-    def _end_segments(self, slots: Array, token: Array) -> None:
+    def _ends(self, slots: Array, offset: Array, token: Array) -> tuple[Array, dict[int, str]]:
+        """What each sample ends where it is the last of its branch [E] int8, and the texts that did so by slot."""
         rows = self.rows
-        failed = token < 0  # the logits were not finite; only this branch is lost
         ends = self.stops.tokens(rows.stop_table[slots], token)
-        ends[failed] = END_RESPONSE
+        ends[(ends == GO_ON) & (rows.length[slots] + offset + 1 >= rows.segment_end[slots])] = END_SEGMENT
+        ends[token < 0] = END_RESPONSE  # the logits were not finite; only this branch is lost
         texts: dict[int, str] = {}
         for i in np.flatnonzero(rows.stops_at_text[slots]).tolist():
-            branch = rows.branch[slots[i]]
-            if branch is None:  # its request has failed
-                continue
-            with self._alone(branch.request):
-                if (hit := self.stops.text(rows, branch)) is not None:
-                    what, texts[i] = hit
-                    ends[i] = max(ends[i], what)
-        full = rows.length[slots] >= rows.segment_end[slots]
+            branch, begin = rows.branch[slots[i]], i - int(offset[i])
+            if branch is not None and token[i] >= 0 and not (ends[begin:i] != GO_ON).any():
+                with self._alone(branch.request):
+                    if (hit := self.stops.text(rows, branch, token[begin : i + 1])) is not None:
+                        what, texts[branch.slot] = hit
+                        ends[i] = max(ends[i], what)
+        if rows.stops_at_text[slots].any():  # a tokenizer that fails ends the request, its other branches too
+            ends[[rows.branch[slot] is None for slot in slots.tolist()]] = LOST
+        return ends, texts
+
+    def _end_segments(self, slots: Array, ends: Array, sampled: Sampled, texts: dict[int, str]) -> None:
+        rows = self.rows
         ended = []
-        for i in np.flatnonzero((ends > 0) | full).tolist():
+        for i in np.flatnonzero(ends != GO_ON).tolist():
             branch, slot = rows.branch[slots[i]], int(slots[i])
             if branch is None:
                 continue
             with self._alone(branch.request):
                 status = None
-                if failed[i]:
+                if sampled.token[i] < 0:
                     status = LeafStatus.FAILED
-                    self._name_failure(branch)
+                    self._name_failure(branch, None if sampled.why is None else sampled.why[i])
                 elif ends[i] == END_RESPONSE:
                     status = LeafStatus.STOP
                 elif rows.length[slot] >= rows.limit[slot]:
@@ -264,19 +313,17 @@ class NativeLoop(Steering):
                 rows.running[slot] = False
                 records = rows.sampled(slot)
                 segment = records[len(records) - int(rows.segment_tokens[slot]) :]
-                ended.append(self._end_segment(branch, segment, status, texts.get(i)))
+                ended.append(self._end_segment(branch, segment, status, texts.get(slot)))
         self._report(ended)
 
     @staticmethod
-    def _name_failure(branch: Branch) -> None:
+    def _name_failure(branch: Branch, why: str | None) -> None:
         """Why a branch has no token to take."""
-        request = branch.request
-        known = next((why for key, why in request.errors.items() if branch.id[: len(key)] == key), None)
-        if known is None:
-            known = "the model's logits were not finite"
-            if request.params.constrained:
-                known += ", or every token was forbidden"
-        request.errors[branch.id] = known
+        if why is None:
+            why = "the model's logits were not finite"
+            if branch.request.params.constrained:
+                why += ", or every token was forbidden"
+        branch.request.errors[branch.id] = why
 
     # -- what programs ask for --------------------------------------------------------------------------------------
 

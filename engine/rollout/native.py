@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..integrations import transformers as integration
 from .branch import Request
+from .drafter import HistoryDrafter
 from .engine import RolloutEngine
 from .kv_cache import KvCache
 from .loop import NativeLoop
@@ -46,13 +47,18 @@ class EngineConfig:
     """On a CUDA device, replay steps that only decode."""
     compile: bool = False
     """Let torch.compile fuse what lies between the matrix products; the first steps wait for it."""
+    draft_tokens: int = 0
+    """Tokens of text kept to draft from, 28 bytes each, so that a branch samples several tokens a step. What it samples
+    is the same. 0 drafts nothing."""
+    draft_age: int = 8
+    """Versions of the policy after which a text is forgotten."""
     debug: bool = False
     """Check the KV tree after every step, and every layer's attention against the reference; slow."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
             check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
-        for name in ("kv_tokens", "host_kv_tokens"):  # slots are int32
+        for name in ("kv_tokens", "host_kv_tokens", "draft_tokens", "draft_age"):  # slots are int32
             check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
@@ -102,6 +108,9 @@ class NativeEngine(RolloutEngine):
             Stops(model, tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
+            drafter=HistoryDrafter(self.config.draft_tokens, self.config.draft_age)
+            if self.config.draft_tokens
+            else None,
         )
         self._adapters: list[str] = []
         self._adapter = 0

@@ -23,6 +23,7 @@ class Sampled(NamedTuple):
     top_logprob: Array | None = None  # [E, K] float32
     top_raw: Array | None = None  # [E, K] float32
     kept: Array | None = None  # [E] object: the ids it was drawn from, int32, where they are asked for
+    why: Array | None = None  # [E] object: the reason of a failure, where it is known
 
     def only(self, some: Array) -> Sampled:  # [E] bool
         if some.all():
@@ -105,13 +106,14 @@ class RowTable:
         self.segment_end[slot] = segment_end
         self.segment_tokens[slot] = 0
 
-    def push(self, slots: Array, sampled: Sampled, version: int) -> None:
-        """One more sampled token for each slot; ``slots`` [E] int64 are distinct. Failed samples change nothing."""
+    def push(self, slots: Array, offset: Array, sampled: Sampled, version: int) -> None:
+        """More sampled tokens of each slot: ``slots`` [E] int64, and which of its slot's tokens each one is, in order.
+        Failed samples change nothing."""
         if (sampled.token < 0).any():
             whole = sampled.token >= 0
-            slots, sampled = slots[whole], sampled.only(whole)
-        fill = self.fill[slots]
-        if fill.max(initial=0) >= self.records.shape[1]:
+            slots, offset, sampled = slots[whole], offset[whole], sampled.only(whole)
+        fill, more = self.fill[slots] + offset, offset + 1
+        while fill.max(initial=0) >= self.records.shape[1]:
             self._grow_width()
         records = self.records
         records["token"][slots, fill] = sampled.token
@@ -131,11 +133,9 @@ class RowTable:
                 assert branch is not None
                 branch.request.kept.append(sampled.kept[i])
                 records["kept"][slots[i], fill[i]] = len(branch.request.kept)
-        self.fill[slots] = fill + 1
-        self.position[slots] += 1
-        self.length[slots] += 1
+        for column in (self.fill, self.position, self.length, self.segment_tokens):
+            column[slots] = column[slots] + more  # of a slot's tokens the last one is written
         self.last_token[slots] = sampled.token
-        self.segment_tokens[slots] += 1
 
     def sampled(self, slot: int) -> Array:  # [fill] records
         """A copy of what was sampled since the node began, with as many likely tokens as were asked for."""

@@ -45,12 +45,13 @@ class Runner:
         compiled: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
+        self._model = model
         self._decoder = model.get_decoder()
-        self._head = head(model)
-        self._device = self._head.weight.device
+        weight = head(model).weight
+        self._device = weight.device
         self._cache = cache
         self._use_adapter = use_adapter
-        self.vocabulary = len(self._head.weight)
+        self.vocabulary = len(weight)
         self._compiled = torch.compile(self._decode, dynamic=True) if compiled else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
@@ -67,9 +68,10 @@ class Runner:
         """
         self._use_adapter(step.adapter)
         slots = np.repeat(step.sample_slots, samples)
+        offset = np.repeat(step.sample_offset, samples)
         only_decodes = len(step.sample_rows) == len(step.input_ids) == len(slots)
         if self.graphs is not None and self._cache.ready and only_decodes:  # pages are made outside of a graph
-            return self._sample(self.graphs.logits(step), rows, slots, seeds)
+            return self._sample(self.graphs.logits(step), rows, slots, seeds, offset, step.input_ids)
         hidden = self._hidden(step)
         if len(step.sample_rows) == 0:
             empty = np.zeros(0, np.float32)
@@ -77,7 +79,7 @@ class Runner:
         logits = self.logits(hidden.index_select(0, self._to_device(step.sample_rows)))
         if len(slots) > len(samples):
             logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
-        return self._sample(logits, rows, slots, seeds)
+        return self._sample(logits, rows, slots, seeds, offset, np.repeat(step.input_ids[step.sample_rows], samples))
 
     def forget_graphs(self) -> None:
         """The weights or the pages have moved."""
@@ -111,12 +113,20 @@ class Runner:
     def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
         return self.logits((self._compiled or self._decode)(input_ids, position_ids))
 
-    def _sample(self, logits: Tensor, rows: RowTable, slots: Array, seeds: Array) -> Sampled:
+    def _sample(
+        self,
+        logits: Tensor,  # [E, V] fp32
+        rows: RowTable,
+        slots: Array,  # [E] int64
+        seeds: Array,  # [E] int64
+        offset: Array,  # [E] int64, see Step.sample_offset
+        token: Array,  # [E] int64, behind which each is sampled
+    ) -> Sampled:
         constrained = np.flatnonzero(rows.constrained[slots])
-        free = logits
+        free, why = logits, None
         if len(constrained):
-            logits = logits.clone()
-            self._constrain(logits, rows, slots, constrained)
+            logits, why = logits.clone(), np.full(len(slots), None)
+            self._constrain(logits, rows, slots, offset, token, constrained, why)
 
         def column(values: Array, off: float) -> Tensor | None:
             values = values[slots]
@@ -130,7 +140,7 @@ class Runner:
             top_p=column(rows.top_p, 1.0),
             min_p=column(rows.min_p, 0.0),
             seed=self._to_device(seeds),
-            step=self._to_device(rows.length[slots]),
+            step=self._to_device(rows.length[slots] + offset),
         )
         raw = out.raw_logprob
         if len(constrained):
@@ -152,24 +162,35 @@ class Runner:
             ):
                 kept[i] = of_row
         columns = (out.token.int().view(torch.float32), out.logprob, raw, out.entropy)
-        token, logprob, raw_logprob, entropy = torch.stack(columns).cpu().numpy()  # one copy, one wait
-        token = token.view(np.int32).astype(np.int64)
-        return Sampled(token, logprob, raw_logprob, entropy, top_id, top_logprob, top_raw, kept)
+        drawn, logprob, raw_logprob, entropy = torch.stack(columns).cpu().numpy()  # one copy, one wait
+        token = drawn.view(np.int32).astype(np.int64)
+        return Sampled(token, logprob, raw_logprob, entropy, top_id, top_logprob, top_raw, kept, why)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
-        weight, bias, softcap = self._head
+        weight, bias, softcap, lora = head(self._model)  # adapters come and go
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
-        Head(weight, None, None, torch.float32).logits(hidden, logits)
+        Head(weight, None, lora, torch.float32).logits(hidden, logits)
         if bias is not None:
             logits = logits + bias.float()
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return logits
 
-    def _constrain(self, logits: Tensor, rows: RowTable, slots: Array, constrained: Array) -> None:
-        """Add biases to the rows ``constrained`` of logits [S, V] fp32, in place; rows of equal parameters at once."""
+    def _constrain(
+        self,
+        logits: Tensor,  # [E, V] fp32
+        rows: RowTable,
+        slots: Array,  # [E] int64
+        offset: Array,  # [E] int64
+        token: Array,  # [E] int64
+        constrained: Array,  # of E
+        why: Array,  # [E] object
+    ) -> None:
+        """Add biases to the rows ``constrained`` of the logits, in place; rows of equal parameters at once. Where that
+        fails the logits become NaN, and ``why`` says the reason."""
         alike: dict[int, tuple[SamplingParams, list[int]]] = {}
+        mask = np.zeros(0, np.float32)  # of the row before
         for i in constrained.tolist():
             branch = rows.branch[slots[i]]
             assert branch is not None
@@ -177,24 +198,23 @@ class Runner:
             alike.setdefault(id(params), (params, []))[1].append(i)
             if params.prefix_allowed_tokens_fn is None:
                 continue
+            if offset[i] and not (len(mask) and mask[token[i]] == 0):
+                mask = mask[:0]  # nothing can come to stand behind a draft that the grammar forbids: it is not asked
+                continue
             try:
-                logits[i] += self._to_device(self._grammar_mask(branch, rows, int(slots[i])))
+                draft = token[i - offset[i] + 1 : i + 1] if offset[i] else token[:0]
+                mask = self._grammar_mask(branch, rows, int(slots[i]), draft)
+                logits[i] += self._to_device(mask)
             except (Exception, SystemExit) as error:  # a grammar of the user's: only the branch fails
-                self._fail_row(rows, int(slots[i]), f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}")
+                why[i], mask = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}", mask[:0]
                 logits[i] = torch.nan
         for params, some in alike.values():
             try:
                 logits[self._to_device(np.array(some))] += self._bias(params)
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # they were changed after the check
                 for i in some:
-                    self._fail_row(rows, int(slots[i]), f"its biases: {type(error).__name__}: {error}")
+                    why[i] = f"its biases: {type(error).__name__}: {error}"
                     logits[i] = torch.nan
-
-    @staticmethod
-    def _fail_row(rows: RowTable, slot: int, why: str) -> None:
-        branch = rows.branch[slot]
-        assert branch is not None
-        branch.request.errors[branch.id] = why
 
     def _bias(self, params: SamplingParams) -> Tensor:  # [V] float32
         if id(params) not in self._biases:
@@ -203,13 +223,14 @@ class Runner:
             self._biases[id(params)] = params, self._to_device(self._fixed_bias(params))
         return self._biases[id(params)][1]
 
-    def _grammar_mask(self, branch: Branch, rows: RowTable, slot: int) -> Array:  # [V] float32
+    def _grammar_mask(self, branch: Branch, rows: RowTable, slot: int, draft: Array) -> Array:  # [V] float32
         allowed_after = branch.request.params.prefix_allowed_tokens_fn
         assert allowed_after is not None
         above = branch.node if branch.node.sealed else branch.node.parent
         path = above.column("token") if above else np.zeros(0, np.int32)
         fill = 0 if branch.node.sealed else int(rows.fill[slot])
-        response = np.concatenate([path, rows.records["token"][slot, :fill]])[len(branch.request.prompt) :]
+        sampled = rows.records["token"][slot, :fill]
+        response = np.concatenate([path, sampled, draft.astype(np.int32)])[len(branch.request.prompt) :]
         mask = np.full(self.vocabulary, -np.inf, np.float32)
         allowed = np.asarray(allowed_after(response), np.int64)
         if len(allowed) and (allowed.min() < 0 or allowed.max() >= self.vocabulary):

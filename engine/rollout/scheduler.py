@@ -25,6 +25,7 @@ from .kv_cache import KvCache, KvExhaustedError
 from .rows import RowTable
 
 Array = npt.NDArray[Any]
+Propose = Callable[[Array, int, int], tuple[Array, Array]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Step:
     plan: tuple[Array, ...]  # see KvTree.plan
     sample_rows: Array  # [S] int64, rows whose logits are sampled
     sample_slots: Array  # [S] int64, their branches in the row table
+    sample_offset: Array  # [S] int64, drafted tokens between the branch's last one and the row
     adapter: int
     filled: list[Branch]  # whose missing keys it computes
 
@@ -104,8 +106,13 @@ class Scheduler:
         if branch in self.waiting:
             self.waiting.remove(branch)
 
-    def schedule(self, start: Callable[[Request], Branch | None]) -> Step | None:
-        """The next step; None where nothing can run. ``start`` makes a queued request's first branch, or fails it.
+    def schedule(self, start: Callable[[Request], Branch | None], propose: Propose | None = None) -> Step | None:
+        """The next step; None where nothing can run.
+
+        Args:
+            start: makes a queued request's first branch, or fails it.
+            propose: drafts for running branches, given their slots [R] int64, the other rows of the step and how many
+                there may be: the tokens' counts [R] int64, and the tokens one branch after the other.
 
         Raises:
             TooLargeError: not even one branch fits.
@@ -117,9 +124,10 @@ class Scheduler:
         while pages > self.cache.tree.free_pages:
             slots = self._reclaim(pages)
             pages = self._pages_for(slots)
-        fills = self._fill(pages, idle=not self.rows.running.any())
+        fills, pages = self._fill(pages, idle=not self.rows.running.any())
+        drafts = self._draft(slots, fills, pages, propose) if propose is not None and len(slots) else None
         self.cache.save_dropped()
-        return self._assemble(slots, fills) if len(slots) or fills else None
+        return self._assemble(slots, fills, drafts) if len(slots) or fills else None
 
     def preempt(self, branch: Branch) -> None:
         """Drop the keys that only ``branch`` has; it waits until they are computed again."""
@@ -177,8 +185,9 @@ class Scheduler:
                 insort(self.waiting, branch, key=_order)
                 tips += request.forks
 
-    def _fill(self, taken: int, *, idle: bool) -> list[Fill]:
-        """Chunks of waiting branches, oldest first, beside ``taken`` pages and for the budget of tokens."""
+    def _fill(self, taken: int, *, idle: bool) -> tuple[list[Fill], int]:
+        """Chunks of waiting branches, oldest first, beside ``taken`` pages and for the budget of tokens; and the pages
+        that are taken then."""
         tree = self.cache.tree
         fills: list[Fill] = []
         planned: dict[int, int] = {}  # KvTree node -> keys that this step adds to it
@@ -213,7 +222,7 @@ class Scheduler:
                 self.waiting.remove(branch)
             if budget == 0:
                 break
-        return fills
+        return fills, taken
 
     def _restore(self, missing: list[Fill], planned: Mapping[int, int]) -> bool:
         """Bring back what the host has of missing keys; their pages are there. Whether it had any."""
@@ -256,17 +265,31 @@ class Scheduler:
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def _assemble(self, slots: Array, fills: list[Fill]) -> Step:
+    def _draft(self, slots: Array, fills: list[Fill], taken: int, propose: Propose) -> tuple[Array, Array] | None:
+        """Drafts of the running branches, where pages are left when all else has its own."""
+        others, tree = sum(fill.count for fill in fills), self.cache.tree
+        counts, tokens = propose(slots, others, self.max_batch_rows - len(slots))
+        if not len(tokens):
+            return None
+        nodes = self.rows.kv_node[slots]
+        needed = taken + tree.pages_needed(nodes, 1 + counts) - self._pages_for(slots)
+        return (counts, tokens) if tree.make_room(needed) >= needed else None
+
+    def _assemble(self, slots: Array, fills: list[Fill], drafts: tuple[Array, Array] | None) -> Step:
         """One item a running branch and a fill, put in depth-first order, then spelled out as rows."""
         rows, tree = self.rows, self.cache.tree
-        ones = np.ones(len(slots), np.int64)
-        node, count, appended, sampler = rows.kv_node[slots], ones, ones, slots
+        node, count, sampler = rows.kv_node[slots], np.ones(len(slots), np.int64), slots
         token, position = rows.last_token[slots], rows.position[slots]
-        tree.extend(node, token)
+        if drafts is not None:
+            count = 1 + drafts[0]
+            token = np.insert(drafts[1], np.cumsum(drafts[0]) - drafts[0], token)
+        appended = sampled = count
+        tree.extend(node, count, token)
         if fills:
             node = _extend(node, [fill.node for fill in fills])
             count = _extend(count, [fill.count for fill in fills])
             appended = _extend(appended, [0 if fill.keys_held else fill.count for fill in fills])
+            sampled = _extend(sampled, [int(fill.samples) for fill in fills])
             sampler = _extend(sampler, [fill.branch.slot if fill.samples else -1 for fill in fills])
             token = np.concatenate([token, *(tree.tokens(fill.node, fill.begin, fill.count) for fill in fills)])
             position = _extend(position, [tree.position(fill.node) + fill.begin for fill in fills])
@@ -274,8 +297,8 @@ class Scheduler:
         begin = np.cumsum(count) - count
         order = tree.depth_first(node)
         node, count, appended, sampler = node[order], count[order], appended[order], sampler[order]
-        end = np.cumsum(count)
-        if fills:
+        end, sampled = np.cumsum(count), sampled[order]
+        if fills or drafts is not None:
             within = np.arange(end[-1]) - np.repeat(end - count, count)
             input_ids = token[np.repeat(begin[order], count) + within].astype(np.int64)
             position_ids = np.repeat(position[order], count) + within
@@ -287,10 +310,18 @@ class Scheduler:
         if not writes.all():
             kv_slots, new = np.full(end[-1], self.cache.spare_slot, np.int64), kv_slots
             kv_slots[np.repeat(writes, count)] = new
-        samples = sampler >= 0
-        plan = tree.plan(node, count)
-        filled = [fill.branch for fill in fills]
-        return Step(input_ids, position_ids, kv_slots, plan, end[samples] - 1, sampler[samples], self._adapter, filled)
+        offset = np.arange(sampled.sum()) - np.repeat(np.cumsum(sampled) - sampled, sampled)
+        return Step(
+            input_ids,
+            position_ids,
+            kv_slots,
+            plan=tree.plan(node, count),
+            sample_rows=np.repeat(end - sampled, sampled) + offset,
+            sample_slots=np.repeat(sampler, sampled),
+            sample_offset=offset,
+            adapter=self._adapter,
+            filled=[fill.branch for fill in fills],
+        )
 
 
 def _extend(values: Array, more: list[int]) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +34,8 @@ class Steering(ABC):
     Attributes:
         version: of the policy, written to every token sampled.
         requests: started and not done.
-        counts: steps, failed_steps, sampled_tokens, forks, rewinds, pruned, failed_calls, appends_too_long;
+        counts: steps, failed_steps, sampled_tokens, drafted_tokens and accepted_tokens (both of the native loop alone),
+            forks, rewinds, pruned, failed_calls, appends_too_long;
             ``row_steps`` (branches that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches
             that did not).
     """
@@ -135,8 +136,8 @@ class Steering(ABC):
 
     def children(self, parent: Branch, n: int) -> list[Branch]:
         """The branches that take the place of ``parent``, whose node is sealed; a single one stays the same branch."""
-        start = parent.node.start + len(parent.node.records)
-        if n == 1 and parent.node.parent is not None:
+        start, ids = parent.node.start + len(parent.node.records), self.child_ids(parent, n)
+        if ids == [parent.id]:
             child = Branch(
                 parent.request, parent.id, Node(parent.node, start), parent.seed, parent.order, parent.boundaries
             )
@@ -147,7 +148,7 @@ class Steering(ABC):
         return [
             Branch(
                 parent.request,
-                (*parent.id, i),
+                ids[i],
                 Node(parent.node, start),
                 seeds[i],
                 parent.request.next_order(),
@@ -238,14 +239,20 @@ class Steering(ABC):
             self._fail(request, RuntimeError(f"{_name(request)} called sys.exit({error.code!r})."))
 
     def _act(self, request: Request, actions: Iterable[Action]) -> None:
-        for action in actions:
+        answers, made = iter(actions), None
+        while True:
+            try:  # a generator is told what became of each action
+                action = answers.send(made) if isinstance(answers, Generator) else next(answers)
+            except StopIteration:
+                break
+            made = None
             match action:
                 case Fork(key, n, append, tokens) if n >= 1 or append:
-                    self._go_on(self._resting(request, key), n, append, tokens)
+                    made = self._go_on(self._resting(request, key), n, append, tokens)
                 case Finish(key, status):
                     self._finish(self._resting(request, key), status)
                 case Rewind(key, length, n, append, tokens) if n >= 1 or append:
-                    self._go_on(self._rewind(request, key, length), n, append, tokens)
+                    made = self._go_on(self._rewind(request, key, length), n, append, tokens)
                 case Prune(key):
                     self._prune(request, key)
                 case Call(key, function, arguments) if key in request.resting or key in request.leaves:
@@ -263,20 +270,27 @@ class Steering(ABC):
                 "nothing sampling; answer each full segment with Fork or Finish."
             )
 
-    def _go_on(self, branch: Branch, n: int, append: Given | None, segment_tokens: int | None) -> None:
+    def _go_on(self, branch: Branch, n: int, append: Given | None, segment_tokens: int | None) -> list[BranchId]:
+        """Let a resting branch go on as ``n``; the ids of these."""
         request = branch.request
         if append is not None and len(append.token_ids):
             if self._length(branch) + len(append.token_ids) + (n > 0) > request.params.max_new_tokens:
                 self.counts["appends_too_long"] += 1
                 self._finish(branch, LeafStatus.LENGTH)  # no room to sample behind it
-                return
+                return []
             self._give(branch, append)
         if n == 0:
             self._finish(branch, LeafStatus.STOP)
-            return
+            return []
         request.sampling[branch.id] = request.resting.pop(branch.id)
         tokens = request.program.segment_tokens if segment_tokens is None else segment_tokens
         self._sample(branch, n, self.segment_end(request, self._length(branch), tokens))
+        return self.child_ids(branch, n)
+
+    @staticmethod
+    def child_ids(parent: Branch, n: int) -> list[BranchId]:
+        """Of the branches that take the place of ``parent``."""
+        return [parent.id] if n == 1 and parent.node.parent is not None else [(*parent.id, i) for i in range(n)]
 
     def _give(self, branch: Branch, append: Given) -> None:
         """Put tokens behind a resting branch, in a node of their own."""

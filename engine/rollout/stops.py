@@ -59,21 +59,22 @@ class Stops:
     def tokens(self, tables: Array, token: Array) -> Array:  # [E] int64, [E] int64 -> [E] int8
         return self._tables[tables, token]
 
-    def text(self, rows: RowTable, branch: Branch) -> tuple[int, str] | None:
-        """What a response has just come to hold: what ends, and the text."""
+    def text(self, rows: RowTable, branch: Branch, new: Array) -> tuple[int, str] | None:
+        """What a response comes to hold with the last of its tokens ``new`` [n]: what ends, and the text."""
         slot, request = branch.slot, branch.request
         # a text that ended an earlier segment is behind the response, but does not end another segment
-        hit = self._found(rows, slot, request.program.segment_stop, int(rows.segment_tokens[slot]))
+        hit = self._found(rows, slot, request.program.segment_stop, int(rows.segment_tokens[slot]), new)
         if hit is not None:
             return END_SEGMENT, hit
-        hit = self._found(rows, slot, request.params.stop, int(rows.length[slot]))
+        hit = self._found(rows, slot, request.params.stop, int(rows.length[slot]), new)
         return None if hit is None else (END_RESPONSE, hit)
 
-    def _found(self, rows: RowTable, slot: int, stops: Sequence[str], most: int) -> str | None:
+    def _found(self, rows: RowTable, slot: int, stops: Sequence[str], before: int, new: Array) -> str | None:
         if not stops or self._tokenizer is None:
             return None
         # A token is at least a byte of the text; the tail may begin within a character, which then does not decode.
-        tail = _last_sampled(rows, slot, min(most, max(len(text.encode()) for text in stops) + 4))
+        longest = max(len(text.encode()) for text in stops) + 4
+        tail = np.concatenate([_last_sampled(rows, slot, min(before, max(longest - len(new), 0))), new[-longest:]])
         text = self._tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return next((stop for stop in stops if stop in text), None)
 

@@ -1,7 +1,7 @@
 """Where problems come from: reasoning_gym generators and files of prompts."""
 
-from .files import read_problems
+from .files import problem_of, read_problems
 from .gym import GymProblems
 from .problem import Problem
 
-__all__ = ["GymProblems", "Problem", "read_problems"]
+__all__ = ["GymProblems", "Problem", "problem_of", "read_problems"]

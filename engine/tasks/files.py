@@ -32,22 +32,47 @@ def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list
         raise UserError(f"The prompts file '{path}' ({key}) is neither .parquet nor .jsonl; convert it to one of them.")
     if not rows:
         raise UserError(f"The prompts file '{path}' ({key}) has no rows.")
-    problems = []
-    for number, row in enumerate(rows):
-        for option, column in (("data.prompt_key", prompt_key), ("data.answer_key", answer_key)):
-            if column not in row:
-                raise UserError(
-                    f"Row {number} of '{path}' has no column '{column}' ({option}); it has {', '.join(sorted(row))}."
-                )
-        text = row[prompt_key]
-        if not isinstance(text, str) or not text.strip():
-            raise UserError(f"Row {number} of '{path}' has no text in column '{prompt_key}' (data.prompt_key).")
-        if any("\ud800" <= c <= "\udfff" for c in text):
+    return [problem_of(row, f"'{path}'", file.stem, number, prompt_key, answer_key) for number, row in enumerate(rows)]
+
+
+def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_key: str, answer_key: str) -> Problem:
+    """A row of ``where`` as a problem.
+
+    Raises:
+        UserError: it lacks a column, or its prompt is no text.
+    """
+    for option, column in (("data.prompt_key", prompt_key), ("data.answer_key", answer_key)):
+        if column not in row:
             raise UserError(
-                f"Row {number} of '{path}' holds half a character (a lone surrogate) in column '{prompt_key}'; mend it."
+                f"Row {number} of {where} has no column '{column}' ({option}); it has {', '.join(sorted(row))}."
             )
-        problems.append(Problem(f"{file.stem}/{number}", file.stem, text, row | {"answer": row[answer_key]}))
-    return problems
+    text, messages = row[prompt_key], tuple[dict[str, str], ...]()
+    if isinstance(text, list):
+        messages = _messages(text, f"Row {number} of {where}", prompt_key)
+        text = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"Row {number} of {where} has no text in column '{prompt_key}' (data.prompt_key).")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise UserError(
+            f"Row {number} of {where} holds half a character (a lone surrogate) in column '{prompt_key}'; mend it."
+        )
+    return Problem(f"{task}/{number}", task, text, row | {"answer": row[answer_key]}, messages)
+
+
+def _messages(found: list[Any], where: str, prompt_key: str) -> tuple[dict[str, str], ...]:
+    """The messages of a conversation, roles and contents alone."""
+    for m in found:
+        if not isinstance(m, dict) or not all(isinstance(m.get(key), str) for key in ("role", "content")):
+            raise UserError(
+                f"{where} holds in column '{prompt_key}' (data.prompt_key) a list that is no conversation; each "
+                "message needs texts 'role' and 'content'."
+            )
+    if not found or found[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where} holds in column '{prompt_key}' (data.prompt_key) a conversation in which it is not the model's "
+            "turn; end it with a message of another role than 'assistant'."
+        )
+    return tuple({"role": m["role"], "content": m["content"]} for m in found)
 
 
 def _parquet(file: Path, key: str) -> list[dict[str, Any]]:

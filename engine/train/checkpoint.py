@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import RunError, UserError
 from ..settings import Section, TrainConfig
 
-FORMAT = 2
+FORMAT = 3
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 
 FREE_TO_CHANGE = (

@@ -51,7 +51,8 @@ class Critic:
         """One update towards ``value_target``, a mean over the logical tokens in the loss."""
         normalizer = float(sum(batch.loss_tokens for batch in batches))
 
-        def compute(batch: TreeBatch, share: float) -> TermsLossOutput:
+        def compute(waiting: TreeBatch, share: float) -> TermsLossOutput:
+            batch = waiting.to(self.model.device)
             assert batch.path_target is not None
             value, at = self._values(batch), batch.path_target
             out = value_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,12 +13,13 @@ from transformers import PreTrainedModel
 from rolltree.kernels import TermsLossOutput
 
 from ..data.batch import TreeBatch
+from ..data.device import fetch, to_device
 from ..errors import RunError, UserError
-from ..model.loss import backward
+from ..model.loss import backward, with_plan
 from ..settings import TrainerConfig
 from .terms import LossTerm
 
-Metrics = dict[str, tuple[float | Tensor, float | Tensor]]
+Metrics = dict[str, tuple[float, float]]
 """``{name: (sum, count)}``, to be added up and divided once."""
 
 
@@ -42,6 +44,7 @@ class Trainer:
         self.lr_scale = 1.0  # multiplies the learning rate: for schedules
         self.updates = 0  # optimiser steps taken
         self.bad_steps = 0  # non-finite ones since the last good one
+        self._gradient_share = 1.0  # of the rows that the last step computed, for the next plan
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for _, p in self._named]
         self._device = self._masters[0].device
@@ -60,7 +63,7 @@ class Trainer:
         """Forward and backward of every batch, then one update; a non-finite loss or gradient skips the update.
 
         Args:
-            batches: on any device; each is moved to the model's for its turn.
+            batches: in the host's memory; each is planned there and moved to the model's device for its turn.
             terms: the summands of the loss, with the normaliser and the weight each has in this update.
             on_policy: the weights are those that sampled, so the ratio is 1 and no old log-probs are needed; otherwise
                 they are the sampler's.
@@ -70,39 +73,53 @@ class Trainer:
             RunError: `max_bad_steps` updates in a row were not finite.
         """
 
-        def compute(batch: TreeBatch, share: float) -> TermsLossOutput:
-            on_batch = [t.term.on(batch, t.normalizer, on_policy, t.weight) for t in terms]
+        flop: list[float] = []
+
+        def compute(waiting: TreeBatch, share: float) -> TermsLossOutput:
+            on_batch = [t.term.on(waiting, t.normalizer, on_policy, t.weight) for t in terms]
+            planned = with_plan(self.model, waiting, on_batch, gradient_share=self._gradient_share)
+            plans = [planned.plan, *(piece.plan for piece in planned.pieces)]
+            flop.extend(plan.flop() for plan in plans if plan is not None)
             return backward(
                 self.model,
-                batch,
-                on_batch,
+                planned.to(self._device),
+                to_device(on_batch, self._device),
                 temperature=temperature,
                 router_share=share,
                 after_each=self._gather_gradients,
             )
 
-        return self.update(batches, compute)
+        metrics = self.update(batches, compute)
+        if len(terms) == 1 and "actor/pg_clipfrac" in metrics and self._device.type == "cpu":
+            clipped, computed = metrics["actor/pg_clipfrac"][0], metrics["actor/ppo_kl"][1]
+            self._gradient_share = 1 - clipped / max(computed, clipped, 1)
+        metrics["perf/head_tflop"] = (sum(flop) / 1e12, 1)
+        return metrics
 
     def update(self, batches: Sequence[TreeBatch], compute: Callable[[TreeBatch, float], TermsLossOutput]) -> Metrics:
         """One optimiser step on the gradients that ``compute`` leaves, called with each batch and its share of tokens.
+
+        The host waits for the device once, when it fetches the metrics.
 
         Raises:
             RunError: `max_bad_steps` updates in a row were not finite.
         """
         self.model.train()
-        metrics: Metrics = {}
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
         for waiting, held in zip(batches, tokens, strict=True):
-            out = compute(waiting.to(self._device), held / sum(tokens))
+            out = compute(waiting, held / sum(tokens))
             self._gather_gradients()
             total += out.loss
             for name, (value, count) in out.metrics.items():
-                before = metrics.get(name, (0.0, 0.0))
-                metrics[name] = (before[0] + value, before[1] + count)
+                before = sums.get(name)
+                sums[name] = (value, count) if before is None else (before[0] + value, before[1] + count)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
         lr = self._lr()
-        applied = bool(torch.isfinite(norm) & torch.isfinite(total))  # the step's one host synchronisation
+        found, length, *numbers = fetch([total, norm, *(v for pair in sums.values() for v in pair)])
+        metrics: Metrics = dict(zip(sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+        applied = math.isfinite(found) and math.isfinite(length)
         if applied:
             self._update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -112,11 +129,11 @@ class Trainer:
                 f"The loss or its gradient was not finite in {self.bad_steps} updates in a row "
                 "(trainer.max_bad_steps); lower trainer.lr or look into the last rollouts."
             )
-        metrics["actor/loss"] = (total, 1)
+        metrics["actor/loss"] = (found, 1)
         metrics["actor/skipped_updates"] = (0.0 if applied else 1.0, 1)
         metrics["actor/lr"] = (lr, 1)
         if applied:
-            metrics["actor/grad_norm"] = (norm.detach(), 1)
+            metrics["actor/grad_norm"] = (length, 1)
         return metrics
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:

@@ -57,11 +57,10 @@ def linear_policy_loss(
             target is computed.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit, or the plan is of another batch; the message names
-            which.
+        ValueError: shapes, dtypes, devices or options do not fit, or the plan is of another batch or another mask (a
+            mask on a GPU: a device-side assertion); the message names which.
         IndexError: a target or row is out of range (CPU only; on a GPU a wrong row stops the program).
-        RuntimeError: a second backward of gradients made in the forward; or the plan is of another mask (on a GPU: a
-            device-side assertion).
+        RuntimeError: a second backward of gradients made in the forward.
     """
     out = linear_terms_loss(
         hidden, weight, target, [Term(fields, objective, normalizer)], row=row, bias=bias, temperature=temperature,
@@ -166,6 +165,11 @@ def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperat
     """The terms with their aggregation folded in."""
     if not isinstance(terms, list | tuple) or not all(isinstance(t, Term | LogprobTerm) for t in terms):
         call.wrong_type("terms", "a list of Term and LogprobTerm", terms)
+    for t in terms:
+        if not isinstance(t.name, str):
+            call.wrong_type("the name of a term", "a text", t.name)
+        if isinstance(t, LogprobTerm) and not callable(t.loss):
+            call.wrong_type(f"the loss of term '{t.name}'", "a function of log-probs", t.loss)
     names = [t.name for t in terms]
     if not terms or len(set(names)) < len(names):
         raise ValueError(f"linear_policy_loss: terms must have names of their own, at least one, got {names}.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..linear_logprob import linear_logprob
-from ..policy_loss.api import Metrics, finish, policy_loss_op
+from ..policy_loss.api import Metrics, PolicyLossOutput, finish, policy_loss_op
 from .terms import AnyTerm, Term, TermsLossOutput, named
 
 
@@ -53,6 +53,11 @@ def composed(
             value = finish(total, sums, t.normalizer, t.fields, t.objective, has_entropy=True)
         else:
             value = t.loss(logprob)
+            if not isinstance(value, PolicyLossOutput) or value.loss.shape != ():
+                raise TypeError(
+                    f"linear_policy_loss: the loss of term '{t.name}' must return a PolicyLossOutput whose loss is a "
+                    f"single number, got a {type(value).__name__}."
+                )
         losses[t.name] = value.loss.detach()
         metrics |= named(value.metrics, t.name)
         weighted = value.loss if t.weight == 1 else value.loss * t.weight

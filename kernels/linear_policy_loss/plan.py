@@ -116,8 +116,8 @@ class HeadPlan:
         """Refuse another batch. Sizes are compared on the host, targets and paths where they are: nothing waits.
 
         Raises:
-            ValueError: another number of rows or targets, or another head.
-            RuntimeError: other targets can learn, or they lie in other rows or paths; on a GPU a device-side assertion.
+            ValueError: another number of rows or targets, another head, other targets that can learn, or other rows or
+                paths of them (these on a GPU: a device-side assertion).
         """
         N, M = len(hidden), len(live(terms[0]))
         if self.given != (N, M) or self.head != tuple(weight.shape):
@@ -126,9 +126,9 @@ class HeadPlan:
                 f"{list(self.head)}; here are {N}, {M} and {list(weight.shape)}: plan this batch."
             )
         if self.batch is not None:
-            torch._assert_async(
+            Arguments("linear_policy_loss", "hidden", hidden).holds(
                 fingerprint(terms, row) == self.batch,
-                "linear_policy_loss: the plan is of other masks, advantages, rows or paths: plan this batch.",
+                "the plan is of other masks, advantages, rows or paths: plan this batch",
             )
 
     def explain(self) -> str:

@@ -73,7 +73,11 @@ def common_normalizer(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tens
     """
 
     def tensor(x: float | Tensor) -> Tensor:
-        return x.to(like) if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+        return (
+            x.to(like, non_blocking=True)
+            if isinstance(x, Tensor)
+            else torch.full((), x, dtype=like.dtype, device=like.device)
+        )
 
     each = torch.stack([tensor(t.normalizer) / t.weight for t in terms])
     counts = each.isfinite()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..checks import shown
 from .runs import RunSum
 from .surrogates import SURROGATES, Surrogate
 
@@ -114,9 +115,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         for name in ("vespo_pos", "vespo_neg", "needs"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        object.__setattr__(self, "encoded", json.dumps(named))
+            value = getattr(self, name)
+            _require(isinstance(value, list | tuple), f"{name} must be a tuple, got {shown(value)}")
+            object.__setattr__(self, name, tuple(value))
         for name, names in (
             ("surrogate", (*SURROGATES, *ELEMENTWISE)), ("ratio_level", get_args(RatioLevel)),
             ("ratio_base", get_args(RatioBase)),
@@ -126,8 +127,22 @@ class Objective:
             _one_of(name, getattr(self, name), names)
         self._check_numbers()
         self._check_combinations()
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "encoded", json.dumps(named))
 
     def _check_numbers(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name, None)
+            if isinstance(f.default, bool):
+                _require(isinstance(value, bool), f"{f.name} must be True or False, got {shown(value)}")
+            elif isinstance(f.default, float) or (f.name in ("clip_ratio_c", "off_policy_delta") and value is not None):
+                _require(_is_number(value), f"{f.name} must be a number that is finite in fp32, got {shown(value)}")
+        for name in ("vespo_pos", "vespo_neg"):
+            pair = getattr(self, name)
+            _require(
+                len(pair) == 2 and all(map(_is_number, pair)),
+                f"{name} must be two numbers that are finite in fp32, got {', '.join(map(shown, pair))}",
+            )
         _require(0 <= self.eps_low <= 1, f"eps_low must be in [0, 1], got {self.eps_low}")
         _require(self.eps_high >= 0, f"eps_high must not be negative, got {self.eps_high}")
         _require(
@@ -267,6 +282,12 @@ class Objective:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(f"Objective: {message}.")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= torch.finfo(torch.float32).max
 
 
 def _one_of(field: str, value: str, known: tuple[str, ...]) -> None:

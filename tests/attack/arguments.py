@@ -153,7 +153,8 @@ def odd(data: st.DataObject, kind: Kind, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = value.to(data.draw(st.sampled_from(kind.dtypes(value)), label="dtype"))
-    layouts = {"any": ("strided", "transposed", "inside", "as it is"), "last": ("rows apart", "inside", "as it is"),
+    anywhere = ("inside", "of one row", "as it is")
+    layouts = {"any": ("strided", "transposed", "rows apart", "expanded", *anywhere), "last": ("rows apart", *anywhere),
                "contiguous": ("as it is",)}[kind.layout]  # fmt: skip
     return relaid(value, data.draw(st.sampled_from(layouts), label="layout"))
 
@@ -161,6 +162,14 @@ def odd(data: st.DataObject, kind: Kind, value: Any) -> Any:
 def relaid(t: Tensor, layout: str) -> Tensor:
     if layout == "transposed" and t.dim() > 1:
         return t.mT.contiguous().mT
+    if layout == "expanded":  # where one value stands for many
+        for dim, n in enumerate(t.shape):
+            if n > 1 and bool((t == t.narrow(dim, 0, 1)).all()):
+                t = t.narrow(dim, 0, 1).expand(t.shape)
+        return t
+    if layout == "of one row" and 1 in t.shape and t.numel():  # whose stride says nothing
+        dense = t.contiguous()
+        return dense.as_strided(t.shape, [7 if n == 1 else s for n, s in zip(t.shape, dense.stride(), strict=True)])
     if layout == "inside" and t.dim():
         return torch.cat([t.new_zeros(3, *t.shape[1:]), t, t.new_zeros(2, *t.shape[1:])])[3 : 3 + len(t)]
     if layout in ("strided", "rows apart") and t.dim():

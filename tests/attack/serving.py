@@ -21,8 +21,10 @@ from rolltree.engine.app.server import make_app
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 
 TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if c.function %}<tool_call>{{ c.function | tojson }}</tool_call>{% endif %}"
+    "{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

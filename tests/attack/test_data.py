@@ -32,6 +32,7 @@ BAD_NUMBERS: list[Any] = [math.inf, -math.inf, 1e39, "1", None, [0.5, 0.5], 1j]
 BAD_FLAGS: list[Any] = [[2], [0.5], "x", [None], [math.nan]]
 BAD_VERSIONS: list[Any] = [1.5, 2**31, "1", True, None, math.nan, [2**40]]
 BAD_STATUSES: list[Any] = [9, -1, "stop", 0.5, None, 300]
+NO_LISTS: list[Any] = [7, 0.5, "ab", b"ab", {}, {0: [1]}, {1, 2}, object(), iter([[1]]), np.array(3), torch.tensor(3)]
 BAD_SIZES: list[Any] = [0, -1, 2.5, math.nan, math.inf, True, "8", None]
 
 
@@ -146,8 +147,37 @@ BUILDERS = [
 ]  # fmt: skip
 
 
+LISTS = [
+    ("from_sequences", ("prompt", "responses", "advantages", "behaviour_logprobs", "loss_masks", "statuses")),
+    ("forest", ("prompts", "responses", "advantages", "behaviour_logprobs", "loss_masks", "statuses")),
+    ("from_nodes", ("parents", "segments", "leaf_nodes", "statuses")),
+    ("pack", ("trees",)),
+    ("distribute", ("trees",)),
+]
+
+
+@pytest.mark.parametrize(("of", "names"), LISTS, ids=[of for of, _ in LISTS])
+def test_what_is_no_list_is_refused(of: str, names: tuple[str, ...]) -> None:
+    """In place of a whole argument, not of an entry."""
+    builder = next(b for b in BUILDERS if b.name == of)
+    right = {
+        "prompt": [1], "prompts": [[1], [1]], "responses": [[2], [3]], "advantages": [0.5, 1.0], "max_tokens": 9,
+        "behaviour_logprobs": [[-1.0], [-2.0]], "loss_masks": [[True], [True]], "trees": [TREE], "ranks": 1,
+        "statuses": [LeafStatus.STOP] * 2, "parents": [-1, 0, 0], "leaf_nodes": [1, 2],
+        "segments": [Segment.prompt([1]), Segment.sampled([3], [-1.0]), Segment.sampled([4], [-1.0])],
+    }  # fmt: skip
+    call = TokenTree.forest if of == "forest" else builder.call
+    given: dict[str, Any] = {name: right[name] for name in (*names, *builder.wrong) if name in right}
+    if of == "forest":
+        given.pop("prompt", None)
+    call(**given)
+    for name in names:
+        for bad in NO_LISTS:
+            said = refusal(lambda: call(**given | {name: bad}))  # noqa: B023
+            assert name in said, (name, bad, said)
+
+
 @pytest.mark.parametrize("builder", BUILDERS, ids=[b.name for b in BUILDERS])
-@pytest.mark.timeout(60)
 def test_wrong_arguments_are_refused(builder: Builder, cases: int) -> None:
     mistakes = [(name, bad) for name, some in builder.mistakes.items() for bad in some]
 

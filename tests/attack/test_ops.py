@@ -6,6 +6,9 @@ new op or argument is attacked by a line here.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,15 +22,19 @@ from torch import Tensor
 from rolltree.kernels import (
     DecodePlan,
     HeadLora,
+    LogprobTerm,
     Objective,
     PathIndex,
     PolicyFields,
+    PolicyLossOutput,
+    Term,
     calm_tokens,
     entropy_quantile,
     gae,
     kept_tokens,
     linear_logprob,
     linear_policy_loss,
+    linear_terms_loss,
     logprob_from_logits,
     pair_loss,
     plan_policy_loss,
@@ -64,6 +71,9 @@ class Maker:
     def logprob(self, *shape: int) -> Tensor:
         return -torch.rand(shape, generator=self.random) * 3 - 0.1
 
+    def one_of(self, *values: Any) -> Any:
+        return values[self.size(0, len(values) - 1)]
+
     def edges(self, sequences: int, end: int) -> Tensor:
         inner = torch.randint(0, end + 1, (sequences - 1,), generator=self.random).sort().values
         return torch.cat([inner.new_zeros(1), inner, inner.new_tensor([end])])
@@ -76,6 +86,7 @@ class Op:
     name: str
     make: Callable[[Maker], tuple[Given, dict[str, Kind]]]
     run: Callable[..., list[Tensor]]
+    backends: tuple[str, ...] = ("",) * 7 + ("triton",)  # "": what runs here; Triton's interpreter takes its time
 
     def values(self, given: Given, kinds: dict[str, Kind]) -> list[Tensor]:
         """Results, and gradients to what has one."""
@@ -290,6 +301,37 @@ def run_linear_policy_loss(advantage: Tensor, old_logprob: Tensor, **given: Any)
     return [out.loss, into]
 
 
+def make_terms(m: Maker) -> tuple[Given, dict[str, Kind]]:
+    """A term of the policy, one of the entropy alone, and one that sees all log-probs at once."""
+    given, kinds, _, _, M = head(m)
+    given |= {"advantage": m.floats(M), "old_logprob": m.logprob(M), "normalizer": 5.0, "mask": m.index(3, M) > 0,
+              "share": 0.3, "own": 0.7}  # fmt: skip
+    of_terms: dict[str, Kind] = {
+        "normalizer": Number(zero="yes"), "mask": Mask(), "share": Number(zero="and below", message="weight"),
+        "own": Number(zero="and below", message="weight"), "advantage": Floats(message=""),
+        "old_logprob": Floats(message=""),
+    }  # fmt: skip
+    return given, kinds | of_terms
+
+
+def run_terms(advantage: Tensor, old_logprob: Tensor, **given: Any) -> list[Tensor]:
+    fields = PolicyFields.flat(advantage, old_logprob=old_logprob)
+    normalizer, mask = given.pop("normalizer"), given.pop("mask")
+
+    def furthest(logprob: Tensor) -> PolicyLossOutput:
+        return PolicyLossOutput(logprob.square().sum(), {})
+
+    terms = [
+        Term(fields, Objective.preset("dapo"), normalizer, given.pop("share"), "actor"),
+        Term(replace(fields, adv_pos=0 * fields.adv_pos, adv_neg=0 * fields.adv_neg), Objective(entropy_coef=0.1), 3.0,
+             1.0, "entropy"),
+        LogprobTerm(furthest, mask, given.pop("own"), "furthest"),
+    ]  # fmt: skip
+    alone = linear_terms_loss(terms=terms[:2], **given)  # in one pass of the head
+    out = linear_terms_loss(terms=terms, **given)
+    return [out.loss, alone.loss, *out.losses.values()]
+
+
 def make_pair_loss(m: Maker) -> tuple[Given, dict[str, Kind]]:
     paths = tree_of_pairs(m)
     M, L, P = len(paths["target_end"]), len(paths["leaf_target"]), m.size(1, 4)
@@ -385,7 +427,7 @@ def make_attention(m: Maker) -> tuple[Given, dict[str, Kind]]:
         "q": m.floats(T, groups * kv, D), "k": m.floats(T, kv, D), "v": m.floats(T, kv, D),
         "keys": m.floats(P, kv, D), "values": m.floats(P, kv, D), "position": torch.arange(N),
         "subtree_end": (torch.arange(N) + 1 + m.index(20, N)).clamp(max=N).int(),
-        "scale": 0.4, "softcap": 20.0, "window": m.size(1, 30),
+        "scale": m.one_of(0.4, 0.0, -0.4, 1e-30), "softcap": 20.0, "window": m.size(1, 30),
     }  # fmt: skip
     wide = Floats(grad=True, layout="last", also_wrong=(torch.float16,), message="")
     kinds: dict[str, Kind] = {
@@ -421,7 +463,8 @@ def make_decode(m: Maker) -> tuple[Given, dict[str, Kind]]:
     }  # fmt: skip
     given = {n: t.int() for n, t in plan.items()}
     given |= {"q": m.floats(rows, groups * kv, D), "k_pages": m.floats(total, page, kv, D),
-              "v_pages": m.floats(total, page, kv, D), "scale": 0.5, "window": 7, "softcap": 9.0}  # fmt: skip
+              "v_pages": m.floats(total, page, kv, D), "scale": m.one_of(0.5, 0.0, -0.5), "window": 7,
+              "softcap": 9.0}  # fmt: skip
     wide = Floats(layout="last", also_wrong=(torch.float16,), message="")
     indices = {n: Index(only=(torch.int32,), layout="contiguous", message="") for n in PLAN}
     kinds: dict[str, Kind] = {
@@ -463,6 +506,7 @@ OPS = [
     Op("policy_loss, sequences", make_sequences, run_policy_loss(Objective.preset("gspo", kl_coef=0.1))),
     Op("policy_loss, paths", make_paths, run_paths),
     Op("linear_policy_loss", make_linear_policy_loss, run_linear_policy_loss),
+    Op("linear_terms_loss", make_terms, run_terms),
     Op("plan_policy_loss", make_plan, run_plan),
     Op("pair_loss", make_pair_loss, run_pair_loss),
     Op("gae", make_gae, lambda **given: list(gae(**given))),
@@ -484,9 +528,15 @@ def test_odd_arguments_agree_with_the_reference(op: Op, cases: int) -> None:
     @given(SEEDS, st.data())
     def attack(seed: int, data: st.DataObject) -> None:
         right, kinds = op.make(Maker(seed))
+        for name in data.draw(st.sets(st.sampled_from(sorted(kinds)), max_size=2), label="of one value"):
+            if isinstance(kinds[name], Floats) and isinstance(right[name], Tensor) and right[name].numel():
+                right[name] = right[name].flatten()[:1].expand(right[name].shape).clone()
         with use_backend("reference"):
             want = op.values(right, kinds)
-        got = op.values({n: odd(data, kinds[n], v) if n in kinds else v for n, v in right.items()}, kinds)
+        strange = {n: odd(data, kinds[n], v) if n in kinds else v for n, v in right.items()}
+        backend = data.draw(st.sampled_from(op.backends), label="backend")
+        with contextlib.nullcontext() if backend == "" else use_backend(backend):
+            got = op.values(strange, kinds)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b.to(a.dtype), rtol=3e-4, atol=3e-5, equal_nan=True)
 
@@ -518,6 +568,46 @@ def test_a_row_out_of_range_does_not_take_part() -> None:
             linear_policy_loss(**given, row=torch.tensor([0, 1, last]))
 
 
+OBJECTIVE = {f.name: f.default for f in dataclasses.fields(Objective) if f.init}
+WRONG_NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, 1e39, -1e39, 10**400, "1", True, 1j, [1.0], torch.ones(())]
+
+
+@pytest.mark.parametrize("name", OBJECTIVE)
+def test_an_objective_takes_no_coefficient_that_is_none(name: str) -> None:
+    default = OBJECTIVE[name]
+    wrong: list[Any] = ["unknown", 3, None, ["ppo"]]
+    if isinstance(default, bool):
+        wrong = [1, 0.0, None, "yes"]
+    elif isinstance(default, float) or default is None:
+        wrong = [*WRONG_NUMBERS, *([None] if default is not None else [])]
+    elif isinstance(default, tuple):
+        wrong = ["needs", 3, None, (math.nan, 1.0), (1.0,), ("1", "2"), (1.0, 2.0, 3.0)]
+    for bad in wrong:
+        assert name in refusal(lambda: Objective(**{name: bad}))  # noqa: B023
+
+
+def test_a_term_that_is_none_is_refused() -> None:
+    m = Maker(0)
+    given = {"hidden": m.floats(3, 4).requires_grad_(), "weight": m.floats(9, 4), "target": m.index(9, 3)}
+    fields, mask = PolicyFields.flat(torch.ones(3)), torch.ones(3, dtype=torch.bool)
+    right = Term(fields, Objective.preset("dapo"), 3.0)
+
+    def of(loss: Any) -> LogprobTerm:
+        return LogprobTerm(loss, mask, 1.0, "own")
+
+    for terms, said in (
+        ([], "terms"), (right, "terms"), ([right, right], "names of their own"), ([right, None], "terms"), (3, "terms"),
+        ([right._replace(name=[1])], "name"), ([right._replace(name=None)], "name"),
+        ([right._replace(fields=None)], "fields"), ([right._replace(objective="dapo")], "objective"),
+        ([of(3)], "loss"), ([of(lambda x: x.sum())], "PolicyLossOutput"),
+        ([of(lambda x: PolicyLossOutput(x, {}))], "single number"),
+        ([of(lambda x: PolicyLossOutput(x.sum(), {}))._replace(mask=mask[:2])], "mask"),
+    ):  # fmt: skip
+        assert said in refusal(lambda: linear_terms_loss(**given, terms=terms))  # noqa: B023
+    with pytest.raises(TypeError, match="plan must be a HeadPlan"):
+        linear_terms_loss(**given, terms=[right], plan=3)  # type: ignore[arg-type]
+
+
 @settings(max_examples=20)
 @given(SEEDS)
 def test_a_plan_of_other_data_is_refused(seed: int) -> None:
@@ -539,5 +629,5 @@ def test_a_plan_of_other_data_is_refused(seed: int) -> None:
         {"fields": fields, "row": moved},
         {"fields": sequences, "objective": Objective.preset("gspo")},
     ):
-        with pytest.raises(RuntimeError, match="the plan is of other masks, advantages, rows or paths: plan this"):
+        with pytest.raises(ValueError, match="the plan is of other masks, advantages, rows or paths: plan this"):
             linear_policy_loss(**given | change, plan=plan)

@@ -138,7 +138,7 @@ def test_every_provider_runs_its_first_case(op: str) -> None:
     inputs = next(bench.cases(CPU, True)).make()
     ran = []
     for name, provider in {**bench.providers, "ceiling": bench.ceiling}.items():
-        if provider is None:
+        if provider is None or name == "rolltree compiled":  # a minute of compilation, which test_graphs has
             continue
         try:
             for call in provider(inputs).values():
@@ -226,10 +226,11 @@ def test_peak_memory_on_a_cpu() -> None:
     assert nothing == "None"
 
 
-def test_tables_in_the_readme_are_what_was_recorded() -> None:
-    text = readme.README.read_text(encoding="utf-8")
-    blocks = readme.BLOCK.findall(text)
-    assert len(blocks) >= 2
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
+def test_tables_are_what_was_recorded(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert readme.BLOCK.search(text)
     assert readme.rewritten(text) == text, "run python -m rolltree.bench.readme"
     spoiled = text.replace(" ms |", " s |", 1)
+    assert spoiled != text
     assert readme.rewritten(spoiled) == text

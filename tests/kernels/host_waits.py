@@ -20,11 +20,16 @@ WAITS = {
 
 
 class HostWaits(TorchDispatchMode):
-    """``calls``: names of the operations that need a value of a meta tensor on the host."""
+    """``calls``: names of the operations that need a value of a meta tensor on the host.
 
-    def __init__(self) -> None:
+    Args:
+        value: what every number fetched to the host is taken to be; None: a run ends where it needs one.
+    """
+
+    def __init__(self, value: float | None = None) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.value = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,7 +37,8 @@ class HostWaits(TorchDispatchMode):
         given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(t.is_meta for t in given):
             target = kwargs.get("device")
-            to_host = name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu"
+            moved = name == "aten::_to_copy" and target is not None
+            to_host = moved and torch.device(target).type == "cpu"
             copied = name == "aten::copy_" and not args[0].is_meta
             by_mask = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
                 t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
@@ -40,12 +46,20 @@ class HostWaits(TorchDispatchMode):
             counted = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
             if name in WAITS or to_host or copied or by_mask or counted:
                 self.calls.append(name)
+                if to_host and self.value is not None:
+                    return torch.full(args[0].shape, self.value, dtype=kwargs.get("dtype") or args[0].dtype)
+        elif name == "aten::_to_copy" and not kwargs.get("non_blocking") and _is_meta(kwargs.get("device")):
+            self.calls.append(f"{name}, blocking")  # it waits for what the device was given before
         return func(*args, **kwargs)
 
 
-def waits(run: Callable[[], Any]) -> list[str]:
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def waits(run: Callable[[], Any], value: float | None = None) -> list[str]:
     """What ``run`` makes the host wait for, up to the first call that cannot go on without a value."""
-    with HostWaits() as seen:
+    with HostWaits(value) as seen:
         try:
             run()
         except (RuntimeError, NotImplementedError):

@@ -171,7 +171,7 @@ def test_a_plan_of_another_batch_is_refused() -> None:
         lambda: loss(usual, swapped),
         lambda: loss(replace(usual, paths=replace(usual.paths, target_end=end))),
     ):
-        with pytest.raises(RuntimeError, match="the plan is of other masks, advantages, rows or paths"):
+        with pytest.raises(ValueError, match="the plan is of other masks, advantages, rows or paths"):
             other()
     with pytest.raises(ValueError, match=r"the plan is for .* targets and a head of \[65, 16\]; here are .* plan this"):
         linear_terms_loss(given["hidden"][:-1], given["weight"], given["target"], terms, row=given["row"], plan=made)

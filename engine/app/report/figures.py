@@ -18,6 +18,7 @@ ACCOUNT: tuple[tuple[str, str, str], ...] = (
     ("pack", "packing trees", "#a78bfa"),
     ("old_log_prob", "old log-probabilities", "#14b8a6"),
     ("update_actor", "forward, backward, optimiser", "#ef4444"),
+    ("sync", "new weights for the sampler", "#64748b"),
     ("eval", "evaluation", "#10b981"),
     ("checkpoint", "checkpoints", "#ec4899"),
     ("other", "everything else", "#9ca3af"),

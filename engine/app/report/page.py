@@ -50,7 +50,7 @@ def _render(run: RunData) -> str:
         absent += ["step time"] if stacked is None else []
         if absent:
             missing.append(f"Not recorded in metrics.jsonl: {', '.join(absent)}.")
-    explorer: dict[str, Any] = {"trees": [], "note": ""}
+    explorer: dict[str, Any] = {"trees": [], "columns": {}, "note": ""}
     if run.rollout_files:
         explorer = explorer_data(run.rollout_files, tokenizer_texts(_tokenizers(run), missing), missing)
     if explorer["note"] and not explorer["trees"]:
@@ -76,6 +76,7 @@ def _render(run: RunData) -> str:
         explorer_note=explorer["note"],
         tree_count=len(explorer["trees"]),
         trees_json=_script_json(explorer["trees"]),
+        columns_json=_script_json(explorer["columns"]),
         plotly_js=Markup(plotly.offline.get_plotlyjs()) if plotted else "",
     )
 

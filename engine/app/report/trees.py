@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
+
+from ...data.columns import COLUMNS
+from ...data.store import IDENTITY
 
 MAX_STEPS = 25
 TREES_PER_STEP = 4
 MAX_TOKENS = 80_000
 """Bounds on what is embedded, so that the page stays light; what is left out is counted and said."""
 
-LEAF_COLUMNS = ("step", "prompt_id", "task", "leaf", "prompt_text", "response_text", "advantage", "reward", "status")
-TOKEN_COLUMNS = ("response_ids", "node_ids", "behaviour_logprob", "loss_mask", "policy_version", "entropy")
-"""Read where present; the second ones are lists, one entry a response token. ``entropy`` is optional: the explorer
-offers it as a colour only where it was recorded."""
+FIRST = ("advantage", "behaviour_logprob", "entropy")
+"""Columns that the explorer offers first; the others follow as the file has them."""
 
 Row = dict[str, Any]
 TokenTexts = Callable[[Sequence[int]], list[str]]
@@ -30,10 +32,11 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
 def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing: list[str]) -> dict[str, Any]:
-    """What the page embeds: ``{"trees": [...], "note": sentence}``.
+    """What the page embeds: ``{"trees": [...], "columns": {name: meaning}, "note": sentence}``.
 
-    A tree is ``{step, prompt, task, id, reward, nodes}``; a node ``{parent, tokens, text, logp, entropy, version, mask,
-    advantage, leaves}``, where ``leaves`` are the responses that end there.
+    A tree is ``{step, prompt, task, id, reward, nodes}``; a node ``{parent, tokens, text, mask, values, leaves}``:
+    ``leaves`` are the responses that end there, and ``values`` has for every column of numbers in the file an entry a
+    token, or one number: the mean over the responses below.
     """
     trees: list[dict[str, Any]] = []
     tokens = total = 0
@@ -57,19 +60,25 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
         missing.append(
             "The rollouts have no column node_ids, so each response is drawn whole, shared prefixes repeated."
         )
+    recorded = {name for tree in trees for node in tree["nodes"] for name in node["values"]}
+    names = [*(name for name in FIRST if name in recorded), *sorted(recorded.difference(FIRST))]
+    columns = {name: COLUMNS[name].meaning if name in COLUMNS else name for name in names}
     note = f"All {total} recorded trees are here."
     if len(trees) < total:
         steps = len({tree["step"] for tree in trees})
         note = f"{len(trees)} of {total} recorded trees are embedded ({steps} steps, at most {TREES_PER_STEP} a step); "
         note += f"the other {total - len(trees)} are left out to keep the page light and are in rollouts/*.parquet."
-    return {"trees": trees, "note": note}
+    return {"trees": trees, "columns": columns, "note": note}
 
 
 def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str, Any]:
     """One prompt's leaves as a tree of segments, depth-first, parents before children; node 0 is the prompt."""
     first = rows[0]
     rewards = [r["reward"] for r in rows if _finite(r.get("reward")) is not None]
-    nodes: list[dict[str, Any]] = [{"parent": -1, "tokens": [], "text": [first.get("prompt_text") or ""], "leaves": []}]
+    nodes: list[dict[str, Any]] = [
+        {"parent": -1, "tokens": [], "text": [first.get("prompt_text") or ""], "values": {}, "leaves": []}
+    ]
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_value(name)]
     texts = [_texts(row, token_texts) for row in rows]
     keys = [list(row.get("node_ids") or [leaf] * len(_ids(row))) for leaf, row in enumerate(rows)]
     for begin, end, members, parent in _segments(keys):
@@ -79,12 +88,9 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
             nodes[parent]["leaves"] += ending
             continue
         node = {"parent": parent, "tokens": _ids(row)[begin:end], "text": text[begin:end], "leaves": ending}
-        for name, column in (("logp", "behaviour_logprob"), ("entropy", "entropy")):
-            node[name] = [_finite(v, 4) for v in (row.get(column) or [])[begin:end]]
-        node["version"] = sorted(set((row.get("policy_version") or [])[begin:end]))
         node["mask"] = [int(v) for v in (row.get("loss_mask") or [])[begin:end]]
-        advantages = [a for m in members if (a := _finite(rows[m].get("advantage"))) is not None]
-        node["advantage"] = round(math.fsum(advantages) / len(advantages), 4) if advantages else None
+        found = {name: _below([rows[m].get(name) for m in members], begin, end) for name in columns}
+        node["values"] = {name: values for name, values in found.items() if values is not None}
         nodes.append(node)
     return {
         "step": first.get("step"),
@@ -94,6 +100,25 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
         "leaves": len(rows),
         "nodes": nodes,
     }
+
+
+def _is_value(name: str) -> bool:
+    """Whether a column of the file is the trees' own, and not what the page shows anyway."""
+    return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask")
+
+
+def _below(columns: Sequence[Any], begin: int, end: int) -> list[float | None] | float | None:
+    """Means over the responses below a node: one a token of lists, one number of numbers; None where none is known."""
+    if not any(isinstance(values, list) for values in columns):
+        return _mean([values for values in columns if isinstance(values, int | float)])
+    cut = [values[begin:end] for values in columns if isinstance(values, list)]
+    means = [_mean(values) for values in zip(*cut, strict=True)]
+    return means if any(v is not None for v in means) else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    return round(math.fsum(known) / len(known), 4) if known else None
 
 
 def _segments(keys: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, list[int], int]]:
@@ -155,13 +180,20 @@ def _finite(value: Any, digits: int | None = None) -> float | None:
 def _groups(file: Path) -> list[list[Row]]:
     """The rows of each prompt, leaves in order; prompts as they come in the file."""
     parquet = pq.ParquetFile(file)
+    kinds = dict(zip(parquet.schema_arrow.names, parquet.schema_arrow.types, strict=True))
+    numbers = [name for name, kind in kinds.items() if _is_value(name) and _is_number(kind)]
     rows = parquet.read(
-        columns=[c for c in (*LEAF_COLUMNS, *TOKEN_COLUMNS) if c in parquet.schema_arrow.names]
+        columns=[name for name in kinds if name in (*IDENTITY.names, "loss_mask", *numbers)]
     ).to_pylist()
     by_prompt: dict[Any, list[Row]] = defaultdict(list)
     for row in rows:
         by_prompt[row["prompt_id"]].append(row)
     return [sorted(group, key=lambda r: r.get("leaf") or 0) for group in by_prompt.values()]
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_list(kind) else kind
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
 
 def _count_groups(file: Path) -> int:

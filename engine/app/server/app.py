@@ -29,7 +29,7 @@ from ...rollout import Completion, RolloutEngine, SamplingParams
 from .driver import Driver, EngineFailedError, Job
 from .form import Form, Scored, error, event, usage
 from .grammar import Grammars
-from .prompts import answer_schema, chat_prompt, completion_prompts, forced_tool
+from .prompts import answer_schema, chat_prompt, completion_prompts, forced_tool, offered_tools
 from .schema import ChatBody, CompletionBody, Sampling
 
 Body = TypeVar("Body", bound=Sampling)
@@ -150,7 +150,8 @@ class Service:
         most = asked or max((self.engine.longest or len(prompt) + 4096) - len(prompt), 1)
         top = (body.top_logprobs or 0) if body.logprobs else None
         n = body.n or 1
-        return self._task(body, [prompt], top, n, n, most, chat=True, tool=forced_tool(body))
+        seen = offered_tools(self.tokenizer, body)
+        return self._task(body, [prompt], top, n, n, most, chat=True, tool=forced_tool(body), tools=seen)
 
     def _body(self, kind: type[Body], raw: bytes) -> Body:
         try:
@@ -177,6 +178,7 @@ class Service:
         chat: bool,
         echo: bool = False,
         tool: str | None = None,
+        tools: Sequence[str] = (),
     ) -> Task:
         params = None
         if most:
@@ -185,7 +187,18 @@ class Service:
             seed = secrets.randbits(63)
             params = body.sampling_params(n=best_of, most=most, top_logprobs=top or 0, seed=seed, grammar=grammar)
         stop = () if params is None else params.stop
-        form = Form(self.tokenizer, self.name, body, stop, chat=chat, logprobs=top is not None, tool=tool)
+        most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
+        form = Form(
+            self.tokenizer,
+            self.name,
+            body,
+            stop,
+            chat=chat,
+            logprobs=top is not None,
+            tool=tool,
+            tools=tools,
+            most_calls=most_calls,
+        )
         return Task(body, prompts, params, form, top or 0, n, echo)
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -252,7 +265,7 @@ class Service:
                     text = form.certain(records["token"].tolist())
                     if len(text) > begin:
                         new = Scored.of_records(records[tokens:]) if form.logprobs else Scored()
-                        yield event(form.chunk(index, text[begin:], new, offset, None, first=not begin))
+                        yield event(form.chunk(index, text[begin:], new, offset, first=not begin))
                         sent[index] = len(text), len(records), offset + form.width(new.tokens)
         if failed := _failure(job):
             yield event(error(failed, "server_error", 500))
@@ -264,7 +277,7 @@ class Service:
                 new = Scored.of_completion(completion).since(tokens)
                 if completion.error:
                     yield event(error(completion.error, "server_error", 500))
-                yield event(form.chunk(index, form.text(completion)[begin:], new, offset, completion, first=not begin))
+                yield event(form.last_chunk(index, begin, new, offset, completion, first=not begin))
         if task.body.stream_options is not None and task.body.stream_options.include_usage:
             yield event({**form.head(".chunk"), "choices": [], "usage": usage(task.prompts, written)})
         yield "data: [DONE]\n\n"

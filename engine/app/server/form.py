@@ -20,6 +20,7 @@ from ...data.tree import LeafStatus
 from ...rollout import Completion
 from ...rollout.branch import top_logprobs
 from .schema import Sampling
+from .tool_calls import Written, before_calls, written
 
 Array = npt.NDArray[Any]
 REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}
@@ -61,6 +62,8 @@ class Form:
 
     Args:
         tool: the function that the answer calls, "" where the answer names it; None where it is a text.
+        tools: those whose calls are looked for in that text.
+        most_calls: of these; None: any number.
     """
 
     def __init__(
@@ -73,8 +76,11 @@ class Form:
         chat: bool,
         logprobs: bool,
         tool: str | None = None,
+        tools: Sequence[str] = (),
+        most_calls: int | None = None,
     ) -> None:
         self.body, self.chat, self.logprobs, self.tool = body, chat, logprobs, tool
+        self._tools, self._most_calls = tools, most_calls
         self._stop = stop
         self._tokenizer = tokenizer
         self._model = model
@@ -93,8 +99,11 @@ class Form:
         """The beginning of the text that further tokens cannot change."""
         text = self.decode(ids)
         whole = self._cut(text)
-        if len(whole) < len(text):
-            return whole
+        if len(whole) == len(text):
+            whole = self._unstopped(text)
+        return before_calls(whole) if self._tools else whole
+
+    def _unstopped(self, text: str) -> str:
         held = max((len(stop) for stop in self._stop), default=1) - 1
         while text.endswith("\ufffd"):
             text = text[:-1]
@@ -105,40 +114,56 @@ class Form:
     ) -> dict[str, Any]:
         """One answer; ``echoed`` is the prompt's text where it is wanted and ``before`` its log-probs."""
         text, scored = self.text(completion), Scored.of_completion(completion)
-        end: dict[str, Any] = {"finish_reason": self._reason(completion), "logprobs": None}
+        content, calls = self._message(text, completion)
+        end: dict[str, Any] = {"finish_reason": self._reason(completion, calls), "logprobs": None}
         if self.logprobs:
             end["logprobs"] = self.spell(scored if before is None else before + scored, 0)
         if self.body.return_token_ids:
             end["token_ids"] = completion.token_ids.tolist()
         if not self.chat:
             return {"index": index, "text": echoed + text, **end}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if self.tool is not None and completion.status is LeafStatus.STOP:
-            message = {"role": "assistant", "content": None, "tool_calls": [self._call(text)]}
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = calls
         return {"index": index, "message": message, **end}
 
-    def chunk(
-        self, index: int, text: str, scored: Scored, offset: int, completion: Completion | None, *, first: bool
-    ) -> dict[str, Any]:
-        """A part of a stream: new text and new tokens, and the end where ``completion`` is there.
+    def chunk(self, index: int, text: str, scored: Scored, offset: int, *, first: bool) -> dict[str, Any]:
+        """A part of a stream: new text and new tokens.
 
         Args:
             offset: characters of the tokens sent before.
             first: nothing of this choice has been sent.
         """
+        return self._chunk(index, text, [], scored, offset, {"finish_reason": None, "logprobs": None}, first=first)
+
+    def last_chunk(
+        self, index: int, sent: int, scored: Scored, offset: int, completion: Completion, *, first: bool
+    ) -> dict[str, Any]:
+        """The end of a choice, after ``sent`` characters of its text."""
+        content, calls = self._message(self.text(completion), completion)
+        end: dict[str, Any] = {"finish_reason": self._reason(completion, calls), "logprobs": None}
+        if self.body.return_token_ids:
+            end["token_ids"] = completion.token_ids.tolist()
+        return self._chunk(index, content[sent:], calls, scored, offset, end, first=first)
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        calls: list[dict[str, Any]],
+        scored: Scored,
+        offset: int,
+        end: dict[str, Any],
+        *,
+        first: bool,
+    ) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        if self.tool is not None and completion is not None and completion.status is LeafStatus.STOP:
-            delta["tool_calls"] = [{"index": 0, **self._call(self.text(completion))}]
-        else:
+        if text or not calls:
             delta["content"] = text
-        end: dict[str, Any] = {
-            "finish_reason": None if completion is None else self._reason(completion),
-            "logprobs": None,
-        }
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         if self.logprobs and scored.tokens:
             end["logprobs"] = self.spell(scored, offset)
-        if completion is not None and self.body.return_token_ids:
-            end["token_ids"] = completion.token_ids.tolist()
         body = {"delta": delta} if self.chat else {"text": text}
         return {**self.head(".chunk"), "choices": [{"index": index, **body, **end}]}
 
@@ -184,21 +209,30 @@ class Form:
         parts = None if "\ufffd" in text else list(text.encode())  # a part of a character is no text
         return {"token": text, "logprob": None if logprob is None else max(logprob, LEAST_LOGPROB), "bytes": parts}
 
-    def _reason(self, completion: Completion) -> str:
-        if self.tool is not None and completion.status is LeafStatus.STOP:
+    def _message(self, text: str, completion: Completion) -> tuple[str, list[dict[str, Any]]]:
+        """What an answer of the chat says, and the tools it calls."""
+        if self.tool is None:
+            content, calls = written(text, self._tools, self._most_calls) if self._tools else Written(text, [])
+        elif completion.status is not LeafStatus.STOP:
+            return text, []
+        elif self.tool:
+            content, calls = "", [(self.tool, text)]
+        else:  # one of several: the answer says which
+            call = json.loads(text)
+            content, calls = "", [(call["name"], json.dumps(call["arguments"]))]
+        return content, [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name, arguments in calls
+        ]
+
+    def _reason(self, completion: Completion, calls: Sequence[Any]) -> str:
+        if calls and completion.status is LeafStatus.STOP:
             return "tool_calls"
         return REASONS.get(completion.status, "error")
-
-    def _call(self, text: str) -> dict[str, Any]:
-        name, arguments = self.tool, text
-        if not name:  # one of several: the answer says which
-            call = json.loads(text)
-            name, arguments = call["name"], json.dumps(call["arguments"])
-        return {
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
 
     def _cut(self, text: str) -> str:
         ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]

@@ -5,6 +5,8 @@ All of it may take long and runs in threads beside the event loop.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import json
 from typing import Any, cast
@@ -12,8 +14,8 @@ from typing import Any, cast
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from ...rollout.sampling_params import check_text
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
+from .tool_calls import BEGIN
 
 MOST_RESPONSES = 4096  # of one HTTP request
 
@@ -40,7 +42,10 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
         raise ValueError("This model has no chat template; use /v1/completions.")
     messages = []
     for i, message in enumerate(body.messages):
-        messages.append({**message.model_dump(exclude_none=True), "content": message.text(f"messages.{i}")})
+        plain = {**message.model_dump(exclude_none=True), "content": message.text(f"messages.{i}")}
+        if "tool_calls" in plain:
+            plain["tool_calls"] = _with_objects(plain["tool_calls"])
+        messages.append(plain)
     shown = None if body.tool_choice == "none" else body.tools
     options = body.chat_template_kwargs or {}
     # what the method itself takes would let a client bring a template of its own
@@ -63,10 +68,15 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
     return cast("list[int]", ids)
 
 
-def check_texts(body: Sampling) -> None:
-    """Raises ValueError where a text holds what no tokenizer reads; JSON's own parser lets none through."""
-    for text in [body.stop] if isinstance(body.stop, str) else body.stop or []:
-        check_text("`stop`", text)
+def _with_objects(calls: Any) -> Any:
+    """Tool calls with their arguments as objects: templates write these as JSON, and clients send JSON."""
+    calls = copy.deepcopy(calls)
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError, RecursionError):
+                function["arguments"] = json.loads(function["arguments"])
+    return calls
 
 
 def forced_tool(body: ChatBody) -> str | None:
@@ -88,6 +98,13 @@ def forced_tool(body: ChatBody) -> str | None:
     if isinstance(choice, NamedTool):
         return choice.function.name
     return names[0] if len(names) == 1 else ""
+
+
+def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[str]:
+    """The tools that the answer may call or not; none where the model's template has no calls that could be told."""
+    if body.tools is None or body.tool_choice not in (None, "auto") or BEGIN not in str(tokenizer.chat_template):
+        return []
+    return [tool.function.name for tool in body.tools]
 
 
 def answer_schema(body: Sampling) -> str | None:

@@ -158,7 +158,7 @@ class ChatBody(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None  # an answer has at most one
+    parallel_tool_calls: bool | None = None  # False: the first call alone is one, others stay text
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None

@@ -106,7 +106,7 @@ class FusedHead:
         term: Term,
     ) -> FusedCausalLMOutput:
         """The loss of the tokens, and log-probs and entropies [M] without gradient."""
-        weight, bias, softcap = head(model)
+        weight, bias, softcap, lora = head(model)
         with self._precision(hidden):
             out = linear_terms_loss(
                 hidden.float() if self.fp32 else hidden,
@@ -117,6 +117,7 @@ class FusedHead:
                 bias=bias,
                 temperature=self.temperature,
                 softcap=softcap,
+                lora=lora,
             )
         assert out.logprob is not None
         assert out.entropy is not None
@@ -140,12 +141,20 @@ class FusedHead:
         asked = set(self.outputs)
         want = ["entropy"] if "entropy" in asked else []
         want += ["sum_p2"] if asked & {"log_sum_sq_probs", "is_top1"} else []
-        weight, bias, softcap = head(model)
+        weight, bias, softcap, lora = head(model)
         if self.fp32:
             hidden = hidden.float()
         with self._precision(hidden):
             out = linear_logprob(
-                hidden, weight, target, row=place, bias=bias, temperature=self.temperature, softcap=softcap, want=want
+                hidden,
+                weight,
+                target,
+                row=place,
+                bias=bias,
+                temperature=self.temperature,
+                softcap=softcap,
+                want=want,
+                lora=lora,
             )
         of_rows = {} if out.entropy is None else {"entropy": out.entropy}
         if "log_sum_sq_probs" in asked:
@@ -175,15 +184,20 @@ class FusedHead:
 
     @torch.no_grad()
     def _mean_logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R]
-        weight, bias, softcap = head(model)
+        weight, bias, softcap, lora = head(model)
         if softcap is not None:
             return torch.cat([self._logits(model, some).mean(-1) for some in hidden.split(ROWS)])
         mean = hidden.float() @ weight.float().mean(0)
+        if lora is not None:
+            mean = mean + lora.scale * (hidden.float() @ lora.a.float().T) @ lora.b.float().mean(0)
         return (mean if bias is None else mean + bias.float().mean()) / self.temperature
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R, V], over temperature
-        weight, bias, softcap = head(model)
-        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
+        weight, bias, softcap, lora = head(model)
+        hidden = hidden.to(weight.dtype)
+        logits = torch.nn.functional.linear(hidden, weight, bias).float()
+        if lora is not None:
+            logits = logits + (lora.scale * (hidden @ lora.a.T) @ lora.b.T).float()
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return logits / self.temperature

@@ -117,8 +117,8 @@ def test_resolved_toml_reads_back_to_an_equal_configuration(good: Path, tmp_path
         (("[rollout]", '[model2]\n[reward]\non_failure = "skip"\n[rollout]'), ["model2"]),
         (("[rollout]", '[reward]\non_failure = "skip"\n[rollout]'), ['= "skip"', "'drop', 'zero' or 'raise'"]),
         (("[rollout]", '[reward]\nverifier = "maths"\n[rollout]'), ['= "maths"', "task, math, exact"]),
-        (("[data]", '[data]\npath = "p.jsonl"'), ["`data.tasks` or `data.path`", "both are given"]),
-        (("[data]", '[data]\neval_path = "p.jsonl"'), ["`data.eval_path` goes with `data.path`"]),
+        (("[data]", '[data]\npath = "p.jsonl"'), ["`data.tasks`, `data.path` and `data.source`", "both are given"]),
+        (("[data]", '[data]\neval_path = "p.jsonl"'), ["`data.eval_path` does not go with `data.tasks`"]),
         (("[data]", '[data]\ntemplate = "no place"'), ["`data.template`", "{prompt}"]),
         (("[rollout]", "[evaluation]\nevery = 5\nproblems = 0\n[rollout]"), ["`evaluation.problems` is 0"]),
         (('name = "demo"', 'name = "../x"'), ['`name` = "../x"', "plain name"]),
@@ -177,5 +177,5 @@ def test_every_key_is_documented() -> None:
 
 
 def test_models_check_themselves_in_python_too() -> None:
-    with pytest.raises(ValueError, match="neither is given"):
+    with pytest.raises(ValueError, match="none of them is given"):
         TrainConfig.model_validate({"name": "x", "model": {"path": "m"}, "data": {}})

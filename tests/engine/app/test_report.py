@@ -8,12 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine.app.report import figures, trees, write_report
 from rolltree.engine.app.report.run_data import RunData, read_run
+from rolltree.engine.data.columns import COLUMNS, Column, declare
+from rolltree.engine.data.store import write_rollouts
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError, UserError
 
 from ..fake_run import tree_rows, write_fake_run
@@ -154,7 +158,11 @@ def leaf_paths(tree: dict[str, Any]) -> dict[int, tuple[list[int], str, list[flo
                 at = tree["nodes"][at["parent"]]
             path.reverse()
             ids = [t for n in path for t in n["tokens"]]
-            out[leaf["leaf"]] = ids, "".join("".join(n["text"]) for n in path), [v for n in path for v in n["logp"]]
+            out[leaf["leaf"]] = (
+                ids,
+                "".join("".join(n["text"]) for n in path),
+                [v for n in path for v in n["values"]["behaviour_logprob"]],
+            )
     return out
 
 
@@ -196,15 +204,41 @@ def test_prefix_leaf_empty_leaf_and_missing_values() -> None:
         (1, [7], [0]),
         (1, [8], [3]),
     ]
-    assert tree["nodes"][1]["advantage"] == pytest.approx(-1 / 3, abs=1e-4)  # mean of the three leaves below
+    assert tree["nodes"][1]["values"]["advantage"] == pytest.approx(-1 / 3, abs=1e-4)  # mean of the leaves below
+    assert tree["nodes"][1]["values"]["behaviour_logprob"] == [None, -0.5]
+    assert tree["nodes"][3]["values"] == {"advantage": 0, "behaviour_logprob": [-1.0]}
     assert tree["nodes"][1]["text"] == ["⟨5⟩", "⟨6⟩"]
     assert tree["reward"] == 0.5
     json.dumps(tree, allow_nan=False)
 
 
-def test_what_a_model_writes_cannot_leave_its_script_element(tmp_path: Path) -> None:
-    import numpy as np
+def test_the_explorer_offers_every_column_that_trees_carried(tmp_path: Path) -> None:
+    """A column declared by a method reaches the page through `write_rollouts`, and the report names it nowhere."""
+    name = "report_test_value"
+    declare(Column(name, np.float32, "path", "a value of a method", fill=np.nan))
+    try:
+        tree = TokenTree.from_sequences([1], [[2, 3], [2, 4]], columns={name: [[1.0, np.nan], [3.0, 7.0]]})
+        tree.rewards |= {"reward": np.array([1, 0], np.float32), "format": np.array([0, 1], np.float32)}
+        tree.set("entropy", 0.5)
+        tree.meta |= {"prompt_id": "p", "task": "t", "prompt_text": "x"}
+        write_rollouts(tmp_path / "rollouts" / "step_000001.parquet", 1, [tree], [["a", "b"]])
+        page = write_report(tmp_path).read_text()
+    finally:
+        del COLUMNS[name]
+    offered = re.search(r'<script type="application/json" id="columns">(.*?)</script>', page, re.S)
+    assert offered
+    columns = json.loads(offered[1])
+    assert columns[name] == "a value of a method"
+    assert next(iter(columns)) == "advantage"
+    assert {"entropy", "reward/format", name} <= set(columns)
+    shared, first, second = embedded(page)[0]["nodes"][1:]
+    assert [n["values"][name] for n in (shared, second)] == [[2.0], [7.0]]  # a shared token: the mean of both responses
+    assert name not in first["values"]
+    assert [n["values"]["reward/format"] for n in (shared, first, second)] == [0.5, 0.0, 1.0]
+    assert first["values"]["entropy"] == [0.5]
 
+
+def test_what_a_model_writes_cannot_leave_its_script_element(tmp_path: Path) -> None:
     rows = tree_rows(1, 0, 0.5, np.random.default_rng(0))
     for row in rows:
         row["prompt_text"] = "</script><script>alert(1)</script> & <b>\u2028"

@@ -169,6 +169,25 @@ def test_chat_template_is_applied_once(tmp_path: Path, tokenizer: PreTrainedToke
     assert prompt.text == "<user>Solve: problem 0</s><assistant>"
     assert chatty.decode(prompt.token_ids) == prompt.text
 
+    talk = [("system", "Be brief."), ("user", "1 + 1 ="), ("assistant", "2"), ("user", "And 2 more?")]
+    messages = [{"role": role, "content": content, "name": "x"} for role, content in talk]
+    path = jsonl(tmp_path / "talk.jsonl", [{"messages": messages, "answer": "4"}])
+    data = {"path": path, "prompt_key": "messages"}
+    (prompt,) = source(chatty, chat=True, **data).next(1)
+    assert prompt.text == "".join(f"<{role}>{content}</s>" for role, content in talk) + "<assistant>"
+    assert prompt.problem == "\n".join(f"{role}: {content}" for role, content in talk)
+    for options in ({"chat": False}, {"chat": True, "template": "Solve: {prompt}"}):
+        with pytest.raises(UserError, match=r"is a conversation, .* set data\.chat to true and leave data\.template"):
+            source(chatty, **options, **data)
+    for wrong, said in [
+        ([{"role": "user"}], "is no conversation"),
+        ([], "not the model's turn"),
+        (messages[:3], "not the model's turn"),
+    ]:
+        path = jsonl(tmp_path / "wrong.jsonl", [{"messages": wrong, "answer": "4"}])
+        with pytest.raises(UserError, match=said):
+            source(chatty, path=path, prompt_key="messages", chat=True)
+
 
 @pytest.mark.parametrize(
     ("name", "content", "needles"),

@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,33 @@ def test_logprob_and_gradients(name, seed, depth, leaves):
     close(out.loss, loss)
     for (key, mine), flat in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None, key
+        close(mine.grad, flat.grad)
+
+
+def test_an_adapter_on_the_head_is_scored_and_trained():
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    models = []
+    for model in make_models("qwen3"):
+        torch.manual_seed(3)
+        models.append(peft.get_peft_model(model, copy.deepcopy(config)).eval())
+    ours, theirs = models
+    tree = random_tree(1, 3, 9)
+    (batch,) = pack([tree], max_tokens=1000)
+    got = batch_logprob(ours, batch, temperature=TEMPERATURE)
+    out = batch_loss(
+        ours, batch, Objective.preset("reinforce"), normalizer=1.0, temperature=TEMPERATURE, old_logprob=None
+    )
+    out.loss.backward()
+    logprobs, _ = flat_logprobs(theirs, tree)
+    masks = [torch.from_numpy(s.loss_mask) for s in tree.flatten()]
+    loss = -sum(s.advantage * (f * m).sum() for s, f, m in zip(tree.flatten(), logprobs, masks, strict=True))
+    loss.backward()
+    for mine, flat in zip(batch.to_leaves(got.logprob)[0], logprobs, strict=True):
+        close(mine, flat)
+    trained = [(n, p) for n, p in ours.named_parameters() if p.requires_grad]
+    assert sum("lm_head.lora" in name for name, _ in trained) == 2
+    for (name, mine), flat in zip(trained, (p for p in theirs.parameters() if p.requires_grad), strict=True):
+        assert mine.grad is not None, name
         close(mine.grad, flat.grad)
 
 

@@ -116,7 +116,7 @@ PLACES: dict[str, tuple[Callable[[NativeEngine], Any], str, Callable[..., Reques
     "start": (lambda native: native.loop, "_first", lambda request: request),
     "fork": (lambda native: native.loop, "children", lambda parent, n: parent.request),
     "row": (lambda native: native.loop.stops, "table", lambda request, rows: request),
-    "stop": (lambda native: native.loop.stops, "text", lambda rows, branch: branch.request),
+    "stop": (lambda native: native.loop.stops, "text", lambda rows, branch, new: branch.request),
     "segment": (lambda native: native.loop, "_end_segment", lambda branch, *_: branch.request),
     "report": (lambda native: native.loop, "path_so_far", lambda branch: branch.request),
     "finish": (lambda native: native.loop, "_seal", lambda branch: branch.request),

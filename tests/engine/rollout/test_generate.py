@@ -52,7 +52,8 @@ def adapters(tmp_path: Path) -> dict[str, Path]:
     found = {}
     for i, name in enumerate(("red", "blue")):
         torch.manual_seed(i)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        modules = ["q_proj", "v_proj", "down_proj", *(["lm_head"] if name == "blue" else [])]
+        config = peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
         peft.get_peft_model(copy.deepcopy(model("qwen3")), config).save_pretrained(tmp_path / name)
         found[name] = tmp_path / name
     return found

@@ -76,8 +76,8 @@ def test_two_steps_are_plain_adamw(on_policy):
             p.grad *= 0.05 / norm
         optimizer.step()
         optimizer.zero_grad()
-        assert metrics["actor/grad_norm"][0].item() == pytest.approx(norm.item(), rel=1e-5)
-        assert metrics["actor/loss"][0].item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
+        assert metrics["actor/grad_norm"][0] == pytest.approx(norm.item(), rel=1e-5)
+        assert metrics["actor/loss"][0] == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     for mine, theirs in zip(weights(model), weights(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
     assert trainer.updates == 2
@@ -93,6 +93,15 @@ def test_micro_batches_make_no_difference():
         assert other == pytest.approx(mean, rel=1e-4, abs=1e-6), name
     for mine, other in zip(weights(whole.model), weights(parts.model), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+
+
+def test_the_measured_share_of_clipped_rows_is_in_the_next_plan():
+    trainer = Trainer(make_model(), TrainerConfig(lr=1e-9))
+    first, second = (step(trainer, on_policy=False) for _ in range(2))
+    clipped, computed = first["actor/pg_clipfrac"][0], first["actor/ppo_kl"][1]
+    assert 0 < clipped < computed
+    flop = second["perf/head_tflop"][0] / first["perf/head_tflop"][0]
+    assert flop == pytest.approx((2 + 4 * (1 - clipped / computed)) / 6)
 
 
 def test_warm_up_is_linear_and_reported():

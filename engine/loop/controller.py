@@ -1,0 +1,367 @@
+"""Groups through their states: admits prompts, samples, judges each group as it finishes, and hands out batches.
+
+At staleness 0 all of it happens in the caller's thread while it waits for a batch, and nothing is open between steps.
+Above, with `loop.overlap`, a thread samples with a copy of the weights while the caller trains; without it sampling
+rests meanwhile, and what is unfinished goes on afterwards. Verdicts are waited for in threads of their own.
+
+The state of a group changes under one lock, in the thread that samples; the caller takes batches and ends steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..data.segment import LeafStatus, Origin, Segment
+from ..data.tree import TokenTree
+from ..errors import RunError, UserError
+from ..methods.calling import failure
+from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
+from ..programs import RolloutProgram
+from ..rewards import RewardItem, RewardPool, RewardResult
+from ..rewards.verdicts import put_rewards
+from ..rollout import RolloutEngine, SamplingParams
+from ..rollout.branch import Request
+from ..settings import TrainConfig
+from ..tasks import Problem
+from .buffer import Buffer, Group, Responses, State
+from .failures import unsampled
+from .metrics import Stopwatch
+from .progress import Progress
+from .sources import PromptSource, make_prompt
+
+JUDGED_AT_ONCE = 16
+"""Groups whose verdicts are waited for at the same time."""
+LOOK_S = 0.05
+"""Between looks at the sampling while only verdicts are outstanding."""
+
+
+class Controller:
+    """What a run asks for its batches; the arguments are parts of the run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        buffer: Buffer,
+        engine: RolloutEngine,
+        source: PromptSource,
+        tokenizer: PreTrainedTokenizerBase,
+        program: RolloutProgram,
+        params: SamplingParams,
+        callback: GroupCallback | None,
+        watch: Stopwatch,
+        console: Progress,
+    ) -> None:
+        self.config, self.buffer, self.engine, self.source = config, buffer, engine, source
+        self.tokenizer, self.program, self.params = tokenizer, program, params
+        self.callback, self.watch, self.console = callback, watch, console
+        self._sampling: dict[Group, Request] = {}
+        self._judging: dict[Future[list[RewardResult]], Group] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        self._pauses, self._resting, self._closing = 0, False, False
+        self._error: BaseException | None = None
+        self._dropped_before = 0  # groups dropped when the step began
+        self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
+
+    @contextmanager
+    def running(self, rewards: RewardPool) -> Iterator[None]:
+        """While it may be asked for batches; ``rewards`` judges."""
+        self._rewards = rewards
+        with ThreadPoolExecutor(JUDGED_AT_ONCE, "rolltree-judging") as self._judges:
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._closing = True
+                    self._changed.notify_all()
+                if self._thread is not None:
+                    self._thread.join()
+                self._judges.shutdown(wait=False, cancel_futures=True)
+                rewards.close()  # so that no judge waits for it
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sampling goes on while the policy is updated, and needs weights of its own."""
+        return self.config.loop.staleness > 0 and self.config.loop.overlap
+
+    def next_batch(self) -> list[Group]:
+        """The groups of the next update, judged, as soon as they are there."""
+        if self.buffer.budget.staleness == 0:
+            self.engine.forget_prefixes()  # so that what is sampled follows from this step alone
+        if self.overlaps and self._thread is None:
+            self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
+            self._thread.start()
+        while True:
+            with self._changed:
+                if (batch := self.buffer.batch()) is not None:
+                    return batch
+            self._advance() if self._thread is None else self._await_change()
+
+    def end_step(self, batch: Sequence[Group], weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """``batch`` has been trained; ``weights`` are the policy's, None where it did not change."""
+        with self.paused():
+            if weights is not None:
+                with self.watch.part("sync"):
+                    self.engine.update_weights(weights, version=version, keep_kv=self.config.loop.keep_keys)
+            with self._changed:
+                self.buffer.end_step(batch)
+                self._dropped_before = self.buffer.dropped.total()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While nothing is sampled, but for what the caller asks of the engine."""
+        with self._changed:
+            self._pauses += 1
+            self._changed.notify_all()
+            while self._thread is not None and not self._resting and self._error is None:
+                self._changed.wait()
+        self._synchronize()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
+
+    # -- the thread that samples ------------------------------------------------------------------------------------
+
+    def _keep_sampling(self) -> None:
+        stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        try:
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                while self._may_go_on():
+                    self._advance()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._resting = True
+                self._changed.notify_all()
+
+    def _may_go_on(self) -> bool:
+        """Wait while there is a pause; False at the end."""
+        with self._changed:
+            while self._pauses and not self._closing:
+                self._resting = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._resting = False
+            return not self._closing
+
+    def _await_change(self) -> None:
+        """Let the thread work, and account for what is waited for."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self.console.phase("sampling" if self._sampling else "waiting for rewards")
+            with self.watch.part("gen" if self._sampling or not self._judging else "reward"):
+                self._changed.wait(LOOK_S)
+
+    def _synchronize(self) -> None:
+        """Two streams share the weights and the keys: one begins where the other has ended."""
+        if self._thread is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    # -- one round --------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Do what can be done: take what has finished, admit, and sample a step, or wait a little for a verdict."""
+        with self._changed:
+            self._collect()
+            self._settle()
+            self._admit()
+            self._changed.notify_all()
+        if self._sampling:
+            with self._timed("sampling", "gen"), self._errors_told():
+                self.engine.step()
+        elif self._judging:
+            with self._timed("waiting for rewards", "reward"):
+                wait(self._judging, LOOK_S, FIRST_COMPLETED)
+        elif self._thread is not None:
+            with self._changed:
+                self._changed.wait(LOOK_S)
+
+    @contextmanager
+    def _timed(self, phase: str, part: str) -> Iterator[None]:
+        """The caller's time is accounted for; a thread of the sampling's own is no part of it."""
+        if self._thread is not None:
+            yield
+            return
+        self.console.phase(phase)
+        with self.watch.part(part):
+            yield
+
+    def _admit(self) -> None:
+        """Groups for the room there is, and requests for those that have none."""
+        if (room := self.buffer.room) > 0:
+            self.buffer.admit(self.source.next(room))
+        if queued := self.buffer.among(State.QUEUED):
+            for group, request in zip(queued, self._submit(queued, self.params), strict=True):
+                self._begin(group, request)
+
+    def _submit(self, groups: Sequence[Group], params: SamplingParams) -> list[Request]:
+        with self._timed("sampling", "gen"), self._errors_told():
+            return self.engine.submit(
+                [group.prompt.token_ids for group in groups],
+                params,
+                self.program,
+                seeds=[self._seed(group) for group in groups],
+                contexts=[group.prompt.entry for group in groups],
+            )
+
+    def _begin(self, group: Group, request: Request) -> None:
+        self.buffer.to(group, State.SAMPLING)
+        self._sampling[group] = request
+
+    def _collect(self) -> None:
+        """Finished groups go to the judges."""
+        for group in [group for group, request in self._sampling.items() if request.done]:
+            request = self._sampling.pop(group)
+            if request.error is not None:
+                with self._errors_told():
+                    raise request.error
+            assert request.tree is not None
+            self._judge(group, request.tree)
+
+    def _judge(self, group: Group, tree: TokenTree) -> None:
+        """Ask for verdicts on the responses of ``tree``; one that could not be sampled is not judged."""
+        responses = Responses(tree, decode(self.tokenizer, tree), unsampled(tree))
+        tree.set("group", group.ticket)
+        group.parts.append(responses)
+        self.buffer.to(group, State.JUDGING)
+        self._ask(group)
+
+    def _ask(self, group: Group) -> None:
+        """For the verdicts on the newest of its responses."""
+        last = group.parts[-1]
+        items = [
+            RewardItem(text, group.prompt.entry) for leaf, text in enumerate(last.texts) if leaf not in last.unsampled
+        ]
+        future = self._judges.submit(self._rewards.score, items)
+        self._judging[future] = group
+        future.add_done_callback(self._notify)
+
+    def _notify(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _settle(self) -> None:
+        """Groups whose verdicts have come are ready, or what the group callback says.
+
+        At staleness 0 they are looked at in rounds, so that what is sampled next does not depend on who was faster.
+        """
+        if self.buffer.budget.staleness == 0 and (self._sampling or not all(f.done() for f in self._judging)):
+            return
+        for future, group in sorted(self._judging.items(), key=lambda item: item[1].ticket):
+            if not future.done():
+                continue
+            del self._judging[future]
+            group.parts[-1].verdicts = future.result()
+            self._put_rewards(group)
+            self._answer(group)
+
+    def _answer(self, group: Group) -> None:
+        answer = None if self.callback is None else self.callback(group.tree)
+        match answer:
+            case None | Accept():
+                self.buffer.to(group, State.READY)
+            case Drop(reason):
+                self.buffer.drop(group, reason)
+                self._check_drops(reason)
+            case More(n) if n > 0:
+                group.attempt += 1
+                params = replace(self.params, n=n)
+                self._begin(group, *self._submit([group], params))
+            case Retry(text, entry):
+                prompt = group.prompt
+                problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))
+                group.prompt = make_prompt(problem, self.config.data, self.tokenizer)
+                group.attempt += 1
+                group.parts.clear()
+                self.buffer.to(group, State.QUEUED)
+            case Add(responses, rewards) if len(responses) == len(rewards):
+                group.parts.append(self._given(group, responses, rewards))
+                self.buffer.to(group, State.READY)
+            case _:
+                raise UserError(
+                    f"loop.callback = '{self.config.loop.callback}' answered {answer!r}; it must be None or one of the "
+                    "answers of rolltree.engine.methods.groups."
+                )
+
+    def _check_drops(self, reason: str) -> None:
+        most = self.config.loop.max_dropped_batches * self.buffer.budget.batch
+        if self.buffer.dropped.total() - self._dropped_before > most:
+            raise RunError(
+                f"The group callback dropped more than {most} groups for one step (loop.max_dropped_batches), the last "
+                f"for '{reason}'; the prompts may be too easy or too hard for it."
+            )
+
+    def _given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
+        ids = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in responses]
+        tree = TokenTree.from_nodes(
+            [-1] + [0] * len(ids),
+            [Segment.prompt(group.prompt.token_ids), *(Segment.make(some, origin=Origin.INJECTED) for some in ids)],
+            list(range(1, len(ids) + 1)),
+            [LeafStatus.STOP] * len(ids),
+        )
+        tree.set("group", group.ticket)
+        tree.rewards["reward"] = np.array(rewards, np.float32)
+        return Responses(tree, list(responses), {})
+
+    def _put_rewards(self, group: Group) -> None:
+        """Rewards and names on the newest tree; NaN where there is no verdict."""
+        last, prompt, on_failure = group.parts[-1], group.prompt, self.config.reward.on_failure
+        broken = [verdict.reason for verdict in last.verdicts if verdict.value is None]
+        if broken and on_failure == "raise":
+            raise RunError(
+                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
+                "reward.on_failure to 'drop' or 'zero'."
+            )
+        tree, verdicts = last.tree, iter(last.verdicts)
+        of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
+        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
+        put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
+        tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        tree.meta["attempt"] = group.attempt
+
+    def _seed(self, group: Group) -> int:
+        """What a group samples follows from the run's seed and its ticket."""
+        block, index = divmod(group.ticket, self.config.trainer.prompts_per_step)
+        if group.attempt:
+            sequence = np.random.SeedSequence([self.config.seed, block + 1, index, group.attempt])
+            return int(sequence.generate_state(1, np.uint64).astype(np.int64)[0])
+        if self._seeds[0] != block:
+            sequence = np.random.SeedSequence([self.config.seed, block + 1])
+            count = self.config.trainer.prompts_per_step
+            self._seeds = block, sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
+        return self._seeds[1][index]
+
+    @contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(f"[rollout] cannot be done: {error}") from error
+        except (UserError, RunError, RuntimeError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            program = f"rollout.program = '{self.config.rollout.program}'"
+            raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
+    """The text of each leaf's response."""
+    responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
+    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))

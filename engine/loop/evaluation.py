@@ -1,0 +1,76 @@
+"""The held-out problems: answered greedily before a run, after it, and between if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..rewards import RewardItem, RewardPool
+from ..rollout import RolloutEngine
+from ..settings import TrainConfig
+from . import setup
+from .controller import decode
+from .failures import unsampled
+from .progress import Progress
+from .sources import Prompt
+
+SOLVED = 1.0 - 1e-6
+"""A reward from here on counts as a correct answer."""
+
+
+class Evaluation:
+    """Answers ``problems`` with the engine's weights.
+
+    Attributes:
+        first, last: the accuracies of the first and the latest time; None before.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        problems: Sequence[Prompt],
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        console: Progress,
+    ) -> None:
+        self.config, self.problems, self.engine = config, problems, engine
+        self.tokenizer, self.console = tokenizer, console
+        self.first: float | None = None
+        self.last: float | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether it is asked for after ``step``; there is always one at the end."""
+        every = self.config.evaluation.every
+        if not self.problems:
+            return False
+        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
+
+    def run(self, step: int, rewards: RewardPool) -> dict[str, float]:
+        """The metrics of all problems; none where there are no problems."""
+        if not self.problems:
+            return {}
+        self.console.phase("evaluating")
+        trees = self.engine.generate([p.token_ids for p in self.problems], setup.greedy_params(self.config))
+        items = [
+            RewardItem(decode(self.tokenizer, tree)[0], p.entry)
+            for tree, p in zip(trees, self.problems, strict=True)
+            if not unsampled(tree)
+        ]
+        results = rewards.score(items)
+        solved = [r.value is not None and r.value >= SOLVED for r in results]
+        accuracy = sum(solved) / len(self.problems)
+        failed = [reason for tree in trees for reason in unsampled(tree).values()]
+        failed += [r.reason for r in results if r.reason is not None]
+        if failed:
+            self.console.note(f"{len(failed)} of {len(trees)} held-out problems could not be answered: {failed[0]}.")
+        self.last = accuracy
+        if self.first is None:
+            self.first = accuracy
+        self.console.evaluation(step, accuracy, len(self.problems))
+        return {
+            "eval/accuracy": accuracy,
+            "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
+            "eval/failed": float(len(failed)),
+        }

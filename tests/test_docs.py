@@ -1,0 +1,135 @@
+"""Every Python block of README.md and docs/ runs, page by page, on tiny stand-ins for what a reader has."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import copy
+import inspect
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rolltree.engine import SamplingParams
+from rolltree.engine.settings import TrainConfig
+from rolltree.kernels import Objective
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    bytes_alone = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="\n")
+
+
+def reader(model: Any, tokenizer: Any, directory: Path) -> dict[str, Any]:
+    """What the pages take for granted."""
+    model.save_pretrained(directory / "model")
+    rng = torch.Generator().manual_seed(1)
+    prompt, responses = [5, 6, 7], [[8, 9, 10], [8, 9, 11, 12]]
+    tokens = {"hidden": torch.randn(12, 32, generator=rng), "weight": torch.randn(300, 32, generator=rng)}
+    return {
+        "path": directory / "model",
+        "input_ids": torch.tensor([[1, 2, 3, 4]]),
+        "model": model,
+        "tokenizer": tokenizer,
+        "prompt": prompt,
+        "prompt_ids": prompt,
+        "prompts": [prompt, [*prompt, 8, 9]],
+        "responses": responses,
+        "advantages": [1.0, -1.0],
+        "logprobs": [[-1.0, -1.0, -2.0], [-1.0, -1.0, -3.0, -1.0]],
+        "masks": [[True] * 3, [True] * 4],
+        **{name: values.requires_grad_() for name, values in tokens.items()},
+        "target": torch.randint(0, 300, (12,), generator=rng),
+        "advantage": torch.randn(2, generator=rng),
+        "old_logprob": torch.full((12,), -5.7),
+        "mask": torch.ones(12, dtype=torch.bool),
+        "cu_seqlens": torch.tensor([0, 5, 12]),
+        **{name: torch.randn(6, heads, 32, generator=rng) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
+        "params": SamplingParams(n=2, max_new_tokens=4),
+        "new_parameters": {name: tensor * 2 for name, tensor in model.state_dict().items()},
+        "continuations": [[[8, 9], [8, 10]], []],
+        "objective": Objective.preset("grpo"),
+        "normalizer": 2.0,
+        "ranks": 1,
+        "rank": 0,
+        "device": "cpu",
+        "subtree_end": torch.tensor([6, 6, 4, 4, 6, 6], dtype=torch.int32),
+    }
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def test_python_blocks_run(
+    page: Path, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "path" / "to" / "lora"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = reader(model, tokenizer, tmp_path)
+    for code in blocks(page, "python"):
+        compiled = compile(code, f"{page.name}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        found = eval(compiled, given)
+        if inspect.iscoroutine(found):
+            asyncio.run(found)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "toml")], ids=lambda page: page.name)
+def test_toml_blocks_are_keys_of_a_run(page: Path) -> None:
+    needed = {"name": "a", "model": {"path": "m"}, "data": {"tasks": [{"name": "chain_sum"}]}}
+    for code in blocks(page, "toml"):
+        TrainConfig.model_validate(needed | tomllib.loads(code))
+
+
+def test_the_page_of_the_configuration_is_what_the_models_say() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "configuration.py"))
+    assert page["PAGE"].read_text(encoding="utf-8") == page["reference"](), "run python docs/configuration.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_are_there(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    targets = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert all((page.parent / link).exists() for link in targets)
+    named = re.findall(r"`((?:kernels|engine|bench|tests|csrc|examples|docs)/[\w./-]+)`", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
