@@ -102,6 +102,8 @@ def one_rank() -> Iterator[None]:
 def test_python_blocks_run(
     page: Path, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
 ) -> None:
+    if page.name == "trl.md":
+        pytest.importorskip("trl", reason="TRL is not installed: pip install rolltree[trl]")
     peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
         tmp_path / "path" / "to" / "lora"
     )
