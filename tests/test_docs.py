@@ -36,8 +36,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name != "trl.md"]
-"""That one is run by tests/engine/integrations/test_trl_page.py."""
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.fixture

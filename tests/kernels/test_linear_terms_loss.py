@@ -29,7 +29,7 @@ from rolltree.kernels import (
 from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.linear_logprob import chunked
 from rolltree.kernels.linear_policy_loss import plan
-from rolltree.kernels.linear_policy_loss.terms import AnyTerm
+from rolltree.kernels.linear_policy_loss.terms import AnyTerm, live
 
 from .test_linear_logprob import BACKENDS, DEVICE, Inputs
 from .test_linear_policy_loss import batch, cast
@@ -104,7 +104,7 @@ def apart(terms: list[AnyTerm], **given: Any) -> TermsLossOutput:
         total = total + t.weight * value.loss
         losses[t.name] = value.loss.detach()
     assert isinstance(total, Tensor)
-    return TermsLossOutput(total, {}, losses)
+    return TermsLossOutput(total, {}, losses, out.logprob.detach(), entropy.detach())
 
 
 def together(terms: list[AnyTerm], **given: Any) -> TermsLossOutput:
@@ -162,6 +162,13 @@ def test_one_pass_is_the_sum_of_its_terms(
     assert abs(got.loss.item() - exact.loss.item()) <= 3e-6 * max(1.0, abs(exact.loss.item()))
     for name, value in exact.losses.items():
         torch.testing.assert_close(got.losses[name].double(), value.double(), rtol=3e-6, atol=3e-6)
+    needed = torch.stack([live(t) for t in terms]).any(0)
+    for mine, want in ((got.logprob, exact.logprob), (got.entropy, exact.entropy)):
+        assert mine is not None
+        assert want is not None
+        assert not mine.requires_grad
+        want = torch.where(needed, want, torch.nan)  # what no term needs is not computed
+        torch.testing.assert_close(mine.double(), want, rtol=3e-6, atol=3e-6, equal_nan=True)
     for name in trained:
         scale = gradients[name].abs().max()
         assert scale > 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
 
 from rolltree.engine.integrations.trl.regroup import regroup
 
-from .trl_tiny import assert_same, dataset, grpo, make_grpo, save_model, train
+from .trl_tiny import assert_same, dataset, grpo, make_grpo, save_model, tokenizer, train
 
 TREE = {"rollouts": False}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8, init_lora_weights=False)
@@ -187,3 +189,18 @@ def test_zero_advantages(path: str) -> None:
     """Groups without a signal are in the metrics all the same."""
     trainer = {"reward_funcs": lambda completions, **_: [float(i >= 4) * (i % 3) for i in range(len(completions))]}
     assert_same(grpo(path, None, trainer, **OLD), grpo(path, TREE, trainer, **OLD))
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Their balance weighs every token as often as the flat batch holds it."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2, head_dim=16)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2)
+    ids = dict(vocab_size=30, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    config = Qwen3MoeConfig(**sizes, **heads, **ids, max_position_embeddings=128)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    options = {"learning_rate": 0.05, "router_aux_loss_coef": 0.5, "num_iterations": 2}
+    theirs, ours = (grpo(str(tmp_path), parts, **options) for parts in (None, TREE))
+    assert "aux_loss" in ours.state.log_history[0]
+    assert_same(theirs, ours)
