@@ -43,6 +43,9 @@ def more(tree):
 def helped(tree):
     return Add(["Answer: 1", "2"], [1.0, 0.0])
 
+def same(text, entry):
+    return 1.0
+
 def nonsense(tree):
     return 3
 
@@ -244,6 +247,19 @@ def test_a_callback_that_drops_everything_ends_the_run(toml: Path, tmp_path: Pat
     run = Run(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:never", "--loop.max_dropped_batches=2")
     with pytest.raises(RunError, match=r"dropped more than 12 groups for one step .*'never'"):
         run.run()
+
+
+def test_sampling_more_has_an_end(toml: Path, tmp_path: Path) -> None:
+    """Where rewards stay equal, `until_unequal` samples its further responses and then gives the group up."""
+    options = ["--loop.callback=until_unequal", "--loop.callback_options={more=3,most=2}"]
+    options += [f"--reward.verifier={toml.parent}/mine.py:same", "--loop.max_dropped_batches=1"]
+    run = Run(toml, tmp_path, *options)
+    leaves: list[int] = []
+    drop = run.loop.buffer.drop
+    run.loop.buffer.drop = lambda group, reason: (leaves.append(group.tree.num_leaves), drop(group, reason))  # type: ignore[method-assign,assignment]
+    with pytest.raises(RunError, match="dropped more than 6 groups"):
+        run.run()
+    assert set(leaves) == {4 + 2 * 3}
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------
