@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -108,7 +109,8 @@ class Judging:
             )
         tree, verdicts = last.tree, iter(last.verdicts)
         of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
-        put_rewards(tree, of_leaves, failed=0.0 if on_failure == "zero" else np.nan)
+        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
+        put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta["attempt"] = group.attempt
 
