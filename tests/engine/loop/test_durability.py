@@ -99,7 +99,8 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     assert run.run().steps == 5
     trained = audit(config)
     assert len(trained) == 5 * config.trainer.prompts_per_step
-    assert kept_unfinished, "no unfinished group was ever saved; the test shows nothing"
+    if overlap == "false":  # with a thread it depends on the clock whether any is unfinished
+        assert kept_unfinished, "no unfinished group was ever saved; the test shows nothing"
     lags = [row["policy/lag"] for row in rows(config.run_dir)[1:] if "policy/lag" in row]
     assert max(lags) <= 1
 
