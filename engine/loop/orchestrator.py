@@ -102,10 +102,10 @@ class Orchestrator:
         }
         self.learner = Learner(config, self.model, self.watch, console.note)
         self.demonstrations = setup.demonstrations(config, self.tokenizer)
-        self.buffer = Buffer(setup.budget(config))
+        self.buffer, self.params = Buffer(setup.budget(config)), setup.sampling_params(config.rollout)
         self.controller = Controller(
             config, self.buffer, self.engine, self.source, self.tokenizer, program,
-            setup.sampling_params(config.rollout), setup.group_callback(config), self.watch, console,
+            self.params, setup.group_callback(config), self.watch, console,
         )  # fmt: skip
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
         self.stopping = Stopping(console.note)
@@ -169,11 +169,12 @@ class Orchestrator:
         step = self.step + 1
         sums = Sums()
         self.model.eval()  # here, and not at every step of the engine: it takes as long as a layer
+        self.controller.params = self.learner.sampling(step, self.params)
         batch = self.controller.next_batch()
         trees = [group.tree for group in batch]
         self._record(batch, sums)
         self._describe_lag(batch, sums)
-        _describe(trees, self.config.rollout.max_new_tokens, sums)
+        _describe(trees, self.controller.params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
         changed = self.learner.update(trees, given, step, sums)

@@ -262,6 +262,30 @@ def test_sampling_more_has_an_end(toml: Path, tmp_path: Path) -> None:
     assert set(leaves) == {4 + 2 * 3}
 
 
+# -- numbers that follow the step or a metric --------------------------------------------------------------------------
+
+
+def test_temperature_and_length_follow_their_schedules(toml: Path, tmp_path: Path) -> None:
+    """Log-probs of sampler and trainer are of the same temperature in each step."""
+    options = ["--loop.temperature_scale=[[1,0.5],[3,1.5]]", "--loop.length_scale=[[1,0.3],[3,1.0]]"]
+    run = Run(toml, tmp_path, *options, "--trainer.steps=3").run()
+    assert [row["schedule/temperature_scale"] for row in run.rows] == [0.5, 1.0, 1.5]
+    assert [row["response_length/max"] for row in run.rows] == [3, 6, 10]
+    assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in run.rows)
+    with pytest.raises(UserError, match=r"loop.length_scale must be above 0 and at most 1; at step 1 it is 2"):
+        Run(toml, tmp_path, "--loop.length_scale=2", "--name=other").run()
+
+
+def test_a_number_is_steered_towards_a_metric(toml: Path, tmp_path: Path) -> None:
+    """Ziegler et al.: the entropy of a random model is far above the target, so the temperature falls by 1 - gain/5."""
+    given = "metric='actor/entropy',target=1.0,own='schedule/temperature_scale',gain=-0.5,low=0.75"
+    options = ["--loop.temperature_scale=steer", f"--loop.temperature_scale_options={{{given}}}"]
+    run = Run(toml, tmp_path, *options, "--trainer.steps=5", "--algorithm.drop_zero_variance=false").run()
+    assert [row["schedule/temperature_scale"] for row in run.rows] == pytest.approx([1.0, 0.9, 0.81, 0.75, 0.75])
+    resumed = Run(toml, tmp_path, *options, "--trainer.steps=4", "--algorithm.drop_zero_variance=false", "--name=b")
+    assert resumed.run().rows[-1]["schedule/temperature_scale"] == pytest.approx(0.75)
+
+
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
