@@ -80,7 +80,10 @@ class _Prompts:
 
 class _Texts:
     def batch_decode(self, responses: Sequence[Any], **_: object) -> list[str]:
-        return ["x" * (int(response.sum()) % 2) for response in responses]
+        return [self.decode(response) for response in responses]
+
+    def decode(self, response: Any, **_: object) -> str:
+        return "x" * (int(response.sum()) % 2)
 
 
 class _Verdicts:
