@@ -42,6 +42,8 @@ from .sources import PromptSource, make_prompt
 
 WORK = ("steps", "row_steps", "call_wait_us")
 """What of the engine's counts is added up over a run."""
+MOST_ATTEMPTS = 64
+"""Requests made for one group beside its first, after which it is dropped."""
 LOOK_S = 0.05
 """Between looks at the sampling while only verdicts are outstanding."""
 
@@ -109,10 +111,9 @@ class Controller:
 
     def end_step(self, batch: Sequence[Group], weights: Mapping[str, Tensor] | None, version: int) -> None:
         """``batch`` has been trained; ``weights`` are the policy's, None where it did not change."""
-        with self.paused():
+        with self.watch.part("sync"), self.paused():
             if weights is not None:
-                with self.watch.part("sync"):
-                    self.engine.update_weights(weights, version=version, keep_kv=self.config.loop.keep_keys)
+                self.engine.update_weights(weights, version=version, keep_kv=self.config.loop.keep_keys)
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
@@ -319,6 +320,8 @@ class Controller:
 
     def _answer(self, group: Group) -> None:
         answer = None if self.callback is None else self.callback(group.tree)
+        if isinstance(answer, More | Retry) and group.attempt >= MOST_ATTEMPTS:
+            answer = Drop("too_many_attempts")
         match answer:
             case None | Accept():
                 self.buffer.to(group, State.READY)
