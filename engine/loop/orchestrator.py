@@ -36,6 +36,7 @@ from .failures import Failures
 from .learner import Learner
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .progress import Progress
+from .replay import Replay
 from .sources import PromptSource, held_out
 from .stopping import Stopping
 
@@ -60,12 +61,18 @@ class RunSummary:
 class Orchestrator:
     """A training run in its directory; see the module's description.
 
+    Args:
+        resume: go on from the newest checkpoint.
+        replay: a file of recorded groups to learn from instead of sampling.
+
     Raises:
         UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
             something that does not exist.
     """
 
-    def __init__(self, config: TrainConfig, *, console: Progress, resume: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None
+    ) -> None:
         self.config = config
         self.console = console
         program = setup.rollout_program(config.rollout)
@@ -103,10 +110,11 @@ class Orchestrator:
         self.learner = Learner(config, self.model, self.watch, console.note)
         self.demonstrations = setup.demonstrations(config, self.tokenizer)
         self.buffer, self.params = Buffer(setup.budget(config)), setup.sampling_params(config.rollout)
-        self.controller = Controller(
+        parts = (
             config, self.buffer, self.engine, self.source, self.tokenizer, program,
             self.params, setup.group_callback(config), self.watch, console,
         )  # fmt: skip
+        self.controller = Controller(*parts) if replay is None else Replay(replay, *parts)
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
