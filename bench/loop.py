@@ -30,7 +30,7 @@ from rolltree.engine.settings import TrainConfig
 from .rollout import kv_tokens, make_model
 from .runner import Bench, Calls, Case
 
-SYNCHRONOUS = "S=0"
+SYNCHRONOUS = "rolltree S=0"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ class _Prompts:
 
 class _Texts:
     def batch_decode(self, responses: Sequence[Any], **_: object) -> list[str]:
-        return ["x" * (int(response.sum()) % 2) for response in responses]
+        return [self.decode(response) for response in responses]
+
+    def decode(self, response: Any, **_: object) -> str:
+        return "x" * (int(response.sum()) % 2)
 
 
 class _Verdicts:
@@ -159,9 +162,9 @@ def _provider(name: str, **loop: Any) -> Callable[[Inputs], Calls]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     SYNCHRONOUS: {},
-    "partial rollouts (APRIL), S=1": {"staleness": 1, "overlap": False, "window": 0.5},
-    "S=1": {"staleness": 1},
-    "S=4": {"staleness": 4},
+    "rolltree S=1, partial rollouts (APRIL)": {"staleness": 1, "overlap": False, "window": 0.5},
+    "rolltree S=1": {"staleness": 1},
+    "rolltree S=4": {"staleness": 4},
 }
 
 BENCH = Bench(

@@ -322,6 +322,14 @@ class LoopConfig(Section):
     """Largest such weight."""
     over_sampling: Annotated[float, Field(ge=1, le=64)] = 1.0
     """At staleness 0, prompts sampled for each one that is trained on; what is left over is dropped."""
+    temperature_scale: Schedule = 1.0
+    """What `rollout.temperature` is multiplied with: as `algorithm.weight`."""
+    temperature_scale_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function."""
+    length_scale: Schedule = 1.0
+    """The share of `rollout.max_new_tokens` that responses may take, at most 1: as `algorithm.weight`."""
+    length_scale_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function."""
     callback: str | None = None
     """What becomes of a judged group: a name that `rolltree methods` lists, or `file.py:function` of a tree."""
     callback_options: dict[str, Any] = Field(default_factory=dict)

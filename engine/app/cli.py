@@ -107,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", metavar="CONFIG", help="TOML file")
     train.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
     train.add_argument(
+        "--replay", type=Path, metavar="FILE", help="learn from the groups of `rolltree rollout --record FILE`"
+    )
+    train.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan; write nothing"
     )
     train.epilog = keys
@@ -116,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", type=_integer(1, 2**31 - 1), default=2, metavar="N", help="prompts to sample for (default 2)"
     )
     rollout.add_argument("--out", type=Path, metavar="FILE", help="also write the trees to this parquet file")
+    rollout.add_argument(
+        "--record", type=Path, metavar="FILE", help="also keep the groups for `rolltree train --replay`"
+    )
     rollout.epilog = keys
     serve = command("serve", _serve, "Serve a model on this machine in the manner of OpenAI's API.")
     serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
@@ -160,7 +166,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
     _quiet_transformers()
     with Console() as console:
-        summary = Orchestrator(config, console=console, resume=args.resume).run()
+        summary = Orchestrator(config, console=console, resume=args.resume, replay=args.replay).run()
         console.phase("writing the report")
         if all(importlib.util.find_spec(name) for name in EXTRAS["report"]):
             from .report import write_report
@@ -201,13 +207,14 @@ def _next_name(config: TrainConfig) -> str:
 
 
 def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
-    if args.out is not None and args.out.exists():
-        raise UserError(f"'{args.out}' exists already; choose another --out.")
+    for option, file in (("--out", args.out), ("--record", args.record)):
+        if file is not None and file.exists():
+            raise UserError(f"'{file}' exists already; choose another {option}.")
     from .config import load_config
     from .show import sample_and_show
 
     _quiet_transformers()
-    sample_and_show(load_config(args.config, overrides), args.prompts, args.out)
+    sample_and_show(load_config(args.config, overrides), args.prompts, args.out, args.record)
     return 0
 
 

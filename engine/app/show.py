@@ -15,15 +15,28 @@ from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..loop import setup
+from ..loop.buffer import Responses
 from ..loop.failures import unsampled
+from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
 from ..rewards import RewardItem, RewardPool
 from ..rewards.verdicts import put_rewards
 from ..settings import TrainConfig
 
 
-def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: Console | None = None) -> None:
-    """Sample ``count`` training prompts with the configured program, judge the responses, print the trees."""
+def sample_and_show(
+    config: TrainConfig,
+    count: int,
+    out: Path | None,
+    record: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Sample ``count`` training prompts with the configured program, judge the responses, print the trees.
+
+    Args:
+        out: a parquet file to write.
+        record: a file of groups to write, for `Replay`.
+    """
     console = console or Console(highlight=False)
     model, tokenizer = setup.prepare_model(config)
     engine = setup.make_engine(config, model, tokenizer)
@@ -38,6 +51,7 @@ def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: 
         seeds=seeds,
         contexts=[p.entry for p in prompts],
     )
+    recorded = []
     texts, decode = [], partial(tokenizer.decode, skip_special_tokens=True)
     with RewardPool(config.reward, config.data.tasks) as pool:
         for tree, prompt in zip(trees, prompts, strict=True):
@@ -46,6 +60,7 @@ def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: 
             judged = [leaf for leaf in range(len(leaves)) if leaf not in failed]
             results = pool.score([RewardItem(leaves[leaf], prompt.entry) for leaf in judged])
             verdicts = dict(zip(judged, results, strict=True))
+            recorded.append((prompt, [Responses(tree, leaves, dict(failed), results)]))
             failed |= {leaf: verdict.reason for leaf, verdict in verdicts.items() if verdict.reason is not None}
             put_rewards(tree, [verdicts.get(leaf) for leaf in range(len(leaves))], decode)
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
@@ -62,6 +77,9 @@ def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: 
     if out is not None:
         write_rollouts(out, 0, trees, texts)
         console.print(f"Written to {out}.")
+    if record is not None:
+        write_groups(record, recorded)
+        console.print(f"Recorded in {record}.")
 
 
 def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:

@@ -36,7 +36,8 @@ def join(trees: Sequence[TokenTree]) -> TokenTree:
     for name in dict.fromkeys(name for tree in trees for name in tree.rewards):
         parts = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
         joined.rewards[name] = np.concatenate(parts)
-    joined.meta = dict(first.meta)
+    for tree in trees:  # the newest counts, but what is said of leaves by their number is another leaf's now
+        joined.meta |= {name: value for name, value in tree.meta.items() if name != "errors"}
     return joined
 
 

@@ -14,10 +14,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,30 +23,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..data.segment import LeafStatus, Origin, Segment
-from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..methods.calling import failure
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..programs import RolloutProgram
-from ..rewards import RewardItem, RewardPool, RewardResult
-from ..rewards.verdicts import put_rewards
+from ..rewards import RewardPool
 from ..rollout import NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.branch import Request
 from ..rollout.saving import request_state, restore_request
 from ..settings import TrainConfig
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
-from .buffer import Buffer, Group, Responses, State
-from .failures import unsampled
+from .buffer import Buffer, Group, State
+from .judging import Judging
 from .metrics import Stopwatch
 from .progress import Progress
 from .sources import PromptSource, make_prompt
 
-JUDGED_AT_ONCE = 16
-"""Groups whose verdicts are waited for at the same time."""
 WORK = ("steps", "row_steps", "call_wait_us")
 """What of the engine's counts is added up over a run."""
+MOST_ATTEMPTS = 64
+"""Requests made for one group beside its first, after which it is dropped."""
 LOOK_S = 0.05
 """Between looks at the sampling while only verdicts are outstanding."""
 
@@ -73,8 +68,8 @@ class Controller:
         self.tokenizer, self.program, self.params = tokenizer, program, params
         self.callback, self.watch, self.console = callback, watch, console
         self._sampling: dict[Group, Request] = {}
-        self._judging: dict[Future[list[RewardResult]], Group] = {}
         self._changed = threading.Condition(threading.RLock())
+        self.judging = Judging(config.reward, tokenizer, self._notify)
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
@@ -85,8 +80,7 @@ class Controller:
     @contextmanager
     def running(self, rewards: RewardPool) -> Iterator[None]:
         """While it may be asked for batches; ``rewards`` judges."""
-        self._rewards = rewards
-        with ThreadPoolExecutor(JUDGED_AT_ONCE, "rolltree-judging") as self._judges:
+        with self.judging.running(rewards):
             try:
                 yield
             finally:
@@ -95,8 +89,6 @@ class Controller:
                     self._changed.notify_all()
                 if self._thread is not None:
                     self._thread.join()
-                self._judges.shutdown(wait=False, cancel_futures=True)
-                rewards.close()  # so that no judge waits for it
 
     @property
     def overlaps(self) -> bool:
@@ -119,10 +111,9 @@ class Controller:
 
     def end_step(self, batch: Sequence[Group], weights: Mapping[str, Tensor] | None, version: int) -> None:
         """``batch`` has been trained; ``weights`` are the policy's, None where it did not change."""
-        with self.paused():
+        with self.watch.part("sync"), self.paused():
             if weights is not None:
-                with self.watch.part("sync"):
-                    self.engine.update_weights(weights, version=version, keep_kv=self.config.loop.keep_keys)
+                self.engine.update_weights(weights, version=version, keep_kv=self.config.loop.keep_keys)
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
@@ -180,7 +171,7 @@ class Controller:
                 self._begin(group, self._taken_up(group, request))
             elif state is State.JUDGING:
                 group.state = state
-                self._ask(group)
+                self.judging.ask(group)
             elif state is State.READY:
                 group.state = state
         self._dropped_before = self.buffer.dropped.total()
@@ -236,7 +227,7 @@ class Controller:
             if self._error is not None:
                 raise self._error
             self.console.phase("sampling" if self._sampling else "waiting for rewards")
-            with self.watch.part("gen" if self._sampling or not self._judging else "reward"):
+            with self.watch.part("gen" if self._sampling or not self.judging.busy else "reward"):
                 self._changed.wait(LOOK_S)
 
     def _synchronize(self) -> None:
@@ -256,9 +247,9 @@ class Controller:
         if self._sampling:
             with self._timed("sampling", "gen"), self._errors_told():
                 self._step_engine()
-        elif self._judging:
+        elif self.judging.busy:
             with self._timed("waiting for rewards", "reward"):
-                wait(self._judging, LOOK_S, FIRST_COMPLETED)
+                self.judging.wait(LOOK_S)
         elif self._thread is not None:
             with self._changed:
                 self._changed.wait(LOOK_S)
@@ -310,27 +301,10 @@ class Controller:
                 with self._errors_told():
                     raise request.error
             assert request.tree is not None
-            self._judge(group, request.tree)
+            self.buffer.to(group, State.JUDGING)
+            self.judging.add(group, request.tree)
 
-    def _judge(self, group: Group, tree: TokenTree) -> None:
-        """Ask for verdicts on the responses of ``tree``; one that could not be sampled is not judged."""
-        responses = Responses(tree, decode(self.tokenizer, tree), unsampled(tree))
-        tree.set("group", group.ticket)
-        group.parts.append(responses)
-        self.buffer.to(group, State.JUDGING)
-        self._ask(group)
-
-    def _ask(self, group: Group) -> None:
-        """For the verdicts on the newest of its responses."""
-        last = group.parts[-1]
-        items = [
-            RewardItem(text, group.prompt.entry) for leaf, text in enumerate(last.texts) if leaf not in last.unsampled
-        ]
-        future = self._judges.submit(self._rewards.score, items)
-        self._judging[future] = group
-        future.add_done_callback(self._notify)
-
-    def _notify(self, _: object) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -339,18 +313,15 @@ class Controller:
 
         At staleness 0 they are looked at in rounds, so that what is sampled next does not depend on who was faster.
         """
-        if self.buffer.budget.staleness == 0 and (self._sampling or not all(f.done() for f in self._judging)):
-            return
-        for future, group in sorted(self._judging.items(), key=lambda item: item[1].ticket):
-            if not future.done():
-                continue
-            del self._judging[future]
-            group.parts[-1].verdicts = future.result()
-            self._put_rewards(group)
-            self._answer(group)
+        in_rounds = self.buffer.budget.staleness == 0
+        if not (in_rounds and self._sampling):
+            for group in self.judging.take(all_or_none=in_rounds):
+                self._answer(group)
 
     def _answer(self, group: Group) -> None:
         answer = None if self.callback is None else self.callback(group.tree)
+        if isinstance(answer, More | Retry) and group.attempt >= MOST_ATTEMPTS:
+            answer = Drop("too_many_attempts")
         match answer:
             case None | Accept():
                 self.buffer.to(group, State.READY)
@@ -369,7 +340,7 @@ class Controller:
                 group.parts.clear()
                 self.buffer.to(group, State.QUEUED)
             case Add(responses, rewards) if len(responses) == len(rewards):
-                group.parts.append(self._given(group, responses, rewards))
+                group.parts.append(self.judging.given(group, responses, rewards))
                 self.buffer.to(group, State.READY)
             case _:
                 raise UserError(
@@ -384,34 +355,6 @@ class Controller:
                 f"The group callback dropped more than {most} groups for one step (loop.max_dropped_batches), the last "
                 f"for '{reason}'; the prompts may be too easy or too hard for it."
             )
-
-    def _given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
-        ids = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in responses]
-        tree = TokenTree.from_nodes(
-            [-1] + [0] * len(ids),
-            [Segment.prompt(group.prompt.token_ids), *(Segment.make(some, origin=Origin.INJECTED) for some in ids)],
-            list(range(1, len(ids) + 1)),
-            [LeafStatus.STOP] * len(ids),
-        )
-        tree.set("group", group.ticket)
-        tree.rewards["reward"] = np.array(rewards, np.float32)
-        return Responses(tree, list(responses), {})
-
-    def _put_rewards(self, group: Group) -> None:
-        """Rewards and names on the newest tree; NaN where there is no verdict."""
-        last, prompt, on_failure = group.parts[-1], group.prompt, self.config.reward.on_failure
-        broken = [verdict.reason for verdict in last.verdicts if verdict.value is None]
-        if broken and on_failure == "raise":
-            raise RunError(
-                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
-                "reward.on_failure to 'drop' or 'zero'."
-            )
-        tree, verdicts = last.tree, iter(last.verdicts)
-        of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
-        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
-        put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
-        tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
-        tree.meta["attempt"] = group.attempt
 
     def _seed(self, group: Group) -> int:
         """What a group samples follows from the run's seed and its ticket."""
@@ -436,9 +379,3 @@ class Controller:
         except Exception as error:
             program = f"rollout.program = '{self.config.rollout.program}'"
             raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
-    """The text of each leaf's response."""
-    responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
-    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))

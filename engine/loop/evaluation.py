@@ -11,8 +11,8 @@ from ..rewards import RewardItem, RewardPool
 from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from . import setup
-from .controller import decode
 from .failures import unsampled
+from .judging import decode
 from .progress import Progress
 from .sources import Prompt
 

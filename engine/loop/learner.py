@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from ..methods.schedules import at_step, find_schedule
 from ..methods.shaping import shape_rewards
 from ..model.roles import Role
 from ..model.self_check import tree_error, trees_fit
+from ..rollout import SamplingParams
 from ..settings import TrainConfig
 from ..train.critic import Critic
 from ..train.trainer import Trainer, Weighted
@@ -42,6 +45,11 @@ class Learner:
         self.shapings = setup.shapings(config)
         self.terms = setup.loss_terms(config)
         self.lr_scale = find_schedule("trainer.lr_scale", config.trainer.lr_scale, config.trainer.lr_scale_options)
+        loop = config.loop
+        self.scales = {
+            name: find_schedule(f"loop.{name}", getattr(loop, name), getattr(loop, f"{name}_options"))
+            for name in ("temperature_scale", "length_scale")
+        }
         self.metrics: dict[str, float] = {}  # of the last step, which schedules may follow
         self.trainer = Trainer(model, config.trainer)
         self.roles: list[Role] = setup.roles(config, model)
@@ -62,7 +70,7 @@ class Learner:
             kept = [tree for tree in judged if tree is not None]
             for tree in kept:
                 shape_rewards(self.shapings, tree)
-        self._score(kept)
+        self._score(kept, self.temperature(step))
         with self.watch.part("pack"):
             if kept:
                 give_credit(self.credit, config.algorithm.advantage, kept)
@@ -78,6 +86,7 @@ class Learner:
                 term.prepare(kept + given)
         updated = False
         self.trainer.lr_scale = at_step(self.lr_scale, step, self.metrics)
+        self._record_schedules(step, sums)
         for k in range(config.trainer.updates_per_step):
             share = slice(k, None, config.trainer.updates_per_step)
             dropped = [config.algorithm.drop_zero_variance and flat for flat in equal[share]]
@@ -93,7 +102,6 @@ class Learner:
         step: int,
         sums: Sums,
     ) -> bool:
-        config = self.config
         with self.watch.part("pack"):
             # groups left out for equal rewards count in the normaliser: their advantage is zero all the same
             terms = [
@@ -115,9 +123,7 @@ class Learner:
             metrics = None
             while metrics is None:
                 try:
-                    metrics = self.trainer.step(
-                        batches, terms, temperature=config.rollout.temperature, on_policy=on_policy
-                    )
+                    metrics = self.trainer.step(batches, terms, temperature=self.temperature(step), on_policy=on_policy)
                 except torch.OutOfMemoryError as error:
                     self._halve(live, error)
                     sums.count("actor/out_of_memory")
@@ -153,16 +159,38 @@ class Learner:
         torch.cuda.empty_cache()
         self.note(f"An update ran out of memory; micro-batches have {self.max_tokens} tokens from now on.")
 
-    def _score(self, trees: Sequence[TokenTree]) -> None:
+    def temperature(self, step: int) -> float:
+        """Of what is sampled for ``step``, and of the log-probs that its update compares with."""
+        return self.config.rollout.temperature * self._scale("temperature_scale", step, math.inf)
+
+    def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
+        """``params`` with the temperature and the length of ``step``."""
+        longest = max(1, round(params.max_new_tokens * self._scale("length_scale", step, 1.0)))
+        return replace(params, temperature=self.temperature(step), max_new_tokens=longest)
+
+    def _scale(self, name: str, step: int, most: float) -> float:
+        value = at_step(self.scales[name], step, self.metrics)
+        if not 0 < value <= most:
+            least = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
+            raise UserError(f"loop.{name} must be {least}; at step {step} it is {value:g}.")
+        return value
+
+    def _record_schedules(self, step: int, sums: Sums) -> None:
+        """The numbers that functions gave for ``step``; `steer` goes on from them."""
+        named = {"lr_scale": self.lr_scale, **self.scales}
+        named |= {f"{term.name}_weight": schedule for term, schedule in self.terms}
+        for name, schedule in named.items():
+            if not isinstance(schedule, int | float):
+                sums.add(f"schedule/{name}", at_step(schedule, step, self.metrics))
+
+    def _score(self, trees: Sequence[TokenTree], temperature: float) -> None:
         if not trees:
             return
         with self.watch.part("old_log_prob"):
             config = self.config
             flat = self._shares_nothing(trees)
             for role in self.roles:
-                role.score(
-                    trees, max_tokens=config.trainer.max_tokens, temperature=config.rollout.temperature, flat=flat
-                )
+                role.score(trees, max_tokens=config.trainer.max_tokens, temperature=temperature, flat=flat)
             if self.critic is not None:
                 self.critic.score(trees, max_tokens=config.trainer.max_tokens)
 

@@ -36,6 +36,7 @@ from .failures import Failures
 from .learner import Learner
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .progress import Progress
+from .replay import Replay
 from .sources import PromptSource, held_out
 from .stopping import Stopping
 
@@ -60,12 +61,18 @@ class RunSummary:
 class Orchestrator:
     """A training run in its directory; see the module's description.
 
+    Args:
+        resume: go on from the newest checkpoint.
+        replay: a file of recorded groups to learn from instead of sampling.
+
     Raises:
         UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
             something that does not exist.
     """
 
-    def __init__(self, config: TrainConfig, *, console: Progress, resume: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None
+    ) -> None:
         self.config = config
         self.console = console
         program = setup.rollout_program(config.rollout)
@@ -102,11 +109,12 @@ class Orchestrator:
         }
         self.learner = Learner(config, self.model, self.watch, console.note)
         self.demonstrations = setup.demonstrations(config, self.tokenizer)
-        self.buffer = Buffer(setup.budget(config))
-        self.controller = Controller(
+        self.buffer, self.params = Buffer(setup.budget(config)), setup.sampling_params(config.rollout)
+        parts = (
             config, self.buffer, self.engine, self.source, self.tokenizer, program,
-            setup.sampling_params(config.rollout), setup.group_callback(config), self.watch, console,
+            self.params, setup.group_callback(config), self.watch, console,
         )  # fmt: skip
+        self.controller = Controller(*parts) if replay is None else Replay(replay, *parts)
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
@@ -169,11 +177,12 @@ class Orchestrator:
         step = self.step + 1
         sums = Sums()
         self.model.eval()  # here, and not at every step of the engine: it takes as long as a layer
+        self.controller.params = self.learner.sampling(step, self.params)
         batch = self.controller.next_batch()
         trees = [group.tree for group in batch]
         self._record(batch, sums)
         self._describe_lag(batch, sums)
-        _describe(trees, self.config.rollout.max_new_tokens, sums)
+        _describe(trees, self.controller.params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
         changed = self.learner.update(trees, given, step, sums)

@@ -34,7 +34,33 @@ def cosine(step: int, metrics: Mapping[str, float], *, end: int, last: float = 0
     return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * min(step / end, 1.0)))
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine}
+def steer(
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    metric: str,
+    target: float,
+    own: str,
+    initial: float = 1.0,
+    gain: float = 0.1,
+    low: float = 0.0,
+    high: float = math.inf,
+) -> float:
+    """Each step times 1 + gain clip(metric / target - 1, -0.2, 0.2): the adaptive KL weight of Ziegler et al. (2019).
+
+    Args:
+        metric: what is to come to ``target``, such as ``actor/kl_loss`` or ``actor/entropy``.
+        own: the metric that records this number (``schedule/...``), from which it goes on; ``initial`` where there is
+            none yet.
+        gain: above 0 where more of the number brings less of the metric; below 0 where it brings more.
+    """
+    value = metrics.get(own, initial)
+    if metric in metrics:
+        value *= 1 + gain * min(0.2, max(-0.2, metrics[metric] / target - 1))
+    return min(high, max(low, value))
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine, "steer": steer}
 
 
 def find_schedule(key: str, given: float | str | Sequence[tuple[int, float]], options: Mapping[str, Any]) -> Schedule:

@@ -131,7 +131,8 @@ class DecodeGraphs:
             self.run(padded)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # a trainer in another thread may allocate meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self.run(padded)
         return padded, graph, logits
 

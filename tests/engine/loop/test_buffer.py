@@ -134,6 +134,24 @@ def test_a_run_never_stalls(batch: int, staleness: int, window: float, order) ->
     assert max(lags) <= staleness
 
 
+def test_tasks_keep_their_shares_though_one_is_slow() -> None:
+    """Every third group takes three steps longer; of what is trained it is a third all the same."""
+    buffer = Buffer(Budget(batch=6, staleness=4, window=0.5))
+    slow_trained = trained = 0
+    while buffer.steps < 40:
+        admit(buffer)
+        for group in buffer.among(*UNREADY):
+            if group.ticket % 3 or buffer.steps - group.started >= 3:
+                make_ready(buffer, group)
+        if (taken := buffer.batch()) is None:
+            make_ready(buffer, buffer.among(*UNREADY)[0])
+            continue
+        slow_trained += sum(group.ticket % 3 == 0 for group in taken)
+        trained += len(taken)
+        buffer.end_step(taken)
+    assert abs(slow_trained - trained / 3) <= buffer.budget.capacity / 3 + 1
+
+
 def test_the_documented_example() -> None:
     buffer = Buffer(Budget(batch=4, staleness=1, window=0.5))
     groups = admit(buffer)

@@ -99,7 +99,8 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     assert run.run().steps == 5
     trained = audit(config)
     assert len(trained) == 5 * config.trainer.prompts_per_step
-    assert kept_unfinished, "no unfinished group was ever saved; the test shows nothing"
+    if overlap == "false":  # with a thread it depends on the clock whether any is unfinished
+        assert kept_unfinished, "no unfinished group was ever saved; the test shows nothing"
     lags = [row["policy/lag"] for row in rows(config.run_dir)[1:] if "policy/lag" in row]
     assert max(lags) <= 1
 
@@ -231,3 +232,28 @@ def test_out_of_memory_halves_the_micro_batches(toml: Path, tmp_path: Path, monk
     assert budgets[1] <= 128 < budgets[0]
     for whole, halved in zip(*weights, strict=True):
         torch.testing.assert_close(whole, halved, rtol=1e-4, atol=1e-6)
+
+
+def test_micro_batches_that_are_not_finite_are_counted(toml: Path, tmp_path: Path, monkeypatch) -> None:
+    arguments = [f"--output_dir={tmp_path}", *STALE, "--loop.staleness=0", "--trainer.steps=1"]
+    arguments += ["--trainer.max_tokens=128"]
+    config = load_config(toml, arguments)
+    update, batches_seen = Trainer.update, []
+
+    def breaks_one(self, batches, compute):
+        batches_seen.append(len(batches))
+
+        def computed(batch, share):
+            out = compute(batch, share)
+            return out._replace(loss=out.loss * float("nan")) if batch is batches[1] else out
+
+        return update(self, batches, computed)
+
+    monkeypatch.setattr(Trainer, "update", breaks_one)
+    run, _ = orchestrate(config)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.run()
+    row = rows(config.run_dir)[1]
+    assert batches_seen[0] >= 2
+    assert (row["actor/skipped_updates"], row["actor/nonfinite_micro_batches"]) == (1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))

@@ -43,6 +43,9 @@ def more(tree):
 def helped(tree):
     return Add(["Answer: 1", "2"], [1.0, 0.0])
 
+def same(text, entry):
+    return 1.0
+
 def nonsense(tree):
     return 3
 
@@ -244,6 +247,43 @@ def test_a_callback_that_drops_everything_ends_the_run(toml: Path, tmp_path: Pat
     run = Run(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:never", "--loop.max_dropped_batches=2")
     with pytest.raises(RunError, match=r"dropped more than 12 groups for one step .*'never'"):
         run.run()
+
+
+def test_sampling_more_has_an_end(toml: Path, tmp_path: Path) -> None:
+    """Where rewards stay equal, `until_unequal` samples its further responses and then gives the group up."""
+    options = ["--loop.callback=until_unequal", "--loop.callback_options={more=3,most=2}"]
+    options += [f"--reward.verifier={toml.parent}/mine.py:same", "--loop.max_dropped_batches=1"]
+    run = Run(toml, tmp_path, *options)
+    leaves: list[int] = []
+    drop = run.loop.buffer.drop
+    run.loop.buffer.drop = lambda group, reason: (leaves.append(group.tree.num_leaves), drop(group, reason))  # type: ignore[method-assign,assignment]
+    with pytest.raises(RunError, match="dropped more than 6 groups"):
+        run.run()
+    assert set(leaves) == {4 + 2 * 3}
+
+
+# -- numbers that follow the step or a metric --------------------------------------------------------------------------
+
+
+def test_temperature_and_length_follow_their_schedules(toml: Path, tmp_path: Path) -> None:
+    """Log-probs of sampler and trainer are of the same temperature in each step."""
+    options = ["--loop.temperature_scale=[[1,0.5],[3,1.5]]", "--loop.length_scale=[[1,0.3],[3,1.0]]"]
+    run = Run(toml, tmp_path, *options, "--trainer.steps=3").run()
+    assert [row["schedule/temperature_scale"] for row in run.rows] == [0.5, 1.0, 1.5]
+    assert [row["response_length/max"] for row in run.rows] == [3, 6, 10]
+    assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in run.rows)
+    with pytest.raises(UserError, match=r"loop.length_scale must be above 0 and at most 1; at step 1 it is 2"):
+        Run(toml, tmp_path, "--loop.length_scale=2", "--name=other").run()
+
+
+def test_a_number_is_steered_towards_a_metric(toml: Path, tmp_path: Path) -> None:
+    """Ziegler et al.: the entropy of a random model is far above the target, so the temperature falls by 1 - gain/5."""
+    given = "metric='actor/entropy',target=1.0,own='schedule/temperature_scale',gain=-0.5,low=0.75"
+    options = ["--loop.temperature_scale=steer", f"--loop.temperature_scale_options={{{given}}}"]
+    run = Run(toml, tmp_path, *options, "--trainer.steps=5", "--algorithm.drop_zero_variance=false").run()
+    assert [row["schedule/temperature_scale"] for row in run.rows] == pytest.approx([1.0, 0.9, 0.81, 0.75, 0.75])
+    resumed = Run(toml, tmp_path, *options, "--trainer.steps=4", "--algorithm.drop_zero_variance=false", "--name=b")
+    assert resumed.run().rows[-1]["schedule/temperature_scale"] == pytest.approx(0.75)
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------

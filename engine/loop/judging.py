@@ -1,0 +1,121 @@
+"""Verdicts on groups, asked for as soon as all responses of one are there, and what they make of its tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..data.segment import LeafStatus, Origin, Segment
+from ..data.tree import TokenTree
+from ..errors import RunError
+from ..rewards import RewardItem, RewardPool, RewardResult
+from ..rewards.verdicts import put_rewards
+from ..settings import RewardConfig
+from .buffer import Group, Responses
+from .failures import unsampled
+
+AT_ONCE = 16
+"""Groups whose verdicts are waited for at the same time."""
+
+
+class Judging:
+    """Asks the pool's workers, and waits for them in threads of its own.
+
+    Args:
+        notify: called, in any thread, when the verdicts on a group have come.
+    """
+
+    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, notify: Callable[[], None]) -> None:
+        self.config, self.tokenizer, self._notify = config, tokenizer, notify
+        self._asked: dict[Future[list[RewardResult]], Group] = {}
+
+    @contextmanager
+    def running(self, rewards: RewardPool) -> Iterator[None]:
+        """While it may be asked; ``rewards`` is closed at the end, so that nobody waits for it."""
+        self._rewards = rewards
+        with ThreadPoolExecutor(AT_ONCE, "rolltree-judging") as self._threads:
+            try:
+                yield
+            finally:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+                rewards.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether verdicts are outstanding or not taken."""
+        return bool(self._asked)
+
+    def add(self, group: Group, tree: TokenTree) -> None:
+        """``tree`` holds (further) responses of ``group``: ask for the verdicts on them."""
+        tree.set("group", group.ticket)
+        group.parts.append(Responses(tree, decode(self.tokenizer, tree), unsampled(tree)))
+        self.ask(group)
+
+    def ask(self, group: Group) -> None:
+        """Ask for the verdicts on a group's newest responses; those that could not be sampled are not judged."""
+        last, entry = group.parts[-1], group.prompt.entry
+        items = [RewardItem(text, entry) for leaf, text in enumerate(last.texts) if leaf not in last.unsampled]
+        future = self._threads.submit(self._rewards.score, items)
+        self._asked[future] = group
+        future.add_done_callback(lambda _: self._notify())
+
+    def wait(self, seconds: float) -> None:
+        """For any verdict."""
+        wait(self._asked, seconds, FIRST_COMPLETED)
+
+    def take(self, *, all_or_none: bool) -> list[Group]:
+        """Groups whose verdicts have come, oldest first, with rewards on their trees.
+
+        Raises:
+            RunError: a verifier failed, and `reward.on_failure` says that a run ends then.
+        """
+        done = [future for future in self._asked if future.done()]
+        if all_or_none and len(done) < len(self._asked):
+            return []
+        groups = []
+        for future in sorted(done, key=lambda future: self._asked[future].ticket):
+            group = self._asked.pop(future)
+            group.parts[-1].verdicts = future.result()
+            self._put_rewards(group)
+            groups.append(group)
+        return groups
+
+    def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
+        """Responses that nobody sampled, with their rewards."""
+        ids = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in responses]
+        tree = TokenTree.from_nodes(
+            [-1] + [0] * len(ids),
+            [Segment.prompt(group.prompt.token_ids), *(Segment.make(some, origin=Origin.INJECTED) for some in ids)],
+            list(range(1, len(ids) + 1)),
+            [LeafStatus.STOP] * len(ids),
+        )
+        tree.set("group", group.ticket)
+        tree.rewards["reward"] = np.array(rewards, np.float32)
+        return Responses(tree, list(responses), {})
+
+    def _put_rewards(self, group: Group) -> None:
+        """Rewards and names on the newest tree; NaN where there is no verdict."""
+        last, prompt, on_failure = group.parts[-1], group.prompt, self.config.on_failure
+        broken = [verdict.reason for verdict in last.verdicts if verdict.value is None]
+        if broken and on_failure == "raise":
+            raise RunError(
+                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
+                "reward.on_failure to 'drop' or 'zero'."
+            )
+        tree, verdicts = last.tree, iter(last.verdicts)
+        of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
+        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
+        put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
+        tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
+        tree.meta["attempt"] = group.attempt
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
+    """The text of each leaf's response."""
+    responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
+    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))

@@ -1,0 +1,83 @@
+"""Judged groups in a file, and a run that learns from them instead of sampling: the same updates again and again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import UserError
+from .archive import Archive
+from .buffer import Group, Responses, State
+from .controller import Controller
+from .sources import Prompt
+
+Recorded = tuple[Prompt, list[Responses]]
+
+
+def write_groups(path: Path, groups: Sequence[Recorded]) -> None:
+    """Prompts and judged responses as one safetensors file, the groups' structure as JSON in its header."""
+    archive = Archive()
+    packed = archive.pack([list(group) for group in groups])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(archive.tensors, path, metadata={"groups": json.dumps(packed)})
+
+
+def read_groups(path: Path) -> list[Recorded]:
+    """What `write_groups` wrote.
+
+    Raises:
+        UserError: there is no such file, or it is another.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            packed = json.loads((file.metadata() or {})["groups"])
+            archive = Archive({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            return [(prompt, parts) for prompt, parts in archive.unpack(packed)]
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UserError(
+            f"'{path}' holds no recorded groups ({type(error).__name__}); write some with `rolltree rollout --record`."
+        ) from error
+
+
+class Replay(Controller):
+    """Hands out recorded groups in their order; nothing is sampled for an update.
+
+    Args:
+        path: written by `write_groups`.
+
+    Raises:
+        UserError: it cannot be read, or the run asks for staleness.
+    """
+
+    def __init__(self, path: Path, *parts: Any) -> None:
+        super().__init__(*parts)
+        if self.config.loop.staleness:
+            raise UserError("A replay samples nothing, so nothing is stale; set loop.staleness to 0.")
+        self.path, self.recorded = path, read_groups(path)
+
+    def next_batch(self) -> list[Group]:
+        """The next recorded groups.
+
+        Raises:
+            UserError: there are too few left.
+        """
+        begin, count = self.buffer.admitted, self.buffer.budget.batch
+        some = self.recorded[begin : begin + count]
+        if len(some) < count:
+            raise UserError(
+                f"'{self.path}' holds {len(self.recorded)} groups, enough for {len(self.recorded) // count} steps of "
+                f"{count}; lower trainer.steps, or record more."
+            )
+        for group, (_, parts) in zip(self.buffer.admit([prompt for prompt, _ in some]), some, strict=True):
+            group.parts = parts
+            group.tree.set("group", group.ticket)
+            for state in (State.SAMPLING, State.JUDGING, State.READY):
+                self.buffer.to(group, state)
+        batch = self.buffer.batch()
+        assert batch is not None
+        return batch
