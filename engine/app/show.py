@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..loop import setup
 from ..loop.failures import unsampled
 from ..loop.sources import PromptSource, held_out
 from ..rewards import RewardItem, RewardPool
+from ..rewards.verdicts import put_rewards
 from ..settings import TrainConfig
 
 
@@ -36,21 +38,20 @@ def sample_and_show(config: TrainConfig, count: int, out: Path | None, console: 
         seeds=seeds,
         contexts=[p.entry for p in prompts],
     )
-    texts = []
+    texts, decode = [], partial(tokenizer.decode, skip_special_tokens=True)
     with RewardPool(config.reward, config.data.tasks) as pool:
         for tree, prompt in zip(trees, prompts, strict=True):
-            leaves = [tokenizer.decode(s.response, skip_special_tokens=True) for s in tree.flatten()]
+            leaves = [decode(s.response) for s in tree.flatten()]
             failed = unsampled(tree)
             judged = [leaf for leaf in range(len(leaves)) if leaf not in failed]
             results = pool.score([RewardItem(leaves[leaf], prompt.entry) for leaf in judged])
-            failed |= {leaf: r.reason for leaf, r in zip(judged, results, strict=True) if r.reason is not None}
-            values = dict(zip(judged, (r.value for r in results), strict=True))
-            rewards = [values.get(leaf) for leaf in range(len(leaves))]
-            tree.rewards["reward"] = np.array([np.nan if value is None else value for value in rewards], np.float32)
+            verdicts = dict(zip(judged, results, strict=True))
+            failed |= {leaf: verdict.reason for leaf, verdict in verdicts.items() if verdict.reason is not None}
+            put_rewards(tree, [verdicts.get(leaf) for leaf in range(len(leaves))], decode)
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
             texts.append(leaves)
             console.print(draw(tree, tokenizer))
-            given = [value for value in rewards if value is not None]
+            given = [verdict.value for verdict in results if verdict.value is not None]
             console.print(
                 f"reward {np.mean(given) if given else np.nan:.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
                 f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)"

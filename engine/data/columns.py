@@ -125,7 +125,7 @@ for _column in (
     Column("teacher_logprob", np.float32, "token", "of the teacher", fill=np.nan, merge="first", to_device=True),
     Column("policy_version", np.int32, "token", "optimiser steps behind the policy that sampled it"),
     Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
-    Column("token_reward", np.float32, "path", "reward of a token, beside its response's"),
+    Column("token_reward", np.float32, "path", "reward of what ends with it, beside its response's", fill=np.nan),
     Column(
         "value", np.float32, "token", "return the critic expects before it", fill=np.nan, merge="first", to_device=True
     ),

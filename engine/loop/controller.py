@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -330,7 +331,8 @@ class Controller:
             )
         tree, verdicts = last.tree, iter(last.verdicts)
         of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
-        put_rewards(tree, of_leaves, failed=0.0 if on_failure == "zero" else np.nan)
+        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
+        put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta["attempt"] = group.attempt
 

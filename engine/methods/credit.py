@@ -184,6 +184,24 @@ def reinforce_pp_baseline(trees: Sequence[TokenTree]) -> Credit:
     return Credit("leaf", _whiten(group_mean(trees).values, [tree.loss_length for tree in trees]))
 
 
+def process(trees: Sequence[TokenTree]) -> Credit:
+    """GRPO with process supervision: ``A_t`` is the sum of the normalised rewards of the steps that end at t or later.
+
+    A step's reward comes with its last token (`token_reward`); they are normalised among all steps of a group (Shao et
+    al. 2024, section 4.1.3). Without steps a response has credit 0.
+    """
+
+    def of_steps(tree: TokenTree) -> Array:  # [P]
+        rewards = tree.token_reward.astype(np.float64)
+        steps = rewards[~np.isnan(rewards)]
+        spread = steps.std(ddof=1) if len(steps) > 1 else 0.0
+        normalised = np.nan_to_num((rewards - (steps.mean() if len(steps) else 0.0)) / (spread + EPS))
+        cuts = _boundaries(tree)[1:-1]
+        return np.concatenate([part[::-1].cumsum()[::-1] for part in np.split(normalised, cuts)])
+
+    return Credit("path", [of_steps(tree) for tree in trees])
+
+
 def segment_value_diff(trees: Sequence[TokenTree]) -> Credit:
     """SPO: of a node ``V(node) - V(parent)``, where V is the mean reward of the leaves below; 0 of the prompt."""
 
@@ -252,7 +270,7 @@ def _in_loss(tree: TokenTree) -> Array:  # [P] bool
 
 def _token_rewards(tree: TokenTree) -> Array:  # [P] float64
     """Each token's own reward; the response's comes with its last token in the loss."""
-    rewards, live = tree.token_reward.astype(np.float64), _in_loss(tree)
+    rewards, live = np.nan_to_num(tree.token_reward.astype(np.float64)), _in_loss(tree)
     place = np.where(live, np.arange(len(live)), -1)
     cuts = _boundaries(tree)
     for leaf, value in enumerate(_rewards(tree)):
@@ -288,6 +306,7 @@ ADVANTAGES: dict[str, CreditFunction] = {
     "tree_path_mean": tree_path_mean,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "process": process,
     "segment_value_diff": segment_value_diff,
     "sibling_group": sibling_group,
     "gae": gae,

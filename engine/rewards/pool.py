@@ -35,6 +35,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..settings import RewardConfig, TaskConfig
+from .spans import Span
 from .worker import HEADER, LENGTH
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -65,6 +66,8 @@ class RewardResult:
     """`timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
     named: dict[str, float] = field(default_factory=dict)
     """Further rewards by name, for `reward.shaping` and the records."""
+    spans: list[Span] = field(default_factory=list)
+    """Rewards of parts of the text."""
 
 
 @dataclass(eq=False)

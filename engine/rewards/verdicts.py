@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..data.columns import Array
 from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
 from .pool import RewardResult
+from .spans import put_spans
 
 
-def put_rewards(tree: TokenTree, verdicts: Sequence[RewardResult | None], *, failed: float = np.nan) -> None:
+def put_rewards(
+    tree: TokenTree,
+    verdicts: Sequence[RewardResult | None],
+    decode: Callable[[Array], str],
+    *,
+    failed: float = np.nan,
+) -> None:
     """Put the named rewards of each leaf on ``tree``, NaN where there is none; leaves without a reward have failed.
 
     Args:
         verdicts: of each leaf; None: nobody judged it.
+        decode: the text of token ids, as the verifier was given it.
         failed: the reward where the verifier failed.
     """
     reward = [np.nan if v is None else failed if v.value is None else v.value for v in verdicts]
@@ -23,4 +32,6 @@ def put_rewards(tree: TokenTree, verdicts: Sequence[RewardResult | None], *, fai
     for name in dict.fromkeys(name for v in verdicts if v is not None for name in v.named):
         named = [np.nan if v is None else v.named.get(name, np.nan) for v in verdicts]
         tree.rewards[name] = np.array(named, np.float32)
+    if any(v is not None and v.spans for v in verdicts):
+        put_spans(tree, [[] if v is None else v.spans for v in verdicts], decode)
     tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED

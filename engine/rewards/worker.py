@@ -2,7 +2,7 @@
 
 It talks to :class:`RewardPool` over a socket. First comes a *setup* message ``{verifier, tasks, token}``, answered by
 ``["ready"]`` or ``["broken", why]``; then lists of ``(number, response text, entry)``, each item answered in order by
-``[number, value, reason, named]``. Answers are JSON: nothing that user code returns is unpickled.
+``[number, value, reason, named, spans]``. Answers are JSON: nothing that user code returns is unpickled.
 
 User code shares the process, and may write to any file descriptor. The socket has a high number, closes on ``exec``,
 and each answer is framed by the token of its process and a checksum, so that the pool takes nothing else for one.
@@ -72,20 +72,24 @@ def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
 
 def _judge(
     verify: Verifier, text: str, entry: dict[str, Any], failure: Callable[..., str]
-) -> tuple[float | None, str | None, dict[str, float]]:
-    """Value, or why there is none, and further rewards by name."""
+) -> tuple[float | None, str | None, dict[str, float], list[tuple[int, int, float]]]:
+    """Value, or why there is none, further rewards by name, and those of parts of the text."""
     try:
         found = verify(text, entry)
-        named = {str(name): float(v) for name, v in found.items()} if isinstance(found, dict) else {}
+        given = dict(found) if isinstance(found, dict) else {}
+        spans = [(int(begin), int(end), float(v)) for begin, end, v in given.pop("spans", ())]
+        if wrong := [(begin, end) for begin, end, _ in spans if not 0 <= begin < end <= len(text)]:
+            raise ValueError(f"the span {wrong[0]} is not of a text of {len(text)} characters")
+        named = {str(name): float(v) for name, v in given.items()}
         if isinstance(found, dict) and "reward" not in named:
             raise ValueError("the verifier's dict names no 'reward'")
         value = named.pop("reward") if isinstance(found, dict) else float(found)
     except BaseException as error:  # sys.exit too
-        return None, failure(error, verify), {}
-    for number in (value, *named.values()):
+        return None, failure(error, verify), {}, []
+    for number in (value, *named.values(), *(v for _, _, v in spans)):
         if not _fits(number):
-            return None, f"the verifier returned {number:g}, which is not finite in fp32", {}
-    return value, None, named
+            return None, f"the verifier returned {number:g}, which is not finite in fp32", {}, []
+    return value, None, named, spans
 
 
 def _fits(value: float) -> bool:
@@ -125,7 +129,8 @@ def _load_file(name: str, path: Path) -> ModuleType:
 def load_verifier(name: str, tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
     """The function ``(response text, entry) -> value`` that ``name`` stands for.
 
-    The value is a number, or a dict of numbers by name, ``reward`` among them.
+    The value is a number, or a dict of numbers by name, ``reward`` among them, and maybe ``spans``: a list of
+    ``(begin, end, value)``, rewards of characters of the text.
     """
     if name == "task":
         return _task_verifier(tasks)

@@ -136,7 +136,7 @@ def test_every_provider_runs_its_first_case(op: str) -> None:
     inputs = next(bench.cases(CPU, True)).make()
     ran = []
     for name, provider in {**bench.providers, "ceiling": bench.ceiling}.items():
-        if provider is None:
+        if provider is None or name == "rolltree compiled":  # a minute of compilation, which test_graphs has
             continue
         try:
             for call in provider(inputs).values():

@@ -213,6 +213,17 @@ def test_gae_on_flat_paths(gamma, lam):
                 assert targets[leaf][place] == pytest.approx(after + value, rel=1e-5, abs=1e-5)
 
 
+def test_process_rewards_of_a_group_are_normalised_together_and_summed_from_behind():
+    tree = TokenTree.from_sequences([1], [[2, 3, 4], [2, 5], [6]])
+    nan = np.nan
+    tree.set("token_reward", [nan, 1.0, 0.0, nan, 5.0, nan])
+    (found,) = ADVANTAGES["process"]([tree]).values
+    one, zero, five = ((v - 2.0) / (np.std([1.0, 0.0, 5.0], ddof=1) + 1e-6) for v in (1.0, 0.0, 5.0))
+    np.testing.assert_allclose(found, [one + zero, one + zero, zero, five, five, 0.0], rtol=1e-6)
+    (without,) = ADVANTAGES["process"]([tree_of(FLAT, REWARDS)]).values
+    assert not without.any()
+
+
 def test_gae_without_a_critic_is_refused():
     with pytest.raises(UserError, match="critic"):
         gae(forest(0))

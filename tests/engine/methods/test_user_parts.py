@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.app.report import write_report
 from rolltree.engine.loop import setup
 from rolltree.engine.loop.sources import PromptSource, held_out
 from rolltree.engine.methods.schedules import at_step, cosine
@@ -56,6 +58,12 @@ class Counting:
 
 def judge(text, entry):
     return {"reward": float(len(text) % 3 == 0), "format": float(len(text) % 2), "length": len(text)}
+
+
+def steps(text, entry):
+    middle = len(text) // 2
+    spans = [(0, middle, 0.5), (middle, len(text), -1.0)] if middle else []
+    return {"reward": 0.0, "spans": spans}
 
 
 def doubled(tree, *, by: float):
@@ -154,6 +162,33 @@ def test_a_run_of_own_parts_and_its_resumption(toml: Path, tmp_path: Path) -> No
     again = run(toml, tmp_path / "parts", resume=True)
     assert again.source._stream._own.seen == 12
     assert untimed(rows(again)[-1]) == untimed(rows(whole)[-1])
+
+
+def test_rewards_of_spans_reach_the_loss_and_the_report(toml: Path, tmp_path: Path) -> None:
+    mine = toml.with_name("parts.py")
+    done = run(
+        toml, tmp_path, "--trainer.steps=1", f"--reward.verifier={mine}:steps", "--reward.shaping=[]",
+        "--algorithm.advantage=process", "--algorithm.drop_zero_variance=false",
+    )  # fmt: skip
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rollouts(done, 1):
+        groups.setdefault(row["prompt_id"], []).append(row)
+    for group in groups.values():
+        steps = [[0.5, -1.0] if len(row["response_text"]) > 1 else [] for row in group]
+        known = [value for of_row in steps for value in of_row]
+        mean = sum(known) / len(known)
+        spread = (sum((value - mean) ** 2 for value in known) / (len(known) - 1)) ** 0.5 + 1e-6
+        for row, of_row in zip(group, steps, strict=True):
+            rewards = [None if math.isnan(v) else v for v in row["token_reward"]]
+            ends = [i for i, v in enumerate(rewards) if v is not None]
+            if [rewards[i] for i in ends] != of_row:  # one token completes both halves
+                assert [rewards[i] for i in ends] == [sum(of_row)]
+                continue
+            for i, credit in enumerate(row["path_advantage"]):
+                following = [(value - mean) / spread for end, value in zip(ends, of_row, strict=True) if end >= i]
+                assert credit == pytest.approx(sum(following), abs=1e-4)
+    assert rows(done)[-1]["actor/grad_norm"] > 0
+    assert '"token_reward":"reward of what ends with it' in write_report(done.config.run_dir).read_text()
 
 
 def test_a_source_gives_no_held_out_problem_and_peeks_without_drawing(toml: Path, tmp_path: Path) -> None:

@@ -150,6 +150,31 @@ def test_dpo_on_the_leaves_of_a_tree(max_tokens):
     agree(got, -sum(logsigmoid(0.4 * (flat[i] - flat[j])) for i, j in pairs) / len(pairs), got[3])
 
 
+@pytest.mark.parametrize("max_tokens", [1000, 6])
+def test_distillation_and_kl_on_a_tree(max_tokens):
+    """Reverse KL to a teacher by its gradient, and the policy gradient with the estimator k3 of KL to a reference."""
+    tree = group()
+    for seed, column in enumerate(("teacher_logprob", "ref_logprob")):
+        tree.set(column, np.random.default_rng(seed).normal(-4, 1, tree.num_tokens))
+    tokens = sum(map(len, RESPONSES))
+
+    def other(leaf, column):
+        return torch.tensor(getattr(tree, column)[tree.response_rows(leaf)])
+
+    got = run([TokenTerm(Objective.preset("opd"))], [tree], max_tokens=max_tokens, in_pieces=True)
+    flat = enumerate(logprobs(got[3], tree))
+    assert Objective.preset("opd").aggregation == "token_mean"
+    agree(got, sum(((lp.detach() - other(i, "teacher_logprob")) * lp).sum() for i, lp in flat) / tokens, got[3])
+
+    objective = Objective.preset("dapo", kl_coef=0.3)
+    got = run([TokenTerm(objective)], [tree], max_tokens=max_tokens, in_pieces=True)
+    loss = 0.0
+    for i, lp in enumerate(logprobs(got[3], tree)):
+        d = other(i, "ref_logprob") - lp
+        loss = loss + (-tree.advantage[i] * (lp - lp.detach()).exp() + 0.3 * (d.exp() - d - 1)).sum() / tokens
+    agree(got, loss, got[3])
+
+
 def test_pairs_need_whole_trees():
     tree = group()
     term = PairTerm(PAIRINGS["best_and_worst"], "rank", {"kind": "simpo"})
