@@ -20,7 +20,7 @@ from rolltree.engine.rollout.step_cost import StepCost
 from rolltree.kernels.linear_logprob.head import Head
 
 from .test_graphs import Uncaptured
-from .test_native_engine import EOS, PROMPTS, TREEPO, ForkWhenUnsure, assert_all_free, engine, letters, model
+from .test_native_engine import EOS, PROMPTS, TREEPO, assert_all_free, engine, letters, model
 
 
 class Told:
@@ -119,7 +119,23 @@ class Asks(RolloutProgram):
         yield Fork(branch, append=Given([result % 211, 5, 6]))
 
 
-PROGRAMS: dict[str, Any] = {"flat": "flat", "treepo": TREEPO, "unsure": ForkWhenUnsure(), "asks": Asks()}
+class Unsure(RolloutProgram):
+    """Forks where the policy is unsure. What it answers depends on the segment alone, not on who reported first: with
+    drafts some branches are ahead of others."""
+
+    segment_tokens = 4
+
+    def start(self, group: GroupState) -> int:
+        return 2
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        for segment in finished:
+            if segment.status is None:
+                ways = 2 if segment.entropy > 1.0 and segment.depth % 2 else 1
+                yield Finish(segment.branch) if segment.depth == 4 else Fork(segment.branch, ways)
+
+
+PROGRAMS: dict[str, Any] = {"flat": "flat", "treepo": TREEPO, "unsure": Unsure(), "asks": Asks()}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
