@@ -23,7 +23,7 @@ from rolltree.engine.rollout.drafter import SOURCES, HistoryDrafter
 from .rollout import kv_tokens, make_model
 from .runner import Bench, Calls, Case
 
-NONE = "no drafts"
+NONE = "rolltree without drafts"
 STEP = 0.01  # from the weights to those of an epoch, as a share of their deviation
 POLICIES = ("sure", 0.1), ("unsure", 0.25), ("random", 1.0)  # random weights, at a temperature
 
@@ -101,7 +101,7 @@ def shares(x: Inputs) -> Mapping[str, float]:
 BENCH = Bench(
     op="speculation",
     cases=cases,
-    providers={"drafts": partial(_calls, drafts=1 << 20), NONE: partial(_calls, drafts=0)},
+    providers={"rolltree": partial(_calls, drafts=1 << 20), NONE: partial(_calls, drafts=0)},
     speedup_over=NONE,
     shares=shares,
 )

@@ -31,6 +31,7 @@ response to the same prompt, or in one to another prompt."""
 MOST = 32  # tokens of one draft
 LEAST = 0.05  # probability of being right, below which nothing is drafted
 MEMORY = 2000  # drafted tokens of a kind after which the counts are halved
+PRIOR, GUESS = 4.0, np.array([0.3, 0.5, 0.7])  # rates at first, by share of the votes: as if so many had been drafted
 MARGIN = 1.02  # how much faster a step with drafts must be: estimates are estimates
 PATIENCE, PAUSE = 8, 8  # steps that found nothing to draft, after which only one in so many looks
 
@@ -42,10 +43,8 @@ class HistoryDrafter:
         self.index = DraftIndex(tokens)
         self.cost = StepCost()
         self.age = age
-        kinds = int(np.prod(DraftIndex.KINDS))
-        # how right a token was, by its kind: at first as if 4 had been drafted
-        self._tries = np.full(kinds, 4.0)
-        self._hits = np.tile([1.5, 2.5, 3.5], kinds // 3)
+        self._tries = np.zeros(DraftIndex.KINDS)  # tokens drafted, by their kind
+        self._hits = np.zeros(DraftIndex.KINDS)  # and right
         self.drafted = np.zeros(len(SOURCES), np.int64)
         self.right = np.zeros(len(SOURCES), np.int64)
         self._version = 0
@@ -88,7 +87,7 @@ class HistoryDrafter:
             rows.seed[slots],
             rows.length[slots],
             rows.temperature[slots] == 0,
-            self._hits / self._tries,
+            self._rates(),
             least,
         )
         if not len(tokens):
@@ -135,14 +134,21 @@ class HistoryDrafter:
         self.index.add(_scope_of(text.prompt), -1, version, path[-DraftIndex.CONTEXT :], text.tokens)
 
     def _count_right(self, kind: Array, right: Array) -> None:
-        self._tries += np.bincount(kind, minlength=len(self._tries))
-        self._hits += np.bincount(kind[right], minlength=len(self._hits))
+        drafted, hits = (np.bincount(some, minlength=self._tries.size) for some in (kind, kind[right]))
+        self._tries += drafted.reshape(self._tries.shape)
+        self._hits += hits.reshape(self._hits.shape)
         old = self._tries > MEMORY
         self._tries[old] /= 2
         self._hits[old] /= 2
-        source = kind // (len(self._tries) // len(SOURCES))
-        self.drafted += np.bincount(source, minlength=len(SOURCES))
-        self.right += np.bincount(source[right], minlength=len(SOURCES))
+        self.drafted += drafted.reshape(len(SOURCES), -1).sum(1)
+        self.right += hits.reshape(len(SOURCES), -1).sum(1)
+
+    def _rates(self) -> Array:  # [kinds]
+        """How likely a token is right by its kind: as counted, and where little was, as in its source and share of the
+        votes, whatever the length of its context."""
+        tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
+        alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
+        return ((self._hits + PRIOR * alike) / (self._tries + PRIOR)).ravel()
 
     def _follow(self, rows: RowTable, slots: Array, new: Array | None) -> None:  # [R] int64, [slots] int64
         """Bring the index to where the branches stood ``new`` tokens ago."""
