@@ -74,7 +74,9 @@ def test_plain_transformers_loads_the_export(finished):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("rows_before_the_kill", [1, 3, 6])
+@pytest.mark.parametrize(
+    "rows_before_the_kill", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path, rows_before_the_kill):
     toml, directory = finished
     command = [sys.executable, "-m", "rolltree.engine.app.cli", "train", str(toml), "--output_dir", str(tmp_path)]

@@ -1,0 +1,117 @@
+"""What `bench/loop.py` times: a run without files, whose responses have lengths drawn for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.loop import setup
+from rolltree.engine.loop.buffer import Buffer
+from rolltree.engine.loop.controller import Controller
+from rolltree.engine.loop.learner import Learner
+from rolltree.engine.loop.metrics import Stopwatch, Sums
+from rolltree.engine.loop.sources import Prompt
+from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport
+from rolltree.engine.rewards import RewardItem, RewardResult
+from rolltree.engine.settings import TrainConfig
+
+from .loop import Inputs
+from .rollout import kv_tokens
+
+
+class LongTail(RolloutProgram):
+    """Ends every response at a length drawn for it."""
+
+    segment_tokens = 8
+
+    def __init__(self, median: int, longest: int) -> None:
+        self.median, self.longest = median, longest
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        drawn = np.random.default_rng(abs(group.seed)).lognormal(np.log(self.median), 1.0, group.width)
+        for segment in (s for s in finished if s.status is None):
+            wanted = min(drawn[segment.branch[0]], self.longest)
+            yield Finish(segment.branch) if segment.length >= wanted else Fork(segment.branch)
+
+
+class _Prompts:
+    def __init__(self, x: Inputs) -> None:
+        self.x, self.random = x, np.random.default_rng(0)
+
+    def next(self, count: int) -> list[Prompt]:
+        ids = self.random.integers(0, 1024, (count, self.x.prompt)).tolist()
+        return [Prompt(str(i), "random", "", some, {}, "") for i, some in enumerate(ids)]
+
+    def observe(self, trees: Sequence[Any]) -> None:
+        pass
+
+
+class _Texts:
+    def batch_decode(self, responses: Sequence[Any], **_: object) -> list[str]:
+        return [self.decode(response) for response in responses]
+
+    def decode(self, response: Any, **_: object) -> str:
+        return "x" * (int(response.sum()) % 2)
+
+
+class _Verdicts:
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        return [RewardResult(float(len(item.response_text)), None) for item in items]
+
+    def close(self) -> None:
+        pass
+
+
+class _Quiet:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+class Loop:
+    """A run without a directory, one update a call."""
+
+    def __init__(self, x: Inputs, name: str, **loop: Any) -> None:
+        self.x, self.name = x, name
+        longest = x.prompt + x.longest
+        config = TrainConfig.model_validate(
+            {
+                "name": "bench",
+                "model": {"path": "none"},
+                "data": {"tasks": [{"name": "chain_sum"}], "max_prompt_tokens": x.prompt},
+                "rollout": {"n": x.width, "max_new_tokens": x.longest},
+                "trainer": {"prompts_per_step": x.prompts, "max_tokens": max(8192, longest), "self_check": False},
+                "algorithm": {"drop_zero_variance": False},
+                "loop": loop,
+            }
+        )
+        model: Any = x.make_model()
+        watch = Stopwatch()
+        quiet: Any = _Quiet()
+        buffer = Buffer(setup.budget(config))
+        capacity = kv_tokens(model, 2 * longest * x.width * buffer.budget.capacity)
+        engine_config = EngineConfig(kv_tokens=capacity, max_batch_rows=x.rows)
+        self.engine = NativeEngine(setup.sampled_model(config, model), config=engine_config)
+        params = SamplingParams(n=x.width, max_new_tokens=x.longest, ignore_eos=True)
+        parts: Any = (_Prompts(x), _Texts(), LongTail(x.median, x.longest), params, None, watch, quiet)
+        self.controller = Controller(config, buffer, self.engine, *parts)
+        self.learner = Learner(config, model, watch, quiet.note)
+        self.model = model
+        self._running = contextlib.ExitStack()
+        verdicts: Any = _Verdicts()
+        self._running.enter_context(self.controller.running(verdicts))
+
+    def update(self) -> None:
+        self.model.eval()
+        batch = self.controller.next_batch()
+        changed = self.learner.update([group.tree for group in batch], [], 1, Sums())
+        weights = dict(self.model.named_parameters()) if changed else None
+        self.controller.end_step(batch, weights, self.learner.trainer.updates)
+        counts = self.engine.loop.counts
+        self.x.idle[self.name] = 1 - counts["row_steps"] / max(1, counts["steps"] * self.x.rows)
+
+    def __del__(self) -> None:
+        self._running.close()
