@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,8 +20,8 @@ from ..settings import RewardConfig
 from .buffer import Group, Responses
 from .failures import unsampled
 
-AT_ONCE = 16
-"""Groups whose verdicts are waited for at the same time."""
+AT_ONCE = 2
+"""Calls of the pool at the same time, each with all groups that had finished by then."""
 
 
 class Judging:
@@ -32,7 +33,9 @@ class Judging:
 
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, notify: Callable[[], None]) -> None:
         self.config, self.tokenizer, self._notify = config, tokenizer, notify
-        self._asked: dict[Future[list[RewardResult]], Group] = {}
+        self._waiting: list[tuple[Group, list[RewardItem]]] = []
+        self._asked: dict[Future[list[RewardResult]], list[tuple[Group, int]]] = {}  # and how many are a group's
+        self._judged: list[Group] = []
 
     @contextmanager
     def running(self, rewards: RewardPool) -> Iterator[None]:
@@ -48,7 +51,7 @@ class Judging:
     @property
     def busy(self) -> bool:
         """Whether verdicts are outstanding or not taken."""
-        return bool(self._asked)
+        return bool(self._waiting or self._asked or self._judged)
 
     def add(self, group: Group, tree: TokenTree) -> None:
         """``tree`` holds (further) responses of ``group``: ask for the verdicts on them."""
@@ -60,8 +63,16 @@ class Judging:
         """Ask for the verdicts on a group's newest responses; those that could not be sampled are not judged."""
         last, entry = group.parts[-1], group.prompt.entry
         items = [RewardItem(text, entry) for leaf, text in enumerate(last.texts) if leaf not in last.unsampled]
-        future = self._threads.submit(self._rewards.score, items)
-        self._asked[future] = group
+        self._waiting.append((group, items))
+        self._send()
+
+    def _send(self) -> None:
+        """What waits goes to the pool together: a call has its price, and takes time from the sampling."""
+        if not self._waiting or len(self._asked) >= AT_ONCE:
+            return
+        future = self._threads.submit(self._rewards.score, [item for _, items in self._waiting for item in items])
+        self._asked[future] = [(group, len(items)) for group, items in self._waiting]
+        self._waiting = []
         future.add_done_callback(lambda _: self._notify())
 
     def wait(self, seconds: float) -> None:
@@ -74,15 +85,17 @@ class Judging:
         Raises:
             RunError: a verifier failed, and `reward.on_failure` says that a run ends then.
         """
-        done = [future for future in self._asked if future.done()]
-        if all_or_none and len(done) < len(self._asked):
+        for future in [future for future in self._asked if future.done()]:
+            verdicts = iter(future.result())
+            for group, count in self._asked.pop(future):
+                group.parts[-1].verdicts = list(islice(verdicts, count))
+                self._judged.append(group)
+        self._send()
+        if all_or_none and (self._waiting or self._asked):
             return []
-        groups = []
-        for future in sorted(done, key=lambda future: self._asked[future].ticket):
-            group = self._asked.pop(future)
-            group.parts[-1].verdicts = future.result()
+        groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []
+        for group in groups:
             self._put_rewards(group)
-            groups.append(group)
         return groups
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
