@@ -208,10 +208,20 @@ def test_dry_run_writes_nothing(finished, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_rollout_and_report_and_methods(finished, capsys):
+def test_rollout_shows_what_the_first_step_samples(finished, tmp_path, capsys):
     toml, directory = finished
-    assert main(["rollout", str(toml), "--prompts", "1"]) == 0
-    assert "unique tokens" in " ".join(capsys.readouterr().out.split())
+    assert main(["rollout", str(toml), "--prompts", "6", "--out", str(tmp_path / "shown.parquet")]) == 0
+    assert capsys.readouterr().out.count("unique tokens") == 6
+    shown, trained = (
+        pq.read_table(file).drop(["step", "advantage"])
+        for file in (tmp_path / "shown.parquet", directory / "rollouts" / "step_000001.parquet")
+    )
+    assert shown.num_rows == 24
+    assert shown.equals(trained)
+
+
+def test_report_and_methods(finished, capsys):
+    _, directory = finished
     assert main(["report", str(directory)]) == 0
     capsys.readouterr()
     assert main(["methods"]) == 0
