@@ -14,8 +14,8 @@ from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..loop import setup
-from ..loop.buffer import Buffer, Group
 from ..loop.budget import Budget
+from ..loop.buffer import Buffer, Group
 from ..loop.controller import Controller
 from ..loop.metrics import Stopwatch
 from ..loop.replay import write_groups
