@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..model.decoder import head
 from .branch import Branch
 from .graphs import DecodeGraphs, Padded
 from .kv_cache import KvCache
+from .layers import CompiledLayers
 from .rows import RowTable, Sampled
 from .sampling_params import SamplingParams
 from .scheduler import Step
@@ -32,7 +34,7 @@ class Runner:
 
     Args:
         use_adapter: called with the number of the adapter that a step needs.
-        compiled: let torch.compile fuse what lies between the matrix products, the writing of new keys included.
+        compiled: let torch.compile fuse what lies between a layer's matrix products, the writing of new keys included.
         cuda_graphs: replay steps that only decode, on a CUDA device.
     """
 
@@ -52,7 +54,7 @@ class Runner:
         self._cache = cache
         self._use_adapter = use_adapter
         self.vocabulary = len(weight)
-        self._compiled = torch.compile(self._decode, dynamic=True) if compiled else None
+        self._compiled = CompiledLayers(self._decoder, cache) if compiled else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
@@ -89,29 +91,25 @@ class Runner:
     def _hidden(self, step: Step) -> Tensor:  # [N, H]
         small = min(len(step.input_ids), len(step.plan[1]), len(step.plan[2])) < 2
         if self._compiled is not None and self._cache.ready and small:
-            padded = Padded.at_least_two(step, self._cache, self._device)
-            return self._compiled(*padded.begin(self._cache))
+            return self._decode(*Padded.at_least_two(step, self._cache, self._device).begin(self._cache))
         self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
-        ids, positions = self._to_device(step.input_ids), self._to_device(step.position_ids)
-        if self._compiled is None:
-            return self._decode(ids, positions)
-        if not self._cache.ready:  # pages are made, and groups become known, outside of what is compiled
-            self._decode(ids, positions)
-            return self._hidden(step)
-        return self._compiled(ids, positions)
+        return self._decode(self._to_device(step.input_ids), self._to_device(step.position_ids))
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
-        output = self._decoder(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            attention_mask=MASK_STUB,
-            use_cache=False,
-            kv_store=self._cache,
-        )
+        # a layer's pages, and the groups of its heads, become known when it first runs, as it is
+        compiled = self._compiled if self._cache.ready else None
+        with compiled.substituted() if compiled is not None else nullcontext():
+            output = self._decoder(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                attention_mask=MASK_STUB,
+                use_cache=False,
+                kv_store=self._cache,
+            )
         return output.last_hidden_state[0]
 
     def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
-        return self.logits((self._compiled or self._decode)(input_ids, position_ids))
+        return self.logits(self._decode(input_ids, position_ids))
 
     def _sample(
         self,

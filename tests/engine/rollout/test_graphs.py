@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from typing import Any
 
@@ -51,11 +53,32 @@ def test_padding_changes_nothing(name: str, sizes: dict[str, int]) -> None:
     assert_all_free(native)
 
 
-def test_compiled_once_for_all_sizes() -> None:
-    """Tokens, log-probs, and a second run with other sizes, a single row among them, compiles nothing."""
-    compiled = NativeEngine(model("qwen3"), config=EngineConfig(page_size=4, kv_tokens=4096, compile=True))
-    counters = torch._dynamo.utils.counters
-    counters.clear()
+def assert_same(native: NativeEngine, other: NativeEngine, prompts: Any, params: SamplingParams, program: Any) -> None:
+    trees, expected = (e.generate(prompts, params, program) for e in (native, other))
+    assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
+    for tree, wanted in zip(trees, expected, strict=True):
+        np.testing.assert_allclose(tree.behaviour_logprob, wanted.behaviour_logprob, atol=2e-6, rtol=0)
+
+
+def deeper(name: str) -> Any:
+    config = copy.deepcopy(model(name).config)
+    config.num_hidden_layers = 5
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * 3)[:5]
+    torch.manual_seed(1)
+    return type(model(name))(config).eval()
+
+
+def programs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_compiled_once_for_all_layers_and_sizes() -> None:
+    """Tokens, log-probs; other sizes, a single row among them, and a deeper model compile nothing."""
+    config = EngineConfig(page_size=4, kv_tokens=4096, compile=True)
+    compiled = NativeEngine(model("qwen3"), config=config)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     cases: list[tuple[list[list[int]], int, Any]] = [
         (PROMPTS, 5, TREEPO),
         (PROMPTS[2:5], 3, "flat"),
@@ -63,23 +86,33 @@ def test_compiled_once_for_all_sizes() -> None:
         (PROMPTS[3:4], 2, "flat"),
         (PROMPTS * 4, 4, TREEPO),
     ]
-    graphs = 0
     for i, (prompts, n, program) in enumerate(cases):
         params = SamplingParams(n=n, max_new_tokens=20)
-        expected = engine().generate(prompts, params, program)
-        if i == 0:
-            trees, sources = run_and_get_code(compiled.generate, prompts, params, program)
-            fused = re.findall(r"cpp_fused\w+", "".join(sources))
-            assert any("_sin_" in name and "index_copy" in name for name in fused), "rotary and the write of keys"
-        else:
-            trees = compiled.generate(prompts, params, program)
-        assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
-        for tree, other in zip(trees, expected, strict=True):
-            np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, atol=2e-6, rtol=0)
-        if i == 0:
-            graphs = counters["stats"]["unique_graphs"]
-    assert 0 < counters["stats"]["unique_graphs"] == graphs
+        if i:
+            assert_same(compiled, engine(), prompts, params, program)
+            continue
+        _, sources = run_and_get_code(assert_same, compiled, engine(), prompts, params, program)
+        fused = re.findall(r"cpp_fused\w+", "".join(sources))
+        assert any("_neg_" in name and "index_copy" in name for name in fused), "rotary and the write of keys"
     assert_all_free(compiled)
+    other = deeper("qwen3")
+    assert_same(
+        NativeEngine(other, config=config), NativeEngine(other), PROMPTS[:1], SamplingParams(max_new_tokens=5), "flat"
+    )
+    assert programs() == 1
+    layers = compiled.model.get_decoder().layers
+    assert all(layer._compiled_call_impl is None for layer in layers), "the trainer's calls are its own"
+
+
+def test_kinds_of_layers_are_as_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five layers, windows in three of them: traced twice."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    net = deeper("gemma2")
+    compiled = NativeEngine(net, config=EngineConfig(page_size=4, kv_tokens=4096, compile=True))
+    assert_same(compiled, NativeEngine(net), PROMPTS, SamplingParams(n=2, max_new_tokens=12), "flat")
+    assert programs() == 2
 
 
 @pytest.mark.gpu
