@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -95,16 +93,7 @@ class KvCache:
         """Whether the layers have their pages."""
         return bool(self._pages)
 
-    def begin_step(
-        self,
-        slots: npt.NDArray[Any],  # [N] int64
-        plan: tuple[npt.NDArray[Any], ...],  # see KvTree.plan
-        query_position: npt.NDArray[Any],  # [N] int32
-    ) -> None:
-        on_device = torch.from_numpy(slots).to(self._device)
-        self.begin_step_on_device(on_device, DecodePlan.from_host((*plan, query_position), self._device, self.groups))
-
-    def begin_step_on_device(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
+    def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
         self._slots, self._plan = slots, plan
 
     def attend(

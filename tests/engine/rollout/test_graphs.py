@@ -13,7 +13,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.rollout.graphs import DecodeGraphs, _bucket
+from rolltree.engine.rollout.draws import Draws
+from rolltree.engine.rollout.graphs import Decoded, DecodeGraphs, _bucket
 from rolltree.engine.rollout.scheduler import Step
 
 from .test_native_engine import MODELS, PROMPTS, TREEPO, assert_all_free, engine, model, responses
@@ -24,11 +25,11 @@ class Uncaptured(DecodeGraphs):
 
     steps = 0
 
-    def logits(self, step: Step) -> torch.Tensor:
+    def decode(self, step: Step, draws: Draws) -> Decoded:
         self.steps += 1
-        padded = self.pad(step, _bucket(len(step.input_ids), 8), 1024)
-        assert (padded.plan().page_indptr.diff() >= 0).all()
-        return self.run(padded)[: len(step.input_ids)]
+        vector = self.pad(step, draws, _bucket(len(step.input_ids), 8), 1024)
+        assert (vector.plan().page_indptr.diff() >= 0).all()
+        return self.run(vector, draws.filters)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -51,6 +52,30 @@ def test_padding_changes_nothing(name: str, sizes: dict[str, int]) -> None:
             equal_nan=True,
         )
     assert_all_free(native)
+
+
+def test_padded_steps_take_the_parameters_of_each_row() -> None:
+    """Rows of different filters, temperatures and biases in one step."""
+    kinds: list[dict[str, Any]] = [{"top_k": 7}, {"top_p": 0.7, "temperature": 1.3}, {"min_p": 0.1}, {"temperature": 0}]
+    kinds += [{"logit_bias": {5: 4.0}, "top_k": 30}, {"top_logprobs": 2, "top_p": 0.8, "kept_tokens": True}]
+    params = [SamplingParams(n=2, max_new_tokens=12, **kind) for kind in kinds]
+    padded, plain = engine(), engine()
+    runner = padded.loop.runner
+    runner.graphs = Uncaptured(padded.cache, runner.decode_logits, torch.device("cpu"))
+    requests = padded.submit(PROMPTS, params), plain.submit(PROMPTS, params)
+    for native, some in zip((padded, plain), requests, strict=True):
+        while not all(request.done for request in some):
+            native.step()
+    assert runner.graphs.steps > 0
+    for found, expected in zip(*requests, strict=True):
+        for ours, theirs in zip(found.completions(), expected.completions(), strict=True):
+            np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+            for name in ("logprobs", "raw_logprobs", "entropies"):
+                np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=2e-6, rtol=0)
+            assert [list(top) for top in ours.top] == [list(top) for top in theirs.top]
+            assert (ours.kept is None) == (theirs.kept is None)
+            for kept, wanted in zip(ours.kept or (), theirs.kept or (), strict=True):
+                np.testing.assert_array_equal(kept, wanted)
 
 
 def assert_same(native: NativeEngine, other: NativeEngine, prompts: Any, params: SamplingParams, program: Any) -> None:
@@ -132,10 +157,10 @@ def test_replays_sample_what_steps_do_and_wait_for_nothing(program: Any, compile
     assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
     graphs = with_graphs.loop.runner.graphs
     assert graphs is not None
-    padded, graph, _ = next(iter(graphs._graphs.values()))
+    graph, decoded = next(iter(graphs._graphs.values()))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        padded._device.copy_(padded._host, non_blocking=True)
+        decoded.vector._device.copy_(decoded.vector._host, non_blocking=True)
         graph.replay()
     finally:
         torch.cuda.set_sync_debug_mode("default")
