@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 LONGEST_NAME = 200
 """Bytes of a run's name; file systems take 255, and a run adds endings of its own."""
-VERIFIERS = ("task", "math", "exact")
+VERIFIERS = ("task", "math", "exact", "regex", "code")
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -145,7 +145,10 @@ class ShapingConfig(Section):
 
 class RewardConfig(Section):
     verifier: str = "task"
-    """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, or `file.py:function`."""
+    """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, `regex`, `code` (tests of
+    the response's program), or `file.py:function`; see docs/rewards.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
     shaping: tuple[ShapingConfig, ...] = ()
     """What is done with its rewards before they become credit, one after the other."""
     timeout_s: PositiveFloat = 10.0
@@ -412,7 +415,7 @@ class TrainConfig(Section):
         if not self.data.tasks and self.reward.verifier == "task":
             raise ValueError(
                 '`reward.verifier` is "task", which needs `data.tasks`; '
-                'for other prompts set it to "math", "exact" or file.py:function'
+                f"for other prompts set it to one of {', '.join(VERIFIERS[1:])}, or file.py:function"
             )
         if self.data.source is not None and self.data.eval_path is None and evaluation.problems:
             raise ValueError(

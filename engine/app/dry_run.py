@@ -77,8 +77,10 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         early.check_program(config, program, tokenizer, source.peek(early.TRIED))
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
-    with RewardPool(config.reward.model_copy(update={"workers": 1}), config.data.tasks):
+    with RewardPool(config.reward.model_copy(update={"workers": 1}), config.data.tasks) as pool:
         yield f"verifier           {config.reward.verifier}, in {config.reward.workers} processes"
+        for note in filter(None, (pool.note, program.note)):
+            yield f"containment        {note}"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (

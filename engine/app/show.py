@@ -17,9 +17,10 @@ from ..data.tree import TokenTree
 from ..loop import setup
 from ..loop.buffer import Responses
 from ..loop.failures import unsampled
+from ..loop.judging import item
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
-from ..rewards import RewardItem, RewardPool
+from ..rewards import RewardPool
 from ..rewards.verdicts import put_rewards
 from ..settings import TrainConfig
 
@@ -58,10 +59,11 @@ def sample_and_show(
             leaves = [decode(s.response) for s in tree.flatten()]
             failed = unsampled(tree)
             judged = [leaf for leaf in range(len(leaves)) if leaf not in failed]
-            results = pool.score([RewardItem(leaves[leaf], prompt.entry) for leaf in judged])
+            part = Responses(tree, leaves, dict(failed))
+            part.verdicts = results = pool.score([item(prompt, part, leaf) for leaf in judged])
             verdicts = dict(zip(judged, results, strict=True))
-            recorded.append((prompt, [Responses(tree, leaves, dict(failed), results)]))
-            failed |= {leaf: verdict.reason for leaf, verdict in verdicts.items() if verdict.reason is not None}
+            recorded.append((prompt, [part]))
+            failed |= {leaf: v.reason or f"skipped, {v.skipped}" for leaf, v in verdicts.items() if v.value is None}
             put_rewards(tree, [verdicts.get(leaf) for leaf in range(len(leaves))], decode)
             tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
             texts.append(leaves)

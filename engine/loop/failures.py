@@ -49,8 +49,8 @@ class Failures:
         self.reasons: Counter[str] = Counter()  # one reason of each kind, and how many failed by that kind
         self._example: dict[str, str] = {}
 
-    def record(self, reasons: Sequence[str], asked: int, sums: Sums, console: Progress) -> None:
-        """A step in which ``asked`` were asked for and one failed for each of ``reasons``.
+    def record(self, reasons: Sequence[str], asked: int, sums: Sums, console: Progress, *, skipped: int = 0) -> None:
+        """A step in which ``asked`` were asked for, one failed for each of ``reasons``, and some were left out.
 
         Raises:
             RunError: nothing has succeeded for `limit` steps.
@@ -64,11 +64,11 @@ class Failures:
                 console.note(f"{number} of {asked} {self.what}: {self._example[what]}.")
             self.reasons[what] += number
         if asked:
-            self.in_row = self.in_row + 1 if len(reasons) == asked else 0
+            self.in_row = self.in_row + 1 if len(reasons) + skipped == asked else 0
         if self.in_row >= self.limit:
             raise RunError(
                 f"All {self.what} for {self.in_row} {'steps' if self.in_row > 1 else 'step'} in a row ({self.key}), "
-                f"the last with '{reasons[-1]}'; {self.remedy}."
+                f"the last with '{reasons[-1] if reasons else 'skipped'}'; {self.remedy}."
             )
 
     def summary(self) -> str | None:

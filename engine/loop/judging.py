@@ -19,6 +19,7 @@ from ..rewards.verdicts import put_rewards
 from ..settings import RewardConfig
 from .buffer import Group, Responses
 from .failures import unsampled
+from .sources import Prompt
 
 AT_ONCE = 2
 """Calls of the pool at the same time, each with all groups that had finished by then."""
@@ -61,8 +62,8 @@ class Judging:
 
     def ask(self, group: Group) -> None:
         """Ask for the verdicts on a group's newest responses; those that could not be sampled are not judged."""
-        last, entry = group.parts[-1], group.prompt.entry
-        items = [RewardItem(text, entry) for leaf, text in enumerate(last.texts) if leaf not in last.unsampled]
+        last = group.parts[-1]
+        items = [item(group.prompt, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
         self._waiting.append((group, items))
         self._send()
 
@@ -114,7 +115,7 @@ class Judging:
     def _put_rewards(self, group: Group) -> None:
         """Rewards and names on the newest tree; NaN where there is no verdict."""
         last, prompt, on_failure = group.parts[-1], group.prompt, self.config.on_failure
-        broken = [verdict.reason for verdict in last.verdicts if verdict.value is None]
+        broken = [verdict.reason for verdict in last.verdicts if verdict.reason is not None]
         if broken and on_failure == "raise":
             raise RunError(
                 f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
@@ -132,3 +133,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
     """The text of each leaf's response."""
     responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+
+
+def item(prompt: Prompt, responses: Responses, leaf: int) -> RewardItem:
+    """What the verifier is given of a response."""
+    given = responses.tree.meta.get("given_rewards", {}).get(leaf)
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given)

@@ -192,6 +192,10 @@ class RolloutProgram(ABC):
     """Whether leaves are rewound; their keys are kept then, while there is room."""
     needs_entropies: bool = False
     """Whether it looks at the entropies of reports, which not every backend knows."""
+    answers_held_out: bool = False
+    """Whether held-out problems are answered by the program too, one branch each; otherwise by plain sampling."""
+    note: str = ""
+    """What the user should know before a run, in a sentence."""
     call_timeout_s: float = 60.0
     """Seconds after which a `Call` has failed."""
     verify: Callable[[str, Any], float | None] | None = None

@@ -55,19 +55,29 @@ class RewardItem:
     response_text: str
     entry: dict[str, Any]
     """`Prompt.entry`: for the verifier ``task`` an item of its dataset, for the others a row with an ``answer``."""
+    problem: str = ""
+    """`Prompt.problem`, for judges."""
+    prompt: str = ""
+    """`Prompt.text`, for those that score how the response goes on."""
+    given: float | None = None
+    """What the rollout program gave the response as its reward."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A verdict: a finite value, or None and the reason why there is none."""
+    """A verdict: a finite value; or None, because judging failed or the verifier left the response out."""
 
     value: float | None
     reason: str | None
-    """`timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
+    """Why judging failed: `timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
     named: dict[str, float] = field(default_factory=dict)
     """Further rewards by name, for `reward.shaping` and the records."""
     spans: list[Span] = field(default_factory=list)
     """Rewards of parts of the text."""
+    unparsed: str | None = None
+    """A word: why there was nothing to judge in the response; the value counts all the same."""
+    skipped: str | None = None
+    """A word: why the verifier gave no value."""
 
 
 @dataclass(eq=False)
@@ -96,7 +106,14 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, tasks: Sequence[TaskConfig] = ()) -> None:
         self._config = config
-        setup = {"verifier": config.verifier, "tasks": [(task.name, task.options) for task in tasks]}
+        setup = {
+            "verifier": config.verifier,
+            "tasks": [(task.name, task.options) for task in tasks],
+            "options": config.options,
+            "timeout_s": config.timeout_s,
+        }
+        self.note = ""
+        """What the user should know of the verifier, in a sentence."""
         self._start = lambda: _Worker(setup, config.timeout_s)
         self._workers = [self._start() for _ in range(config.workers)]
         self._queue: deque[tuple[_Job, range]] = deque()
@@ -228,8 +245,9 @@ class RewardPool:
         """
         for message in worker.receive():
             if not worker.ready:
-                if message != ["ready"]:
+                if message[0] != "ready":
                     raise _broken(self._config.verifier, message[1])
+                self.note = message[1]
                 worker.ready = True
             elif not worker.pending or message[0] != worker.pending[0]:
                 raise EOFError  # not the answer to what it was asked
