@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 LONGEST_NAME = 200
 """Bytes of a run's name; file systems take 255, and a run adds endings of its own."""
-VERIFIERS = ("task", "math", "exact", "regex", "code")
+VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program")
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -146,7 +146,8 @@ class ShapingConfig(Section):
 class RewardConfig(Section):
     verifier: str = "task"
     """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, `regex`, `code` (tests of
-    the response's program), or `file.py:function`; see docs/rewards.md."""
+    the response's program), `judge` or `reward_model` (behind a server), `policy` (its own log-probs), `program` (what
+    the rollout program gave), or `file.py:function`; see docs/rewards.md."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to it."""
     shaping: tuple[ShapingConfig, ...] = ()

@@ -20,7 +20,6 @@ from ..loop.failures import unsampled
 from ..loop.judging import item
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
-from ..rewards import RewardPool
 from ..rewards.verdicts import put_rewards
 from ..settings import TrainConfig
 
@@ -54,7 +53,7 @@ def sample_and_show(
     )
     recorded = []
     texts, decode = [], partial(tokenizer.decode, skip_special_tokens=True)
-    with RewardPool(config.reward, config.data.tasks) as pool:
+    with setup.rewards(config, engine, tokenizer) as pool:
         for tree, prompt in zip(trees, prompts, strict=True):
             leaves = [decode(s.response) for s in tree.flatten()]
             failed = unsampled(tree)

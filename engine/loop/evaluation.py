@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..programs import RolloutProgram
-from ..rewards import RewardPool
+from ..rewards import Rewards
 from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from . import setup
@@ -50,7 +50,7 @@ class Evaluation:
             return False
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
-    def run(self, step: int, rewards: RewardPool) -> dict[str, float]:
+    def run(self, step: int, rewards: Rewards) -> dict[str, float]:
         """The metrics of all problems; none where there are no problems."""
         if not self.problems:
             return {}

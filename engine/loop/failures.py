@@ -19,9 +19,11 @@ from .progress import Progress
 
 
 def kind(reason: str) -> str:
-    """``timeout``, ``died``, ``not_finite`` or ``raised``: what a failure is called in the metrics."""
+    """``timeout``, ``died``, ``not_finite``, ``no_score`` or ``raised``: what a failure is called in the metrics."""
     if reason in ("timeout", "died"):
         return reason
+    if "the judge gave no score" in reason:
+        return "no_score"
     return "not_finite" if "not finite" in reason else "raised"
 
 

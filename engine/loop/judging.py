@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import RunError
-from ..rewards import RewardItem, RewardPool, RewardResult
+from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
 from ..settings import RewardConfig
 from .buffer import Group, Responses
@@ -35,11 +35,11 @@ class Judging:
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, notify: Callable[[], None]) -> None:
         self.config, self.tokenizer, self._notify = config, tokenizer, notify
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
-        self._asked: dict[Future[list[RewardResult]], list[tuple[Group, int]]] = {}  # and how many are a group's
+        self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
 
     @contextmanager
-    def running(self, rewards: RewardPool) -> Iterator[None]:
+    def running(self, rewards: Rewards) -> Iterator[None]:
         """While it may be asked; ``rewards`` is closed at the end, so that nobody waits for it."""
         self._rewards = rewards
         with ThreadPoolExecutor(AT_ONCE, "rolltree-judging") as self._threads:
@@ -69,11 +69,10 @@ class Judging:
 
     def _send(self) -> None:
         """What waits goes to the pool together: a call has its price, and takes time from the sampling."""
-        if not self._waiting or len(self._asked) >= AT_ONCE:
+        if not self._waiting or len(self._asked) >= AT_ONCE or self._rewards.in_turn:
             return
         future = self._threads.submit(self._rewards.score, [item for _, items in self._waiting for item in items])
-        self._asked[future] = [(group, len(items)) for group, items in self._waiting]
-        self._waiting = []
+        self._asked[future], self._waiting = self._waiting, []
         future.add_done_callback(lambda _: self._notify())
 
     def wait(self, seconds: float) -> None:
@@ -87,17 +86,23 @@ class Judging:
             RunError: a verifier failed, and `reward.on_failure` says that a run ends then.
         """
         for future in [future for future in self._asked if future.done()]:
-            verdicts = iter(future.result())
-            for group, count in self._asked.pop(future):
-                group.parts[-1].verdicts = list(islice(verdicts, count))
-                self._judged.append(group)
+            self._share(self._asked.pop(future), future.result())
         self._send()
+        if self._rewards.in_turn and self._waiting:  # the caller is who steps the engine
+            waiting, self._waiting = self._waiting, []
+            self._share(waiting, self._rewards.score([item for _, items in waiting for item in items]))
         if all_or_none and (self._waiting or self._asked):
             return []
         groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []
         for group in groups:
             self._put_rewards(group)
         return groups
+
+    def _share(self, asked: Sequence[tuple[Group, list[RewardItem]]], verdicts: Sequence[RewardResult]) -> None:
+        left = iter(verdicts)
+        for group, items in asked:
+            group.parts[-1].verdicts = list(islice(left, len(items)))
+            self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
         """Responses that nobody sampled, with their rewards."""

@@ -24,7 +24,6 @@ from transformers import set_seed
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..rewards import RewardPool
 from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
@@ -134,7 +133,7 @@ class Orchestrator:
         self.console.start(steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
         with (
-            RewardPool(self.config.reward, self.config.data.tasks) as self.rewards,
+            setup.rewards(self.config, self.engine, self.tokenizer) as self.rewards,
             _held(self.config.run_dir),
             self.controller.running(self.rewards),
         ):

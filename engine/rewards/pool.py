@@ -30,12 +30,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import UserError
 from ..settings import RewardConfig, TaskConfig
-from .spans import Span
+from .interface import RewardItem, RewardResult, Rewards
 from .worker import HEADER, LENGTH
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -46,38 +45,6 @@ LONGEST_ANSWER = 1 << 16
 """Bytes; a verdict has no more than some hundreds."""
 KILL_S = 10.0
 """Time for a keeper to end; it gives up earlier by itself."""
-
-
-@dataclass(frozen=True)
-class RewardItem:
-    """A response to judge."""
-
-    response_text: str
-    entry: dict[str, Any]
-    """`Prompt.entry`: for the verifier ``task`` an item of its dataset, for the others a row with an ``answer``."""
-    problem: str = ""
-    """`Prompt.problem`, for judges."""
-    prompt: str = ""
-    """`Prompt.text`, for those that score how the response goes on."""
-    given: float | None = None
-    """What the rollout program gave the response as its reward."""
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """A verdict: a finite value; or None, because judging failed or the verifier left the response out."""
-
-    value: float | None
-    reason: str | None
-    """Why judging failed: `timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
-    named: dict[str, float] = field(default_factory=dict)
-    """Further rewards by name, for `reward.shaping` and the records."""
-    spans: list[Span] = field(default_factory=list)
-    """Rewards of parts of the text."""
-    unparsed: str | None = None
-    """A word: why there was nothing to judge in the response; the value counts all the same."""
-    skipped: str | None = None
-    """A word: why the verifier gave no value."""
 
 
 @dataclass(eq=False)
@@ -93,7 +60,7 @@ class _Job:
         self.left -= 1
 
 
-class RewardPool:
+class RewardPool(Rewards):
     """Verifier processes; a context manager.
 
     Args:
@@ -112,8 +79,6 @@ class RewardPool:
             "options": config.options,
             "timeout_s": config.timeout_s,
         }
-        self.note = ""
-        """What the user should know of the verifier, in a sentence."""
         self._start = lambda: _Worker(setup, config.timeout_s)
         self._workers = [self._start() for _ in range(config.workers)]
         self._queue: deque[tuple[_Job, range]] = deque()
@@ -186,14 +151,6 @@ class RewardPool:
         self._finalizer()
         self._wake.close()
         self._woken.close()
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _collect(self) -> None:
         """Wait for the next answers or time-outs, and settle what they settle."""

@@ -9,7 +9,7 @@ import numpy as np
 from ..data.columns import Array
 from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
-from .pool import RewardResult
+from .interface import RewardResult
 from .spans import put_spans
 
 
