@@ -60,7 +60,8 @@ class DataConfig(Section):
     path: str | None = None
     """A parquet or jsonl file of prompts."""
     source: str | None = None
-    """`file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see docs/architecture.md."""
+    """`games`, or `file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see
+    docs/environments.md and docs/architecture.md."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to it."""
     eval_path: str | None = None
@@ -73,6 +74,9 @@ class DataConfig(Section):
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False
     """Write prompts by the tokenizer's chat template: a text as one message of the user, messages as they are."""
+    tools: tuple[str, ...] = ()
+    """Tools that the chat template offers, for `rollout.program` = "environment": `calculator`, `python`, or
+    `file.py:function` with types and a docstring."""
     max_prompt_tokens: PositiveInt = 1024
     """A longer prompt is an error, never cut."""
 
@@ -93,6 +97,8 @@ class DataConfig(Section):
             raise ValueError(
                 "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems"
             )
+        if self.tools and not self.chat:
+            raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
         if self.source_options and self.source is None:
             raise ValueError("`data.source_options` are of `data.source`; name one, or leave them out")
         return self

@@ -49,7 +49,7 @@ def sample_and_show(
         setup.sampling_params(config.rollout),
         program,
         seeds=seeds,
-        contexts=[p.entry for p in prompts],
+        contexts=[p.context for p in prompts],
     )
     recorded = []
     texts, decode = [], partial(tokenizer.decode, skip_special_tokens=True)

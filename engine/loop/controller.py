@@ -286,7 +286,7 @@ class Controller:
                 params,
                 self.program,
                 seeds=[self._seed(group) for group in groups],
-                contexts=[group.prompt.entry for group in groups],
+                contexts=[group.prompt.context for group in groups],
             )
 
     def _begin(self, group: Group, request: Request) -> None:

@@ -59,7 +59,7 @@ class Evaluation:
             [p.token_ids for p in self.problems],
             setup.greedy_params(self.config),
             self.program if self.program.answers_held_out else "flat",
-            contexts=[p.entry for p in self.problems],
+            contexts=[p.context for p in self.problems],
         )
         items = [
             item(p, Responses(tree, decode(self.tokenizer, tree), {}), 0)

@@ -170,7 +170,15 @@ class Call:
     arguments: tuple[Any, ...] = ()
 
 
-Action = Fork | Finish | Rewind | Prune | Call
+@dataclass(frozen=True)
+class Reward:
+    """Give the response of a resting branch, or a leaf, its reward: the verdict of `reward.verifier` = "program"."""
+
+    branch: BranchId
+    value: float
+
+
+Action = Fork | Finish | Rewind | Prune | Call | Reward
 
 
 class RolloutProgram(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Self
@@ -97,3 +98,30 @@ class PythonTool:
 
 
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": PythonTool}
+
+
+def calculate(expression: str) -> str:
+    """Computes an arithmetic expression of numbers, + - * / // % and parentheses.
+
+    Args:
+        expression: The expression, such as 3 * (4 + 5).
+    """
+    return calculator(expression)
+
+
+@functools.cache
+def _python_tool() -> PythonTool:
+    return PythonTool()
+
+
+def python(code: str) -> str:
+    """Runs a Python program with the standard library and gives what it prints.
+
+    Args:
+        code: The program.
+    """
+    return _python_tool()(code)
+
+
+CHAT_TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculate, "python": python}
+"""Tools of conversations, which are called by name with named arguments."""
