@@ -60,7 +60,7 @@ class DataConfig(Section):
     path: str | None = None
     """A parquet or jsonl file of prompts."""
     source: str | None = None
-    """`games`, or `file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see
+    """`games`, `verifiers`, or `file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see
     docs/environments.md and docs/architecture.md."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to it."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..integrations.verifiers import TasksetPrompts
 from ..methods.calling import call
 from ..methods.resolve import resolve
 from ..programs.chat import tool_schema
@@ -20,6 +21,8 @@ from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 
 TRAIN, HELD_OUT = 0, 1
 """Streams of generated problems."""
+SOURCES = {"games": Games, "verifiers": TasksetPrompts}
+"""Classes that `data.source` may name."""
 GIVE_UP = 10_000
 """Held-out problems met in a row after which the source is taken to have no others."""
 
@@ -164,7 +167,7 @@ class UserProblems:
         assert config.source is not None
         self._what = f"data.source = '{config.source}'"
         self._config = config
-        self._own = resolve("data.source", config.source, config.source_options, known={"games": Games})
+        self._own = resolve("data.source", config.source, config.source_options, known=SOURCES)
         if not callable(getattr(self._own, "next", None)):
             raise UserError(f"{self._what} must be a class with a method next(count).")
         self._ready: dict[int, dict[str, Any]] = {}  # asked for ahead of their turn

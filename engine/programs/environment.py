@@ -84,7 +84,14 @@ class Game:
         return copy.deepcopy(self)
 
 
-ENVIRONMENTS: dict[str, type] = {"tools": ToolBox, "game": Game}
+def _verifiers(context: Mapping[str, Any], taskset: str) -> Any:
+    """A task of `verifiers`; see `engine/integrations/verifiers.py`."""
+    from ..integrations.verifiers import TasksetEnvironment
+
+    return TasksetEnvironment(context, taskset)
+
+
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {"tools": ToolBox, "game": Game, "verifiers": _verifiers}
 
 
 @dataclass
@@ -107,7 +114,7 @@ class EnvironmentTurns(RolloutProgram):
     Held-out problems are answered in it too.
 
     Args:
-        environment: ``tools``, ``game``, or ``file.py:Class`` of your own: made with the prompt's context, with
+        environment: ``tools``, ``game``, ``verifiers``, or ``file.py:Class`` of your own: made with the prompt's context, with
             ``async def step(messages)`` that answers an `Observation`, a text (of a user), or None at the end, and
             maybe a ``fork()``; without it, it is copied.
         environment_options: passed to it.
