@@ -114,9 +114,9 @@ class EnvironmentTurns(RolloutProgram):
     Held-out problems are answered in it too.
 
     Args:
-        environment: ``tools``, ``game``, ``verifiers``, or ``file.py:Class`` of your own: made with the prompt's context, with
-            ``async def step(messages)`` that answers an `Observation`, a text (of a user), or None at the end, and
-            maybe a ``fork()``; without it, it is copied.
+        environment: ``tools``, ``game``, ``verifiers``, or ``file.py:Class`` of your own: made with the prompt's
+            context, with ``async def step(messages)`` that answers an `Observation`, a text (of a user), or None at the
+            end, and maybe a ``fork()``; without it, it is copied.
         environment_options: passed to it.
         max_turns: turns of one response; after the last it ends with status LENGTH, if the environment did not end it.
         turn_tokens: the longest turn; a longer one ends the response with status LENGTH.
