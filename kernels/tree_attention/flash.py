@@ -163,7 +163,7 @@ def _first_use(
     position = torch.arange(keys, dtype=torch.int32, device=device) if window else None
     options = (ends.to(device), position, dim**-0.5, 150 if window else None, softcap)
 
-    def both(run: tuple, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:  # type: ignore[type-arg]
+    def both(run: tuple, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
         forward, backward = run
         out, lse = forward(q, k, v, *options)
         return [out, lse, *backward(grad, q, k, v, out, lse, *options)]

@@ -50,15 +50,16 @@ def softcap_of(softcap: float):
     """softcap tanh(scores / softcap) and its derivative times the gradient; tanh to 1e-7, where flash-attn's own takes
     an approximation to 5e-4, which the softcap multiplies."""
 
-    def bent(scores):
-        return 1.0 - 2.0 / (cute.math.exp2(scores * (2.0 * LOG2E / softcap), fastmath=True) + 1.0)
+    def bent(scores):  # 1 - 2 / (e^(2 x) + 1); a division would cost more than all the rest
+        root = cute.math.rsqrt(cute.math.exp2(scores * (2.0 * LOG2E / softcap), fastmath=True) + 1.0, fastmath=True)
+        return 1.0 - 2.0 * root * root
 
     @cute.jit
-    def capped(scores, batch, head, row, key, lengths, tensors):
+    def capped(scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
         return bent(scores) * softcap
 
     @cute.jit
-    def slope(grad, scores, batch, head, row, key, lengths, tensors):
+    def slope(grad, scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
         tanh = bent(scores)
         return grad * (1.0 - tanh * tanh)
 
