@@ -5,7 +5,8 @@
 
 - the head: FLOP of its products at `GEMM_SHARE` of the tensor cores' peak, or the bytes they move where that takes
   longer; the row kernels' bytes; ``worst`` adds bytes and FLOP up. 18 bytes a logit: 4 written by the first product, 4
-  read for the statistics, 4 read and 2 written for the gradient, 2 read by each of the other products;
+  read for the statistics, 4 read and 2 written for the gradient, 2 read by each of the other products. A first product
+  whose epilogue leaves bf16 exponentials and the statistics would move 6; the rows so named say what that would gain;
 - attention: the tiles that the lists of blocks hold, times the clocks of a round of each kernel's main loops, full ones
   and masked ones, which bench/results/static-sm_90 has from machine code; all multiprocessors busy, no tail;
 - decode: bytes of the keys and values that one step reads, at `STREAM_SHARE` of the memory's rate; ``worst`` adds the
@@ -58,14 +59,16 @@ def _head(H: int, V: int) -> Iterator[Predicted]:
         to_hidden = product, (2 * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte
         # the weight's gradient is read and written in fp32 for each chunk but the first
         to_weight = product, (2 * logits + 4 * weight * (2 * chunks - 1) + 2 * TOKENS * H) * byte
+        small = product, (2 * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte
         steps = {
             "forward": [first, (0.0, 4 * logits * byte)],
             "forward+backward": [first, (0.0, 4 * logits * byte), (0.0, 6 * logits * byte), to_hidden, to_weight],
-            "three products": [(product, 0.0)] * 3,
         }
+        rows = [("triton", direction, parts) for direction, parts in steps.items()]
+        rows.append(("epilogues, not built", "forward+backward", [small, to_hidden, to_weight]))
+        rows.append(("three bare products", "forward+backward", [(product, 0.0)] * 3))
         case = f"N={TOKENS} H={H} V={V} bf16"
-        for direction, parts in steps.items():
-            backend = "bound" if direction == "three products" else "triton"
+        for backend, direction, parts in rows:
             best, worst = sum(max(p) for p in parts), sum(sum(p) for p in parts)
             yield Predicted("head", case, backend, direction, gpu, 1e3 * best, 1e3 * worst)
 

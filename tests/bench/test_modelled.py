@@ -6,9 +6,7 @@ import json
 
 import numpy as np
 
-from rolltree.bench import modelled
-
-from ..kernels.trees import ancestors_mask, random_trees
+from rolltree.bench import modelled, workloads
 
 
 def test_the_files_are_what_the_model_says_and_name_it() -> None:
@@ -21,10 +19,11 @@ def test_the_files_are_what_the_model_says_and_name_it() -> None:
 
 
 def test_blocks_are_counted_as_the_mask_has_them() -> None:
-    end, _, parents = random_trees(1000, 3, close=0.004, restart=0.001)
+    end = workloads.group(400, 300, 2).subtree_end
+    row, key = np.arange(1000)[:, None], np.arange(1000)[None, :]
     seen = np.zeros((1024, 1024), dtype=bool)
-    seen[:1000, :1000] = ancestors_mask(parents).numpy()
+    seen[:1000, :1000] = (key <= row) & (row < end)
     blocks = seen.reshape(8, 128, 8, 128)
     full = blocks.all((1, 3))
     assert full.sum() > 0
-    assert modelled._blocks(end.numpy()) == (full.sum(), (blocks.any((1, 3)) & ~full).sum())
+    assert modelled._blocks(end) == (full.sum(), (blocks.any((1, 3)) & ~full).sum())
