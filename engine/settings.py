@@ -69,6 +69,8 @@ class DataConfig(Section):
     """Column of `path` that holds the problem: a text, or with `chat` a list of messages, each a role and content."""
     answer_key: str = "answer"
     """Column of `path` that holds the reference answer."""
+    n_key: str | None = None
+    """Column of `path` or `source` that says how many responses a problem gets; unset, all get `rollout.n`."""
     template: str = "{prompt}"
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False
@@ -93,6 +95,8 @@ class DataConfig(Section):
             raise ValueError(
                 "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems"
             )
+        if self.n_key is not None and self.tasks:
+            raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
         if self.source_options and self.source is None:
             raise ValueError("`data.source_options` are of `data.source`; name one, or leave them out")
         return self

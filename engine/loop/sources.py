@@ -34,6 +34,8 @@ class Prompt:
     """What the verifier is given beside the response."""
     problem: str
     """The problem without template; training and held-out problems never share one."""
+    n: int | None = None
+    """Responses it gets; None: `rollout.n`."""
 
 
 class PromptSource:
@@ -258,14 +260,16 @@ def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pr
             f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add "
             "some."
         )
-    return [make_prompt(problem, data, tokenizer) for problem in found.values()]
+    one_answer_each = data.model_copy(update={"n_key": None})
+    return [make_prompt(problem, one_answer_each, tokenizer) for problem in found.values()]
 
 
 def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """The problem in its template, as token ids.
 
     Raises:
-        UserError: it is longer than `data.max_prompt_tokens`, or has no tokens.
+        UserError: it is longer than `data.max_prompt_tokens`, has no tokens, or no number of responses where
+            `data.n_key` asks for one.
     """
     text = config.template.replace("{prompt}", problem.text)
     if problem.messages and (not config.chat or config.template != "{prompt}"):
@@ -293,7 +297,20 @@ def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedToken
         )
     if not ids:
         raise UserError(f"The prompt '{problem.id}' has no tokens; leave it out or give it a data.template.")
-    return Prompt(problem.id, problem.task, text, ids, problem.entry, problem.text)
+    return Prompt(problem.id, problem.task, text, ids, problem.entry, problem.text, _wanted(problem, config))
+
+
+def _wanted(problem: Problem, config: DataConfig) -> int | None:
+    """The responses that `data.n_key` asks for."""
+    if config.n_key is None:
+        return None
+    n = problem.entry.get(config.n_key)
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
+        raise UserError(
+            f"The prompt '{problem.id}' has {n!r} in column '{config.n_key}' (data.n_key); give an integer of at "
+            "least 1, the number of its responses."
+        )
+    return n
 
 
 def _read(config: DataConfig, path: str, key: str) -> list[Problem]:

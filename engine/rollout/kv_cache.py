@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +26,31 @@ except ImportError:  # installed without a compiler: all but the rollouts works
 
 
 __all__ = ["KvCache", "KvExhaustedError", "KvTree"]
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """A layer's pages, and the step: a `KVStore` to which the layer's number is nothing."""
+
+    k: Tensor  # [P + 1, page, Hkv, D]
+    v: Tensor
+    slots: Tensor  # [N] int64
+    plan: DecodePlan
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,  # [N, Hq, D]
+        key: Tensor,  # [N, Hkv, D]
+        value: Tensor,  # [N, Hkv, D]
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [N, Hq, D]
+        """Store the new keys and values, then attend over every row's path."""
+        self.k.view(-1, *key.shape[1:]).index_copy_(0, self.slots, key)
+        self.v.view(-1, *value.shape[1:]).index_copy_(0, self.slots, value)
+        return tree_decode_attention(query, self.k, self.v, self.plan, scale=scale, window=window, softcap=softcap)[0]
 
 
 class KvCache:
@@ -69,16 +93,7 @@ class KvCache:
         """Whether the layers have their pages."""
         return bool(self._pages)
 
-    def begin_step(
-        self,
-        slots: npt.NDArray[Any],  # [N] int64
-        plan: tuple[npt.NDArray[Any], ...],  # see KvTree.plan
-        query_position: npt.NDArray[Any],  # [N] int32
-    ) -> None:
-        on_device = torch.from_numpy(slots).to(self._device)
-        self.begin_step_on_device(on_device, DecodePlan.from_host((*plan, query_position), self._device, self.groups))
-
-    def begin_step_on_device(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
+    def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
         self._slots, self._plan = slots, plan
 
     def attend(
@@ -92,22 +107,25 @@ class KvCache:
         softcap: float | None,
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values of a layer, then attend over every row's path."""
-        assert self._slots is not None
-        assert self._plan is not None
         if layer_idx not in self._pages:
             self._pages[layer_idx] = (self._new_pages(key), self._new_pages(value))
             if (group := query.shape[1] // key.shape[1]) not in self.groups:
                 self.groups.append(group)
-        k_pages, v_pages = self._pages[layer_idx]
-        k_pages.view(-1, *key.shape[1:]).index_copy_(0, self._slots, key)
-        v_pages.view(-1, *value.shape[1:]).index_copy_(0, self._slots, value)
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        out, _ = tree_decode_attention(query, k_pages, v_pages, self._plan, **options)
+        out = self.layer(layer_idx).attend(layer_idx, query, key, value, scale, window, softcap)
         if self._debug:
+            assert self._plan is not None
             with use_backend("reference"):
-                expected, _ = tree_decode_attention(query, k_pages, v_pages, self._plan, **options)
+                expected, _ = tree_decode_attention(
+                    query, *self._pages[layer_idx], self._plan, scale=scale, window=window, softcap=softcap
+                )
             _compare(layer_idx, out, expected)
         return out
+
+    def layer(self, layer_idx: int) -> LayerPages:
+        """What a layer that has attended before needs for the step that has begun."""
+        assert self._slots is not None
+        assert self._plan is not None
+        return LayerPages(*self._pages[layer_idx], self._slots, self._plan)
 
     def save_dropped(self) -> None:
         """Copy keys that were dropped to the host; before their pages are written again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rolltree.kernels import kept_tokens, sample_tokens
+from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
 from ..integrations.transformers import MASK_STUB
 from ..model.decoder import head
 from .branch import Branch
-from .graphs import DecodeGraphs, Padded
+from .draws import Drawn, Draws, draw, numbers_of
+from .graphs import DecodeGraphs
 from .kv_cache import KvCache
+from .layers import CompiledLayers
 from .rows import RowTable, Sampled
 from .sampling_params import SamplingParams
 from .scheduler import Step
+from .vector import StepVector
 
 Array = npt.NDArray[Any]
 REMEMBERED = 64  # parameters whose biases are kept on the device
@@ -32,7 +36,7 @@ class Runner:
 
     Args:
         use_adapter: called with the number of the adapter that a step needs.
-        compiled: let torch.compile fuse what lies between the matrix products, the writing of new keys included.
+        compiled: let torch.compile fuse what lies between a layer's matrix products, the writing of new keys included.
         cuda_graphs: replay steps that only decode, on a CUDA device.
     """
 
@@ -52,7 +56,7 @@ class Runner:
         self._cache = cache
         self._use_adapter = use_adapter
         self.vocabulary = len(weight)
-        self._compiled = torch.compile(self._decode, dynamic=True) if compiled else None
+        self._compiled = CompiledLayers(self._decoder, cache) if compiled else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
@@ -67,86 +71,66 @@ class Runner:
             seeds: [E] int64, one a sample.
         """
         self._use_adapter(step.adapter)
-        slots = np.repeat(step.sample_slots, samples)
-        offset = np.repeat(step.sample_offset, samples)
-        only_decodes = len(step.sample_rows) == len(step.input_ids) == len(slots)
+        draws = Draws.of(step, rows, samples, seeds)
+        behind = step.input_ids[step.sample_rows[draws.head_row]]
+        only_decodes = len(step.sample_rows) == len(step.input_ids) == len(behind)
         if self.graphs is not None and self._cache.ready and only_decodes:  # pages are made outside of a graph
-            return self._sample(self.graphs.logits(step), rows, slots, seeds, offset, step.input_ids)
-        hidden = self._hidden(step)
-        if len(step.sample_rows) == 0:
+            vector, logits, drawn = self.graphs.decode(step, draws)
+            return self._sampled(vector, logits[: len(behind)], drawn, draws, rows, behind)
+        compiled = self._compiled is not None and self._cache.ready
+        vector = StepVector.of(step, draws, self._cache, self._device, least=2 if compiled else 1)
+        hidden = self._decode(*vector.begin(self._cache))
+        if len(behind) == 0:
             empty = np.zeros(0, np.float32)
             return Sampled(np.zeros(0, np.int64), empty, empty, empty)
-        logits = self.logits(hidden.index_select(0, self._to_device(step.sample_rows)))
-        if len(slots) > len(samples):
-            logits = logits.index_select(0, self._to_device(np.repeat(np.arange(len(samples)), samples)))
-        return self._sample(logits, rows, slots, seeds, offset, np.repeat(step.input_ids[step.sample_rows], samples))
+        logits = self.logits(hidden.index_select(0, vector.view("sample_rows")))
+        if len(behind) > len(samples):
+            logits = logits.index_select(0, vector.view("head_row"))
+        return self._sampled(vector, logits, None, draws, rows, behind)
 
     def forget_graphs(self) -> None:
         """The weights or the pages have moved."""
         if self.graphs is not None:
             self.graphs.clear()
 
-    def _hidden(self, step: Step) -> Tensor:  # [N, H]
-        small = min(len(step.input_ids), len(step.plan[1]), len(step.plan[2])) < 2
-        if self._compiled is not None and self._cache.ready and small:
-            padded = Padded.at_least_two(step, self._cache, self._device)
-            return self._compiled(*padded.begin(self._cache))
-        self._cache.begin_step(step.kv_slots, step.plan, step.position_ids.astype(np.int32))
-        ids, positions = self._to_device(step.input_ids), self._to_device(step.position_ids)
-        if self._compiled is None:
-            return self._decode(ids, positions)
-        if not self._cache.ready:  # pages are made, and groups become known, outside of what is compiled
-            self._decode(ids, positions)
-            return self._hidden(step)
-        return self._compiled(ids, positions)
-
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
-        output = self._decoder(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            attention_mask=MASK_STUB,
-            use_cache=False,
-            kv_store=self._cache,
-        )
+        # a layer's pages, and the groups of its heads, become known when it first runs, as it is
+        compiled = self._compiled if self._cache.ready else None
+        with compiled.substituted() if compiled is not None else nullcontext():
+            output = self._decoder(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                attention_mask=MASK_STUB,
+                use_cache=False,
+                kv_store=self._cache,
+            )
         return output.last_hidden_state[0]
 
     def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
-        return self.logits((self._compiled or self._decode)(input_ids, position_ids))
+        return self.logits(self._decode(input_ids, position_ids))
 
-    def _sample(
+    def _sampled(
         self,
+        vector: StepVector,
         logits: Tensor,  # [E, V] fp32
+        drawn: Drawn | None,  # from these logits, if they have been
+        draws: Draws,
         rows: RowTable,
-        slots: Array,  # [E] int64
-        seeds: Array,  # [E] int64
-        offset: Array,  # [E] int64, see Step.sample_offset
-        token: Array,  # [E] int64, behind which each is sampled
+        behind: Array,  # [E] int64, the token behind which each is sampled
     ) -> Sampled:
-        constrained = np.flatnonzero(rows.constrained[slots])
-        free, why = logits, None
-        if len(constrained):
+        slots, why = draws.slots, None
+        free, columns = logits, vector.draws(len(slots))
+        if len(constrained := np.flatnonzero(rows.constrained[slots])):
             logits, why = logits.clone(), np.full(len(slots), None)
-            self._constrain(logits, rows, slots, offset, token, constrained, why)
-
-        def column(values: Array, off: float) -> Tensor | None:
-            values = values[slots]
-            return None if (values == off).all() else self._to_device(values)
-
-        temperature = self._to_device(rows.temperature[slots])
-        out = sample_tokens(
-            logits,
-            temperature=temperature,
-            top_k=column(rows.top_k, 0),
-            top_p=column(rows.top_p, 1.0),
-            min_p=column(rows.min_p, 0.0),
-            seed=self._to_device(seeds),
-            step=self._to_device(rows.length[slots] + offset),
-        )
-        raw = out.raw_logprob
-        if len(constrained):
+            self._constrain(logits, rows, slots, draws.offset, behind, constrained, why)
+            out = draw(logits, columns, draws.filters).out
             raw = free.log_softmax(-1).gather(1, out.token.clamp(min=0)[:, None])[:, 0]
+            out = out._replace(raw_logprob=raw)
+            drawn = Drawn(out, numbers_of(out))
+        out, numbers = drawn or draw(logits, columns, draws.filters)
         top_id = top_logprob = top_raw = None
         if most := int(rows.top[slots].max(initial=0)):
+            temperature = columns["temperature"]
             scaled = free / torch.where(temperature == 0, 1.0, temperature)[:, None]
             top = scaled.topk(min(most, self.vocabulary), dim=-1)
             top_id = top.indices.cpu().numpy()
@@ -161,9 +145,8 @@ class Runner:
                 keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
             ):
                 kept[i] = of_row
-        columns = (out.token.int().view(torch.float32), out.logprob, raw, out.entropy)
-        drawn, logprob, raw_logprob, entropy = torch.stack(columns).cpu().numpy()  # one copy, one wait
-        token = drawn.view(np.int32).astype(np.int64)
+        token, logprob, raw_logprob, entropy = numbers[:, : len(slots)].cpu().numpy()  # one copy, one wait
+        token = token.view(np.int32).astype(np.int64)
         return Sampled(token, logprob, raw_logprob, entropy, top_id, top_logprob, top_raw, kept, why)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32

@@ -33,6 +33,10 @@ class HostWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # whose calls arrive before they are taken apart
+            with self:
+                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return parts
         name = func._schema.name
         given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(t.is_meta for t in given):
@@ -48,6 +52,12 @@ class HostWaits(TorchDispatchMode):
                 self.calls.append(name)
                 if to_host and self.value is not None:
                     return torch.full(args[0].shape, self.value, dtype=kwargs.get("dtype") or args[0].dtype)
+            elif (
+                name == "aten::copy_"
+                and not args[1].is_meta
+                and not (kwargs.get("non_blocking") or args[2:] == (True,))
+            ):
+                self.calls.append(f"{name}, blocking")
         elif name == "aten::_to_copy" and not kwargs.get("non_blocking") and _is_meta(kwargs.get("device")):
             self.calls.append(f"{name}, blocking")  # it waits for what the device was given before
         return func(*args, **kwargs)

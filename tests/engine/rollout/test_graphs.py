@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.rollout.graphs import DecodeGraphs, _bucket
+from rolltree.engine.rollout.draws import Draws
+from rolltree.engine.rollout.graphs import Decoded, DecodeGraphs, _bucket
 from rolltree.engine.rollout.scheduler import Step
 
 from .test_native_engine import MODELS, PROMPTS, TREEPO, assert_all_free, engine, model, responses
@@ -22,11 +25,11 @@ class Uncaptured(DecodeGraphs):
 
     steps = 0
 
-    def logits(self, step: Step) -> torch.Tensor:
+    def decode(self, step: Step, draws: Draws) -> Decoded:
         self.steps += 1
-        padded = self.pad(step, _bucket(len(step.input_ids), 8), 1024)
-        assert (padded.plan().page_indptr.diff() >= 0).all()
-        return self.run(padded)[: len(step.input_ids)]
+        vector = self.pad(step, draws, _bucket(len(step.input_ids), 8), 1024)
+        assert (vector.plan().page_indptr.diff() >= 0).all()
+        return self.run(vector, draws.filters)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -51,11 +54,56 @@ def test_padding_changes_nothing(name: str, sizes: dict[str, int]) -> None:
     assert_all_free(native)
 
 
-def test_compiled_once_for_all_sizes() -> None:
-    """Tokens, log-probs, and a second run with other sizes, a single row among them, compiles nothing."""
-    compiled = NativeEngine(model("qwen3"), config=EngineConfig(page_size=4, kv_tokens=4096, compile=True))
-    counters = torch._dynamo.utils.counters
-    counters.clear()
+def test_padded_steps_take_the_parameters_of_each_row() -> None:
+    """Rows of different filters, temperatures and biases in one step."""
+    kinds: list[dict[str, Any]] = [{"top_k": 7}, {"top_p": 0.7, "temperature": 1.3}, {"min_p": 0.1}, {"temperature": 0}]
+    kinds += [{"logit_bias": {5: 4.0}, "top_k": 30}, {"top_logprobs": 2, "top_p": 0.8, "kept_tokens": True}]
+    params = [SamplingParams(n=2, max_new_tokens=12, **kind) for kind in kinds]
+    padded, plain = engine(), engine()
+    runner = padded.loop.runner
+    runner.graphs = Uncaptured(padded.cache, runner.decode_logits, torch.device("cpu"))
+    requests = padded.submit(PROMPTS, params), plain.submit(PROMPTS, params)
+    for native, some in zip((padded, plain), requests, strict=True):
+        while not all(request.done for request in some):
+            native.step()
+    assert runner.graphs.steps > 0
+    for found, expected in zip(*requests, strict=True):
+        for ours, theirs in zip(found.completions(), expected.completions(), strict=True):
+            np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+            for name in ("logprobs", "raw_logprobs", "entropies"):
+                np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=2e-6, rtol=0)
+            assert [list(top) for top in ours.top] == [list(top) for top in theirs.top]
+            assert (ours.kept is None) == (theirs.kept is None)
+            for kept, wanted in zip(ours.kept or (), theirs.kept or (), strict=True):
+                np.testing.assert_array_equal(kept, wanted)
+
+
+def assert_same(native: NativeEngine, other: NativeEngine, prompts: Any, params: SamplingParams, program: Any) -> None:
+    trees, expected = (e.generate(prompts, params, program) for e in (native, other))
+    assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
+    for tree, wanted in zip(trees, expected, strict=True):
+        np.testing.assert_allclose(tree.behaviour_logprob, wanted.behaviour_logprob, atol=2e-6, rtol=0)
+
+
+def deeper(name: str) -> Any:
+    config = copy.deepcopy(model(name).config)
+    config.num_hidden_layers = 5
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * 3)[:5]
+    torch.manual_seed(1)
+    return type(model(name))(config).eval()
+
+
+def programs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_compiled_once_for_all_layers_and_sizes() -> None:
+    """Tokens, log-probs; other sizes, a single row among them, and a deeper model compile nothing."""
+    config = EngineConfig(page_size=4, kv_tokens=4096, compile=True)
+    compiled = NativeEngine(model("qwen3"), config=config)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     cases: list[tuple[list[list[int]], int, Any]] = [
         (PROMPTS, 5, TREEPO),
         (PROMPTS[2:5], 3, "flat"),
@@ -63,23 +111,33 @@ def test_compiled_once_for_all_sizes() -> None:
         (PROMPTS[3:4], 2, "flat"),
         (PROMPTS * 4, 4, TREEPO),
     ]
-    graphs = 0
     for i, (prompts, n, program) in enumerate(cases):
         params = SamplingParams(n=n, max_new_tokens=20)
-        expected = engine().generate(prompts, params, program)
-        if i == 0:
-            trees, sources = run_and_get_code(compiled.generate, prompts, params, program)
-            fused = re.findall(r"cpp_fused\w+", "".join(sources))
-            assert any("_sin_" in name and "index_copy" in name for name in fused), "rotary and the write of keys"
-        else:
-            trees = compiled.generate(prompts, params, program)
-        assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
-        for tree, other in zip(trees, expected, strict=True):
-            np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, atol=2e-6, rtol=0)
-        if i == 0:
-            graphs = counters["stats"]["unique_graphs"]
-    assert 0 < counters["stats"]["unique_graphs"] == graphs
+        if i:
+            assert_same(compiled, engine(), prompts, params, program)
+            continue
+        _, sources = run_and_get_code(assert_same, compiled, engine(), prompts, params, program)
+        fused = re.findall(r"cpp_fused\w+", "".join(sources))
+        assert any("_neg_" in name and "index_copy" in name for name in fused), "rotary and the write of keys"
     assert_all_free(compiled)
+    other = deeper("qwen3")
+    assert_same(
+        NativeEngine(other, config=config), NativeEngine(other), PROMPTS[:1], SamplingParams(max_new_tokens=5), "flat"
+    )
+    assert programs() == 1
+    layers = compiled.model.get_decoder().layers
+    assert all(layer._compiled_call_impl is None for layer in layers), "the trainer's calls are its own"
+
+
+def test_kinds_of_layers_are_as_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five layers, windows in three of them: traced twice."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    net = deeper("gemma2")
+    compiled = NativeEngine(net, config=EngineConfig(page_size=4, kv_tokens=4096, compile=True))
+    assert_same(compiled, NativeEngine(net), PROMPTS, SamplingParams(n=2, max_new_tokens=12), "flat")
+    assert programs() == 2
 
 
 @pytest.mark.gpu
@@ -99,10 +157,10 @@ def test_replays_sample_what_steps_do_and_wait_for_nothing(program: Any, compile
     assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
     graphs = with_graphs.loop.runner.graphs
     assert graphs is not None
-    padded, graph, _ = next(iter(graphs._graphs.values()))
+    graph, decoded = next(iter(graphs._graphs.values()))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        padded._device.copy_(padded._host, non_blocking=True)
+        decoded.vector._device.copy_(decoded.vector._host, non_blocking=True)
         graph.replay()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,124 @@
+"""A step as one vector of int32: what a step tells the device travels in one copy, which nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rolltree.kernels.tree_decode import DecodePlan
+from rolltree.kernels.tree_decode import schedule as schedules
+from rolltree.kernels.tree_decode.plan import host_columns, lay_out
+
+from .draws import DTYPES, Draws
+from .kv_cache import KvCache
+from .scheduler import Step
+
+Array = npt.NDArray[Any]
+
+
+class StepVector:
+    """Room for steps of ``rows`` rows, ``partials`` partial results of attention and ``samples`` samples.
+
+    Token ids, slots, the plan of attention with its schedule, and how each row is sampled are views of it. Rows, nodes
+    and samples beyond a step's own are padding: such rows read no key and write to a slot that nobody reads.
+
+    Args:
+        groups: query heads a key head, of all layers.
+        head_rows: of the rows whose logits are computed; 0 where that is every row, for one sample each.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        partials: int,
+        pages: int,
+        groups: Sequence[int],
+        device: torch.device,
+        *,
+        samples: int,
+        head_rows: int = 0,
+    ) -> None:
+        self.partials = partials
+        self._groups = groups
+        nodes = partials  # a node that some row reads has at least one, and so has an item
+        words = {name: samples * (dtype.itemsize // 4) for name, dtype in DTYPES.items()}
+        sizes: dict[str, int] = {
+            **dict.fromkeys(("input_ids", "slots", "query_position"), rows),
+            **words,
+            **({"sample_rows": head_rows, "head_row": samples} if head_rows else {}),
+            "page_indptr": nodes + 1,
+            **dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes),
+            "partial_begin": rows + 1,
+            **{f"items{group}": (1 + partials) * schedules.FIELDS for group in groups},
+            "page_ids": pages,
+        }
+        if not groups:
+            del sizes["partial_begin"]
+        self._places, length = lay_out(sizes)
+        self._host = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+
+    @staticmethod
+    def of(step: Step, draws: Draws, cache: KvCache, device: torch.device, *, least: int = 1) -> StepVector:
+        """A step without padding, but for what has fewer than ``least``: to compilers a size of one is another
+        program."""
+        rows, pages, nodes = (max(len(values), least) for values in (step.input_ids, *step.plan[1:3]))
+        vector = StepVector(
+            rows,
+            max(count_partials(step), nodes),
+            pages,
+            cache.groups,
+            device,
+            samples=len(draws.slots),
+            head_rows=len(step.sample_rows),
+        )
+        vector.load(step, draws, cache.spare_slot)
+        return vector
+
+    def load(self, step: Step, draws: Draws, spare_slot: int) -> None:
+        """Take a step's numbers over."""
+        columns = host_columns((*step.plan, step.position_ids.astype(np.int32)), self._groups)
+        values: dict[str, Array] = {
+            "input_ids": step.input_ids,
+            "slots": step.kv_slots,
+            **{name: np.ascontiguousarray(column).view(np.int32) for name, column in draws.columns.items()},
+            "sample_rows": step.sample_rows,
+            "head_row": draws.head_row,
+            **columns,
+        }
+        rest = {"slots": spare_slot}
+        rest |= {name: int(column[-1]) for name, column in columns.items() if name in ("page_indptr", "partial_begin")}
+        host = self._host.numpy()
+        for name, place in self._places.items():
+            column, new = host[place], values[name]
+            column[: len(new)] = new
+            if name != "page_ids":  # what lies beyond them no node names
+                column[len(new) :] = rest.get(name, 0)
+        if self._device is not self._host:
+            used = self._places["page_ids"].start + len(columns["page_ids"])
+            self._device[:used].copy_(self._host[:used], non_blocking=True)
+
+    def view(self, name: str) -> Tensor:
+        return self._device[self._places[name]]
+
+    def begin(self, cache: KvCache) -> tuple[Tensor, Tensor]:
+        """Begin the step; its ids and positions [rows] int64."""
+        cache.begin_step(self.view("slots").long(), self.plan())
+        return self.view("input_ids").long(), self.view("query_position").long()
+
+    def plan(self) -> DecodePlan:
+        return DecodePlan.of_columns({name: self.view(name) for name in self._places}, self.partials)
+
+    def draws(self, samples: int | None = None) -> dict[str, Tensor]:
+        """How rows are sampled: the first ``samples`` of each column."""
+        return {name: self.view(name).view(dtype)[:samples] for name, dtype in DTYPES.items()}
+
+
+def count_partials(step: Step) -> int:
+    _, _, _, lengths, _, begins, ends = step.plan
+    return schedules.count_partials(lengths, begins, ends)
