@@ -1,4 +1,4 @@
-"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``."""
+"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``, and ``rolltree bench --compare OLD NEW``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .compare import compare, report, rows_at, worse
 from .journal import Journal
 from .runner import Bench, Choice, DeviceLostError, run
 from .table import table
@@ -39,7 +40,8 @@ def load(op: str) -> Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run benchmarks; 0, 1 where a provider failed, 2 where the command line is wrong, 3 where the device failed."""
+    """Run benchmarks; 0, 1 where a provider failed or a comparison is lost, 2 where the command line is wrong, 3 where
+    the device failed."""
     parser = argparse.ArgumentParser(prog="rolltree bench", description="Time the ops beside their peers and limits.")
     parser.add_argument("ops", nargs="*", metavar="op", help=f"default: all of {', '.join(OPS)}")
     parser.add_argument("--list", action="store_true", help="only list ops, cases and providers")
@@ -50,7 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, metavar="S", help="of timing a case; default 8, 1 with --quick")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="of one provider's work on a case")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases that are there do not run again")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("OLD", "NEW"),
+        help="run nothing; compare files or folders of rows",
+    )
     args = parser.parse_args(argv)
+    if args.compare is not None:
+        if args.ops:
+            print("rolltree bench: --compare reads rows and runs nothing; give it no ops.", file=sys.stderr)
+            return 2
+        return _compare(*args.compare)
     if unknown := [op for op in args.ops if op not in OPS]:
         print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
         return 2
@@ -88,3 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems:
         print(f"{len(problems)} failed:", *problems, sep="\n  ")
     return 1 if problems else 0
+
+
+def _compare(old: Path, new: Path) -> int:
+    try:
+        verdicts = compare(rows_at(old), rows_at(new))
+    except ValueError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
+    print(report(verdicts))
+    return 1 if worse(verdicts) else 0

@@ -1,10 +1,10 @@
-// Building blocks of attention on the CPU: vectors, a register-blocked GEMM, exp2, the online softmax, row loads.
+// Building blocks of attention on the CPU: a register-blocked GEMM, the online softmax, row loads.
 //
 // Everything is fp32. Scores are kept in the log2 domain (queries are loaded times scale * log2(e)), so a probability is
 // one exp2. A tile's result does not depend on how many rows are processed together: every output element is
 // accumulated over its inner dimension one after the other, whatever the blocking. Decode attention relies on that.
 //
-// Vectors are GCC's vector extensions, as wide as the target's registers; rows are padded to whole vectors (`padded`).
+// Rows are padded to whole vectors (`padded`).
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -23,6 +23,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "vectors.h"
+
 namespace rolltree {
 
 using torch::headeronly::ScalarType;
@@ -30,36 +32,6 @@ using torch::stable::Tensor;
 
 // ---- vectors ---------------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64, kPanelVectors = 4, kAccumulators = 24;  // 32 registers
-#elif defined(__AVX__)
-constexpr int kVectorBytes = 32, kPanelVectors = 2, kAccumulators = 12;  // 16 registers
-#elif defined(__aarch64__)
-constexpr int kVectorBytes = 16, kPanelVectors = 4, kAccumulators = 24;
-#else
-constexpr int kVectorBytes = 16, kPanelVectors = 2, kAccumulators = 12;
-#endif
-constexpr int kLanes = kVectorBytes / 4;
-
-typedef float Vec __attribute__((vector_size(kVectorBytes)));
-typedef int32_t IVec __attribute__((vector_size(kVectorBytes)));
-typedef uint32_t UVec __attribute__((vector_size(kVectorBytes)));
-typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2)));
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
-template <class V>
-inline V load_as(const void* p) {
-  V v;
-  std::memcpy(&v, p, sizeof(V));
-  return v;
-}
-inline Vec load(const float* p) { return load_as<Vec>(p); }
-inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(Vec)); }
-inline Vec splat(float x) { return x - Vec{}; }
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 template <int kStride, bool kSecond, int... kLane>
@@ -97,38 +69,6 @@ inline void transpose_block(Vec (&r)[kLanes]) {
     }
     transpose_block<kStride / 2>(r);
   }
-}
-
-// 2^x for x <= 127, flushed to 0 below 2^-126; NaN stays NaN. Relative error 2e-9 before rounding.
-inline Vec exp2(Vec x) {
-  const Vec low = splat(-126.f), round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec clamped = x < low ? low : x;
-  const Vec shifted = clamped + round;
-  const Vec f = clamped - (shifted - round);  // in [-0.5, 0.5]
-  Vec p = splat(0.00015353361959569156f);
-  p = p * f + 0.0013398875016719103f;
-  p = p * f + 0.00961843691766262f;
-  p = p * f + 0.055503323674201965f;
-  p = p * f + 0.24022647738456726f;
-  p = p * f + 0.6931471824645996f;
-  p = p * f + 1.f;
-  const Vec power = (Vec)((UVec)p + ((UVec)shifted << 23));
-  return x < low ? Vec{} : power;
-}
-
-// tanh with a small relative error near 0 too: an odd polynomial below 0.625, 1 - 2 / (e^2|x| + 1) above.
-inline Vec tanh(Vec x) {
-  const Vec magnitude = x < 0.f ? -x : x;
-  const Vec capped = magnitude > 10.f ? splat(10.f) : magnitude;
-  const Vec z = x * x;
-  Vec p = splat(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  const Vec small = p * z * x + x;
-  const Vec large = 1.f - 2.f / (exp2(capped * (2.f * kLog2e)) + 1.f);
-  return magnitude < 0.625f ? small : (x < 0.f ? -large : large);
 }
 
 // ---- memory ----------------------------------------------------------------------------------------------------------

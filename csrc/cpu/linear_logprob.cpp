@@ -21,6 +21,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
 using torch::stable::Tensor;
@@ -30,7 +32,6 @@ struct Vector;
 template <>
 struct Vector<float> {
   typedef float type __attribute__((vector_size(64)));
-  typedef int32_t bits __attribute__((vector_size(64)));
   static constexpr float lowest = -87.0f;  // exp of less counts as zero
 };
 template <>
@@ -46,27 +47,7 @@ constexpr int64_t kLanes = 64 / sizeof(T);
 template <class T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
-// e^x for x in [lowest, 88]; NaN stays NaN. Error below 1.5 ulp.
-inline Vec<float> exponential(Vec<float> x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
-  Vec<float> shifted = x * 1.44269504088896341f + magic;
-  Vec<float> n = shifted - magic;
-  Vec<float> f = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vec<float> y = f * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * f + 8.3334519073e-3f;
-  y = y * f + 4.1665795894e-2f;
-  y = y * f + 1.6666665459e-1f;
-  y = y * f + 5.0000001201e-1f;
-  y = y * (f * f) + f + 1.0f;
-  Vector<float>::bits exponent, magic_bits;
-  std::memcpy(&exponent, &shifted, sizeof exponent);
-  const Vec<float> magics = magic - Vec<float>{};
-  std::memcpy(&magic_bits, &magics, sizeof magic_bits);
-  exponent = (exponent - magic_bits + 127) << 23;
-  Vec<float> scale;
-  std::memcpy(&scale, &exponent, sizeof scale);
-  return y * scale;
-}
+inline Vec<float> exponential(Vec<float> x) { return rolltree::exp(x); }
 
 inline Vec<double> exponential(Vec<double> x) {
   for (int64_t i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);

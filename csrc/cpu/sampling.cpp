@@ -20,76 +20,28 @@
 #include <tuple>
 #include <vector>
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed by value between inlined functions only
+#include "vectors.h"
 
 namespace {
 
 using torch::stable::Tensor;
+using rolltree::IVec, rolltree::kInfinity, rolltree::kLanes, rolltree::UVec, rolltree::Vec;
+using rolltree::load, rolltree::log_positive, rolltree::store;
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;  // wider vectors than the machine's would be taken apart into scalars
-#endif
 constexpr int64_t kBlock = 64;  // tokens whose noise is drawn together; rows are padded to a multiple of it
 constexpr int64_t kFlush = 2048;
-constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kTiny = std::numeric_limits<float>::min();
 
-typedef float Float __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Int __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Uint __attribute__((vector_size(4 * kLanes)));
-
-inline Float load(const float* p) {
-  Float v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-
-inline void store(float* p, Float v) { __builtin_memcpy(p, &v, sizeof v); }
-
-inline double sum(Float v) {
+inline double sum(Vec v) {
   double total = 0;
   for (int l = 0; l < kLanes; ++l) total += v[l];
   return total;
 }
 
-// e^z for z <= 0, to about 1 ulp; exactly 0 below -87, where e^z leaves the normal range.
-inline Float exp_nonpositive(Float z) {
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Int zero = z < -87.0f;
-  const Float c = zero ? Float{} : z;
-  const Float shifted = c * 1.44269504f + kMagic;
-  const Float n = shifted - kMagic;
-  const Float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
-  Float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const Int exponent = __builtin_convertvector(n, Int) + 127;
-  return zero ? Float{} : p * (Float)(exponent << 23);
-}
-
-// log y for a positive normal y, to about 1 ulp.
-inline Float log_positive(Float y) {
-  const Int bits = (Int)y;
-  const Int e = (bits - 0x3f3504f3) >> 23;  // y = 2^e m with m in [sqrt(1/2), sqrt(2))
-  const Float n = __builtin_convertvector(e, Float);
-  const Float f = (Float)(bits - (e << 23)) - 1.0f;
-  Float p = f * 7.0376836292e-2f - 1.1514610310e-1f;
-  p = p * f + 1.1676998740e-1f;
-  p = p * f - 1.2420140846e-1f;
-  p = p * f + 1.4249322787e-1f;
-  p = p * f - 1.6668057665e-1f;
-  p = p * f + 2.0000714765e-1f;
-  p = p * f - 2.4999993993e-1f;
-  p = p * f + 3.3333331174e-1f;
-  const Float square = f * f;
-  return (p * f * square - n * 2.12194440e-4f - 0.5f * square) + f + n * 0.693359375f;
+// e^z for z <= 0; exactly 0 below -87, where e^z leaves the normal range.
+inline Vec exp_nonpositive(Vec z) {
+  const IVec zero = z < -87.0f;
+  return zero ? Vec{} : rolltree::exp(zero ? Vec{} : z);
 }
 
 // words[0..kBlock) = the Philox4x32-10 words of tokens first..first + kBlock - 1; four tokens share a counter.
@@ -111,12 +63,12 @@ void philox_block(int64_t seed, int64_t step, int64_t first, uint32_t* words) {
 }
 
 // E = -log(1 - t) with t = (word + 1/2) / 2^32. Below 1/64 by its series: 1 - t would round t away.
-inline Float arrival(const uint32_t* words) {
-  Uint w;
+inline Vec arrival(const uint32_t* words) {
+  UVec w;
   __builtin_memcpy(&w, words, sizeof w);
-  Float t = (__builtin_convertvector(w, Float) + 0.5f) * 0x1p-32f;
-  t = t > 1 - 0x1p-24f ? Float{} + (1 - 0x1p-24f) : t;
-  const Float series = t + t * t * (t * (t * 0.25f + 0.33333333f) + 0.5f);
+  Vec t = (__builtin_convertvector(w, Vec) + 0.5f) * 0x1p-32f;
+  t = t > 1 - 0x1p-24f ? Vec{} + (1 - 0x1p-24f) : t;
+  const Vec series = t + t * t * (t * (t * 0.25f + 0.33333333f) + 0.5f);
   return t < 0x1p-6f ? series : -log_positive(1.0f - t);
 }
 
@@ -140,7 +92,7 @@ struct Draw {
 
 // The tokens kept by top-k and top-p: those above `last`, and the first `ties` of those equal to it, by index.
 struct Prefix {
-  float last = -kInf;
+  float last = -kInfinity;
   int64_t ties = std::numeric_limits<int64_t>::max();
   double mass;
 };
@@ -151,7 +103,7 @@ class Row {
   Row(const float* x, float* w, int64_t vocab, int64_t padded) : x_(x), w_(w), vocab_(vocab), padded_(padded) {}
 
   Draw draw(const Settings& s) {
-    if (!find_best() || !(s.temperature >= 0 && s.top_p >= 0 && s.min_p >= 0) || s.temperature == kInf) return {};
+    if (!find_best() || !(s.temperature >= 0 && s.top_p >= 0 && s.min_p >= 0) || s.temperature == kInfinity) return {};
     Draw out;
     if (s.temperature < kTiny) {
       const Sums sums = softmax(1.0f);
@@ -177,32 +129,32 @@ class Row {
   };
 
   bool find_best() {
-    Float best = Float{} - kInf;
-    Int bad{};
+    Vec best = Vec{} - kInfinity;
+    IVec bad{};
     for (int64_t i = 0; i < padded_; i += kLanes) {
-      const Float x = load(x_ + i);
-      bad |= ~(x < kInf);  // NaN or +inf
+      const Vec x = load(x_ + i);
+      bad |= ~(x < kInfinity);  // NaN or +inf
       best = x > best ? x : best;
     }
-    best_ = -kInf;
+    best_ = -kInfinity;
     for (int l = 0; l < kLanes; ++l) {
       if (bad[l]) return false;
       best_ = std::max(best_, best[l]);
     }
-    return best_ > -kInf;
+    return best_ > -kInfinity;
   }
 
   // w = exp((x - best) * scale) and its sums.
   Sums softmax(float scale) {
     Sums sums;
     for (int64_t begin = 0; begin < padded_; begin += kFlush) {
-      Float mass{}, moment{};
+      Vec mass{}, moment{};
       for (int64_t i = begin; i < std::min(begin + kFlush, padded_); i += kLanes) {
-        const Float z = (load(x_ + i) - best_) * scale;
-        const Float w = exp_nonpositive(z);
+        const Vec z = (load(x_ + i) - best_) * scale;
+        const Vec w = exp_nonpositive(z);
         store(w_ + i, w);
         mass += w;
-        moment += w > 0.0f ? w * z : Float{};
+        moment += w > 0.0f ? w * z : Vec{};
       }
       sums.mass += sum(mass);
       sums.moment += sum(moment);
@@ -215,12 +167,12 @@ class Row {
     int64_t count = 0;
     double mass = 0;
     for (int64_t begin = 0; begin < padded_; begin += kFlush) {
-      Float lane_mass{};
-      Int lane_count{};
+      Vec lane_mass{};
+      IVec lane_count{};
       for (int64_t i = begin; i < std::min(begin + kFlush, padded_); i += kLanes) {
-        const Int over = load(x_ + i) > value;
+        const IVec over = load(x_ + i) > value;
         lane_count -= over;
-        lane_mass += over ? load(w_ + i) : Float{};
+        lane_mass += over ? load(w_ + i) : Vec{};
       }
       for (int l = 0; l < kLanes; ++l) count += lane_count[l];
       mass += sum(lane_mass);
@@ -240,12 +192,12 @@ class Row {
     return value_of(hi);
   }
 
-  double weight_at(float x) const { return exp_nonpositive(Float{} + (x - best_) * scale_)[0]; }
+  double weight_at(float x) const { return exp_nonpositive(Vec{} + (x - best_) * scale_)[0]; }
 
   Prefix filter(const Settings& s, double total) const {
     Prefix kept{.mass = total};
     if (s.top_k >= 1 && s.top_k < vocab_) {
-      kept.last = bisect(-kInf, [&](int64_t count, double) { return count < s.top_k; });
+      kept.last = bisect(-kInfinity, [&](int64_t count, double) { return count < s.top_k; });
       const auto [count, mass] = above(kept.last);
       kept.ties = s.top_k - count;
       kept.mass = mass + kept.ties * weight_at(kept.last);
@@ -274,22 +226,22 @@ class Row {
   // Draws the token, finds the last one kept, and returns the mass of the kept ones.
   double race(const Prefix& kept, const Settings& s, Draw* out) const {
     const int32_t tie_end = static_cast<int32_t>(last_tie(kept));
-    Float best = Float{} - 1.0f, least = Float{} + kInf;
-    Int best_index{}, last{}, lane{};
+    Vec best = Vec{} - 1.0f, least = Vec{} + kInfinity;
+    IVec best_index{}, last{}, lane{};
     for (int l = 0; l < kLanes; ++l) lane[l] = l;
     const float min_weight = std::min(s.min_p, 1.0f);  // the best token, of weight 1, always stays
     double mass = 0;
     uint32_t words[kBlock];
     float weight[kBlock];
     for (int64_t begin = 0; begin < padded_; begin += kBlock) {
-      Float block_mass{};
+      Vec block_mass{};
       for (int64_t i = 0; i < kBlock; i += kLanes) {
-        const Float x = load(x_ + begin + i), w = load(w_ + begin + i);
-        const Int index = lane + static_cast<int32_t>(begin + i);
-        const Int in = (w >= min_weight) & ((x > kept.last) | ((x == kept.last) & (index <= tie_end)));
-        const Float masked = in ? w : Float{};
+        const Vec x = load(x_ + begin + i), w = load(w_ + begin + i);
+        const IVec index = lane + static_cast<int32_t>(begin + i);
+        const IVec in = (w >= min_weight) & ((x > kept.last) | ((x == kept.last) & (index <= tie_end)));
+        const Vec masked = in ? w : Vec{};
         store(weight + i, masked);
-        const Int later = (masked > 0.0f) & (x <= least);
+        const IVec later = (masked > 0.0f) & (x <= least);
         least = later ? x : least;
         last = later ? index : last;
         block_mass += masked;
@@ -299,8 +251,8 @@ class Row {
       mass += added;
       philox_block(s.seed, s.step, begin, words);
       for (int64_t i = 0; i < kBlock; i += kLanes) {
-        const Float score = load(weight + i) / arrival(words + i);
-        const Int wins = score > best;
+        const Vec score = load(weight + i) / arrival(words + i);
+        const IVec wins = score > best;
         best = wins ? score : best;
         best_index = wins ? lane + static_cast<int32_t>(begin + i) : best_index;
       }
@@ -318,7 +270,7 @@ class Row {
   const float* x_;
   float* w_;
   int64_t vocab_, padded_;
-  float best_ = -kInf, scale_ = 1.0f;
+  float best_ = -kInfinity, scale_ = 1.0f;
 };
 
 template <class T>
@@ -329,7 +281,7 @@ void sample_rows(const Tensor& logits, const float* temperature, const int32_t* 
   const int64_t padded = (vocab + kBlock - 1) / kBlock * kBlock;
   const T* data = reinterpret_cast<const T*>(logits.const_data_ptr());
   torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 8192 / padded), [&](int64_t begin, int64_t end) {
-    std::vector<float> x(padded, -kInf), w(padded);
+    std::vector<float> x(padded, -kInfinity), w(padded);
     for (int64_t n = begin; n < end; ++n) {
       for (int64_t i = 0; i < vocab; ++i) x[i] = static_cast<float>(data[n * stride + i]);
       const Settings settings{temperature[n],           top_k ? top_k[n] : 0, top_p ? top_p[n] : 1.0f,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.tree import Tree as RichTree
 from transformers import PreTrainedTokenizerBase
@@ -15,13 +14,16 @@ from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..loop import setup
-from ..loop.buffer import Responses
-from ..loop.failures import unsampled
+from ..loop.budget import Budget
+from ..loop.buffer import Buffer, Group
+from ..loop.controller import Controller
+from ..loop.metrics import Stopwatch
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
-from ..rewards import RewardItem, RewardPool
-from ..rewards.verdicts import put_rewards
+from ..rewards.judge import PoolJudge
+from ..rollout import RolloutEngine
 from ..settings import TrainConfig
+from .console import Console
 
 
 def sample_and_show(
@@ -29,57 +31,64 @@ def sample_and_show(
     count: int,
     out: Path | None,
     record: Path | None = None,
-    console: Console | None = None,
+    console: RichConsole | None = None,
 ) -> None:
-    """Sample ``count`` training prompts with the configured program, judge the responses, print the trees.
+    """Sample the ``count`` first training prompts as a run's first step does, judge the responses, print the trees.
 
     Args:
         out: a parquet file to write.
         record: a file of groups to write, for `Replay`.
     """
-    console = console or Console(highlight=False)
+    console = console or RichConsole(highlight=False)
     model, tokenizer = setup.prepare_model(config)
     engine = setup.make_engine(config, model, tokenizer)
-    source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer))
-    prompts = source.next(count)
-    program = setup.rollout_program(config.rollout)
-    seeds = [int(s) for s in np.random.SeedSequence([config.seed]).generate_state(count)]
-    trees = engine.generate(
-        [p.token_ids for p in prompts],
-        setup.sampling_params(config.rollout),
-        program,
-        seeds=seeds,
-        contexts=[p.entry for p in prompts],
-    )
-    recorded = []
-    texts, decode = [], partial(tokenizer.decode, skip_special_tokens=True)
-    with RewardPool(config.reward, config.data.tasks) as pool:
-        for tree, prompt in zip(trees, prompts, strict=True):
-            leaves = [decode(s.response) for s in tree.flatten()]
-            failed = unsampled(tree)
-            judged = [leaf for leaf in range(len(leaves)) if leaf not in failed]
-            results = pool.score([RewardItem(leaves[leaf], prompt.entry) for leaf in judged])
-            verdicts = dict(zip(judged, results, strict=True))
-            recorded.append((prompt, [Responses(tree, leaves, dict(failed), results)]))
-            failed |= {leaf: verdict.reason for leaf, verdict in verdicts.items() if verdict.reason is not None}
-            put_rewards(tree, [verdicts.get(leaf) for leaf in range(len(leaves))], decode)
-            tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
-            texts.append(leaves)
-            console.print(draw(tree, tokenizer))
-            given = [verdict.value for verdict in results if verdict.value is not None]
-            console.print(
-                f"reward {np.mean(given) if given else np.nan:.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
-                f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)"
-            )
-            if failed:
-                console.print(escape(f"{len(failed)} of {len(leaves)} have no reward: {next(iter(failed.values()))}."))
-            console.print()
+    groups = _first_groups(config, count, engine, tokenizer, Console(console))
+    for group in groups:
+        console.print(draw(group.tree, tokenizer))
+        console.print(describe(group))
+        why = [*group.unsampled, *(v.reason or f"skipped, {v.skipped}" for v in group.verdicts if v.value is None)]
+        if why:
+            console.print(escape(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}."))
+        console.print()
     if out is not None:
-        write_rollouts(out, 0, trees, texts)
+        write_rollouts(out, 0, [group.tree for group in groups], [group.texts for group in groups])
         console.print(f"Written to {out}.")
     if record is not None:
-        write_groups(record, recorded)
+        write_groups(record, [(group.prompt, group.parts) for group in groups])
         console.print(f"Recorded in {record}.")
+
+
+def _first_groups(
+    config: TrainConfig, count: int, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, console: Console
+) -> list[Group]:
+    """As a run's first step samples and judges them; a group callback is not asked, and a failure ends nothing."""
+    config = config.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"prompts_per_step": count}),
+            "reward": config.reward.model_copy(update={"on_failure": "drop"}),
+            "loop": config.loop.model_copy(update={"staleness": 0}),
+        }
+    )
+    program = setup.rollout_program(config.rollout)
+    judge = program.verify = PoolJudge()
+    source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer))
+    params = setup.sampling_params(config.rollout)
+    controller = Controller(
+        config, Buffer(Budget(count)), engine, source, tokenizer, program, params, None, Stopwatch(), console
+    )
+    with setup.rewards(config, engine, tokenizer) as judge.pool, controller.running(judge.pool):
+        for note in filter(None, (judge.pool.note, program.note)):
+            console.note(f"{note}.")
+        return controller.next_batch()
+
+
+def describe(group: Group) -> str:
+    """The mean reward, and how much the tree saves."""
+    tree, given = group.tree, [verdict.value for verdict in group.verdicts if verdict.value is not None]
+    return (
+        f"reward {np.mean(given) if given else np.nan:.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
+        f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)"
+    )
 
 
 def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:

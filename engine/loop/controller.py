@@ -27,7 +27,7 @@ from ..errors import RunError, UserError
 from ..methods.calling import failure
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..programs import RolloutProgram
-from ..rewards import RewardPool
+from ..rewards import Rewards
 from ..rollout import NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.branch import Request
 from ..rollout.saving import request_state, restore_request
@@ -78,7 +78,7 @@ class Controller:
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
 
     @contextmanager
-    def running(self, rewards: RewardPool) -> Iterator[None]:
+    def running(self, rewards: Rewards) -> Iterator[None]:
         """While it may be asked for batches; ``rewards`` judges."""
         with self.judging.running(rewards):
             try:
@@ -190,7 +190,7 @@ class Controller:
 
     def _taken_up(self, group: Group, state: dict[str, Any]) -> Request:
         """The request of an unfinished group, where it was."""
-        (request,) = self._submit([group], replace(self.params, n=state["n"]))
+        (request,) = self._submit([group], state["n"])
         self.engine.abort([request])
         restore_request(request, state)
         self.engine.submit([request])
@@ -276,17 +276,19 @@ class Controller:
         if (room := self.buffer.room) > 0:
             self.buffer.admit(self.source.next(room))
         if queued := self.buffer.among(State.QUEUED):
-            for group, request in zip(queued, self._submit(queued, self.params), strict=True):
+            for group, request in zip(queued, self._submit(queued), strict=True):
                 self._begin(group, request)
 
-    def _submit(self, groups: Sequence[Group], params: SamplingParams) -> list[Request]:
+    def _submit(self, groups: Sequence[Group], n: int | None = None) -> list[Request]:
+        """Requests for ``n`` responses each, or for as many as a group's prompt is to have."""
+        params = [replace(self.params, n=n or group.prompt.n or self.params.n) for group in groups]
         with self._timed("sampling", "gen"), self._errors_told():
             return self.engine.submit(
                 [group.prompt.token_ids for group in groups],
                 params,
                 self.program,
                 seeds=[self._seed(group) for group in groups],
-                contexts=[group.prompt.entry for group in groups],
+                contexts=[group.prompt.context for group in groups],
             )
 
     def _begin(self, group: Group, request: Request) -> None:
@@ -330,8 +332,7 @@ class Controller:
                 self._check_drops(reason)
             case More(n) if n > 0:
                 group.attempt += 1
-                params = replace(self.params, n=n)
-                self._begin(group, *self._submit([group], params))
+                self._begin(group, *self._submit([group], n))
             case Retry(text, entry):
                 prompt = group.prompt
                 problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))

@@ -81,13 +81,13 @@ def check_program(
     """Begin a group of each prompt, without sampling it.
 
     Raises:
-        UserError: the program refuses, as with a `rollout.n` that it cannot make.
+        UserError: the program refuses, as with a number of responses that it cannot make.
     """
     what = f"rollout.program = '{config.rollout.program}'"
     for prompt in prompts:
         mine = call(what, copy.deepcopy, program)
-        mine.tokenizer, mine.context = tokenizer, prompt.entry
-        begun = ask(what, mine.start, GroupState(config.rollout.n, 0, 0, 0, 0))
+        mine.tokenizer, mine.context = tokenizer, prompt.context
+        begun = ask(what, mine.start, GroupState(prompt.n or config.rollout.n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
 

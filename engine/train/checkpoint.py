@@ -1,9 +1,12 @@
 """Checkpoints: everything a run needs to go on as if it had never stopped.
 
-``checkpoints/step_000040/`` holds ``tensors.safetensors`` (weights, optimiser, torch's generators), ``state.json`` (all
-else, and the settings trained with) and ``manifest.json`` (size and SHA-256 of both). The directory is written as
+``checkpoints/step_000040/`` holds ``*.safetensors`` (weights, optimiser, torch's generators), ``state.json`` (all else,
+and the settings trained with) and ``manifest.json`` (size and SHA-256 of each). The directory is written as
 ``step_000040.tmp``, synced to disk and renamed, so under its own name it is complete, and a write that fails leaves the
-earlier checkpoints as they were. Nothing is pickled.
+earlier checkpoints as they were.
+
+`torch.distributed.checkpoint` writes and reads the tensors, in its safetensors form: each file says which part of which
+tensor it holds, so what some ranks wrote others can read, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,22 +17,27 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import RunError, UserError
 from ..settings import Section, TrainConfig
 
-FORMAT = 3
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+FORMAT = 4
+STATE, MANIFEST = "state.json", "manifest.json"
 
 FREE_TO_CHANGE = (
     "name",
@@ -100,9 +108,9 @@ def save(
         for leftover in directory.glob("*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        save_file(everything, temporary / TENSORS)
+        _write_tensors(temporary, everything)
         (temporary / STATE).write_text(text, encoding="utf-8")
-        files = {name: _fingerprint(temporary / name) for name in (TENSORS, STATE)}
+        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "step": step, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
@@ -166,7 +174,7 @@ def load(path: Path) -> Checkpoint:
             f"The checkpoint '{path}' has format {version} and this rolltree reads format {FORMAT}; "
             "resume with the version that wrote it."
         )
-    for name in (TENSORS, STATE):
+    for name in sorted(files.keys() | {STATE} | {path.name for path in path.glob("*.safetensors")}):
         try:
             found = _fingerprint(path / name)
         except OSError as error:
@@ -174,7 +182,7 @@ def load(path: Path) -> Checkpoint:
         if found != files.get(name):
             raise _corrupt(path, f"'{name}' is not what was written (its size or SHA-256 differs)")
     document = json.loads((path / STATE).read_text(encoding="utf-8"))
-    tensors = load_file(path / TENSORS)
+    tensors = _read_tensors(path)
     generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("generator.")}
     return Checkpoint(path, step, tensors, document["state"], (generators, document["generators"]), document["config"])
 
@@ -210,6 +218,39 @@ def restore_generators(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) 
     np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+    with _told_plainly():
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True), no_dist=True)
+
+
+def _read_tensors(directory: Path) -> dict[str, Tensor]:
+    reader = HuggingFaceStorageReader(str(directory))
+    held = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in held.items()
+        if isinstance(one, TensorStorageMetadata)  # as all are
+    }
+    with _told_plainly():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@contextmanager
+def _told_plainly() -> Iterator[None]:
+    """An error is what went wrong, not a report on ranks; that there is no process group is known."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            yield
+        except CheckpointException as report:
+            ((error, _),) = report.failures.values()
+            raise error from report
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from rolltree.kernels import dispatch
 
@@ -15,3 +19,20 @@ needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Trit
 
 def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu")
+
+
+def interpret_some(backends: Sequence[ParameterSet], cases: Sequence[Any], kept: Collection[int]) -> list[ParameterSet]:
+    """Every case on every backend, for ``parametrize``; a case that is a tuple gives several arguments.
+
+    The interpreter takes seconds for a case that a GPU runs in microseconds: without a GPU the cases of Triton other
+    than ``kept`` (by index) are marked slow.
+    """
+    found = []
+    for backend in backends:
+        (name,) = backend.values
+        for i, case in enumerate(cases):
+            late = name == "triton" and not torch.cuda.is_available() and i not in kept
+            marks = [*backend.marks, *([pytest.mark.slow] if late else [])]
+            values = case if isinstance(case, tuple) else (case,)
+            found.append(pytest.param(name, *values, marks=marks, id="-".join([str(name), *map(str, values)])))
+    return found

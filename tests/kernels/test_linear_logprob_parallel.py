@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -60,40 +60,60 @@ def policy_loss_of(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
     return {"policy_loss": loss.detach()} | {f"policy_d_{n}": d for n, d in zip(leaves, grads, strict=True)}
 
 
-def rank(r: int, store: str, sizes: list[int], inputs: dict[str, Any], plan: bool, results: str) -> None:
+class Case(NamedTuple):
+    sizes: list[int]  # of the shards; a rank without one looks on
+    M: int | None
+    dtype: torch.dtype
+    options: dict[str, Any]
+
+    def inputs(self) -> dict[str, Any]:
+        return given(sum(self.sizes), self.M, self.dtype, self.options)
+
+
+CASES = {
+    "plain": Case([33, 32], None, torch.float32, {}),
+    "everything": Case([7, 50, 20], 30, torch.float32, {"softcap": 5.0}),
+    "bf16": Case([40, 25], 20, torch.bfloat16, {"softcap": 5.0}),
+    "fp64": Case([12, 21, 3], 20, torch.float64, {"softcap": 5.0}),
+    "a shard without probability": Case([20, 30], None, torch.float32, {"forbidden": 20}),
+}
+RANKS = 3
+
+
+def rank(r: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=len(sizes))
-    begin = sum(sizes[:r])
-    mine = inputs | {n: inputs[n][begin : begin + sizes[r]] for n in ("weight", "bias") if n in inputs}
-    group = dist.group.WORLD
-    shards = VocabShards.gather(group, sizes[r], torch.device("cpu")) if plan else group
-    got = [run(mine, tp_group=shards) for _ in range(2)]
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*(x.values() for x in got), strict=True))
-    wrong = VocabShards(group, [0, *(begin + 1 for begin in range(len(sizes)))])
-    with pytest.raises(ValueError, match=rf"weight has {sizes[r]} rows and tp_group says 1 for rank {r}"):
-        run(mine, tp_group=wrong)
-    torch.save(got[0] | policy_loss_of(mine, tp_group=shards), f"{results}/{r}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=RANKS)
+    groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
+    for name, case in CASES.items():
+        group, sizes, inputs = groups[len(case.sizes)], case.sizes, case.inputs()
+        if r >= len(sizes):
+            continue
+        begin = sum(sizes[:r])
+        mine = inputs | {n: inputs[n][begin : begin + sizes[r]] for n in ("weight", "bias") if n in inputs}
+        shards = VocabShards.gather(group, sizes[r], torch.device("cpu")) if case.M is None else group
+        got = [run(mine, tp_group=shards) for _ in range(2)]
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*(x.values() for x in got), strict=True))
+        wrong = VocabShards(group, [0, *(begin + 1 for begin in range(len(sizes)))])
+        with pytest.raises(ValueError, match=rf"weight has {sizes[r]} rows and tp_group says 1 for rank {r}"):
+            run(mine, tp_group=wrong)
+        torch.save(got[0] | policy_loss_of(mine, tp_group=shards), f"{results}/{name}.{r}.pt")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "M", "dtype", "options"),
-    [
-        ([33, 32], None, torch.float32, {}),
-        ([7, 50, 20], 30, torch.float32, {"softcap": 5.0}),
-        ([40, 25], 20, torch.bfloat16, {"softcap": 5.0}),
-        ([12, 21, 3], 20, torch.float64, {"softcap": 5.0}),
-        ([20, 30], None, torch.float32, {"forbidden": 20}),
-    ],
-    ids=["plain", "everything", "bf16", "fp64", "a shard without probability"],
-)
-def test_shards_equal_the_whole(
-    tmp_path: Path, sizes: list[int], M: int | None, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    inputs = given(sum(sizes), M, dtype, options)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every rank found for every case: NAME.RANK.pt. Starting the ranks takes longer than all cases."""
+    directory = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank, (str(directory / "store"), str(directory)), RANKS)
+    return directory
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_equal_the_whole(results: Path, name: str) -> None:
+    case = CASES[name]
+    inputs, dtype = case.inputs(), case.dtype
     want = run(inputs) | policy_loss_of(inputs)
-    mp.spawn(rank, (str(tmp_path / "store"), sizes, inputs, M is None, str(tmp_path)), len(sizes))
-    got = [torch.load(tmp_path / f"{r}.pt") for r in range(len(sizes))]
+    got = [torch.load(results / f"{name}.{r}.pt") for r in range(len(case.sizes))]
     tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 5e-6}
     rounded = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else tolerance
     for name, value in want.items():

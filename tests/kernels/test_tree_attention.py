@@ -19,7 +19,7 @@ from rolltree.kernels.tree_attention import triton as triton_backend
 from rolltree.kernels.tree_attention.blocks import LARGEST, Tile, Tiles, tiles_for
 from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_attention_op
 
-from .on_device import device_of, needs_interpreter, needs_triton
+from .on_device import device_of, interpret_some, needs_interpreter, needs_triton
 from .trees import ancestors_mask, random_trees
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
@@ -128,12 +128,13 @@ def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
     return [((g.double() - w).norm() / torch.maximum(w.norm(), least)).item() for g, w in zip(got, want, strict=True)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OF_EVERY_DTYPE = [(dtype, case) for dtype in DTYPES for case in CASES]  # the interpreter computes bf16 in fp32
+INTERPRETED = [i for i, (dtype, case) in enumerate(OF_EVERY_DTYPE) if dtype == torch.float32 or case == CASES[2]]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "case"), interpret_some(BACKENDS, OF_EVERY_DTYPE, INTERPRETED))
 def test_error_is_at_most_twice_plain_pytorchs(backend: str, dtype: torch.dtype, case: Case) -> None:
-    if backend == "triton" and dtype == torch.bfloat16 and case != CASES[2]:
-        pytest.skip("the interpreter computes bf16 in fp32: one case shows that")
     x = make(case, dtype)
     truth = plain(x.to(torch.float64), case)
     ours, theirs = error(run(x, case, backend), truth), error(plain(x, case), truth)
@@ -178,15 +179,15 @@ def test_order_of_packed_trees_does_not_matter(backend: str) -> None:
     case = Case(60, 2, 1, 32, restart=0.0)
     trees = [make(case, seed=seed) for seed in range(3)]
     alone = [run(x, case, backend) for x in trees]
-    for order in ([0, 1, 2], [2, 0, 1]):
-        packed = Inputs(
-            *(torch.cat([getattr(trees[i], f) for i in order]).detach() for f in ("q", "k", "v", "grad")),
-            torch.cat([trees[i].subtree_end + 60 * at for at, i in enumerate(order)]).int(),
-            torch.cat([trees[i].position for i in order]),
-            [],
-        ).to(torch.float32)
-        for got, *want in zip(run(packed, case, backend), *(alone[i] for i in order), strict=True):
-            torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-6)
+    order = [2, 0, 1]
+    packed = Inputs(
+        *(torch.cat([getattr(trees[i], f) for i in order]).detach() for f in ("q", "k", "v", "grad")),
+        torch.cat([trees[i].subtree_end + 60 * at for at, i in enumerate(order)]).int(),
+        torch.cat([trees[i].position for i in order]),
+        [],
+    ).to(torch.float32)
+    for got, *want in zip(run(packed, case, backend), *(alone[i] for i in order), strict=True):
+        torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -314,14 +315,18 @@ def in_pieces(x: Inputs, case: Case, backend: str, cuts: list[int]) -> list[Tens
         return [t.cpu() for t in (whole.detach(), *torch.autograd.grad(whole, (x.q, x.k, x.v), x.grad))]
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[6], CASES[9], Case(180, 4, 2, 16, close=0.02)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_pieces_give_what_the_whole_gives(backend: str, case: Case) -> None:
+PIECES = [
+    (case, cuts)
+    for case in (CASES[9], CASES[3], CASES[5], CASES[6], Case(180, 4, 2, 16, close=0.02))
+    for cuts in ([64, 128], [1, 2, 70, 71], [case.tokens // 2])
+]
+
+
+@pytest.mark.parametrize(("backend", "case", "cuts"), interpret_some(BACKENDS, PIECES, [0, 4]))
+def test_pieces_give_what_the_whole_gives(backend: str, case: Case, cuts: list[int]) -> None:
     x = make(case, seed=1)
-    truth = plain(x.to(torch.float64), case)
-    for cuts in ([case.tokens // 2], [1, 2, 70, 71], [64, 128]):
-        for e in error(in_pieces(x, case, backend, cuts), truth):
-            assert e < 2e-6
+    for e in error(in_pieces(x, case, backend, cuts), plain(x.to(torch.float64), case)):
+        assert e < 2e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -393,13 +398,12 @@ def test_work_items_share_out_every_tile_once(monkeypatch: pytest.MonkeyPatch, s
 
 
 @needs_interpreter
-@pytest.mark.parametrize("case", [Case(140, 4, 2, 16, close=0.02), Case(130, 3, 1, 40, window=70)], ids=str)
+@pytest.mark.parametrize("case", [Case(140, 4, 2, 16, close=0.02), Case(90, 3, 1, 40, window=50)], ids=str)
 def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """dK and dV as close to float64 as uncut, and the same bits each time."""
+    """dK and dV as close to float64 as uncut."""
     monkeypatch.setattr(visible, "SHORTEST_ITEM", 2)
     x = make(case, seed=3)
-    first, again = run(x, case, "triton"), run(x, case, "triton")
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    first = run(x, case, "triton")
     for e in error(first, plain(x.to(torch.float64), case)):
         assert e < 2e-6
 

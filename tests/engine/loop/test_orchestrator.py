@@ -386,9 +386,8 @@ def whole(home, tmp_path_factory):
     return path / "runs" / "whole"
 
 
-@pytest.mark.parametrize(
-    "kills", [1, pytest.param(3, marks=pytest.mark.slow)], ids=["killed once", "killed three times"]
-)
+@pytest.mark.slow  # test_run.py kills a run once
+@pytest.mark.parametrize("kills", [1, 3], ids=["killed once", "killed three times"])
 def test_a_killed_run_resumes_to_the_same_bits(home, whole, tmp_path, kills):
     expected = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     span = sum(row["timing_s/step"] for row in expected[1:])

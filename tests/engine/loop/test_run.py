@@ -63,7 +63,7 @@ def test_plain_transformers_loads_the_export(finished):
         "ids = t('1 + 2 =', return_tensors='pt').input_ids\n"
         "assert m.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program, str(directory / "export")],
         capture_output=True,
@@ -81,7 +81,8 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path, rows_before
     toml, directory = finished
     command = [sys.executable, "-m", "rolltree.engine.app.cli", "train", str(toml), "--output_dir", str(tmp_path)]
     killed = tmp_path / "tiny"
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # beside another test, threads that wait for each other spin
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=alone)
     deadline = time.monotonic() + 200
     while process.poll() is None and time.monotonic() < deadline:
         if (killed / "metrics.jsonl").exists() and len(rows_or_nothing(killed)) >= rows_before_the_kill:
@@ -90,7 +91,7 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path, rows_before
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert len(rows_or_nothing(killed)) < 7, "the run ended before it was killed; the test shows nothing"
-    assert subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True).returncode == 0
+    assert subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, env=alone).returncode == 0
     assert comparable(killed) == comparable(directory)
     ours, theirs = weights(killed), weights(directory)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -121,7 +122,7 @@ def test_more_steps_after_the_end(finished, tmp_path):
 
 def corrupt_checkpoint(toml: Path) -> list[str]:
     newest = max((toml.parent / "runs" / "tiny" / "checkpoints").glob("step_*"))
-    file = newest / "tensors.safetensors"
+    (file,) = newest.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -149,7 +150,7 @@ MISTAKES = {
     "no responses": (lambda toml: ["--name", "other", "--rollout.n", "0"], 2, "rollout.n"),
     "no such objective": (lambda toml: ["--name", "other", "--algorithm.objective", "gpro"], 2, "gpro"),
     "nothing to resume": (lambda toml: ["--name", "other", "--resume"], 2, "resume"),
-    "corrupt checkpoint": (corrupt_checkpoint, 2, "tensors.safetensors"),
+    "corrupt checkpoint": (corrupt_checkpoint, 2, ".safetensors"),
     "changed setting": (lambda toml: ["--resume", "--trainer.lr", "0.5"], 2, "trainer.lr"),
     "raising reward": (lambda toml: ["--name", "other", "--reward.on_failure", "raise"], 1, "verifier failed"),
 }
@@ -208,10 +209,20 @@ def test_dry_run_writes_nothing(finished, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_rollout_and_report_and_methods(finished, capsys):
+def test_rollout_shows_what_the_first_step_samples(finished, tmp_path, capsys):
     toml, directory = finished
-    assert main(["rollout", str(toml), "--prompts", "1"]) == 0
-    assert "unique tokens" in " ".join(capsys.readouterr().out.split())
+    assert main(["rollout", str(toml), "--prompts", "6", "--out", str(tmp_path / "shown.parquet")]) == 0
+    assert capsys.readouterr().out.count("unique tokens") == 6
+    shown, trained = (
+        pq.read_table(file).drop(["step", "advantage"])
+        for file in (tmp_path / "shown.parquet", directory / "rollouts" / "step_000001.parquet")
+    )
+    assert shown.num_rows == 24
+    assert shown.equals(trained)
+
+
+def test_report_and_methods(finished, capsys):
+    _, directory = finished
     assert main(["report", str(directory)]) == 0
     capsys.readouterr()
     assert main(["methods"]) == 0

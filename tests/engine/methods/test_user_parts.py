@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -42,7 +44,8 @@ class Counting:
         self.number, self.step, self.seen = first, step, 0
 
     def next(self, count):
-        rows = [{"question": f"{self.number + k} + 1 =", "answer": str(self.number + k + 1)} for k in range(count)]
+        numbers = range(self.number, self.number + count)
+        rows = [{"question": f"{k} + 1 =", "answer": str(k + 1), "responses": 2 + k % 3} for k in numbers]
         self.number += count
         return rows
 
@@ -189,6 +192,20 @@ def test_rewards_of_spans_reach_the_loss_and_the_report(toml: Path, tmp_path: Pa
                 assert credit == pytest.approx(sum(following), abs=1e-4)
     assert rows(done)[-1]["actor/grad_norm"] > 0
     assert '"token_reward":"reward of what ends with it' in write_report(done.config.run_dir).read_text()
+
+
+def test_groups_are_as_large_as_their_prompts_ask(toml: Path, tmp_path: Path) -> None:
+    done = run(toml, tmp_path, "--data.n_key=responses", "--rollout.program=flat", "--rollout.program_options={}")
+    for step in (1, 2):
+        sizes: Counter[str] = Counter(row["prompt_text"] for row in rollouts(done, step))
+        asked = range(6 * step - 3, 6 * step + 3)
+        assert sizes == {f"{k} + 1 =\n": 2 + k % 3 for k in asked}
+    assert rows(done)[0]["reward/mean"] == pytest.approx(np.mean([row["reward/verifier"] for row in rollouts(done, 1)]))
+    for wrong in ("question", "nothing"):
+        with pytest.raises(UserError, match=rf"in column '{wrong}' \(data.n_key\); give an integer"):
+            run(toml, tmp_path / wrong, f"--data.n_key={wrong}")
+    with pytest.raises(UserError, match="begins with 0 branches"):
+        run(toml, tmp_path / "none", "--data.n_key=responses", "--rollout.program_options={extra=-2}")
 
 
 def test_a_source_gives_no_held_out_problem_and_peeks_without_drawing(toml: Path, tmp_path: Path) -> None:

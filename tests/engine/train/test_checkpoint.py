@@ -68,12 +68,12 @@ def test_leftovers_of_a_killed_run_are_no_checkpoints(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000003"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "state", "manifest", "no manifest"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "state", "manifest", "no manifest"])
 def test_damage_is_named_and_never_passed_over(tmp_path, damage):
     older = save(tmp_path, 1, TENSORS, STATE, keep=2)
     path = save(tmp_path, 2, TENSORS, STATE, keep=2)
-    tensors, manifest = path / "tensors.safetensors", path / "manifest.json"
-    name = "tensors.safetensors"
+    (tensors,), manifest = path.glob("*.safetensors"), path / "manifest.json"
+    name = tensors.name
     if damage == "flip":
         content = bytearray(tensors.read_bytes())
         content[-1] ^= 1
@@ -82,6 +82,9 @@ def test_damage_is_named_and_never_passed_over(tmp_path, damage):
         tensors.write_bytes(tensors.read_bytes()[:-1])
     elif damage == "remove":
         tensors.unlink()
+    elif damage == "add":
+        name = "other.safetensors"
+        shutil.copy(tensors, path / name)
     elif damage == "state":
         name = "state.json"
         (path / name).write_text(json.dumps(STATE | {"accuracy": 1.0}))
