@@ -25,6 +25,7 @@ OPS = (
     "tree_attention",
     "sample_tokens",
     "tree_step",
+    "rl_step",
     "trl_step",
     "rollout",
     "treepo",
