@@ -92,6 +92,7 @@ REFUSED = {
     "list_home": "import os\nos.listdir(os.path.dirname(HOME))",
     "write_home": "open(HOME, 'a').write('x')",
     "write_outside": "open('/usr/lib/rolltree', 'w')",
+    "write_root": "open('/written', 'w')",
     "write_tmp": "open(TMP + '/written', 'w')",
     "environment_of_others": "open(f'/proc/{PID}/environ').read()",
     "memory_of_others": "open(f'/proc/{PID}/mem', 'rb').read()",
