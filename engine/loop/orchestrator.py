@@ -13,7 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from .replay import Replay
 from .sources import PromptSource, held_out
 from .stopping import Stopping
 from .trace import Trace
+from .trackers import Trackers
 
 OPEN = "open/"
 """Begins the names of the open groups' tensors in a checkpoint."""
@@ -145,12 +146,13 @@ class Orchestrator:
             self.judge.pool = self.rewards
             for note in filter(None, (self.rewards.note, self.controller.program.note)):
                 self.console.note(f"{note}.")
+            self.trackers = Trackers(self.config, self._saved.step if self._saved else 0, self.console.note)
             if self._saved is None:
                 self._begin()
             else:
                 self._restore(self._saved)
             self.watch.restart()
-            with self.stopping.on_signals():
+            with self.stopping.on_signals(), closing(self.trackers):
                 while self.step < steps and not self.stopping.asked:
                     self._step()
                 if self.step < steps:
@@ -176,6 +178,7 @@ class Orchestrator:
         row = self._evaluate() | self.watch.read()
         self._save(row)  # from here on there is something to resume
         self.log.append(0, row)
+        self.trackers.log(0, row)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -215,6 +218,7 @@ class Orchestrator:
             with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
                 self._save(row)
         self.log.append(step, row)
+        self.trackers.log(step, row)
         self.trace.flush()
         self.console.step(step, row)
 
