@@ -195,10 +195,15 @@ class Sandbox:
 
 
 class Sandboxes:
-    """As many sandboxes as there are callers at once, made when they are needed and used again."""
+    """Sandboxes for several threads, made when they are needed and used again.
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    Args:
+        most: programs that run at the same time; further callers wait.
+    """
+
+    def __init__(self, limits: Limits | None = None, most: int | None = None) -> None:
         self.limits = limits
+        self._places = threading.Semaphore(most or max(4, os.cpu_count() or 1))
         self._lock = threading.Lock()
         self._idle: list[Sandbox] = []
 
@@ -209,14 +214,15 @@ class Sandboxes:
         Raises:
             OSError: this system cannot contain a program.
         """
-        with self._lock:
-            sandbox = self._idle.pop() if self._idle else None
-        sandbox = sandbox or Sandbox(self.limits)
-        try:
-            yield sandbox
-        finally:
+        with self._places:
             with self._lock:
-                self._idle.append(sandbox)
+                sandbox = self._idle.pop() if self._idle else None
+            sandbox = sandbox or Sandbox(self.limits)
+            try:
+                yield sandbox
+            finally:
+                with self._lock:
+                    self._idle.append(sandbox)
 
 
 def _map_users(pid: int) -> bool:
