@@ -259,3 +259,22 @@ def test_a_lost_jail_is_replaced_and_nothing_stays(monkeypatch: pytest.MonkeyPat
 def test_limits_are_numbers_above_zero(limits: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)  # type: ignore[arg-type]
+
+
+def test_what_contains_programs_never_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that refuses namespaces is told of once; one that grants them has to go on granting them."""
+
+    def refuse(pid: int) -> bool:
+        raise OSError("no users left")
+
+    with Sandbox(LIMITS) as sandbox:
+        if not sandbox.namespaces:
+            pytest.skip(f"this kernel gives no namespaces: {sandbox.containment}")
+        monkeypatch.setattr(sys.modules[Sandbox.__module__], "_map_users", refuse)
+        sandbox.close()
+        with pytest.raises(OSError, match="no users left"):
+            sandbox.run("print(1)")
+    with Sandbox(LIMITS) as other:
+        assert other.namespaces is False
+        assert other.containment.endswith("(namespaces are not to be had: no users left)")
+        assert other.run("print(1)").stdout == "1\n"
