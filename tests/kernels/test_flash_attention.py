@@ -289,6 +289,21 @@ def test_why_flash_cannot_run_here() -> None:
         through(inputs(2, 2), "flash")
 
 
+def test_why_a_gpu_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the package's own name, as flash-attn 2 has the same module; then of the GPU."""
+    why, gpu = dispatch._flash_unusable.__wrapped__, torch.device("cuda", 0)
+
+    def missing(name: str) -> str:
+        raise dispatch.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", missing)
+    assert "flash-attn 4 is not installed" in why(gpu)
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
+    for capability, reason in (((8, 0), "it needs a Hopper or Blackwell GPU"), ((9, 0), None), ((10, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert why(gpu) == reason
+
+
 ON_GPU = [
     Case(700, 4, 2, 64),
     Case(1000, 8, 2, 128, window=200, close=0.01, restart=0.002),
