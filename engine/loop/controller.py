@@ -27,7 +27,7 @@ from ..errors import RunError, UserError
 from ..methods.calling import failure
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..programs import RolloutProgram
-from ..rewards import RewardPool
+from ..rewards import Rewards
 from ..rollout import NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.branch import Request
 from ..rollout.saving import request_state, restore_request
@@ -78,7 +78,7 @@ class Controller:
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
 
     @contextmanager
-    def running(self, rewards: RewardPool) -> Iterator[None]:
+    def running(self, rewards: Rewards) -> Iterator[None]:
         """While it may be asked for batches; ``rewards`` judges."""
         with self.judging.running(rewards):
             try:
@@ -288,7 +288,7 @@ class Controller:
                 params,
                 self.program,
                 seeds=[self._seed(group) for group in groups],
-                contexts=[group.prompt.entry for group in groups],
+                contexts=[group.prompt.context for group in groups],
             )
 
     def _begin(self, group: Group, request: Request) -> None:

@@ -24,7 +24,6 @@ from transformers import set_seed
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..rewards import RewardPool
 from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
@@ -115,7 +114,7 @@ class Orchestrator:
             self.params, setup.group_callback(config), self.watch, console,
         )  # fmt: skip
         self.controller = Controller(*parts) if replay is None else Replay(replay, *parts)
-        self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
+        self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, program, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
         self._dropped: Counter[str] = Counter()  # groups dropped when it ended, by reason
@@ -134,11 +133,13 @@ class Orchestrator:
         self.console.start(steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
         with (
-            RewardPool(self.config.reward, self.config.data.tasks) as self.rewards,
+            setup.rewards(self.config, self.engine, self.tokenizer) as self.rewards,
             _held(self.config.run_dir),
             self.controller.running(self.rewards),
         ):
             self.judge.pool = self.rewards
+            for note in filter(None, (self.rewards.note, self.controller.program.note)):
+                self.console.note(f"{note}.")
             if self._saved is None:
                 self._begin()
             else:
@@ -217,11 +218,16 @@ class Orchestrator:
             for verdict in group.verdicts:
                 if verdict.value is not None:
                     sums.add("reward/mean", verdict.value)
+                for what, why in (("unparsed", verdict.unparsed), ("skipped", verdict.skipped)):
+                    sums.count(f"reward/{what}", why is not None)
+                    if why is not None:
+                        sums.count(f"reward/{what}_{why}")
         reasons = [reason for group in batch for reason in group.unsampled]
         self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
         verdicts = [verdict for group in batch for verdict in group.verdicts]
         reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
-        self.failures["reward"].record(reasons, len(verdicts), sums, self.console)
+        skipped = sum(verdict.skipped is not None for verdict in verdicts)
+        self.failures["reward"].record(reasons, len(verdicts), sums, self.console, skipped=skipped)
 
     def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
         """How old a batch is, in steps, and how much of it was sampled by several policies."""
