@@ -34,6 +34,17 @@ OPS = (
     "loop",
 )
 
+FIRST = (
+    "linear_policy_loss",
+    "linear_logprob",
+    "tree_attention",
+    "tree_decode",
+    "sample_tokens",
+    "tree_step",
+    "rollout",
+)
+"""What runs, in small cases, where no op is named."""
+
 
 def load(op: str) -> Bench:
     return importlib.import_module(f".{op}", __package__).BENCH
@@ -43,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run benchmarks; 0, 1 where a provider failed or a comparison is lost, 2 where the command line is wrong, 3 where
     the device failed."""
     parser = argparse.ArgumentParser(prog="rolltree bench", description="Time the ops beside their peers and limits.")
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"default: all of {', '.join(OPS)}")
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)}; or all; default: some, --quick")
     parser.add_argument("--list", action="store_true", help="only list ops, cases and providers")
     parser.add_argument("--quick", action="store_true", help="small cases, about a second each")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
@@ -65,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("rolltree bench: --compare reads rows and runs nothing; give it no ops.", file=sys.stderr)
             return 2
         return _compare(*args.compare)
-    if unknown := [op for op in args.ops if op not in OPS]:
+    if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
         print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
         return 2
+    glance = not args.ops and not args.list
+    args.quick |= glance
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)
@@ -79,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except re.error as error:
         print(f"rolltree bench: '{error.pattern!r}' is not a regular expression: {error}", file=sys.stderr)
         return 2
-    ops = args.ops or OPS
+    ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
     if args.list:
         for op in ops:
             print(f"{op}: {', '.join(load(op).providers)}")
@@ -99,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Ceiling of {op}: {bench.ceiling_is}.")
         print(flush=True)
         problems += journal.problems
+    if glance:
+        print("These were small cases; `rolltree bench OP` runs an op's own, `rolltree bench all` everything.")
     if problems:
         print(f"{len(problems)} failed:", *problems, sep="\n  ")
     return 1 if problems else 0

@@ -383,6 +383,8 @@ class TrainConfig(Section):
     """Seed of everything random: problems, sampling, order."""
     output_dir: str = "runs"
     """The run lives in `<output_dir>/<name>`."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where the metrics go beside `metrics.jsonl`, each by its own library."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()

@@ -1,9 +1,11 @@
 """Makes the small model that `tools_cpu.toml` starts from: a Qwen3 decoder with a chat template, trained for some
-minutes on conversations in which three in ten call the calculator and the others answer at once, mostly wrongly.
+minutes on conversations that call the calculator, and in the end on a mixture in which three in ten do so and the
+others answer at once, mostly wrongly. It comes out knowing how to call, and preferring not to.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from rolltree.engine.settings import TrainConfig
 from rolltree.engine.tasks import GymProblems
 
 SEED = 1234
+CALLS_ALONE = 30_000  # conversations before the mixture begins
 CALL_SHARE = 0.3
 RIGHT_SHARE = 0.1  # of the answers that are given at once
 TEMPLATE = (
@@ -102,10 +105,10 @@ def conversations(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> I
     def turn(text: str) -> list[int]:
         return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
-    while True:
+    for number in itertools.count():
         (prompt,) = source.next(1)
         answer = int(prompt.entry["answer"])
-        if rng.random() < CALL_SHARE:
+        if number < CALLS_ALONE or rng.random() < CALL_SHARE:
             result = calculator(prompt.entry["metadata"]["expression"])
             parts = turn(call(prompt.entry)), added_ids(tokenizer, [{"role": "tool", "content": result}])
             response, learned = [*parts[0], *parts[1]], [*[True] * len(parts[0]), *[False] * len(parts[1])]

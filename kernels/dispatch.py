@@ -8,6 +8,7 @@ A forced backend that the op or the device lacks is an error; falling back from 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -117,7 +118,9 @@ def _unusable(name: str, device: torch.device) -> str | None:
 def _flash_unusable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it needs a cuda tensor"
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+    try:  # flash-attn 2 has the same module
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
         return "flash-attn 4 is not installed; `pip install --pre rolltree[hopper]` brings it"
     if torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return "it needs a Hopper or Blackwell GPU"

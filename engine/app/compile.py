@@ -22,7 +22,8 @@ def compile_kernels(path: Path, arch: str, dtype: str) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UserError("There is no Triton here to compile with; install rolltree on Linux.")
     model = kernels_model(path, dtype)
-    flash = all(importlib.util.find_spec(name) for name in ("cutlass", "flash_attn"))
+    versions = kernel_cache.versions()
+    flash = "flash-attn-4" in versions
     if not flash:
         print("flash-attn 4 is not installed, so only Triton's kernels are built; rolltree[hopper] brings it.")
     count = seconds = 0.0
@@ -32,8 +33,8 @@ def compile_kernels(path: Path, arch: str, dtype: str) -> None:
             print(f"{built.name:<48} {built.compiled:>3} compiled {built.seconds:>6.1f} s", flush=True)
     except RuntimeError as error:
         raise UserError(str(error)) from error
-    versions = ", ".join(f"{name} {version}" for name, version in kernel_cache.versions().items())
-    print(f"{count:.0f} kernels for {ahead.TARGETS[arch].arch} in {seconds:.0f} s, under {versions}.")
+    under = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"{count:.0f} kernels for {ahead.TARGETS[arch].arch} in {seconds:.0f} s, under {under}.")
     from triton import knobs
 
     folders = [knobs.cache.dir] + ([kernel_cache.directory()] if flash else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,6 +22,11 @@ from .buffer import Group, Responses
 from .failures import unsampled
 from .sources import Prompt
 
+
+def no_trace(track: str, name: str, begin: float, end: float) -> None:
+    """Where nobody records what happens when."""
+
+
 AT_ONCE = 2
 """Calls of the pool at the same time, each with all groups that had finished by then."""
 
@@ -37,6 +43,7 @@ class Judging:
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
         self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
+        self.trace = no_trace
 
     @contextmanager
     def running(self, rewards: Rewards) -> Iterator[None]:
@@ -71,9 +78,16 @@ class Judging:
         """What waits goes to the pool together: a call has its price, and takes time from the sampling."""
         if not self._waiting or len(self._asked) >= AT_ONCE or self._rewards.in_turn:
             return
-        future = self._threads.submit(self._rewards.score, [item for _, items in self._waiting for item in items])
+        future = self._threads.submit(self._score, [item for _, items in self._waiting for item in items])
         self._asked[future], self._waiting = self._waiting, []
         future.add_done_callback(lambda _: self._notify())
+
+    def _score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        begin = time.perf_counter()
+        try:
+            return self._rewards.score(items)
+        finally:
+            self.trace("verifier", "judge", begin, time.perf_counter())
 
     def wait(self, seconds: float) -> None:
         """For any verdict."""
@@ -90,7 +104,7 @@ class Judging:
         self._send()
         if self._rewards.in_turn and self._waiting:  # the caller is who steps the engine
             waiting, self._waiting = self._waiting, []
-            self._share(waiting, self._rewards.score([item for _, items in waiting for item in items]))
+            self._share(waiting, self._score([item for _, items in waiting for item in items]))
         if all_or_none and (self._waiting or self._asked):
             return []
         groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []

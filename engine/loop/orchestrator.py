@@ -13,8 +13,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from .progress import Progress
 from .replay import Replay
 from .sources import PromptSource, held_out
 from .stopping import Stopping
+from .trace import Trace
+from .trackers import Trackers
 
 OPEN = "open/"
 """Begins the names of the open groups' tensors in a checkpoint."""
@@ -89,7 +92,9 @@ class Orchestrator:
         early.check_lengths(config, self.engine.longest)
         early.check_program(config, program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
-        self.watch, self.idle = Stopwatch(), Idle(config.rollout.max_batch_rows)
+        self.trace = Trace(config.run_dir / "trace.json")
+        self.watch = Stopwatch(told=partial(self.trace.add, "learner"))
+        self.idle = Idle(config.rollout.max_batch_rows)
         self.failures = {
             "rollout": Failures(
                 "rollout",
@@ -114,6 +119,7 @@ class Orchestrator:
             self.params, setup.group_callback(config), self.watch, console,
         )  # fmt: skip
         self.controller = Controller(*parts) if replay is None else Replay(replay, *parts)
+        self.controller.trace = self.controller.judging.trace = self.trace.add
         self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, program, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
@@ -140,12 +146,13 @@ class Orchestrator:
             self.judge.pool = self.rewards
             for note in filter(None, (self.rewards.note, self.controller.program.note)):
                 self.console.note(f"{note}.")
+            self.trackers = Trackers(self.config, self._saved.step if self._saved else 0, self.console.note)
             if self._saved is None:
                 self._begin()
             else:
                 self._restore(self._saved)
             self.watch.restart()
-            with self.stopping.on_signals():
+            with self.stopping.on_signals(), closing(self.trackers):
                 while self.step < steps and not self.stopping.asked:
                     self._step()
                 if self.step < steps:
@@ -171,6 +178,7 @@ class Orchestrator:
         row = self._evaluate() | self.watch.read()
         self._save(row)  # from here on there is something to resume
         self.log.append(0, row)
+        self.trackers.log(0, row)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -210,6 +218,8 @@ class Orchestrator:
             with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
                 self._save(row)
         self.log.append(step, row)
+        self.trackers.log(step, row)
+        self.trace.flush()
         self.console.step(step, row)
 
     def _record(self, batch: Sequence[Group], sums: Sums) -> None:

@@ -74,19 +74,20 @@ class Sandbox:
 
     Args:
         limits: of a program, where `run` is given no others.
-        namespaces: whether to ask the kernel for namespaces.
+        namespaces: whether programs are to have namespaces of their own; None: if the kernel grants them.
 
     Attributes:
-        containment: in words, what keeps programs in.
+        containment: in words, what keeps programs in; it stays the same as long as the sandbox is used.
+        namespaces: whether they have them.
 
     Raises:
         OSError: this system cannot contain a program.
     """
 
-    def __init__(self, limits: Limits | None = None, *, namespaces: bool = True) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: Limits | None = None, *, namespaces: bool | None = None) -> None:
+        self.limits, self.namespaces = limits or Limits(), namespaces
         self.containment = ""
-        self._why_not = "" if namespaces else "they were not asked for"
+        self._why_not = "namespaces were not asked for"
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
@@ -135,12 +136,15 @@ class Sandbox:
             self.close()
 
     def _start(self) -> None:
-        if not self._why_not:
+        if self.namespaces is not False:
             try:
                 self._launch(namespaces=True)
+                self.namespaces = True
                 return
             except OSError as error:
-                self._why_not = f"namespaces are not to be had: {error}"
+                if self.namespaces:
+                    raise
+                self.namespaces, self._why_not = False, f"namespaces are not to be had: {error}"
         self._launch(namespaces=False)
         self.containment += f" ({self._why_not})"
 
@@ -195,12 +199,18 @@ class Sandbox:
 
 
 class Sandboxes:
-    """As many sandboxes as there are callers at once, made when they are needed and used again."""
+    """Sandboxes for several threads, made when they are needed and used again.
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    Args:
+        most: programs that run at the same time; further callers wait.
+    """
+
+    def __init__(self, limits: Limits | None = None, most: int | None = None) -> None:
         self.limits = limits
+        self._places = threading.Semaphore(most or max(4, os.cpu_count() or 1))
         self._lock = threading.Lock()
         self._idle: list[Sandbox] = []
+        self._namespaces: bool | None = None  # as the first one has them
 
     @contextmanager
     def lent(self) -> Iterator[Sandbox]:
@@ -209,14 +219,17 @@ class Sandboxes:
         Raises:
             OSError: this system cannot contain a program.
         """
-        with self._lock:
-            sandbox = self._idle.pop() if self._idle else None
-        sandbox = sandbox or Sandbox(self.limits)
-        try:
-            yield sandbox
-        finally:
+        with self._places:
             with self._lock:
-                self._idle.append(sandbox)
+                if not self._idle:  # one after the other, so that all of them contain alike
+                    self._idle.append(Sandbox(self.limits, namespaces=self._namespaces))
+                sandbox = self._idle.pop()
+                self._namespaces = sandbox.namespaces
+            try:
+                yield sandbox
+            finally:
+                with self._lock:
+                    self._idle.append(sandbox)
 
 
 def _map_users(pid: int) -> bool:

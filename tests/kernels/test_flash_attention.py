@@ -19,6 +19,7 @@ from rolltree.kernels.tree_attention.blocks import Tile
 from rolltree.kernels.tree_attention.flash_lists import TILES, BlockLists, block_lists, list_bytes, mask_tensors, sees
 
 from .on_device import needs_interpreter
+from .test_tree_attention import Case, error, in_pieces, make, plain, run
 from .trees import ancestors_mask, random_trees
 
 T = TypeVar("T")
@@ -286,3 +287,41 @@ def test_deterministic_algorithms_take_tritons_backward_pass(
 def test_why_flash_cannot_run_here() -> None:
     with pytest.raises(dispatch.BackendError, match="Backend 'flash' cannot run tree_attention on a cpu tensor"):
         through(inputs(2, 2), "flash")
+
+
+def test_why_a_gpu_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the package's own name, as flash-attn 2 has the same module; then of the GPU."""
+    why, gpu = dispatch._flash_unusable.__wrapped__, torch.device("cuda", 0)
+
+    def missing(name: str) -> str:
+        raise dispatch.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", missing)
+    assert "flash-attn 4 is not installed" in why(gpu)
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
+    for capability, reason in (((8, 0), "it needs a Hopper or Blackwell GPU"), ((9, 0), None), ((10, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert why(gpu) == reason
+
+
+ON_GPU = [
+    Case(700, 4, 2, 64),
+    Case(1000, 8, 2, 128, window=200, close=0.01, restart=0.002),
+    Case(900, 4, 1, 128, softcap=20.0, close=0.005),
+    Case(800, 4, 4, 96, close=0.3),
+    Case(600, 2, 2, 256, scale=0.05),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_kernels_err_at_most_twice_as_plain_pytorch(case: Case, dtype: torch.dtype) -> None:
+    """Whole, and as two pieces of which the second sees the first's keys as its prefix."""
+    if reason := dispatch._unusable("flash", torch.device("cuda")):
+        pytest.skip(reason)
+    x = make(case, dtype)
+    truth = plain(x.to(torch.float64), case)
+    allowed = [2 * e + 4 * torch.finfo(dtype).eps for e in error(plain(x, case), truth)]
+    for got in (run(x, case, "flash"), in_pieces(x, case, "flash", [case.tokens // 2])):
+        assert [e <= most for e, most in zip(error(got, truth), allowed, strict=True)] == [True] * 4

@@ -32,11 +32,11 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         yield ahead.Built("policy loss", 1.0, 0)
 
     monkeypatch.setattr(ahead, "build", build)
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "flash_attn" else object())
+    monkeypatch.setattr(command.kernel_cache, "versions", lambda: {"python": "3.11", "triton": "3.9.0"})
     assert main(["kernels", "build", str(tmp_path), "--arch", "90a"]) == 0
     said = capsys.readouterr().out
     assert "flash-attn 4 is not installed" in said
-    assert "3 kernels for sm_90a in 3 s, under python 3." in said
+    assert "3 kernels for sm_90a in 3 s, under python 3.11, triton 3.9.0." in said
 
     def refuse(*_: object, **__: object) -> Iterator[ahead.Built]:
         raise RuntimeError("TRITON_INTERPRET is set")

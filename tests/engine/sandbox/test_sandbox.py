@@ -92,6 +92,7 @@ REFUSED = {
     "list_home": "import os\nos.listdir(os.path.dirname(HOME))",
     "write_home": "open(HOME, 'a').write('x')",
     "write_outside": "open('/usr/lib/rolltree', 'w')",
+    "write_root": "open('/written', 'w')",
     "write_tmp": "open(TMP + '/written', 'w')",
     "environment_of_others": "open(f'/proc/{PID}/environ').read()",
     "memory_of_others": "open(f'/proc/{PID}/mem', 'rb').read()",
@@ -227,7 +228,7 @@ def test_how_a_program_ended(sandbox: Sandbox) -> None:
 
 
 def test_tools_borrow_sandboxes_side_by_side() -> None:
-    pool, found = Sandboxes(LIMITS), []
+    pool, found = Sandboxes(LIMITS, most=2), []
 
     def call(i: int) -> None:
         with pool.lent() as sandbox:
@@ -239,7 +240,7 @@ def test_tools_borrow_sandboxes_side_by_side() -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == [f"{i}\n" for i in range(6)]
-    assert 1 <= len(pool._idle) <= 6
+    assert 1 <= len(pool._idle) <= 2
     for sandbox in pool._idle:
         sandbox.close()
 
@@ -258,3 +259,22 @@ def test_a_lost_jail_is_replaced_and_nothing_stays(monkeypatch: pytest.MonkeyPat
 def test_limits_are_numbers_above_zero(limits: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)  # type: ignore[arg-type]
+
+
+def test_what_contains_programs_never_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that refuses namespaces is told of once; one that grants them has to go on granting them."""
+
+    def refuse(pid: int) -> bool:
+        raise OSError("no users left")
+
+    with Sandbox(LIMITS) as sandbox:
+        if not sandbox.namespaces:
+            pytest.skip(f"this kernel gives no namespaces: {sandbox.containment}")
+        monkeypatch.setattr(sys.modules[Sandbox.__module__], "_map_users", refuse)
+        sandbox.close()
+        with pytest.raises(OSError, match="no users left"):
+            sandbox.run("print(1)")
+    with Sandbox(LIMITS) as other:
+        assert other.namespaces is False
+        assert other.containment.endswith("(namespaces are not to be had: no users left)")
+        assert other.run("print(1)").stdout == "1\n"
