@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 LONGEST_NAME = 200
 """Bytes of a run's name; file systems take 255, and a run adds endings of its own."""
-VERIFIERS = ("task", "math", "exact")
+VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program")
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -60,7 +60,8 @@ class DataConfig(Section):
     path: str | None = None
     """A parquet or jsonl file of prompts."""
     source: str | None = None
-    """`file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see docs/architecture.md."""
+    """`games`, `verifiers`, or `file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see
+    docs/environments.md and docs/architecture.md."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to it."""
     eval_path: str | None = None
@@ -75,6 +76,9 @@ class DataConfig(Section):
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False
     """Write prompts by the tokenizer's chat template: a text as one message of the user, messages as they are."""
+    tools: tuple[str, ...] = ()
+    """Tools that the chat template offers, for `rollout.program` = "environment": `calculator`, `python`, or
+    `file.py:function` with types and a docstring."""
     max_prompt_tokens: PositiveInt = 1024
     """A longer prompt is an error, never cut."""
 
@@ -95,6 +99,8 @@ class DataConfig(Section):
             raise ValueError(
                 "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems"
             )
+        if self.tools and not self.chat:
+            raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
         if self.n_key is not None and self.tasks:
             raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
         if self.source_options and self.source is None:
@@ -149,7 +155,11 @@ class ShapingConfig(Section):
 
 class RewardConfig(Section):
     verifier: str = "task"
-    """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, or `file.py:function`."""
+    """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, `regex`, `code` (tests of
+    the response's program), `judge` or `reward_model` (behind a server), `policy` (its own log-probs), `program` (what
+    the rollout program gave), or `file.py:function`; see docs/rewards.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to it."""
     shaping: tuple[ShapingConfig, ...] = ()
     """What is done with its rewards before they become credit, one after the other."""
     timeout_s: PositiveFloat = 10.0
@@ -375,6 +385,8 @@ class TrainConfig(Section):
     """Seed of everything random: problems, sampling, order."""
     output_dir: str = "runs"
     """The run lives in `<output_dir>/<name>`."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where the metrics go beside `metrics.jsonl`, each by its own library."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -418,7 +430,7 @@ class TrainConfig(Section):
         if not self.data.tasks and self.reward.verifier == "task":
             raise ValueError(
                 '`reward.verifier` is "task", which needs `data.tasks`; '
-                'for other prompts set it to "math", "exact" or file.py:function'
+                f"for other prompts set it to one of {', '.join(VERIFIERS[1:])}, or file.py:function"
             )
         if self.data.source is not None and self.data.eval_path is None and evaluation.problems:
             raise ValueError(

@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..sandbox import Sandbox
+
 COMPILER = os.environ.get("CXX", "g++")
 REBUILD = "pip install --no-build-isolation -e . (in the source directory)"
 
@@ -65,6 +67,7 @@ OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("vllm", "rollouts by vLLM", "pip install vllm"),
     ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
     ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),
+    ("cutlass", "attention by flash-attn 4 on Hopper and Blackwell", "pip install --pre 'rolltree[hopper]'"),
     ("flash_attn", "a peer in the benchmarks", "pip install flash-attn --no-build-isolation"),
 )
 """Module, what it is for, command."""
@@ -106,6 +109,7 @@ def examine() -> Iterable[Finding]:
     yield from compiled_parts(Path(__file__).parents[2])
     yield from compilers()
     yield triton_mode()
+    yield sandbox()
     for module, purpose, command in OPTIONAL:
         yield optional_package(module, purpose, command)
 
@@ -115,6 +119,17 @@ def python_version(version: Version) -> Finding:
     if (3, 11) <= version < (3, 13):
         return Finding("versions", "python", "ok", text)
     return Finding("versions", "python", "bad", f"{text} is not supported", "use Python 3.11 or 3.12")
+
+
+def sandbox() -> Finding:
+    """What would keep untrusted code in."""
+    try:
+        with Sandbox() as made:
+            return Finding("rewards", "code", "ok", made.containment)
+    except OSError as error:
+        return Finding(
+            "rewards", "code", "optional", f'reward.verifier = "code": {error}', "Linux on x86_64 or aarch64"
+        )
 
 
 def required_package(package: str, low: Version, high: Version | None) -> Finding:

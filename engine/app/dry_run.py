@@ -26,7 +26,7 @@ from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS
 from ..model.decoder import check_model_dir, load_tokenizer
 from ..programs import PROGRAMS
-from ..rewards import RewardPool
+from ..rewards import RewardPool, make_rewards
 from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
@@ -77,8 +77,11 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         early.check_program(config, program, tokenizer, source.peek(early.TRIED))
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
-    with RewardPool(config.reward.model_copy(update={"workers": 1}), config.data.tasks):
-        yield f"verifier           {config.reward.verifier}, in {config.reward.workers} processes"
+    with make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks) as pool:
+        where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
+        yield f"verifier           {config.reward.verifier}{where}"
+        for note in filter(None, (pool.note, program.note)):
+            yield f"containment        {note}"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (

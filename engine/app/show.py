@@ -20,7 +20,6 @@ from ..loop.controller import Controller
 from ..loop.metrics import Stopwatch
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
-from ..rewards import RewardPool
 from ..rewards.judge import PoolJudge
 from ..rollout import RolloutEngine
 from ..settings import TrainConfig
@@ -47,7 +46,7 @@ def sample_and_show(
     for group in groups:
         console.print(draw(group.tree, tokenizer))
         console.print(describe(group))
-        why = [*group.unsampled, *(verdict.reason for verdict in group.verdicts if verdict.reason is not None)]
+        why = [*group.unsampled, *(v.reason or f"skipped, {v.skipped}" for v in group.verdicts if v.value is None)]
         if why:
             console.print(escape(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}."))
         console.print()
@@ -77,7 +76,9 @@ def _first_groups(
     controller = Controller(
         config, Buffer(Budget(count)), engine, source, tokenizer, program, params, None, Stopwatch(), console
     )
-    with RewardPool(config.reward, config.data.tasks) as judge.pool, controller.running(judge.pool):
+    with setup.rewards(config, engine, tokenizer) as judge.pool, controller.running(judge.pool):
+        for note in filter(None, (judge.pool.note, program.note)):
+            console.note(f"{note}.")
         return controller.next_batch()
 
 

@@ -27,7 +27,7 @@ from ..errors import RunError, UserError
 from ..methods.calling import failure
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..programs import RolloutProgram
-from ..rewards import RewardPool
+from ..rewards import Rewards
 from ..rollout import NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.branch import Request
 from ..rollout.saving import request_state, restore_request
@@ -35,7 +35,7 @@ from ..settings import TrainConfig
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
-from .judging import Judging
+from .judging import Judging, no_trace
 from .metrics import Stopwatch
 from .progress import Progress
 from .sources import PromptSource, make_prompt
@@ -75,10 +75,11 @@ class Controller:
         self._error: BaseException | None = None
         self.work: Counter[str] = Counter()  # of the engine's steps: their seconds, and what it counts of them
         self._dropped_before = 0  # groups dropped when the step began
+        self.trace = no_trace
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
 
     @contextmanager
-    def running(self, rewards: RewardPool) -> Iterator[None]:
+    def running(self, rewards: Rewards) -> Iterator[None]:
         """While it may be asked for batches; ``rewards`` judges."""
         with self.judging.running(rewards):
             try:
@@ -258,8 +259,10 @@ class Controller:
         counts = self.engine.loop.counts
         before, begin = Counter({name: counts[name] for name in WORK}), time.perf_counter()
         self.engine.step()
+        end = time.perf_counter()
         self.work.update({name: counts[name] - before[name] for name in WORK})
-        self.work["us"] += round(1e6 * (time.perf_counter() - begin))
+        self.work["us"] += round(1e6 * (end - begin))
+        self.trace("sampler", "decode", begin, end)
 
     @contextmanager
     def _timed(self, phase: str, part: str) -> Iterator[None]:
@@ -288,7 +291,7 @@ class Controller:
                 params,
                 self.program,
                 seeds=[self._seed(group) for group in groups],
-                contexts=[group.prompt.entry for group in groups],
+                contexts=[group.prompt.context for group in groups],
             )
 
     def _begin(self, group: Group, request: Request) -> None:

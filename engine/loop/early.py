@@ -86,7 +86,7 @@ def check_program(
     what = f"rollout.program = '{config.rollout.program}'"
     for prompt in prompts:
         mine = call(what, copy.deepcopy, program)
-        mine.tokenizer, mine.context = tokenizer, prompt.entry
+        mine.tokenizer, mine.context = tokenizer, prompt.context
         begun = ask(what, mine.start, GroupState(prompt.n or config.rollout.n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")

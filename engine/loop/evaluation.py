@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..rewards import RewardItem, RewardPool
+from ..programs import RolloutProgram
+from ..rewards import Rewards
 from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from . import setup
+from .buffer import Responses
 from .failures import unsampled
-from .judging import decode
+from .judging import decode, item
 from .progress import Progress
 from .sources import Prompt
 
@@ -33,9 +35,10 @@ class Evaluation:
         problems: Sequence[Prompt],
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
+        program: RolloutProgram,
         console: Progress,
     ) -> None:
-        self.config, self.problems, self.engine = config, problems, engine
+        self.config, self.problems, self.engine, self.program = config, problems, engine, program
         self.tokenizer, self.console = tokenizer, console
         self.first: float | None = None
         self.last: float | None = None
@@ -47,14 +50,19 @@ class Evaluation:
             return False
         return step == self.config.trainer.steps or (every > 0 and step % every == 0)
 
-    def run(self, step: int, rewards: RewardPool) -> dict[str, float]:
+    def run(self, step: int, rewards: Rewards) -> dict[str, float]:
         """The metrics of all problems; none where there are no problems."""
         if not self.problems:
             return {}
         self.console.phase("evaluating")
-        trees = self.engine.generate([p.token_ids for p in self.problems], setup.greedy_params(self.config))
+        trees = self.engine.generate(
+            [p.token_ids for p in self.problems],
+            setup.greedy_params(self.config),
+            self.program if self.program.answers_held_out else "flat",
+            contexts=[p.context for p in self.problems],
+        )
         items = [
-            RewardItem(decode(self.tokenizer, tree)[0], p.entry)
+            item(p, Responses(tree, decode(self.tokenizer, tree), {}), 0)
             for tree, p in zip(trees, self.problems, strict=True)
             if not unsampled(tree)
         ]
@@ -73,4 +81,6 @@ class Evaluation:
             "eval/accuracy": accuracy,
             "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
             "eval/failed": float(len(failed)),
+            "eval/unparsed": float(sum(r.unparsed is not None for r in results)),
+            "eval/skipped": float(sum(r.skipped is not None for r in results)),
         }

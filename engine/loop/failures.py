@@ -19,9 +19,11 @@ from .progress import Progress
 
 
 def kind(reason: str) -> str:
-    """``timeout``, ``died``, ``not_finite`` or ``raised``: what a failure is called in the metrics."""
+    """``timeout``, ``died``, ``not_finite``, ``no_score`` or ``raised``: what a failure is called in the metrics."""
     if reason in ("timeout", "died"):
         return reason
+    if "the judge gave no score" in reason:
+        return "no_score"
     return "not_finite" if "not finite" in reason else "raised"
 
 
@@ -49,8 +51,8 @@ class Failures:
         self.reasons: Counter[str] = Counter()  # one reason of each kind, and how many failed by that kind
         self._example: dict[str, str] = {}
 
-    def record(self, reasons: Sequence[str], asked: int, sums: Sums, console: Progress) -> None:
-        """A step in which ``asked`` were asked for and one failed for each of ``reasons``.
+    def record(self, reasons: Sequence[str], asked: int, sums: Sums, console: Progress, *, skipped: int = 0) -> None:
+        """A step in which ``asked`` were asked for, one failed for each of ``reasons``, and some were left out.
 
         Raises:
             RunError: nothing has succeeded for `limit` steps.
@@ -64,11 +66,11 @@ class Failures:
                 console.note(f"{number} of {asked} {self.what}: {self._example[what]}.")
             self.reasons[what] += number
         if asked:
-            self.in_row = self.in_row + 1 if len(reasons) == asked else 0
+            self.in_row = self.in_row + 1 if len(reasons) + skipped == asked else 0
         if self.in_row >= self.limit:
             raise RunError(
                 f"All {self.what} for {self.in_row} {'steps' if self.in_row > 1 else 'step'} in a row ({self.key}), "
-                f"the last with '{reasons[-1]}'; {self.remedy}."
+                f"the last with '{reasons[-1] if reasons else 'skipped'}'; {self.remedy}."
             )
 
     def summary(self) -> str | None:

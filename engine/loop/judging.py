@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,11 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import RunError
-from ..rewards import RewardItem, RewardPool, RewardResult
+from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
 from ..settings import RewardConfig
 from .buffer import Group, Responses
 from .failures import unsampled
+from .sources import Prompt
+
+
+def no_trace(track: str, name: str, begin: float, end: float) -> None:
+    """Where nobody records what happens when."""
+
 
 AT_ONCE = 2
 """Calls of the pool at the same time, each with all groups that had finished by then."""
@@ -34,11 +41,12 @@ class Judging:
     def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, notify: Callable[[], None]) -> None:
         self.config, self.tokenizer, self._notify = config, tokenizer, notify
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
-        self._asked: dict[Future[list[RewardResult]], list[tuple[Group, int]]] = {}  # and how many are a group's
+        self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
+        self.trace = no_trace
 
     @contextmanager
-    def running(self, rewards: RewardPool) -> Iterator[None]:
+    def running(self, rewards: Rewards) -> Iterator[None]:
         """While it may be asked; ``rewards`` is closed at the end, so that nobody waits for it."""
         self._rewards = rewards
         with ThreadPoolExecutor(AT_ONCE, "rolltree-judging") as self._threads:
@@ -61,19 +69,25 @@ class Judging:
 
     def ask(self, group: Group) -> None:
         """Ask for the verdicts on a group's newest responses; those that could not be sampled are not judged."""
-        last, entry = group.parts[-1], group.prompt.entry
-        items = [RewardItem(text, entry) for leaf, text in enumerate(last.texts) if leaf not in last.unsampled]
+        last = group.parts[-1]
+        items = [item(group.prompt, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
         self._waiting.append((group, items))
         self._send()
 
     def _send(self) -> None:
         """What waits goes to the pool together: a call has its price, and takes time from the sampling."""
-        if not self._waiting or len(self._asked) >= AT_ONCE:
+        if not self._waiting or len(self._asked) >= AT_ONCE or self._rewards.in_turn:
             return
-        future = self._threads.submit(self._rewards.score, [item for _, items in self._waiting for item in items])
-        self._asked[future] = [(group, len(items)) for group, items in self._waiting]
-        self._waiting = []
+        future = self._threads.submit(self._score, [item for _, items in self._waiting for item in items])
+        self._asked[future], self._waiting = self._waiting, []
         future.add_done_callback(lambda _: self._notify())
+
+    def _score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        begin = time.perf_counter()
+        try:
+            return self._rewards.score(items)
+        finally:
+            self.trace("verifier", "judge", begin, time.perf_counter())
 
     def wait(self, seconds: float) -> None:
         """For any verdict."""
@@ -86,17 +100,23 @@ class Judging:
             RunError: a verifier failed, and `reward.on_failure` says that a run ends then.
         """
         for future in [future for future in self._asked if future.done()]:
-            verdicts = iter(future.result())
-            for group, count in self._asked.pop(future):
-                group.parts[-1].verdicts = list(islice(verdicts, count))
-                self._judged.append(group)
+            self._share(self._asked.pop(future), future.result())
         self._send()
+        if self._rewards.in_turn and self._waiting:  # the caller is who steps the engine
+            waiting, self._waiting = self._waiting, []
+            self._share(waiting, self._score([item for _, items in waiting for item in items]))
         if all_or_none and (self._waiting or self._asked):
             return []
         groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []
         for group in groups:
             self._put_rewards(group)
         return groups
+
+    def _share(self, asked: Sequence[tuple[Group, list[RewardItem]]], verdicts: Sequence[RewardResult]) -> None:
+        left = iter(verdicts)
+        for group, items in asked:
+            group.parts[-1].verdicts = list(islice(left, len(items)))
+            self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
         """Responses that nobody sampled, with their rewards."""
@@ -114,7 +134,7 @@ class Judging:
     def _put_rewards(self, group: Group) -> None:
         """Rewards and names on the newest tree; NaN where there is no verdict."""
         last, prompt, on_failure = group.parts[-1], group.prompt, self.config.on_failure
-        broken = [verdict.reason for verdict in last.verdicts if verdict.value is None]
+        broken = [verdict.reason for verdict in last.verdicts if verdict.reason is not None]
         if broken and on_failure == "raise":
             raise RunError(
                 f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
@@ -132,3 +152,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
     """The text of each leaf's response."""
     responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+
+
+def item(prompt: Prompt, responses: Responses, leaf: int) -> RewardItem:
+    """What the verifier is given of a response."""
+    given = responses.tree.meta.get("given_rewards", {}).get(leaf)
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given)

@@ -74,10 +74,18 @@ class Sums:
 
 
 class Stopwatch:
-    """Accounts for the seconds since :meth:`restart`: named parts, and ``other`` for what is in none."""
+    """Accounts for the seconds since :meth:`restart`: named parts, and ``other`` for what is in none.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    Args:
+        told: called with the name, the beginning and the end of each part.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        told: Callable[[str, float, float], object] = lambda name, begin, end: None,
+    ) -> None:
+        self._clock, self._told = clock, told
         self.restart()
 
     def restart(self) -> None:
@@ -91,7 +99,9 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._parts[name] += self._clock() - begin
+            end = self._clock()
+            self._parts[name] += end - begin
+            self._told(name, begin, end)
 
     def read(self) -> dict[str, float]:
         """``timing_s/<part>``, ``timing_s/other`` and ``timing_s/step``, which is the sum of the others."""

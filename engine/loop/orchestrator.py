@@ -13,8 +13,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from transformers import set_seed
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..rewards import RewardPool
 from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
@@ -39,6 +39,8 @@ from .progress import Progress
 from .replay import Replay
 from .sources import PromptSource, held_out
 from .stopping import Stopping
+from .trace import Trace
+from .trackers import Trackers
 
 OPEN = "open/"
 """Begins the names of the open groups' tensors in a checkpoint."""
@@ -90,7 +92,9 @@ class Orchestrator:
         early.check_lengths(config, self.engine.longest)
         early.check_program(config, program, self.tokenizer, self.source.peek(early.TRIED))
         self.log = MetricsLog(config.run_dir / "metrics.jsonl")
-        self.watch, self.idle = Stopwatch(), Idle(config.rollout.max_batch_rows)
+        self.trace = Trace(config.run_dir / "trace.json")
+        self.watch = Stopwatch(told=partial(self.trace.add, "learner"))
+        self.idle = Idle(config.rollout.max_batch_rows)
         self.failures = {
             "rollout": Failures(
                 "rollout",
@@ -115,7 +119,8 @@ class Orchestrator:
             self.params, setup.group_callback(config), self.watch, console,
         )  # fmt: skip
         self.controller = Controller(*parts) if replay is None else Replay(replay, *parts)
-        self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, console)
+        self.controller.trace = self.controller.judging.trace = self.trace.add
+        self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, program, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
         self._dropped: Counter[str] = Counter()  # groups dropped when it ended, by reason
@@ -134,17 +139,20 @@ class Orchestrator:
         self.console.start(steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
         with (
-            RewardPool(self.config.reward, self.config.data.tasks) as self.rewards,
+            setup.rewards(self.config, self.engine, self.tokenizer) as self.rewards,
             _held(self.config.run_dir),
             self.controller.running(self.rewards),
         ):
             self.judge.pool = self.rewards
+            for note in filter(None, (self.rewards.note, self.controller.program.note)):
+                self.console.note(f"{note}.")
+            self.trackers = Trackers(self.config, self._saved.step if self._saved else 0, self.console.note)
             if self._saved is None:
                 self._begin()
             else:
                 self._restore(self._saved)
             self.watch.restart()
-            with self.stopping.on_signals():
+            with self.stopping.on_signals(), closing(self.trackers):
                 while self.step < steps and not self.stopping.asked:
                     self._step()
                 if self.step < steps:
@@ -170,6 +178,7 @@ class Orchestrator:
         row = self._evaluate() | self.watch.read()
         self._save(row)  # from here on there is something to resume
         self.log.append(0, row)
+        self.trackers.log(0, row)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -209,6 +218,8 @@ class Orchestrator:
             with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
                 self._save(row)
         self.log.append(step, row)
+        self.trackers.log(step, row)
+        self.trace.flush()
         self.console.step(step, row)
 
     def _record(self, batch: Sequence[Group], sums: Sums) -> None:
@@ -217,11 +228,16 @@ class Orchestrator:
             for verdict in group.verdicts:
                 if verdict.value is not None:
                     sums.add("reward/mean", verdict.value)
+                for what, why in (("unparsed", verdict.unparsed), ("skipped", verdict.skipped)):
+                    sums.count(f"reward/{what}", why is not None)
+                    if why is not None:
+                        sums.count(f"reward/{what}_{why}")
         reasons = [reason for group in batch for reason in group.unsampled]
         self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
         verdicts = [verdict for group in batch for verdict in group.verdicts]
         reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
-        self.failures["reward"].record(reasons, len(verdicts), sums, self.console)
+        skipped = sum(verdict.skipped is not None for verdict in verdicts)
+        self.failures["reward"].record(reasons, len(verdicts), sums, self.console, skipped=skipped)
 
     def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
         """How old a batch is, in steps, and how much of it was sampled by several policies."""

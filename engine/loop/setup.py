@@ -30,6 +30,7 @@ from ..methods.shaping import SHAPINGS, Shaping
 from ..model.decoder import load_model, load_tokenizer
 from ..model.roles import Role
 from ..programs import RolloutProgram, make_program
+from ..rewards import Rewards, make_rewards
 from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train.critic import Critic
@@ -300,6 +301,22 @@ def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
         (f"{key} '{given.name}'", resolve(key, given.name, given.options, known=SHAPINGS, inputs=("tree",)))
         for given in config.reward.shaping
     ]
+
+
+def rewards(config: TrainConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> Rewards:
+    """Who judges the run's responses: `reward.verifier`.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+
+    def score(prompts: list[str], continuations: list[str]) -> list[Any]:
+        ids = [tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"] for text in prompts]
+        wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
+        found = engine.score(ids, [[some] if some else [] for some in wanted])
+        return [some[0] if some else [] for some in found]
+
+    return make_rewards(config.reward, config.data.tasks, score)
 
 
 def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection | None:

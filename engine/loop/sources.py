@@ -12,13 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..integrations.verifiers import TasksetPrompts
 from ..methods.calling import call
 from ..methods.resolve import resolve
+from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig, TrainConfig
-from ..tasks import GymProblems, Problem, problem_of, read_problems
+from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 
 TRAIN, HELD_OUT = 0, 1
 """Streams of generated problems."""
+SOURCES = {"games": Games, "verifiers": TasksetPrompts}
+"""Classes that `data.source` may name."""
 GIVE_UP = 10_000
 """Held-out problems met in a row after which the source is taken to have no others."""
 
@@ -36,6 +40,15 @@ class Prompt:
     """The problem without template; training and held-out problems never share one."""
     n: int | None = None
     """Responses it gets; None: `rollout.n`."""
+    messages: tuple[dict[str, str], ...] = ()
+    """With `data.chat`, the conversation that ``text`` writes."""
+    tools: tuple[str, ...] = ()
+    """Those it offers: `data.tools`."""
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """What the rollout program is given: the entry, and the conversation where there is one."""
+        return self.entry | ({"messages": self.messages, "tools": self.tools} if self.messages else {})
 
 
 class PromptSource:
@@ -156,7 +169,7 @@ class UserProblems:
         assert config.source is not None
         self._what = f"data.source = '{config.source}'"
         self._config = config
-        self._own = resolve("data.source", config.source, config.source_options, known={})
+        self._own = resolve("data.source", config.source, config.source_options, known=SOURCES)
         if not callable(getattr(self._own, "next", None)):
             raise UserError(f"{self._what} must be a class with a method next(count).")
         self._ready: dict[int, dict[str, Any]] = {}  # asked for ahead of their turn
@@ -277,14 +290,17 @@ def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedToken
             f"The prompt '{problem.id}' is a conversation, which the tokenizer's chat template writes; set data.chat "
             "to true and leave data.template out."
         )
+    messages: tuple[dict[str, str], ...] = ()
     if config.chat:
+        messages = problem.messages or ({"role": "user", "content": text},)
         if tokenizer.chat_template is None:
             raise UserError(
                 "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
             )
         text = str(
             tokenizer.apply_chat_template(
-                list(problem.messages) or [{"role": "user", "content": text}],
+                list(messages),
+                tools=[tool_schema(name) for name in config.tools] or None,
                 add_generation_prompt=True,
                 tokenize=False,
             )
@@ -297,7 +313,17 @@ def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedToken
         )
     if not ids:
         raise UserError(f"The prompt '{problem.id}' has no tokens; leave it out or give it a data.template.")
-    return Prompt(problem.id, problem.task, text, ids, problem.entry, problem.text, _wanted(problem, config))
+    return Prompt(
+        problem.id,
+        problem.task,
+        text,
+        ids,
+        problem.entry,
+        problem.text,
+        _wanted(problem, config),
+        messages,
+        config.tools,
+    )
 
 
 def _wanted(problem: Problem, config: DataConfig) -> int | None:

@@ -30,6 +30,7 @@ def resolve(
     *,
     known: Mapping[str, Callable[..., Any]],
     inputs: tuple[str, ...] = (),
+    options_key: str | None = None,
 ) -> Any:
     """The part that ``key`` of the configuration names.
 
@@ -39,6 +40,7 @@ def resolve(
         options: the part's options.
         known: the built-in parts of this kind.
         inputs: what a function of this kind is called with, in order; a class is called with its options alone.
+        options_key: the configuration's key of the options, where it is not ``<key>_options``.
 
     Raises:
         UserError: there is no such part, file or object, it takes no such inputs, or an option is unknown, missing or
@@ -53,7 +55,7 @@ def resolve(
         hint = f"did you mean '{near[0]}'" if near else f"it takes {', '.join(taken) or 'none'}"
         raise UserError(f"{of} has no option '{unknown[0]}'; {hint}.")
     if missing := [option for option, default in taken.items() if default is NEEDED and option not in options]:
-        raise UserError(f"{of} needs the option '{missing[0]}'; give it in {key}_options.")
+        raise UserError(f"{of} needs the option '{missing[0]}'; give it in {options_key or f'{key}_options'}.")
     if not inspect.isclass(part):
         own = part if name in known else functools.partial(call, of, part)
         return functools.partial(own, **options) if options else own

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UserError
 from ..methods.resolve import resolve
 from .arpo import ARPO
+from .environment import EnvironmentTurns, Observation
 from .eptree import CURE, EPTree
 from .flat import Flat
 from .hints import HintLadder
@@ -22,6 +23,7 @@ from .program import (
     Given,
     GroupState,
     Prune,
+    Reward,
     Rewind,
     RolloutProgram,
     SegmentReport,
@@ -43,6 +45,7 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "hints": HintLadder,
     "mcts": MCTS,
     "tools": ToolTurns,
+    "environment": EnvironmentTurns,
     "arpo": ARPO,
 }
 
@@ -73,13 +76,16 @@ __all__ = [
     "BranchId",
     "Call",
     "EPTree",
+    "EnvironmentTurns",
     "Finish",
     "Flat",
     "Fork",
     "Given",
     "GroupState",
     "HintLadder",
+    "Observation",
     "Prune",
+    "Reward",
     "Rewind",
     "RolloutProgram",
     "SPOChain",

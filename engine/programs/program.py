@@ -170,7 +170,15 @@ class Call:
     arguments: tuple[Any, ...] = ()
 
 
-Action = Fork | Finish | Rewind | Prune | Call
+@dataclass(frozen=True)
+class Reward:
+    """Give the response of a resting branch, or a leaf, its reward: the verdict of `reward.verifier` = "program"."""
+
+    branch: BranchId
+    value: float
+
+
+Action = Fork | Finish | Rewind | Prune | Call | Reward
 
 
 class RolloutProgram(ABC):
@@ -192,6 +200,10 @@ class RolloutProgram(ABC):
     """Whether leaves are rewound; their keys are kept then, while there is room."""
     needs_entropies: bool = False
     """Whether it looks at the entropies of reports, which not every backend knows."""
+    answers_held_out: bool = False
+    """Whether held-out problems are answered by the program too, one branch each; otherwise by plain sampling."""
+    note: str = ""
+    """What the user should know before a run, in a sentence."""
     call_timeout_s: float = 60.0
     """Seconds after which a `Call` has failed."""
     verify: Callable[[str, Any], float | None] | None = None

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..data.segment import LeafStatus, Origin
-from ..methods.resolve import import_object
+from ..methods.resolve import resolve
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
+from .toolbox import TOOLS
 
 Tool = Callable[..., str]
+
+
+def find_tool(name: str, options: Mapping[str, Any] | None = None) -> Tool:
+    """The tool called ``name``, or ``file.py:function``.
+
+    Raises:
+        UserError: there is none, or it has no such option.
+    """
+    found: Tool = resolve("rollout.program_options.tool", name, options, known=TOOLS, inputs=("call", "context"))
+    return found
 
 
 class ToolTurns(RolloutProgram):
     """Every response of its own, in turns. Tools run beside the sampling, and nobody waits for another's.
 
+    Held-out problems are answered with the tool too.
+
     Args:
         tool: what runs a call: a function of the text between ``call_start`` and ``call_end`` and the prompt's context,
-            or its name as ``file.py:function``. It returns the observation's text.
+            or its name, ``calculator``, ``python`` or ``file.py:function``. It returns the observation's text.
         call_start, call_end: the texts around a call.
         observation: the text appended, with ``{}`` for what the tool returned.
         max_turns: calls of one response; a further one ends it with status LENGTH.
+        tool_options: passed to a tool given by name.
 
     Raises:
         ValueError: max_turns is below 1, or the observation has no place for the tool's text.
     """
+
+    answers_held_out = True
 
     def __init__(
         self,
@@ -33,10 +49,12 @@ class ToolTurns(RolloutProgram):
         call_end: str = "</tool_call>",
         observation: str = "<tool_response>{}</tool_response>",
         max_turns: int = 8,
+        tool_options: Mapping[str, Any] | None = None,
     ) -> None:
         if max_turns < 1 or "{}" not in observation:
             raise ValueError("tools needs max_turns >= 1 and an observation with {} for the tool's text.")
-        self.tool = import_object(tool) if isinstance(tool, str) else tool
+        self.tool: Tool = find_tool(tool, tool_options) if isinstance(tool, str) else tool
+        self.note = getattr(self.tool, "note", "")
         self.call_start, self.observation, self.max_turns = call_start, observation, max_turns
         self.segment_stop = (call_end,)
 

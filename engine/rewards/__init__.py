@@ -1,6 +1,8 @@
-"""Verifiers and the killable processes they run in."""
+"""Who judges responses: verifiers in killable processes, judges and reward models on servers, the policy itself."""
 
-from .pool import RewardItem, RewardPool, RewardResult
-from .worker import extract_answer
+from .interface import RewardItem, RewardResult, Rewards
+from .make import make_rewards
+from .pool import RewardPool
+from .verifiers import extract_answer
 
-__all__ = ["RewardItem", "RewardPool", "RewardResult", "extract_answer"]
+__all__ = ["RewardItem", "RewardPool", "RewardResult", "Rewards", "extract_answer", "make_rewards"]

@@ -30,12 +30,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import UserError
 from ..settings import RewardConfig, TaskConfig
-from .spans import Span
+from .interface import RewardItem, RewardResult, Rewards
 from .worker import HEADER, LENGTH
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -46,28 +45,6 @@ LONGEST_ANSWER = 1 << 16
 """Bytes; a verdict has no more than some hundreds."""
 KILL_S = 10.0
 """Time for a keeper to end; it gives up earlier by itself."""
-
-
-@dataclass(frozen=True)
-class RewardItem:
-    """A response to judge."""
-
-    response_text: str
-    entry: dict[str, Any]
-    """`Prompt.entry`: for the verifier ``task`` an item of its dataset, for the others a row with an ``answer``."""
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """A verdict: a finite value, or None and the reason why there is none."""
-
-    value: float | None
-    reason: str | None
-    """`timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
-    named: dict[str, float] = field(default_factory=dict)
-    """Further rewards by name, for `reward.shaping` and the records."""
-    spans: list[Span] = field(default_factory=list)
-    """Rewards of parts of the text."""
 
 
 @dataclass(eq=False)
@@ -83,7 +60,7 @@ class _Job:
         self.left -= 1
 
 
-class RewardPool:
+class RewardPool(Rewards):
     """Verifier processes; a context manager.
 
     Args:
@@ -96,7 +73,12 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, tasks: Sequence[TaskConfig] = ()) -> None:
         self._config = config
-        setup = {"verifier": config.verifier, "tasks": [(task.name, task.options) for task in tasks]}
+        setup = {
+            "verifier": config.verifier,
+            "tasks": [(task.name, task.options) for task in tasks],
+            "options": config.options,
+            "timeout_s": config.timeout_s,
+        }
         self._start = lambda: _Worker(setup, config.timeout_s)
         self._workers = [self._start() for _ in range(config.workers)]
         self._queue: deque[tuple[_Job, range]] = deque()
@@ -170,14 +152,6 @@ class RewardPool:
         self._wake.close()
         self._woken.close()
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _collect(self) -> None:
         """Wait for the next answers or time-outs, and settle what they settle."""
         readable = self._wait()
@@ -228,8 +202,9 @@ class RewardPool:
         """
         for message in worker.receive():
             if not worker.ready:
-                if message != ["ready"]:
+                if message[0] != "ready":
                     raise _broken(self._config.verifier, message[1])
+                self.note = message[1]
                 worker.ready = True
             elif not worker.pending or message[0] != worker.pending[0]:
                 raise EOFError  # not the answer to what it was asked

@@ -9,7 +9,7 @@ import numpy as np
 from ..data.columns import Array
 from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
-from .pool import RewardResult
+from .interface import RewardResult
 from .spans import put_spans
 
 
@@ -20,18 +20,21 @@ def put_rewards(
     *,
     failed: float = np.nan,
 ) -> None:
-    """Put the named rewards of each leaf on ``tree``, NaN where there is none; leaves without a reward have failed.
+    """Put the named rewards of each leaf on ``tree``, NaN where there is none: such a leaf has no part in any credit.
 
     Args:
         verdicts: of each leaf; None: nobody judged it.
         decode: the text of token ids, as the verifier was given it.
         failed: the reward where the verifier failed.
     """
-    reward = [np.nan if v is None else failed if v.value is None else v.value for v in verdicts]
+    left_out = np.array([v is not None and v.skipped is not None for v in verdicts], bool)
+    reward = [
+        np.nan if v is None or v.skipped is not None else failed if v.value is None else v.value for v in verdicts
+    ]
     tree.rewards["reward"] = np.array(reward, np.float32)
     for name in dict.fromkeys(name for v in verdicts if v is not None for name in v.named):
         named = [np.nan if v is None else v.named.get(name, np.nan) for v in verdicts]
         tree.rewards[name] = np.array(named, np.float32)
     if any(v is not None and v.spans for v in verdicts):
         put_spans(tree, [[] if v is None else v.spans for v in verdicts], decode)
-    tree.status[np.isnan(tree.rewards["reward"])] = LeafStatus.FAILED
+    tree.status[np.isnan(tree.rewards["reward"]) & ~left_out] = LeafStatus.FAILED

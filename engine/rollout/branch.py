@@ -127,6 +127,8 @@ class Branch:
     length: int = 0
     """Response tokens of a leaf."""
     rewinds: int = 0
+    reward: float | None = None
+    """What the program gave its response."""
     saved: dict[str, Any] | None = None
     """Its row of the row table, while the request is aborted."""
 
@@ -250,6 +252,8 @@ class Request:
             [index[id(leaf.node)] for leaf in ordered],
             [LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered],
         )
+        if given := {i: leaf.reward for i, leaf in enumerate(ordered) if leaf.reward is not None}:
+            tree.meta["given_rewards"] = given
         if self.errors:
             tree.meta["errors"] = {i: self.errors[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.errors}
         return tree

@@ -46,7 +46,7 @@ def _branch_state(branch: Branch, node: int) -> tuple[Any, ...]:
     order = branch.order & 0xFFFFFFFF  # within its request
     return (
         branch.id, node, branch.seed, order, branch.boundaries, branch.status, branch.length, branch.rewinds,
-        branch.saved,
+        branch.saved, branch.reward,
     )  # fmt: skip
 
 
@@ -62,7 +62,8 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
         nodes.append(Node(None if parent < 0 else nodes[parent], start, records, origin, sealed))
     for where in ("leaves", "sampling", "resting"):
         place: dict[Any, Branch] = getattr(request, where)
-        for key, node, seed, order, boundaries, status, length, rewinds, saved in state[where]:
+        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward in state[where]:
             branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries)
             branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved
+            branch.reward = reward
             place[key] = branch

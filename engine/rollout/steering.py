@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin
 from ..methods.calling import call
-from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Rewind, SegmentReport
+from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Reward, Rewind, SegmentReport
 from .branch import Branch, Node, Request, given
 from .calls import CallPool
 from .seeds import child_seed
@@ -256,6 +256,8 @@ class Steering(ABC):
                     made = self._go_on(self._rewind(request, key, length), n, append, tokens)
                 case Prune(key):
                     self._prune(request, key)
+                case Reward(key, value) if key in request.resting or key in request.leaves:
+                    (request.resting.get(key) or request.leaves[key]).reward = float(value)
                 case Call(key, function, arguments) if key in request.resting or key in request.leaves:
                     self._call(request, key, function, arguments)
                 case _:

@@ -1,7 +1,8 @@
 """Where problems come from: reasoning_gym generators and files of prompts."""
 
 from .files import problem_of, read_problems
+from .games import Games
 from .gym import GymProblems
 from .problem import Problem
 
-__all__ = ["GymProblems", "Problem", "problem_of", "read_problems"]
+__all__ = ["Games", "GymProblems", "Problem", "problem_of", "read_problems"]

@@ -42,6 +42,7 @@ STATE, MANIFEST = "state.json", "manifest.json"
 FREE_TO_CHANGE = (
     "name",
     "output_dir",
+    "trackers",
     "model.create",
     "model.device",
     "model.gradient_checkpointing",

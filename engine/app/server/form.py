@@ -17,10 +17,10 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from ...data.tree import LeafStatus
+from ...programs.tool_calls import Written, before_calls, written
 from ...rollout import Completion
 from ...rollout.branch import top_logprobs
 from .schema import Sampling
-from .tool_calls import Written, before_calls, written
 
 Array = npt.NDArray[Any]
 REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}

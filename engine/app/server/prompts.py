@@ -14,8 +14,8 @@ from typing import Any, cast
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from ...programs.tool_calls import BEGIN
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
-from .tool_calls import BEGIN
 
 MOST_RESPONSES = 4096  # of one HTTP request
 

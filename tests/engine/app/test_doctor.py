@@ -26,6 +26,7 @@ def test_this_machine_is_examined_in_full() -> None:
     assert findings["python"].level == "ok"
     assert findings["torch"].found.startswith("2.")
     assert "cores" in findings["cpu"].found
+    assert "system calls" in findings["code"].found
     assert {
         "_host (KV tree)",
         "_cpu (CPU kernels)",

@@ -125,3 +125,44 @@ def test_the_command_line_tells_the_sum(home: Path, tmp_path: Path, capsys: pyte
     given = ["--output_dir", str(tmp_path), "--reward.verifier", f"{tmp_path}/mine.py:judge", *SHORT]
     assert main(["train", str(home / "tiny.toml"), *given]) == 0
     assert "24 of 24 responses could not be judged" in " ".join(capsys.readouterr().out.split())
+
+
+SKIPS = """
+def judge(text, entry):
+    if len(text) % 2:
+        return {"reward": None, "skipped": "odd"}
+    return {"reward": float(len(text) % 4 == 0), **({"unparsed": "form"} if len(text) % 4 else {})}
+"""
+
+
+def test_what_the_verifier_skips_is_counted_and_no_part_of_an_update(home: Path, tmp_path: Path) -> None:
+    run = Run(home, tmp_path, "--reward.on_failure=zero", "--trainer.prompts_per_step=4", verifier=SKIPS)
+    assert run.run().failures == []
+    for step, row in enumerate(run.rows[1:], 1):
+        written = pq.read_table(run.config.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        odd = [len(r["response_text"]) % 2 == 1 for r in written]
+        assert row["reward/skipped"] == row.get("reward/skipped_odd", 0) == sum(odd)
+        kept = [r for r, skipped in zip(written, odd, strict=True) if not skipped]
+        assert row["reward/unparsed"] == row.get("reward/unparsed_form", 0) == sum(r["reward"] == 0 for r in kept)
+        assert row["reward/mean"] == pytest.approx(sum(r["reward"] for r in kept) / len(kept))
+        assert row["reward/failed"] == 0
+        for r, skipped in zip(written, odd, strict=True):
+            assert (r["reward"] is None or r["reward"] != r["reward"]) == skipped
+            assert (r["status"] == "failed") is False
+            if skipped:
+                assert not r["advantage"]  # zero, and so no part of the loss
+    assert sum(row["reward/skipped"] for row in run.rows[1:]) > 0
+    assert sum(row["reward/unparsed"] for row in run.rows[1:]) > 0
+
+
+def test_a_run_whose_verifier_skips_everything_stops(home: Path, tmp_path: Path) -> None:
+    run = Run(home, tmp_path, "--reward.max_failed_steps=1", verifier="def judge(text, entry): return None")
+    with pytest.raises(RunError, match=r"1 step in a row \(reward.max_failed_steps\), the last with 'skipped'"):
+        run.run()
+
+
+def test_a_run_says_what_keeps_code_in(home: Path, tmp_path: Path) -> None:
+    run = Run(home, tmp_path, "--reward.verifier=code", "--trainer.steps=1")
+    run.run()
+    assert run.rows[-1]["reward/unparsed_no_code"] == run.rows[-1]["reward/unparsed"] == 8
+    assert run.out.getvalue().count("Code in responses runs in ") == 1

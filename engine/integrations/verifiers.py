@@ -1,0 +1,149 @@
+"""Tasksets of `verifiers` (0.4, its `v1`): prompts by `data.source`, and their own rewards by an environment.
+
+A taskset's tasks are conversations: the prompt, turns with the tools of `data.tools`, and an answer, which the task's
+own ``@reward`` functions and judges score on a trace of it. What needs one of verifiers' runtimes (containers, tool
+servers, ``setup`` and ``finalize``) is not run: such tasks are for its own harness, which can talk to `rolltree serve`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import UserError
+from ..methods.resolve import import_object
+from ..programs.chat import Message
+from ..programs.environment import Observation, ToolBox
+
+
+@functools.cache
+def find_taskset(name: str) -> Any:
+    """What ``file.py:function`` makes: a `verifiers.v1.Taskset`.
+
+    Raises:
+        UserError: verifiers is not installed, it is no taskset, or its tasks need a runtime.
+    """
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise UserError(f"'{name}' is a taskset of verifiers, which is not installed; install `verifiers`.") from error
+    taskset = import_object(name)()
+    if not isinstance(taskset, vf.Taskset):
+        raise UserError(f"'{name}' must make a verifiers.v1.Taskset, and it makes a {type(taskset).__name__}.")
+    task = taskset.task_type()
+    own = [hook for hook in ("setup", "finalize") if getattr(task, hook) is not getattr(vf.Task, hook)]
+    if task.NEEDS_CONTAINER or own:
+        need = "a container" if task.NEEDS_CONTAINER else f"its {own[0]}"
+        raise UserError(
+            f"The tasks of '{name}' need {need}; run them by verifiers' own harness on `rolltree serve` instead."
+        )
+    return taskset
+
+
+class _Tasks:
+    """Tasks by their number, read from the taskset as far as they are asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._read = name, iter(find_taskset(name))
+        self._tasks: list[Any] = []
+
+    def __getitem__(self, number: int) -> Any:
+        self._tasks += itertools.islice(self._read, max(0, number + 1 - len(self._tasks)))
+        if not self._tasks:
+            raise UserError(f"The taskset '{self._name}' has no tasks.")
+        return self._tasks[number % len(self._tasks)]
+
+
+find_tasks = functools.cache(_Tasks)
+
+
+class TasksetPrompts:
+    """``data.source = "verifiers"``: the tasks in their order, from the beginning again after the last.
+
+    Args:
+        taskset: ``file.py:function`` that makes it.
+        first: the number of the first task; those before it are left for an evaluation.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+
+    def __init__(self, taskset: str, first: int = 0) -> None:
+        self._tasks, self._number = find_tasks(taskset), first
+
+    def next(self, count: int) -> list[dict[str, Any]]:
+        rows = []
+        for number in range(self._number, self._number + count):
+            data = self._tasks[number].data
+            messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+            if isinstance(data.prompt, str):
+                messages.append({"role": "user", "content": data.prompt})
+            else:
+                messages += [{"role": m.role, "content": m.content} for m in data.prompt or []]
+            rows.append({"prompt": messages, "answer": "", "task": number})
+        self._number += count
+        return rows
+
+    def state_dict(self) -> int:
+        """The number of the next task."""
+        return self._number
+
+    def load_state_dict(self, state: int) -> None:
+        self._number = state
+
+
+class TasksetEnvironment:
+    """Turns with the tools of `data.tools` until one calls none; then the task's own rewards, weighted and summed.
+
+    Args:
+        context: of a prompt of `TasksetPrompts`.
+        taskset: as there.
+    """
+
+    def __init__(self, context: Mapping[str, Any], taskset: str) -> None:
+        self._task = find_tasks(taskset)[int(context["task"])]
+        self._tools, self._given = ToolBox(context), len(context["messages"])
+
+    async def step(self, messages: Sequence[Message]) -> Observation:
+        found = await self._tools.step(messages)
+        if not found.done:
+            return found
+        trace = self._trace(messages)
+        await self._task.score(trace)
+        return Observation(done=True, reward=float(trace.reward))
+
+    def fork(self) -> TasksetEnvironment:
+        """Nothing of it changes."""
+        return self
+
+    def _trace(self, messages: Sequence[Message]) -> Any:
+        """The conversation as verifiers records one."""
+        import verifiers.v1 as vf
+
+        def as_theirs(message: Message) -> Any:
+            content = message["content"]
+            match message["role"]:
+                case "system":
+                    return vf.SystemMessage(content=content)
+                case "user":
+                    return vf.UserMessage(content=content)
+                case "tool":
+                    return vf.ToolMessage(content=content, tool_call_id=message.get("name", ""))
+            called = [call["function"] for call in message.get("tool_calls", [])]
+            calls = [vf.ToolCall(id=f["name"], name=f["name"], arguments=json.dumps(f["arguments"])) for f in called]
+            return vf.AssistantMessage(content=content, tool_calls=calls or None)
+
+        nodes = [
+            vf.MessageNode(
+                parent=i - 1 if i else None,
+                message=as_theirs(message),
+                sampled=i >= self._given and message["role"] == "assistant",
+            )
+            for i, message in enumerate(messages)
+        ]
+        own = self._task
+        task = vf.TraceTask(type=type(own).__name__, data=own.data, key=own.key, hash=own.hash)
+        return vf.Trace(task=task, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)

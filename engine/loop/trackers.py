@@ -1,0 +1,109 @@
+"""A run's metrics in TensorBoard, wandb and trackio, each by its own library.
+
+They get what `metrics.jsonl` gets, which stays the record: one that fails in the middle of a run is told of, left out
+from then on, and ends nothing. Projects, accounts and servers are set by the libraries' own environment variables.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import UserError
+from ..methods.calling import failure
+from ..settings import TrainConfig
+
+PROJECT = "rolltree"
+Log = Callable[[int, dict[str, float]], object]
+End = Callable[[], object]
+
+
+class Trackers:
+    """Those of `trackers`, opened.
+
+    Args:
+        step: the last one that has ended; a resumed run goes on behind it.
+        note: told, in a sentence, what the user should know.
+
+    Raises:
+        UserError: a library is not installed, or does not start.
+    """
+
+    def __init__(self, config: TrainConfig, step: int, note: Callable[[str], object]) -> None:
+        self._note = note
+        self._open: dict[str, tuple[Log, End]] = {}
+        for name in config.trackers:
+            try:
+                self._open[name] = OPEN[name](config, step)
+            except ImportError as error:
+                self.close()
+                raise UserError(f"trackers has '{name}', which is not installed; `pip install {name}`.") from error
+            except Exception as error:
+                self.close()
+                raise UserError(f"trackers has '{name}', which does not start: {failure(error)}.") from error
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """The metrics of ``step``; what is not finite is left out."""
+        finite = {name: float(value) for name, value in row.items() if math.isfinite(value)}
+        self._each(lambda opened: opened[0](step, finite))
+
+    def close(self) -> None:
+        """Let them write what they still hold."""
+        self._each(lambda opened: opened[1]())
+        self._open.clear()
+
+    def _each(self, act: Callable[[tuple[Log, End]], object]) -> None:
+        for name, opened in list(self._open.items()):
+            try:
+                act(opened)
+            except Exception as error:
+                del self._open[name]
+                self._note(f"The tracker '{name}' failed and gets no more metrics: {failure(error)}.")
+
+
+def _tensorboard(config: TrainConfig, step: int) -> tuple[Log, End]:
+    importlib.import_module("tensorboard")
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+        str(config.run_dir / "tensorboard"), purge_step=step + 1 if step else None
+    )
+
+    def log(step: int, row: dict[str, float]) -> None:
+        for name, value in row.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log, writer.close
+
+
+def _wandb(config: TrainConfig, step: int) -> tuple[Log, End]:
+    wandb = importlib.import_module("wandb")
+    file = config.run_dir / "wandb.id"  # a run that is resumed goes on in the same one
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex, encoding="utf-8")
+    id_ = file.read_text(encoding="utf-8")
+    run = wandb.init(
+        project=PROJECT, name=config.name, id=id_, dir=str(config.run_dir), config=_plain(config), resume="allow"
+    )
+    return lambda step, row: run.log(row, step=step), run.finish
+
+
+def _trackio(config: TrainConfig, step: int) -> tuple[Log, End]:
+    trackio = importlib.import_module("trackio")
+    run = trackio.init(
+        project=PROJECT, name=config.name, config=_plain(config), resume="allow" if step else "never", embed=False
+    )
+    return lambda step, row: run.log(row, step=step), run.finish
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_none=True)
+
+
+OPEN: dict[str, Callable[[TrainConfig, int], tuple[Log, End]]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+}

@@ -1,0 +1,255 @@
+"""Environments: conversations in turns with something that answers, by tools, a game, or your own program.
+
+Each turn of the model goes up to its end-of-sequence token. The environment is told of it beside the sampling, and
+nobody waits for another's. What it says is appended as the tokenizer's chat template writes it, and is not trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..data.segment import LeafStatus, Origin
+from ..methods.resolve import import_object, resolve
+from .chat import Message, added_ids, assistant_message, find_chat_tool, tool_name
+from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
+from .tool_calls import BEGIN
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answers to a turn."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    """What is said to the model, each a ``role`` and a ``content``."""
+    done: bool = False
+    """Whether the conversation ends here; the messages are then not read by anybody."""
+    reward: float | None = None
+    """Of this turn; a response's reward is the sum over its turns."""
+
+
+class ToolBox:
+    """The tools of `data.tools`; a turn without a call is the answer."""
+
+    def __init__(self, context: Mapping[str, Any]) -> None:
+        self.tools = {tool_name(name): find_chat_tool(name) for name in context["tools"]}
+
+    async def step(self, messages: Sequence[Message]) -> Observation:
+        """Run the calls of the last message, one after the other."""
+        last = messages[-1]
+        calls = last.get("tool_calls", [])
+        if not calls and BEGIN not in last["content"]:
+            return Observation(done=True)
+        if not calls:
+            known = ", ".join(self.tools)
+            return Observation([{"role": "tool", "content": f"error: that is no call of a tool; there are {known}"}])
+        said = [(call["function"]["name"], await self._call(**call["function"])) for call in calls]
+        return Observation([{"role": "tool", "name": name, "content": content} for name, content in said])
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        try:
+            result = self.tools[name](**arguments)
+            return str(await result if inspect.isawaitable(result) else result)
+        except Exception as error:  # the model is who has to know
+            return f"error: {type(error).__name__}: {error}"
+
+
+class Game:
+    """A text environment in gymnasium's manner: ``reset(seed=...)``, and ``step(text)`` that answers five values.
+
+    Args:
+        context: of a prompt from `data.source` = "games", or any with a ``seed``.
+        make: ``file.py:function`` that makes the environment.
+
+    Raises:
+        UserError: there is no such function.
+    """
+
+    def __init__(self, context: Mapping[str, Any], make: str) -> None:
+        self.env = import_object(make)()
+        self.env.reset(seed=int(context["seed"]))
+
+    async def step(self, messages: Sequence[Message]) -> Observation:
+        said, reward, terminated, truncated, _ = self.env.step(messages[-1]["content"])
+        return Observation([{"role": "user", "content": str(said)}], bool(terminated or truncated), float(reward))
+
+    def fork(self) -> Game:
+        """Another one in the same state."""
+        return copy.deepcopy(self)
+
+
+def _verifiers(context: Mapping[str, Any], taskset: str) -> Any:
+    """A task of `verifiers`; see `engine/integrations/verifiers.py`."""
+    from ..integrations.verifiers import TasksetEnvironment
+
+    return TasksetEnvironment(context, taskset)
+
+
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {"tools": ToolBox, "game": Game, "verifiers": _verifiers}
+
+
+@dataclass
+class _Talk:
+    """What a branch is in the middle of."""
+
+    environment: Any
+    messages: list[Message] = field(default_factory=list)
+    reward: float | None = None
+
+    def fork(self) -> _Talk:
+        """The same state for another branch."""
+        copied = getattr(self.environment, "fork", functools.partial(copy.deepcopy, self.environment))()
+        return _Talk(copied, list(self.messages), self.reward)
+
+
+class EnvironmentTurns(RolloutProgram):
+    """Conversations in turns with an environment; see docs/environments.md.
+
+    Held-out problems are answered in it too.
+
+    Args:
+        environment: ``tools``, ``game``, ``verifiers``, or ``file.py:Class`` of your own: made with the prompt's
+            context, with ``async def step(messages)`` that answers an `Observation`, a text (of a user), or None at the
+            end, and maybe a ``fork()``; without it, it is copied.
+        environment_options: passed to it.
+        max_turns: turns of one response; after the last it ends with status LENGTH, if the environment did not end it.
+        turn_tokens: the longest turn; a longer one ends the response with status LENGTH.
+        ways: into how many branches responses divide after their first, second, ... turn, each with a copy of the
+            environment's state. Their product divides ``n``.
+        timeout_s: of one step of the environment.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    answers_held_out = True
+
+    def __init__(
+        self,
+        environment: str | type = "tools",
+        environment_options: Mapping[str, Any] | None = None,
+        max_turns: int = 8,
+        turn_tokens: int | None = None,
+        ways: Sequence[int] = (),
+        timeout_s: float = 60.0,
+    ) -> None:
+        if max_turns < 1 or timeout_s <= 0 or any(way < 1 for way in ways) or (turn_tokens or 1) < 1:
+            raise ValueError("environment needs max_turns, turn_tokens and ways >= 1, and timeout_s above 0.")
+        self.make = _maker(environment, environment_options or {})
+        self.max_turns, self.ways = max_turns, tuple(ways)
+        self.segment_tokens, self.call_timeout_s = turn_tokens, timeout_s
+
+    @property
+    def segment_stop_token_ids(self) -> Sequence[int]:  # type: ignore[override]
+        """A turn ends with the end-of-sequence token, behind which the response goes on."""
+        return () if self.tokenizer is None else (int(self.tokenizer.eos_token_id),)
+
+    def start(self, group: GroupState) -> int:
+        context = self.context or {}
+        if self.tokenizer is None or not context.get("messages"):
+            raise ValueError("environment needs conversations as prompts; set data.chat to true.")
+        if context["tools"] and BEGIN not in str(self.tokenizer.chat_template):
+            raise ValueError(f"environment with tools needs a chat template that writes calls as {BEGIN}.")
+        self._ways = self.ways if group.width > 1 else ()
+        begun, rest = divmod(group.width, math.prod(self._ways))
+        if rest:
+            raise ValueError(
+                f"environment makes a multiple of {math.prod(self._ways)} responses (ways), not {group.width}."
+            )
+        self._tools = [tool_name(name) for name in context["tools"]]
+        first = _Talk(self.make(context), [dict(message) for message in context["messages"]])
+        self._talks: dict[BranchId, _Talk] = {(begun - 1,): first}
+        self._talks |= {(i,): first.fork() for i in range(begun - 1)}
+        return begun
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        for segment in finished:
+            talk = self._talks[segment.branch]
+            ended = bool(len(segment.token_ids)) and int(segment.token_ids[-1]) in self.segment_stop_token_ids
+            if segment.status is not None or not ended:
+                if talk.reward is not None:
+                    yield Reward(segment.branch, talk.reward)
+                if segment.status is None:
+                    yield Finish(segment.branch, LeafStatus.LENGTH)  # the turn was too long
+                continue
+            assert self.tokenizer is not None
+            text = self.tokenizer.decode(segment.token_ids[:-1], skip_special_tokens=False)
+            talk.messages.append(assistant_message(text, self._tools))
+            yield Call(segment.branch, _step, (talk.environment, list(talk.messages), self.call_timeout_s))
+
+    def returned(
+        self, group: GroupState, branch: BranchId, result: Observation
+    ) -> Generator[Action, Sequence[BranchId], None]:
+        talk = self._talks.pop(branch)
+        turns = sum(message["role"] == "assistant" for message in talk.messages) - self._given_turns()
+        if result.reward is not None:
+            talk.reward = (talk.reward or 0.0) + result.reward
+            yield Reward(branch, talk.reward)
+        if result.done or turns >= self.max_turns:
+            yield Finish(branch, LeafStatus.STOP if result.done else LeafStatus.LENGTH)
+            return
+        talk.messages += [dict(message) for message in result.messages]
+        assert self.tokenizer is not None
+        given = Given(added_ids(self.tokenizer, result.messages), Origin.OBSERVATION)
+        children = yield Fork(branch, self._ways[turns - 1] if turns <= len(self._ways) else 1, append=given)
+        for child in children[1:]:
+            self._talks[child] = talk.fork()
+        if children:
+            self._talks[children[0]] = talk
+
+    def _given_turns(self) -> int:
+        """Of the assistant, in the prompt."""
+        return sum(message["role"] == "assistant" for message in self.context["messages"])
+
+
+def _maker(environment: str | type, options: Mapping[str, Any]) -> Any:
+    """What makes the environment of a prompt's context, its options checked.
+
+    Raises:
+        UserError: there is no such class, or it has no such option.
+    """
+    name = environment if isinstance(environment, str) else environment.__name__
+    known = {known: _later(made) for known, made in ENVIRONMENTS.items()}
+    if not isinstance(environment, str):
+        known[name] = _later(environment)
+    elif ":" in name:
+        known[name] = _later(import_object(name))
+    key = "rollout.program_options.environment"
+    return resolve(key, name, options, known=known, inputs=("context",))
+
+
+def _later(environment: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes one, with its parameters."""
+
+    def made(context: Mapping[str, Any], **options: Any) -> Any:
+        return environment(context, **options)
+
+    made.__signature__ = inspect.signature(environment)  # type: ignore[attr-defined]
+    return made
+
+
+def _step(environment: Any, messages: list[Message], seconds: float) -> Observation:
+    """One step, in a thread of its own."""
+    found = environment.step(messages)
+    if inspect.isawaitable(found):
+        found = asyncio.run(_within(found, seconds))
+    if found is None:
+        return Observation(done=True)
+    if isinstance(found, str):
+        return Observation([{"role": "user", "content": found}])
+    if not isinstance(found, Observation):
+        raise TypeError(f"{type(environment).__name__}.step answered {found!r}; give an Observation, a text or None")
+    if found.reward is not None and not math.isfinite(found.reward):
+        raise ValueError(f"{type(environment).__name__}.step gave the reward {found.reward:g}, which is not finite")
+    return found
+
+
+async def _within(step: Any, seconds: float) -> Any:
+    """So that a step that is waited for in vain is cancelled, and not only given up."""
+    return await asyncio.wait_for(step, seconds)

@@ -1,0 +1,61 @@
+"""The policy as the judge: how likely it finds a continuation of the response, or the answer to a question about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import UserError
+from .interface import RewardItem, RewardResult, Rewards
+from .remote import filled
+
+Score = Callable[[list[str], list[str]], list[Any]]
+"""Log-probs, float32 [tokens] each, of the second texts behind the first."""
+
+
+class PolicyScorer(Rewards):
+    """The reward is what the sampling weights think of ``continuation`` behind ``prompt``, the mean over its tokens.
+
+    With the reference answer as the continuation that is how well the response leads to it (VeriFree, arXiv 2505.21493;
+    RLPR, arXiv 2506.18254); with a question about the response and ``Yes`` the policy judges itself.
+
+    Args:
+        score: the engine's.
+        prompt, continuation: ``{prompt}``, ``{problem}``, ``{response}`` and ``{answer}`` are replaced.
+        measure: the mean log-prob, or the mean probability.
+
+    Raises:
+        UserError: an argument makes no sense.
+    """
+
+    in_turn = True
+
+    def __init__(
+        self,
+        score: Score,
+        prompt: str = "{prompt}{response}\nAnswer: ",
+        continuation: str = "{answer}",
+        measure: Literal["probability", "logprob"] = "probability",
+    ) -> None:
+        what = "reward.verifier = 'policy'"
+        if "{response}" not in prompt or not continuation:
+            raise UserError(f"{what} needs a prompt with {{response}} and a continuation.")
+        if measure not in ("probability", "logprob"):
+            raise UserError(f"{what} has no measure '{measure}'; use probability or logprob.")
+        self._score, self._prompt, self._continuation, self._measure = score, prompt, continuation, measure
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        found = self._score(
+            [filled(self._prompt, item) for item in items], [filled(self._continuation, item) for item in items]
+        )
+        return [self._verdict(np.asarray(logprobs, np.float64)) for logprobs in found]
+
+    def _verdict(self, logprobs: Any) -> RewardResult:
+        if not len(logprobs):
+            return RewardResult(None, None, skipped="no_continuation")
+        value = float((np.exp(logprobs) if self._measure == "probability" else logprobs).mean())
+        if not np.isfinite(value):
+            return RewardResult(None, f"the policy's log-probs give {value:g}, which is not finite")
+        return RewardResult(value, None)

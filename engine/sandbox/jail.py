@@ -1,0 +1,434 @@
+"""The process that runs untrusted Python, a program after the other, each in a child that can do no harm. A script.
+
+`Sandbox` starts it and speaks with it over a socket: each message is a length and JSON. Where the kernel lets it, it
+lives in namespaces of its own: it is process 1 of a tree of processes in which it sees nobody else, with no network,
+and a root that holds the interpreter's libraries, read-only, and an empty /tmp in memory, new for every program. There
+it kills all but itself when a program ends. Elsewhere it stays where it is, its children may start no processes, and
+Landlock keeps them to a temporary directory, in which they make no others. In both, system calls are filtered and
+resources limited, and a child has no environment and no file descriptors but its own input and output.
+
+When the socket ends, however that came about, everything ends.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+LENGTH = struct.Struct("!Q")
+LOOK_S = 0.01
+"""Between looks at the time, the memory and the number of processes."""
+MARK_FD = 63
+INNER = 1000
+"""The user inside the namespaces."""
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # user mount pid net ipc uts
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 8, 4096, 16384, 1 << 18, 2
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1 | 2 | 4  # read-only, nosuid, nodev
+
+filters: Any = None
+libc: Any = None
+
+
+def main(fd: int) -> None:
+    global filters, libc
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "filters.py")
+    spec = importlib.util.spec_from_file_location("rolltree_filters", path)
+    assert spec is not None
+    assert spec.loader is not None
+    filters = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(filters)
+    libc = filters.libc
+    control = socket.socket(fileno=fd)
+    setup = receive(control)
+    try:
+        jail = Namespaces(control, setup) if setup["namespaces"] else Filters(setup)
+    except OSError as error:
+        send(control, {"failed": str(error.strerror or error)})
+        return
+    send(control, {"ready": jail.words})
+    while True:
+        try:
+            request = receive(control)
+        except EOFError:
+            jail.end()
+        send(control, Run(jail, control, request).answer())
+
+
+def receive(control: socket.socket) -> Any:
+    """The next message.
+
+    Raises:
+        EOFError: there are no more.
+    """
+    content = b""
+    for wanted in (LENGTH.size, None):
+        size = LENGTH.unpack(content)[0] if wanted is None else wanted
+        content = b""
+        while len(content) < size:
+            some = control.recv(min(1 << 20, size - len(content)))
+            if not some:
+                raise EOFError
+            content += some
+    return json.loads(content)
+
+
+def send(control: socket.socket, message: Any) -> None:
+    content = json.dumps(message).encode()
+    with contextlib.suppress(OSError):  # nobody listens any more: the next message is the end
+        control.sendall(LENGTH.pack(len(content)) + content)
+
+
+class Namespaces:
+    """Process 1 of its own process tree, in its own root.
+
+    Raises:
+        OSError: the kernel refuses one of the namespaces or mounts.
+    """
+
+    words = "namespaces of its own (processes, network, files, users), a filter of system calls, and resource limits"
+    alone = False
+
+    def __init__(self, control: socket.socket, setup: dict[str, Any]) -> None:
+        self.files = f"size={setup['files_mb']}m,nr_inodes=4096,mode=1777"
+        self.directory = "/tmp"
+        with contextlib.suppress(OSError):
+            os.setgroups([])
+        filters.check(libc.unshare(NAMESPACES), "unshare")
+        send(control, {"map": os.getpid()})
+        self.mapped = receive(control)["mapped"]  # whether there is a user beside the first
+        if child := os.fork():
+            control.close()
+            os.waitpid(child, 0)
+            os._exit(0)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._new_root(setup["root"])
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+    def _new_root(self, root: str) -> None:
+        self._mount(None, "/", None, MS_REC | MS_PRIVATE)
+        self._mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+        for path in libraries():
+            place = root + path
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            if os.path.islink(path):
+                os.symlink(os.readlink(path), place)
+                continue
+            os.makedirs(place)
+            self._mount(path, place, None, MS_BIND | MS_REC)
+            self._read_only(place, AT_RECURSIVE)
+        os.makedirs(f"{root}/dev")
+        for name in ("null", "zero", "urandom", "random"):
+            place = f"{root}/dev/{name}"
+            os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o666))
+            self._mount(f"/dev/{name}", place, None, MS_BIND)
+        for name in ("tmp", "proc"):
+            os.makedirs(f"{root}/{name}")
+        self._mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        self.proc = os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        filters.check(libc.umount2(f"{root}/proc".encode(), MNT_DETACH), "umount")  # it is ours alone
+        self._read_only(root, 0)
+        os.chdir(root)
+        filters.check(libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+        filters.check(libc.umount2(b".", MNT_DETACH), "umount")
+        os.chdir("/")
+        self._mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, self.files)
+
+    def _mount(self, source: str | None, place: str, kind: str | None, flags: int, data: str = "") -> None:
+        words = [None if word is None else word.encode() for word in (source, place, kind)]
+        filters.check(libc.mount(*words, ctypes.c_ulong(flags), data.encode()), f"mount {place}")
+
+    def _read_only(self, place: str, flags: int) -> None:
+        attributes = struct.pack("QQQQ", ATTR_RDONLY if flags else 1, 0, 0, 0)
+        size = ctypes.c_size_t(len(attributes))
+        found = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), flags, attributes, size)
+        filters.check(found, f"mount_setattr {place}")
+
+    def enter(self) -> None:
+        """In a child, before it runs a program: become nobody."""
+        if self.mapped:
+            os.setresgid(INNER, INNER, INNER)
+            os.setresuid(INNER, INNER, INNER)
+        filters.drop_capabilities()
+        filters.filter_calls(alone=False)
+
+    def kill_all(self, child: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+
+    def clear(self) -> None:
+        """Take the files of a program away."""
+        filters.check(libc.umount2(b"/tmp", MNT_DETACH), "umount")
+        self._mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, self.files)
+
+    def end(self) -> NoReturn:
+        os._exit(0)
+
+    def processes(self, child: int) -> list[int]:
+        return [int(name) for name in os.listdir(self.proc) if name.isdigit() and name != "1"]
+
+
+class Filters:
+    """A child that may start no process, in a temporary directory.
+
+    Raises:
+        OSError: the kernel takes no filter.
+    """
+
+    alone = True
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        if not filters.available():
+            raise OSError(0, "there is no filter of system calls for this system")
+        self.directory = setup["root"]
+        self.landlock = filters.landlock_version() > 0
+        self.words = "a filter of system calls (no network, no processes, no directories), resource limits, and " + (
+            "Landlock (no files but its own)" if self.landlock else "no protection of the user's files"
+        )
+        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def enter(self) -> None:
+        filters.drop_capabilities()
+        if self.landlock:
+            filters.restrict_files([path for path in libraries() if not os.path.islink(path)], self.directory)
+        filters.filter_calls(alone=True)
+
+    def kill_all(self, child: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    def clear(self) -> None:
+        os.chmod(self.directory, 0o700)
+        for name in os.listdir(self.directory):
+            os.unlink(os.path.join(self.directory, name))
+
+    def end(self) -> NoReturn:
+        self.clear()
+        with contextlib.suppress(OSError):
+            os.rmdir(self.directory)
+        os._exit(0)
+
+    def processes(self, child: int) -> list[int]:
+        return [child]
+
+
+def libraries() -> list[str]:
+    """What the interpreter reads while it runs: its modules, and shared libraries."""
+    found = [path for path in sys.path if os.path.isdir(path)]
+    found += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")]
+    kept: list[str] = []
+    for path in sorted({os.path.normpath(path) for path in found if os.path.isdir(path)}, key=len):
+        if not any(path == other or path.startswith(f"{other}/") for other in kept):
+            kept.append(path)
+    return kept
+
+
+class Run:
+    """One program, from its beginning until nothing of it is left."""
+
+    def __init__(self, jail: Namespaces | Filters, control: socket.socket, request: dict[str, Any]) -> None:
+        self.jail, self.control, self.request, self.limits = jail, control, request, request["limits"]
+        self.token = os.urandom(16)
+        self.status: str | None = None
+        self.seen = {"out": bytearray(), "error": bytearray(), "mark": bytearray()}
+
+    def answer(self) -> dict[str, Any]:
+        begin = time.monotonic()
+        given = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+        os.write(given, self.request["stdin"].encode("utf-8", "surrogateescape"))
+        os.lseek(given, 0, os.SEEK_SET)
+        pipes = {name: os.pipe() for name in self.seen}
+        child = os.fork()
+        if child == 0:
+            try:
+                self._become([given, pipes["out"][1], pipes["error"][1]], pipes["mark"][1])
+                _execute(self.request["code"], self.request["then"], self.token)
+            finally:
+                os._exit(70)
+        os.close(given)
+        for _, write in pipes.values():
+            os.close(write)
+        ended = self._watch(child, {pipes[name][0]: name for name in pipes}, begin + self.limits["wall_s"])
+        for read, _ in pipes.values():
+            os.close(read)
+        self.jail.clear()
+        return {
+            "status": self.status or self._verdict(ended),
+            "stdout": self.seen["out"].decode("utf-8", "replace"),
+            "stderr": self.seen["error"].decode("utf-8", "replace"),
+            "seconds": time.monotonic() - begin,
+        }
+
+    def _verdict(self, ended: int) -> str:
+        mark = bytes(self.seen["mark"])
+        if os.WIFSIGNALED(ended):
+            return "timeout" if os.WTERMSIG(ended) == signal.SIGXCPU else "killed"
+        if mark.startswith(self.token):
+            return mark[len(self.token) :].decode("ascii", "replace")
+        return "exited" if os.WEXITSTATUS(ended) == 0 else "error"
+
+    def _become(self, streams: list[int], mark: int) -> None:
+        """In the child: nothing but its streams, its limits, and what it may still ask."""
+        os.setsid()
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        high = [os.dup(fd) for fd in [*streams, mark] if fd >= 0]
+        while min(high) <= MARK_FD:
+            high = [os.dup(fd) for fd in high]
+        for place, fd in zip((0, 1, 2, MARK_FD), high, strict=True):
+            os.dup2(fd, place, inheritable=place != MARK_FD)
+        os.closerange(3, MARK_FD)
+        os.closerange(MARK_FD + 1, max(high) + 64)
+        os.chdir(self.jail.directory)
+        os.umask(0o077)
+        limits, megabyte = self.limits, 1 << 20
+        cpu = max(1, round(limits["cpu_s"] + 0.5))
+        hard = {
+            resource.RLIMIT_AS: limits["memory_mb"] * megabyte,
+            resource.RLIMIT_CPU: cpu + 1,
+            resource.RLIMIT_FSIZE: limits["files_mb"] * megabyte,
+            resource.RLIMIT_NOFILE: MARK_FD + 1,
+            resource.RLIMIT_NPROC: limits["processes"] + 2,  # where this process is of the same user
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        }
+        if self.jail.alone:
+            del hard[resource.RLIMIT_NPROC]  # it counts all the user's processes, and there will be no others
+        os.environ.clear()
+        self.jail.enter()
+        for which, most in hard.items():
+            if (old := resource.getrlimit(which)[1]) >= 0:
+                most = min(most, old)
+            resource.setrlimit(which, (min(cpu, most) if which == resource.RLIMIT_CPU else most, most))
+
+    def _watch(self, child: int, pipes: dict[int, str], deadline: float) -> int:
+        """Read what it writes and hold it to its limits; how it ended, and then nothing of it is left."""
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        for fd in pipes:
+            os.set_blocking(fd, False)
+            poll.register(fd, select.POLLIN)
+        ended: int | None = None
+        while True:
+            ready = [fd for fd, _ in poll.poll(0 if ended is not None else 1000 * LOOK_S)]
+            if self.control.fileno() in ready:  # nothing is said while a program runs: it is the end
+                self.jail.kill_all(child)
+                self.jail.end()
+            busy = [fd for fd in ready if self._read(fd, pipes[fd], poll)]
+            if ended is not None:
+                if not busy:
+                    return ended
+                continue
+            self.status = self.status or self._beyond(child, deadline)
+            if self.status is not None:
+                self.jail.kill_all(child)
+            ended = self._reap(child)
+
+    def _read(self, fd: int, name: str, poll: Any) -> bool:
+        """Take what there is to read; whether there was any."""
+        try:
+            content = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not content:
+            poll.unregister(fd)
+            return False
+        room = self.limits["output_kb"] * 1024 - len(self.seen[name])
+        self.seen[name] += content[: max(room, 0)]
+        if len(content) > room:
+            self.status = self.status or "output"
+        return len(content) <= room
+
+    def _beyond(self, child: int, deadline: float) -> str | None:
+        """Which limit it has passed."""
+        if time.monotonic() >= deadline:
+            return "timeout"
+        found = self.jail.processes(child)
+        if len(found) > self.limits["processes"]:
+            return "processes"
+        resident = 0
+        for pid in found:
+            with contextlib.suppress(OSError):
+                fd = os.open(f"{pid}/statm", os.O_RDONLY, dir_fd=self.jail.proc)
+                resident += int(os.read(fd, 200).split()[1]) * resource.getpagesize()
+                os.close(fd)
+        return "memory" if resident > self.limits["memory_mb"] << 20 else None
+
+    def _reap(self, child: int) -> int | None:
+        """Bury the dead; when the program has ended, all it has started."""
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid == 0:
+            if not self.jail.alone:
+                with contextlib.suppress(ChildProcessError):
+                    # orphans are ours too, and keep their place in the count until they are buried
+                    while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                        if found.si_pid == child:
+                            break
+                        os.waitpid(found.si_pid, 0)
+            return None
+        while not self.jail.alone:
+            self.jail.kill_all(child)
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                break
+        return status
+
+
+def _execute(code: str, then: str, token: bytes) -> None:
+    """Run a program, and what is to follow it, and say how that ended; does not return."""
+    text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, "r", **text), os.fdopen(1, "w", **text), os.fdopen(2, "w", **text)
+    sys.argv = ["program"]
+    vars(builtins).update(
+        exit=sys.exit, quit=sys.exit
+    )  # the interpreter's come with `site`, which looks for the user's files
+    scope = {"__name__": "solution" if then else "__main__", "__builtins__": __builtins__}
+    exited, write = os._exit, os.write  # the program may change what the module names
+    try:
+        try:
+            program = compile(code, "<program>", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, OverflowError, MemoryError):
+            traceback.print_exc(limit=0)
+            sys.stderr.flush()
+            write(MARK_FD, token + b"syntax")
+            exited(1)
+        exec(program, scope)
+        if then:
+            exec(compile(then, "<test>", "exec", dont_inherit=True), scope)
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        exited(0 if error.code in (None, 0) else 1)
+    except BaseException as error:
+        trace = error.__traceback__
+        traceback.print_exception(type(error), error, trace.tb_next if trace is not None else None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        exited(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    write(MARK_FD, token + b"ok")
+    exited(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""Makes the small model that `tools_cpu.toml` starts from: a Qwen3 decoder with a chat template, trained for some
+minutes on conversations that call the calculator, and in the end on a mixture in which three in ten do so and the
+others answer at once, mostly wrongly. It comes out knowing how to call, and preferring not to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rolltree.engine import TokenTree
+from rolltree.engine.loop.sources import PromptSource, held_out
+from rolltree.engine.methods.resolve import import_object
+from rolltree.engine.programs.chat import added_ids
+from rolltree.engine.programs.toolbox import calculator
+from rolltree.engine.settings import TrainConfig
+from rolltree.engine.tasks import GymProblems
+
+SEED = 1234
+CALLS_ALONE = 30_000  # conversations before the mixture begins
+CALL_SHARE = 0.3
+RIGHT_SHARE = 0.1  # of the answers that are given at once
+TEMPLATE = (
+    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool><tool_call></tool_call>\n{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+train = import_object(f"{Path(__file__).with_name('arithmetic_warmup.py')}:train")
+
+
+def create(config: TrainConfig, directory: Path) -> None:
+    """Write a Hugging Face directory; problems held out by `config.evaluation` are never trained on."""
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer(config)
+    source = PromptSource(config.data, tokenizer, SEED, held_out(config, tokenizer))
+    model = Qwen3ForCausalLM._from_config(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=512,
+            rope_theta=10_000.0,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        ),
+        attn_implementation="rolltree",
+    )
+    train(model, conversations(source, tokenizer))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def make_tokenizer(config: TrainConfig) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which every digit is a token of its own, and the chat template."""
+    problems = GymProblems(config.data.tasks, [SEED])
+    corpus = []
+    for k in range(2000):
+        entry = problems[k].entry
+        corpus.append(f"{problems[k].text}{call(entry)}\n<|tool|>{entry['answer']}\n<|assistant|>Answer: 1\n")
+        corpus.append("<tool>calculator</tool><tool_call></tool_call>\n<|user|>")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d|[^\d]+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=["<|pad|>", "<|end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def call(entry: dict) -> str:
+    expression = entry["metadata"]["expression"]
+    return f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+
+
+def conversations(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> Iterator[TokenTree]:
+    """Endless prompts, each with one conversation; what the tool says is not learned."""
+    rng = random.Random(SEED)
+
+    def turn(text: str) -> list[int]:
+        return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+    for number in itertools.count():
+        (prompt,) = source.next(1)
+        answer = int(prompt.entry["answer"])
+        if number < CALLS_ALONE or rng.random() < CALL_SHARE:
+            result = calculator(prompt.entry["metadata"]["expression"])
+            parts = turn(call(prompt.entry)), added_ids(tokenizer, [{"role": "tool", "content": result}])
+            response, learned = [*parts[0], *parts[1]], [*[True] * len(parts[0]), *[False] * len(parts[1])]
+        else:
+            answer += 0 if rng.random() < RIGHT_SHARE else rng.randrange(1, 200)
+            response, learned = [], []
+        last = turn(f"Answer: {answer}")
+        yield TokenTree.from_sequences(
+            prompt.token_ids, [[*response, *last]], loss_masks=[[*learned, *[True] * len(last)]]
+        )

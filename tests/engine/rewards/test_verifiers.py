@@ -1,0 +1,186 @@
+"""Built-in verifiers: right, wrong, and not to be parsed; code by its tests; and verdicts that leave a response out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rolltree.engine.data.segment import LeafStatus
+from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.errors import UserError
+from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
+from rolltree.engine.rewards.verdicts import put_rewards
+from rolltree.engine.rewards.verifiers import extract_code
+from rolltree.engine.settings import RewardConfig, TaskConfig
+
+
+def judged(verifier: str, texts: list[str], answer: object, **options: object) -> list[tuple[float | None, str | None]]:
+    config = RewardConfig(verifier=verifier, workers=1, options=options, timeout_s=10.0)
+    with RewardPool(config, (TaskConfig(name="chain_sum"),)) as pool:
+        found = pool.score([RewardItem(text, {"answer": answer, "task_index": 0}) for text in texts])
+    assert all(verdict.reason is None for verdict in found), found
+    return [(verdict.value, verdict.unparsed) for verdict in found]
+
+
+NO = "no_answer"
+
+
+@pytest.mark.parametrize(
+    ("verifier", "options", "texts", "verdicts"),
+    [
+        ("math", {}, ["\\boxed{\\frac{10}{2}}", "Answer: 6", "no idea"], [(1, None), (0, None), (0, NO)]),
+        ("exact", {}, ["Answer: 5", "5", "Answer: 6", "6"], [(1, None), (1, None), (0, None), (0, NO)]),
+        ("task", {}, ["Answer: 5", "Answer: 6", "5"], [(1, None), (0, None), (0, NO)]),
+        (
+            "regex",
+            {"pattern": r"so (\w+)"},
+            ["so 4, no, so 5", "so 5, no, so 4", "5"],
+            [(1, None), (0, None), (0, NO)],
+        ),
+        ("regex", {"pattern": r"\d"}, ["4 5", "5 4", "five"], [(1, None), (0, None), (0, NO)]),
+    ],
+)
+def test_what_cannot_be_parsed_is_not_what_is_wrong(
+    verifier: str, options: dict[str, object], texts: list[str], verdicts: list[tuple[float, str | None]]
+) -> None:
+    assert judged(verifier, texts, "5", **options) == verdicts
+
+
+def test_regular_expressions_may_ignore_case() -> None:
+    assert judged("regex", ["so YES"], "Yes", pattern="SO (.*)", ignore_case=True) == [(1, None)]
+
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 4", "assert add('a', 'b') == 'ab'"]
+
+
+def test_the_reward_of_code_is_the_share_of_tests_it_passes() -> None:
+    texts = [
+        f"First\n```python\n1 / 0\n```\nthen\n{ADD}\nthat is all",
+        "```py\ndef add(a, b):\n    return abs(a + b) if a else 0\n```",
+        "```\nadd = lambda a, b: 3\n```",
+        "```python\ndef add(a, b) return a + b\n```",
+        "def add(a, b): return a + b",
+        "```python\nimport os\nos._exit(0)\n```",
+        "```python\nimport sys\nsys.exit()\n```",
+        "```python\nwhile True: pass\n```",
+        "```python\nopen('/etc/passwd')\n```",
+        "```python\ndef add(a, b):\n    if a == 2: raise KeyboardInterrupt\n    return a + b\n```",
+    ]
+    options = {"test_s": 0.3}
+    assert judged("code", texts, TESTS, **options) == [
+        (1, None),
+        (0.75, None),
+        (0.25, None),
+        (0, "syntax_error"),
+        (0, "no_code"),
+        (0, None),
+        (0, None),
+        (0, None),
+        (0, None),
+        (0.75, None),
+    ]
+
+
+def test_programs_are_judged_by_their_output() -> None:
+    tests = json.dumps([{"input": "1 2\n", "output": "3"}, {"input": "5 7\n", "output": "12\n"}])
+    texts = [
+        "```python\nprint(sum(map(int, input().split())), ' ')\n```",
+        "```python\nprint(3)\nexit()\n```",
+        "```python\nprint(input())\n```",
+        "```python\nprint(3)\nraise ValueError\n```",
+    ]
+    assert judged("code", texts, tests) == [(1, None), (0.5, None), (0, None), (0, None)]
+
+
+def test_no_program_keeps_the_verdict_waiting() -> None:
+    """Many tests that never end take their share of the verdict's time, and have failed: it is no failure to judge."""
+    config = RewardConfig(verifier="code", workers=1, timeout_s=2.0)
+    with RewardPool(config) as pool:
+        (found,) = pool.score([RewardItem("```python\nwhile True: pass\n```", {"answer": TESTS * 10})])
+        assert pool.note.startswith("Code in responses runs in ")
+    assert found == RewardResult(0.0, None)
+
+
+def test_problems_without_tests_are_failures() -> None:
+    with RewardPool(RewardConfig(verifier="code", workers=1)) as pool:
+        found = pool.score([RewardItem(ADD, {"answer": answer}) for answer in ("[]", 3, [{"input": "a"}])])
+    assert all(verdict.value is None and "tests" in str(verdict.reason) for verdict in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```\na\n```\n```bash\nls\n```", "a\n"),
+        ("```python\na", None),
+        ("    ```python\n    a\n    ```", None),
+        ("``` py \na\n```\n```python3\nb\n```", "b\n"),
+    ],
+)
+def test_the_last_closed_block_counts(text: str, code: str | None) -> None:
+    assert extract_code(text) == code
+
+
+@pytest.mark.parametrize(
+    ("verifier", "options", "needle"),
+    [
+        ("math", {"strict": True}, "no option 'strict'"),
+        ("regex", {"pattern": "("}, "no regular expression"),
+        ("regex", {}, "pattern"),
+        ("code", {"memory": 1}, "no option 'memory'"),
+        ("code", {"memory_mb": 0}, "memory_mb"),
+        ("mine.py:judge", {"by": 2, "too": 1}, "no option 'too'"),
+    ],
+)
+def test_options_are_checked_before_a_run(
+    verifier: str, options: dict[str, object], needle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def judge(text, entry, by): return by")
+    with pytest.raises(UserError, match=needle):
+        RewardPool(RewardConfig(verifier=verifier, options=options, workers=1))
+
+
+JUDGE = """
+def judge(text, entry, unit=1.0):
+    if text == "skip":
+        return None
+    if text == "unsure":
+        return {"reward": None, "skipped": "unsure"}
+    if text == "form":
+        return {"reward": -1.0, "unparsed": "form", "length": 4}
+    if text == "both":
+        return {"reward": 1.0, "skipped": "unsure"}
+    if text == "word":
+        return {"reward": 1.0, "unparsed": "No answer!"}
+    return unit
+"""
+
+
+def test_a_verifier_may_leave_a_response_out(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(JUDGE)
+    config = RewardConfig(verifier=f"{path}:judge", workers=1, options={"unit": 0.5})
+    with RewardPool(config) as pool:
+        texts = ["skip", "unsure", "form", "both", "word", "fine"]
+        found = pool.score([RewardItem(text, {}) for text in texts])
+    assert found[0] == RewardResult(None, None, skipped="no_verdict")
+    assert found[1] == RewardResult(None, None, skipped="unsure")
+    assert found[2] == RewardResult(-1.0, None, {"length": 4.0}, unparsed="form")
+    assert "skipped a response" in str(found[3].reason)
+    assert "must be a word" in str(found[4].reason)
+    assert found[5] == RewardResult(0.5, None)
+
+
+def test_what_is_left_out_has_no_reward_whatever_becomes_of_failures() -> None:
+    tree = TokenTree.from_sequences([1, 2], [[3], [4], [5]])
+    verdicts = [RewardResult(1.0, None), RewardResult(None, None, skipped="unsure"), RewardResult(None, "died")]
+    put_rewards(tree, verdicts, str, failed=0.0)
+    assert np.array_equal(tree.rewards["reward"], [1.0, np.nan, 0.0], equal_nan=True)
+    put_rewards(tree, verdicts, str)
+    assert np.array_equal(tree.rewards["reward"], [1.0, np.nan, np.nan], equal_nan=True)
+    assert [LeafStatus(s) for s in tree.status] == [LeafStatus.STOP, LeafStatus.STOP, LeafStatus.FAILED]
