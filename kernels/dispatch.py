@@ -1,4 +1,4 @@
-"""Which backend runs an op: cuda | triton | cpu | reference.
+"""Which backend runs an op: flash | cuda | triton | cpu | reference.
 
 An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the
 one named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best for the tensors' device.
@@ -8,6 +8,7 @@ A forced backend that the op or the device lacks is an error; falling back from 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -19,10 +20,10 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 
-Backend = Literal["cuda", "triton", "cpu", "reference"]
+Backend = Literal["flash", "cuda", "triton", "cpu", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("triton", "cuda", "reference"),
+    "cuda": ("flash", "triton", "cuda", "reference"),
     "cpu": ("cpu", "reference"),
 }
 
@@ -40,7 +41,7 @@ def use_backend(name: Backend) -> Iterator[None]:
     """Run every op inside the ``with`` block on backend ``name``.
 
     Raises:
-        ValueError: ``name`` is not one of cuda, triton, cpu, reference.
+        ValueError: ``name`` is not one of flash, cuda, triton, cpu, reference.
     """
     token = _forced.set(_known(name, "use_backend"))
     try:
@@ -106,9 +107,35 @@ def _unusable(name: str, device: torch.device) -> str | None:
         if device.type == "cpu" and not interpreting():
             return "triton runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
         return None
+    if name == "flash":
+        return _flash_unusable(device)
     if device.type != name:
         return f"it needs a {name} tensor"
     return None if load_library(name) else f"the compiled {name} library is missing; see `rolltree doctor`"
+
+
+@functools.cache
+def _flash_unusable(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "it needs a cuda tensor"
+    try:  # flash-attn 2 has the same module
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return "flash-attn 4 is not installed; `pip install --pre rolltree[hopper]` brings it"
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return "it needs a Hopper or Blackwell GPU"
+    return None
+
+
+def fall_back(op: str, name: str, other: str, reason: str) -> None:
+    """Say once that backend ``other`` runs what ``name`` was chosen for, and why.
+
+    Raises:
+        BackendError: ``name`` is forced.
+    """
+    if name in (_forced.get(), os.environ.get("ROLLTREE_BACKEND")):
+        raise BackendError(f"Backend '{name}' cannot run {op}: {reason}.")
+    log_once(f"{op} runs on '{other}' instead of '{name}': {reason}.")
 
 
 def interpreting() -> bool:

@@ -1,4 +1,4 @@
-"""The command line: ``rolltree train | rollout | serve | bench | report | methods | doctor``.
+"""The command line: ``rolltree train | rollout | serve | bench | report | kernels | methods | doctor``.
 
 Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Failures are one sentence on stderr; the
 traceback comes with ``--debug``.
@@ -135,6 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     report = command("report", _report, "Write report.html of a run.")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    kernels = command("kernels", _kernels, "Compile a model's kernels ahead of time; needs no GPU.")
+    kernels.add_argument("action", choices=["build"])
+    kernels.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face directory")
+    kernels.add_argument("--arch", required=True, choices=["90a", "100a"], help="Hopper or Blackwell")
+    kernels.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
     command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     commands.add_parser("bench", help="Time the ops beside their peers and limits; see `rolltree bench --help`.")
@@ -241,6 +246,13 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
     from .report import write_report
 
     print(write_report(args.run_dir))
+    return 0
+
+
+def _kernels(args: argparse.Namespace, _: list[str]) -> int:
+    from .compile import compile_kernels
+
+    compile_kernels(args.model, args.arch, args.dtype)
     return 0
 
 

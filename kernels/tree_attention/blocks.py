@@ -15,6 +15,7 @@ class Tile:
     keys: int
     warps: int
     stages: int = 2  # of the pipeline of copies; from 3 on it waits for copies of the round before, not for the newest
+    parts: int = 1  # programs that share its columns: each computes all scores, for its part of the gradients
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def tiles_for(dim: int, dtype: torch.dtype, *, major: int, softcap: bool) -> Til
             if softcap:  # its tanh takes registers
                 return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3))
             return Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))
-        return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8), Tile(32, 32, 8))
+        # wgmma takes 64 keys, whose gradients of 256 columns registers do not hold
+        dkdv = Tile(32, 128, 8, 3, parts=2) if dim == 256 else Tile(32, 32, 8)
+        return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), dkdv)
     if width <= 64:
         return Tiles(Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 4))
     if width <= 128:

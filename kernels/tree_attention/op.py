@@ -15,6 +15,18 @@ from .. import dispatch
 from . import cpu, reference
 
 
+def _flash_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    from . import flash  # optional dependency
+
+    return flash.tree_attention_forward(*args)
+
+
+def _flash_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from . import flash  # optional dependency
+
+    return flash.tree_attention_backward(*args)
+
+
 def _triton_forward(*args: Any) -> tuple[Tensor, Tensor]:
     from . import triton  # optional dependency
 
@@ -28,11 +40,13 @@ def _triton_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _FORWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "flash": _flash_forward,
     "triton": _triton_forward,
     "cpu": cpu.tree_attention_forward,
     "reference": reference.tree_attention_forward,
 }
 _BACKWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "flash": _flash_backward,
     "triton": _triton_backward,
     "cpu": cpu.tree_attention_backward,
     "reference": reference.tree_attention_backward,

@@ -108,17 +108,20 @@ def tree_attention_backward(
         ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     tile = tiles.dkdv
-    visible, work = work_items(subtree_end, position, window, tile, offset, kv_heads, heads // kv_heads)
-    sums = lse.new_empty((kv_heads, work.slots, 2, tile.keys, width))
-    dkdv_kernel[(kv_heads, len(work.items))](
+    programs = kv_heads * tile.parts
+    visible, work = work_items(subtree_end, position, window, tile, offset, programs, heads // kv_heads)
+    columns = {"DIM": dim // tile.parts, "WIDTH": width // tile.parts}
+    sums = lse.new_empty((programs, work.slots, 2, tile.keys, columns["WIDTH"]))
+    dkdv_kernel[(programs, len(work.items))](
         grad_out, q, k, v, row_lse, row_delta, dk, dv, sums, work.items, *visible, *mask,
         tokens, offset, visible.blocks.shape[1], work.slots, *strides, scale, window or 0, softcap or 0.0,
-        ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **options,
+        ROWS=tile.rows, KEYS=tile.keys, PARTS=tile.parts, num_warps=tile.warps, num_stages=tile.stages,
+        **{**options, **columns},
     )  # fmt: skip
     if len(work.splits):
         lines = min(tile.keys, ADDED_LINES)
-        add_kernel[(kv_heads, len(work.splits), tile.keys // lines)](
+        add_kernel[(programs, len(work.splits), tile.keys // lines)](
             sums, work.splits, dk, dv, tokens, work.slots, kv_heads * dim,
-            DIM=dim, WIDTH=width, KEYS=tile.keys, LINES=lines, num_warps=4,
+            KEYS=tile.keys, LINES=lines, num_warps=4, **columns,
         )  # fmt: skip
     return dq, dk, dv

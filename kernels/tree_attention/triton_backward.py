@@ -3,6 +3,8 @@
     dQ       over blocks of rows: delta = rowsum(dO * O), dS = P (dO v^T - delta), dQ = scale dS k
     dK/dV    over blocks of keys: dV = P^T dO, dK = scale dS^T q, over all rows and query heads that read them
 
+Registers do not hold dK and dV of 256 columns: two programs then share them, and each computes all scores.
+
 dQ reads q, dO and O once and of k and v the visible blocks; it leaves lse and delta as dK/dV reads them, in whole tiles
 of each head. dK/dV reads k and v once and q and dO for every query head and block of rows that sees the keys, and is
 cut into `WorkItems`: an item that is all the work of its key block writes the gradients, the others leave partial sums
@@ -116,10 +118,11 @@ def _by_halves(entry):
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, key, value, q, grad_out, row_lse, row_delta, q_stride, q_head, g_stride, g_head, row_head, first_head,
+    dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_lse, row_delta,
+    q_stride, q_head, g_stride, g_head, row_head, first_head,
     row_positions, keys, end, key_position, listed, begin, stop, row_count, offset, scale, window, softcap,
     STEP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Adds tiles ``begin`` to ``stop``: those of one row block of the list after the other, for each query head."""
     WHOLE: tl.constexpr = STEP == 1
@@ -128,10 +131,18 @@ def _dkdv_tiles(
         block = _by_halves(entry) if WHOLE else tl.load(entry)
         head = first_head + i % GROUP
         first = block * ROWS
-        query = load_tile(q + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE)
-        grad = load_tile(grad_out + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE)
+        query = load_tile(q + own + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE)
+        grad = load_tile(
+            grad_out + own + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE
+        )
         lines = first + tl.arange(0, ROWS)
-        scores, slope = log2_scores(tl.dot(key, query.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+        product = tl.dot(key, query.T, input_precision="ieee")
+        if PARTS == 2:
+            far_query = load_tile(
+                q + far + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE
+            )
+            product = tl.dot(far_key, far_query.T, product, input_precision="ieee")
+        scores, slope = log2_scores(product, scale, softcap, HAS_SOFTCAP)
         if not WHOLE:
             rows = offset + lines
             row_position = tl.load(row_positions + lines) if HAS_WINDOW else rows
@@ -143,6 +154,11 @@ def _dkdv_tiles(
         probability = tl.exp2(scores - lse2[None, :])  # [keys, rows]
         dv = tl.dot(probability.to(grad.dtype), grad, dv, input_precision="ieee")
         dprobability = tl.dot(value, grad.T, input_precision="ieee")
+        if PARTS == 2:
+            far_grad = load_tile(
+                grad_out + far + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE
+            )
+            dprobability = tl.dot(far_value, far_grad.T, dprobability, input_precision="ieee")
         delta = tl.load(row_delta + head * row_head + lines)  # here, not above: it takes registers until it is used
         dscores = probability * (dprobability - delta[None, :]) * slope
         dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision="ieee")
@@ -157,9 +173,9 @@ def dkdv_kernel(
     v,  # [N, Hkv, D]
     row_lse,  # [Hq, T filled up] fp32
     row_delta,  # [Hq, T filled up] fp32
-    dk_out,  # [N, Hkv, D]
+    dk_out,  # [N, Hkv, D], D = PARTS DIM
     dv_out,  # [N, Hkv, D]
-    sums,  # [Hkv, slots, 2, KEYS, WIDTH] fp32: dK and dV of items that are only a part of their key block's work
+    sums,  # [Hkv PARTS, slots, 2, KEYS, WIDTH] fp32: dK and dV of items that are only a part of their key block's work
     items,  # [M, 4] int32, `WorkItems`
     blocks,  # [key blocks, width] int32, `VisibleBlocks`
     full_counts,  # [key blocks] int32
@@ -170,9 +186,16 @@ def dkdv_kernel(
     tokens, offset, width, slots, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head,
     scale, window, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    kv_head = program // PARTS
+    own = 0  # first of the columns of dK and dV
+    far = 0  # of the others, that scores need too
+    if PARTS == 2:
+        own = tl.program_id(0) % 2 * WIDTH
+        far = WIDTH - own
     item = items + 4 * tl.program_id(1)
     block = tl.load(item)
     if block < 0:
@@ -182,39 +205,48 @@ def dkdv_kernel(
     row_head = tl.cdiv(row_count, FILL) * FILL
     first = block * KEYS
     keys = first + tl.arange(0, KEYS)
-    key = load_tile(k + kv_head * k_head, first, k_stride, tokens, KEYS, DIM, WIDTH, False)
-    value = load_tile(v + kv_head * v_head, first, v_stride, tokens, KEYS, DIM, WIDTH, False)
+    k += kv_head * k_head
+    v += kv_head * v_head
+    key = load_tile(k + own, first, k_stride, tokens, KEYS, DIM, WIDTH, False)
+    value = load_tile(v + own, first, v_stride, tokens, KEYS, DIM, WIDTH, False)
+    far_key, far_value = key, value
+    if PARTS == 2:
+        far_key = load_tile(k + far, first, k_stride, tokens, KEYS, DIM, WIDTH, False)
+        far_value = load_tile(v + far, first, v_stride, tokens, KEYS, DIM, WIDTH, False)
     end = tl.load(ends + keys)
     key_position = tl.load(positions + keys) if HAS_WINDOW else keys
-    first_head = tl.program_id(0) * GROUP
+    first_head = tl.program_id(0) // PARTS * GROUP
     listed = blocks + block.to(tl.int64) * width
     full = GROUP * tl.load(full_counts + block)  # the tiles before this one are wholly visible
     dk = tl.zeros([KEYS, WIDTH], tl.float32)
     dv = tl.zeros([KEYS, WIDTH], tl.float32)
     dk, dv = _dkdv_tiles(
-        dk, dv, key, value, q, grad_out, row_lse, row_delta, q_stride, q_head, g_stride, g_head, row_head,
-        first_head, row_positions, keys, end, key_position, listed, tl.minimum(begin, full), tl.minimum(stop, full),
-        row_count, offset, scale, window, softcap, 1, GROUP, DIM, WIDTH, ROWS, HAS_WINDOW, HAS_SOFTCAP,
+        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_lse, row_delta,
+        q_stride, q_head, g_stride, g_head, row_head, first_head,
+        row_positions, keys, end, key_position, listed,
+        tl.minimum(begin, full), tl.minimum(stop, full),
+        row_count, offset, scale, window, softcap, 1, GROUP, DIM, WIDTH, ROWS, PARTS, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     dk, dv = _dkdv_tiles(
-        dk, dv, key, value, q, grad_out, row_lse, row_delta, q_stride, q_head, g_stride, g_head, row_head,
-        first_head, row_positions, keys, end, key_position, listed + width - 1,
+        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_lse, row_delta,
+        q_stride, q_head, g_stride, g_head, row_head, first_head,
+        row_positions, keys, end, key_position, listed + width - 1,
         tl.maximum(begin, full) - full, tl.maximum(stop, full) - full,
-        row_count, offset, scale, window, softcap, -1, GROUP, DIM, WIDTH, ROWS, HAS_WINDOW, HAS_SOFTCAP,
+        row_count, offset, scale, window, softcap, -1, GROUP, DIM, WIDTH, ROWS, PARTS, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     if slot < 0:
-        stride = HEADS // GROUP * DIM
-        store_tile(dk_out + kv_head * DIM, first, stride, tokens, dk * scale, KEYS, DIM, WIDTH)
-        store_tile(dv_out + kv_head * DIM, first, stride, tokens, dv, KEYS, DIM, WIDTH)
+        stride = HEADS // GROUP * PARTS * DIM
+        store_tile(dk_out + program * DIM, first, stride, tokens, dk * scale, KEYS, DIM, WIDTH)
+        store_tile(dv_out + program * DIM, first, stride, tokens, dv, KEYS, DIM, WIDTH)
     else:
-        sums += (kv_head * slots + slot) * (2 * KEYS * WIDTH)
+        sums += (program * slots + slot) * (2 * KEYS * WIDTH)
         store_tile(sums, slot * 0, WIDTH, KEYS, dk * scale, KEYS, WIDTH, WIDTH)
         store_tile(sums, slot * 0 + KEYS, WIDTH, 2 * KEYS, dv, KEYS, WIDTH, WIDTH)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def add_kernel(
-    sums,  # [Hkv, slots, 2, KEYS, WIDTH] fp32
+    sums,  # [Hkv PARTS, slots, 2, KEYS, WIDTH] fp32
     splits,  # [S, 3] int32, `WorkItems`
     dk_out,  # [N, Hkv, D]
     dv_out,  # [N, Hkv, D]
@@ -222,13 +254,13 @@ def add_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of LINES keys of a key block that was cut into items."""
-    kv_head = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     split = splits + 3 * tl.program_id(1)
     block = tl.load(split)
     if block < 0:
         return
     line = tl.program_id(2) * LINES
-    sums += (kv_head * slots + tl.load(split + 1)) * (2 * KEYS * WIDTH)
+    sums += (program * slots + tl.load(split + 1)) * (2 * KEYS * WIDTH)
     dk = tl.zeros([LINES, WIDTH], tl.float32)
     dv = tl.zeros([LINES, WIDTH], tl.float32)
     for _ in range(tl.load(split + 2)):
@@ -236,5 +268,5 @@ def add_kernel(
         dv += load_tile(sums, KEYS + line, WIDTH, 2 * KEYS, LINES, WIDTH, WIDTH, True)
         sums += 2 * KEYS * WIDTH
     first = block * KEYS + line
-    store_tile(dk_out + kv_head * DIM, first, stride, tokens, dk, LINES, DIM, WIDTH)
-    store_tile(dv_out + kv_head * DIM, first, stride, tokens, dv, LINES, DIM, WIDTH)
+    store_tile(dk_out + program * DIM, first, stride, tokens, dk, LINES, DIM, WIDTH)
+    store_tile(dv_out + program * DIM, first, stride, tokens, dv, LINES, DIM, WIDTH)

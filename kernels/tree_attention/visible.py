@@ -118,7 +118,7 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """subtree_end -> its version and what was made from it: the layers of a model ask for the same."""
 
 
-def _once(subtree_end: Tensor, position: Tensor | None, window: int | None, what: object, make: Callable[[], T]) -> T:
+def once(subtree_end: Tensor, position: Tensor | None, window: int | None, what: object, make: Callable[[], T]) -> T:
     """``make()``, or what it gave before for these arguments.
 
     ``subtree_end`` and ``position`` must not change between two calls without their version counters telling so, as
@@ -164,7 +164,7 @@ def visible_blocks(
         )  # fmt: skip
         return VisibleBlocks(blocks, full_count, partial_count)
 
-    return _once(subtree_end, position, window, (tile.rows, tile.keys, offset, by_key), make)
+    return once(subtree_end, position, window, (tile.rows, tile.keys, offset, by_key), make)
 
 
 def heavy_first(
@@ -177,7 +177,7 @@ def heavy_first(
         work = visible.full_count + visible.partial_count
         return work.argsort(descending=True, stable=True).to(torch.int32)
 
-    return visible, _once(subtree_end, position, window, ("order", tile.rows, tile.keys, offset), make)
+    return visible, once(subtree_end, position, window, ("order", tile.rows, tile.keys, offset), make)
 
 
 def mask_of(subtree_end: Tensor, position: Tensor | None, window: int | None, offset: int) -> Mask:
@@ -188,7 +188,7 @@ def mask_of(subtree_end: Tensor, position: Tensor | None, window: int | None, of
         assert position is not None
         return Mask(ends, _filled(position), _filled(position[offset:]))
 
-    return _once(subtree_end, position, window, ("mask", offset), make)
+    return once(subtree_end, position, window, ("mask", offset), make)
 
 
 def work_items(
@@ -197,7 +197,7 @@ def work_items(
     """The row blocks of every key block, and their tiles of ``group`` query heads cut for ``heads`` key heads."""
     visible = visible_blocks(subtree_end, position, window, tile, offset, by_key=True)
     request = ("items", tile.rows, tile.keys, offset, heads, group)
-    return visible, _once(subtree_end, position, window, request, lambda: _cut(visible, heads, group))
+    return visible, once(subtree_end, position, window, request, lambda: _cut(visible, heads, group))
 
 
 def _cut(visible: VisibleBlocks, heads: int, group: int) -> WorkItems:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-IN_CI = 25
+IN_CI = 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

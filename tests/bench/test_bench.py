@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rolltree.bench import readme, workloads
-from rolltree.bench.cli import OPS, load, main
+from rolltree.bench.cli import FIRST, OPS, load, main
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, UnsupportedError, run
 from rolltree.bench.schema import Context, Row, append, read
@@ -128,6 +128,24 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no_such_op" in capsys.readouterr().err
     assert main(["--device", "nonsense"]) == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_without_an_op_some_run_in_small_cases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def noted(bench: Bench, device: torch.device, choice: Choice, *_: Any, **__: Any) -> list[Row]:
+        asked.append((bench.op, choice.quick))
+        return []
+
+    monkeypatch.setattr("rolltree.bench.cli.run", noted)
+    for command, ops, quick in (([], FIRST, True), (["all"], OPS, False), (["ceilings"], ("ceilings",), False)):
+        asked.clear()
+        assert main(command) == 0
+        assert asked == [(op, quick) for op in ops]
+        assert ("small cases" in capsys.readouterr().out) == quick
+    assert main(["all", "ceilings"]) == 2
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -18,7 +18,7 @@ needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Trit
 
 
 def device_of(backend: str) -> torch.device:
-    return torch.device("cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if backend in ("flash", "triton", "cuda") and torch.cuda.is_available() else "cpu")
 
 
 def interpret_some(backends: Sequence[ParameterSet], cases: Sequence[Any], kept: Collection[int]) -> list[ParameterSet]:

@@ -46,3 +46,6 @@ def test_worse_figures_are_seen() -> None:
         assert worse(replace(before, loops=(replace(loop, **change),)), before), change
     assert worse(replace(before, ctas=1), before)
     assert worse(replace(before, loops=()), before)
+    straight = AotResult("kernel", 90, ctas=2, instructions=900)
+    assert worse(straight, straight) == []
+    assert worse(replace(straight, instructions=901), straight)

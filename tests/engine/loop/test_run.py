@@ -63,7 +63,7 @@ def test_plain_transformers_loads_the_export(finished):
         "ids = t('1 + 2 =', return_tensors='pt').input_ids\n"
         "assert m.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program, str(directory / "export")],
         capture_output=True,

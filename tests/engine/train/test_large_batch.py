@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rolltree.engine import TokenTree, Trainer, pack
+from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train.terms import TokenTerm
+from rolltree.engine.train.trainer import Weighted
+from rolltree.kernels import Objective
 
 SCRIPT = """
 import json, sys, time
@@ -79,5 +89,26 @@ def test_a_million_tokens_take_the_memory_of_a_few() -> None:
 
 
 def test_the_micro_batch_size_changes_nothing() -> None:
-    norms = [update(6, max_tokens)["norm"] for max_tokens in (2100, 5000, 100_000)]
+    rng = np.random.default_rng(0)
+    trees = [
+        TokenTree.from_sequences(
+            rng.integers(0, 97, 60).tolist(), list(rng.integers(0, 97, (8, 40))), advantages=rng.normal(size=8)
+        )
+        for _ in range(6)
+    ]
+    terms = [Weighted(TokenTerm(Objective.preset("dapo")), float(sum(t.loss_length.sum() for t in trees)))]
+    torch.manual_seed(0)
+    first = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, attn_implementation="rolltree",
+        )
+    )  # fmt: skip
+    norms, batches = [], []
+    for max_tokens in (400, 900, 100_000):
+        trainer = Trainer(copy.deepcopy(first), TrainerConfig(lr=1e-3))
+        batches.append(pack(trees, max_tokens=max_tokens))
+        metrics = trainer.step(batches[-1], terms, temperature=1.0, on_policy=True)
+        norms.append(float(metrics["actor/grad_norm"][0]))
+    assert [len(some) for some in batches] == [6, 3, 1]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)

@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,6 +84,7 @@ class AotResult:
     shared: int = 0  # bytes a block
     wgmma: bool = False
     ctas: int = 0  # an SM holds, on sm_90
+    instructions: int = 0  # of the whole kernel, on sm_90
     loops: tuple[LoopFigures, ...] = ()  # on sm_90
     error: str = ""  # what is wrong with it, "" if nothing
 
@@ -94,7 +96,7 @@ class AotResult:
     def line(self) -> str:
         head = f"{self.case:<44} sm_{self.arch:<4}"
         numbers = f"{self.registers:>4} regs {self.stack:>5} B stack {self.shared / 1024:>6.1f} KiB shared"
-        ctas = f" {self.ctas} CTAs/SM" if self.ctas else ""
+        ctas = f" {self.ctas} CTAs/SM {self.instructions:>5} instr" if self.ctas else ""
         head = f"{head} {numbers}{ctas} {'wgmma' if self.wgmma else '-':<6} {self.error or 'ok'}"
         return "\n".join([head, *(loop.line() for loop in self.loops)])
 
@@ -144,7 +146,8 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
         problems += [fault for loop in code.main_loops for fault in loop.faults(*needs)]
     ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps)
     loops = tuple(_figures(loop, case) for loop in code.main_loops)
-    return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, ctas, loops, "; ".join(problems))
+    count, error = len(code.instructions), "; ".join(problems)
+    return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, ctas, count, loops, error)
 
 
 def _figures(loop: machine_code.Loop, case: AotCase) -> LoopFigures:
@@ -199,16 +202,26 @@ def read_table() -> dict[str, AotResult]:
 
 
 def write_table(results: list[AotResult]) -> None:
-    """Bring the rows of ``results`` up to date; other rows stay. Clocks named modelled are of a model."""
-    rows = read_table() | {r.case: r for r in results if r.arch == 90 and not r.error.startswith("does not compile")}
+    """Bring the rows of ``results`` up to date; other rows stay. Clocks named modelled are of a model.
+
+    Raises:
+        ValueError: two cases have one name.
+    """
+    compiled = [r for r in results if r.arch == 90 and not r.error.startswith("does not compile")]
+    named = Counter(r.case for r in compiled)
+    if twice := [name for name, times in named.items() if times > 1]:
+        raise ValueError(f"Several cases are named {', '.join(twice)}; give each its own name.")
+    rows = read_table() | {r.case: r for r in compiled}
     file = table_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(asdict(rows[case])) + "\n" for case in sorted(rows)))
 
 
 def worse(now: AotResult, before: AotResult) -> list[str]:
-    """In which figures of its main loops a kernel on sm_90 lost."""
+    """In which figures of its main loops a kernel on sm_90 lost; without loops, in its whole length."""
     lost = []
+    if not before.loops and now.instructions > before.instructions:
+        lost.append(f"{now.instructions} instructions, before {before.instructions}")
     if now.ctas < before.ctas:
         lost.append(f"{now.ctas} CTAs an SM, before {before.ctas}")
     if len(now.loops) != len(before.loops):

@@ -37,13 +37,15 @@ def _case(name: str, fn: Any, signature: dict[str, str], V: int, **constexprs: A
 def _statistics(V: int, options: bool, logits: str = "fp32") -> AotCase:
     flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY", "SUM_P2"), options)
     signature = {**STATISTICS, "logits": f"*{logits}"}
-    return _case(f"statistics {logits}", triton._statistics, signature, V, TARGETS=16, **flags)
+    name = f"statistics {logits}{' options' if options else ''}"
+    return _case(name, triton._statistics, signature, V, TARGETS=16, **flags)
 
 
 def _gradient(V: int, options: bool, out: str, logits: str = "fp32") -> AotCase:
     flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "PER_LOG", "PER_P"), options)
     signature = {**GRADIENT, "logits": f"*{logits}", "out": f"*{out}"}
-    return _case(f"gradient {logits} {out}", triton._gradient, signature, V, **flags)
+    name = f"gradient {logits} {out}{' options' if options else ''}"
+    return _case(name, triton._gradient, signature, V, **flags)
 
 
 CASES = [

@@ -40,7 +40,8 @@ def _case(surrogate: str, kl: str, options: bool, mismatch: str = "mask") -> Aot
         constexprs |= dict.fromkeys((*Elements._field_defaults, "kl_coef", "entropy_coef"))
     signature = {name: of for name, of in SIGNATURE.items() if name not in constexprs}
     ci = surrogate in IN_CI and kl in ("k1", "k3", "low_var+")
-    return AotCase(f"{surrogate} {kl} {options}", triton._terms, signature, constexprs, ci=ci)
+    more = f" {mismatch}" if options else " bare"
+    return AotCase(f"{surrogate} {kl}{more}", triton._terms, signature, constexprs, ci=ci)
 
 
 CASES = [_case(s, "k3", True) for s in SURROGATES] + [_case("ppo", kl, True, "truncate") for kl in get_args(KL)]

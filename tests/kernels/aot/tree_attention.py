@@ -43,6 +43,8 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
     dkdv = {**backward, "sums": "*fp32", "items": "*i32", "slots": "i32"}
     dkdv |= dict.fromkeys(("dk_out", "dv_out"), f"*{dtype}")
     fill = {"FILL": LARGEST}
+    parts = tiles.dkdv.parts
+    parted = {**fill, "PARTS": parts, "DIM": dim // parts, "WIDTH": padded_width(dim) // parts}
     return [
         AotCase(
             f"tree {name} D{dim} {dtype}{option}",
@@ -52,7 +54,9 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
             tile.warps,
             tile.stages,
             needs_wgmma=dtype == "bf16" and tile.keys * tile.rows >= 64 * 32,
-            multiply_adds=products * tile.rows * tile.keys * dim if dim in (64, 128) and dtype == "bf16" else None,
+            multiply_adds=int(products * tile.rows * tile.keys * dim)
+            if dim in (64, 128, 256) and dtype == "bf16"
+            else None,
             vectors=(2 if name == "dkdv" else 1) + window,  # lse and delta; subtree_end where masked; positions
             ci=dtype == "bf16" and not option and (dim == 128 or (dim == 64 and archs == (90,))),
             archs=archs,
@@ -60,7 +64,7 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
         for name, kernel, signature, more, tile, products in [
             ("forward", forward_kernel, forward, {}, tiles.forward, 2),
             ("dq", dq_kernel, dq, fill, tiles.dq, 3),
-            ("dkdv", dkdv_kernel, dkdv, fill, tiles.dkdv, 4),
+            ("dkdv", dkdv_kernel, dkdv, parted, tiles.dkdv, 2 + 2 / parts),
         ]
     ]
 

@@ -1,0 +1,181 @@
+"""Times that a model predicts for H100 and H200; nothing here was measured.
+
+``python -m rolltree.bench.modelled`` writes bench/results/model-sm_90/model.jsonl and table.md. A row has two times:
+``best``, if a kernel's parts overlap wholly, and ``worst``, if they take turns. From
+
+- the head: FLOP of its products at `GEMM_SHARE` of the tensor cores' peak, or the bytes they move where that takes
+  longer; the row kernels' bytes; ``worst`` adds bytes and FLOP up. 18 bytes a logit: 4 written by the first product, 4
+  read for the statistics, 4 read and 2 written for the gradient, 2 read by each of the other products. A first product
+  whose epilogue leaves bf16 exponentials and the statistics would move 6; the rows so named say what that would gain;
+- attention: the tiles that the lists of blocks hold, times the clocks of a round of each kernel's main loops, full ones
+  and masked ones, which bench/results/static-sm_90 has from machine code; all multiprocessors busy, no tail;
+- decode: bytes of the keys and values that one step reads, at `STREAM_SHARE` of the memory's rate; ``worst`` adds the
+  partial outputs that are written and read again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolltree.engine import TokenTree
+
+from . import workloads
+
+RESULTS = Path(__file__).parent / "results"
+FOLDER = RESULTS / "model-sm_90"
+GEMM_SHARE = 0.70  # of the peak, which cuBLAS keeps up on these GPUs at its best sizes; an assumption
+STREAM_SHARE = 0.90  # of the memory's rate; an assumption
+CLOCK, SMS = 1.755e9, 132
+PEAK = 2 * 2048 * SMS * CLOCK  # FLOP/s, dense bf16: 2048 multiply-adds a clock of a multiprocessor
+MEMORY = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s
+TOKENS = 8192  # rows of the head
+
+
+@dataclass(frozen=True)
+class Predicted:
+    op: str
+    case: str
+    backend: str
+    direction: str
+    gpu: str
+    best_ms: float
+    worst_ms: float
+    kind: str = "model"
+
+
+def _head(H: int, V: int) -> Iterator[Predicted]:
+    chunk = max(2048, 2**28 // V)
+    chunks = -(-TOKENS // chunk)
+    logits, weight, product = TOKENS * V, V * H, 2 * TOKENS * V * H / (GEMM_SHARE * PEAK)
+    for gpu, rate in MEMORY.items():
+        byte = 1 / (STREAM_SHARE * rate)
+        first = product, (4 * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte
+        to_hidden = product, (2 * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte
+        # the weight's gradient is read and written in fp32 for each chunk but the first
+        to_weight = product, (2 * logits + 4 * weight * (2 * chunks - 1) + 2 * TOKENS * H) * byte
+        small = product, (2 * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte
+        steps = {
+            "forward": [first, (0.0, 4 * logits * byte)],
+            "forward+backward": [first, (0.0, 4 * logits * byte), (0.0, 6 * logits * byte), to_hidden, to_weight],
+        }
+        rows = [("triton", direction, parts) for direction, parts in steps.items()]
+        rows.append(("epilogues, not built", "forward+backward", [small, to_hidden, to_weight]))
+        rows.append(("three bare products", "forward+backward", [(product, 0.0)] * 3))
+        case = f"N={TOKENS} H={H} V={V} bf16"
+        for backend, direction, parts in rows:
+            best, worst = sum(max(p) for p in parts), sum(sum(p) for p in parts)
+            yield Predicted("head", case, backend, direction, gpu, 1e3 * best, 1e3 * worst)
+
+
+def _blocks(ends: np.ndarray, size: int = 128) -> tuple[int, int]:
+    """Pairs of blocks of ``size`` tokens that see each other wholly, and in part."""
+    ends = np.pad(ends, (0, -len(ends) % size))
+    blocks = ends.reshape(-1, size)
+    low, high = blocks.min(1)[None, :], blocks.max(1)[None, :]
+    row, key = np.arange(len(blocks))[:, None], np.arange(len(blocks))[None, :]
+    some = (key <= row) & (high > row * size)
+    full = some & (key < row) & (low >= (row + 1) * size)
+    return int(full.sum()), int((some & ~full).sum())
+
+
+def _clocks() -> dict[str, tuple[list[float], list[float]]]:
+    """Kernel -> clocks of a round of its full and of its masked loop, [overlapped, in turn]."""
+    found = {}
+    for file in sorted((RESULTS / "static-sm_90").glob("*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            if row["case"].endswith("D128 bf16"):
+                loops = sorted(row["loops"], key=lambda loop: loop["instructions"])
+                found[row["case"].removesuffix(" D128 bf16")] = loops[0]["modelled"], loops[-1]["modelled"]
+    return found
+
+
+# Backend -> direction -> kernel, and the rounds that 128 rows by 128 keys of one head take
+_KERNELS = {
+    "flash": {"forward": {"flash fwd": 1}, "backward": {"flash bwd": 2}},
+    "triton": {"forward": {"tree forward": 1}, "backward": {"tree dq": 2, "tree dkdv": 2}},
+}
+
+
+def _attention(name: str, tree: TokenTree, heads: int = 32) -> Iterator[Predicted]:
+    full, partial = _blocks(tree.subtree_end)
+    clocks = _clocks()
+    for backend, directions in _KERNELS.items():
+        for direction, kernels in directions.items():
+            times = []
+            for bound in (0, 1):
+                rounds = ((n, *clocks[kernel]) for kernel, n in kernels.items())
+                each = sum(n * (full * whole[bound] + partial * masked[bound]) for n, whole, masked in rounds)
+                times.append(1e3 * heads * each / (SMS * CLOCK))
+            case = f"{name} heads {heads}/8 D=128 bf16"
+            for gpu in MEMORY:
+                yield Predicted("tree_attention", case, backend, direction, gpu, times[0], times[1])
+
+
+def _decode(groups: int, rows: int, prefix: int, own: int) -> Iterator[Predicted]:
+    """One step of ``groups`` prompts with ``rows`` answers each; 32 query heads, 8 key heads, D = 128, bf16."""
+    a_token = 2 * 2 * 8 * 128
+    partials = 2 * 4 * 32 * (128 + 1) * groups * rows * 2  # written and read, of both nodes of a row
+    read = {
+        "triton": groups * (prefix + rows * own) * a_token,
+        "every row its own": groups * rows * (prefix + own) * a_token,
+    }
+    for gpu, rate in MEMORY.items():
+        for backend, size in read.items():
+            best = size / (STREAM_SHARE * rate)
+            worst = (size + (partials if backend == "triton" else 0)) / (STREAM_SHARE * rate)
+            case = f"{groups} x ({prefix} + {rows} x {own}) heads 32/8 D=128 bf16"
+            yield Predicted("tree_decode", case, backend, "step", gpu, 1e3 * best, 1e3 * worst)
+
+
+def predictions() -> Iterator[Predicted]:
+    for H in (1024, 2048, 4096):
+        for V in (49152, 131072, 151936):
+            yield from _head(H, V)
+    trees = {
+        "4096+28x1024": workloads.group(4096, 1024, 28),
+        "2048+segments of 512, 7 deep, 16 wide": workloads.segments(2048, 512, 7, 16),
+        "4096+3 conversations of 8x(512+1024)": workloads.agent(4096, 512, 1024, 8, 3),
+    }
+    for name, tree in trees.items():
+        yield from _attention(name, tree)
+    for groups, rows, prefix, own in ((8, 16, 4096, 1024), (32, 8, 1024, 2048), (1, 128, 32768, 512)):
+        yield from _decode(groups, rows, prefix, own)
+
+
+def rows() -> list[dict[str, Any]]:
+    """The rows, times to three places."""
+    return [asdict(p) | {"best_ms": round(p.best_ms, 3), "worst_ms": round(p.worst_ms, 3)} for p in predictions()]
+
+
+def table(of: list[dict[str, Any]]) -> str:
+    lines = [
+        "# Predicted by a model, not measured",
+        "",
+        "`bench/modelled.py` says from what. Milliseconds: if a kernel's parts overlap wholly, and if they take turns.",
+        "",
+        "| op | case | direction | backend | H100 | H200 |",
+        "|---|---|---|---|---|---|",
+    ]
+    times: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in of:
+        key = tuple(row[name] for name in ("op", "case", "direction", "backend"))
+        times.setdefault(key, {})[row["gpu"]] = f"{row['best_ms']:.3g} to {row['worst_ms']:.3g}"
+    lines += [f"| {' | '.join(key)} | {by_gpu['H100']} | {by_gpu['H200']} |" for key, by_gpu in times.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    of = rows()
+    (FOLDER / "model.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))
+    (FOLDER / "table.md").write_text(table(of))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The modelled table: that the files are the model's, and that its blocks are those of the kernels."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from rolltree.bench import modelled, workloads
+
+
+def test_the_files_are_what_the_model_says_and_name_it() -> None:
+    rows = modelled.rows()
+    written = [json.loads(line) for line in (modelled.FOLDER / "model.jsonl").read_text().splitlines()]
+    assert written == rows
+    assert (modelled.FOLDER / "table.md").read_text() == modelled.table(rows)
+    assert {row["kind"] for row in rows} == {"model"}
+    assert all(0 < row["best_ms"] <= row["worst_ms"] for row in rows)
+
+
+def test_blocks_are_counted_as_the_mask_has_them() -> None:
+    end = workloads.group(400, 300, 2).subtree_end
+    row, key = np.arange(1000)[:, None], np.arange(1000)[None, :]
+    seen = np.zeros((1024, 1024), dtype=bool)
+    seen[:1000, :1000] = (key <= row) & (row < end)
+    blocks = seen.reshape(8, 128, 8, 128)
+    full = blocks.all((1, 3))
+    assert full.sum() > 0
+    assert modelled._blocks(end) == (full.sum(), (blocks.any((1, 3)) & ~full).sum())

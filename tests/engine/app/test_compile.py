@@ -1,0 +1,47 @@
+"""`rolltree kernels build`: what it takes from a model's configuration, what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma2Config, Qwen3Config
+
+from rolltree.engine.app import compile as command
+from rolltree.engine.app.cli import main
+from rolltree.kernels import ahead
+
+
+def test_what_kernels_depend_on(tmp_path: Path) -> None:
+    Gemma2Config(num_attention_heads=4, num_key_value_heads=2, head_dim=96, vocab_size=77).save_pretrained(tmp_path)
+    assert command.kernels_model(tmp_path, "float16") == ahead.Model(
+        4, 2, 96, 77, torch.float16, softcap=50.0, window=True, logit_softcap=30.0
+    )
+    Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
+    assert command.kernels_model(tmp_path, "bfloat16") == ahead.Model(8, 4, 128, 99)
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
+
+    def build(target: ahead.Target, model: ahead.Model, *, flash: bool) -> Iterator[ahead.Built]:
+        assert (target, model, flash) == (ahead.TARGETS["90a"], ahead.Model(8, 4, 128, 99), False)
+        yield ahead.Built("head", 2.0, 3)
+        yield ahead.Built("policy loss", 1.0, 0)
+
+    monkeypatch.setattr(ahead, "build", build)
+    monkeypatch.setattr(command.kernel_cache, "versions", lambda: {"python": "3.11", "triton": "3.9.0"})
+    assert main(["kernels", "build", str(tmp_path), "--arch", "90a"]) == 0
+    said = capsys.readouterr().out
+    assert "flash-attn 4 is not installed" in said
+    assert "3 kernels for sm_90a in 3 s, under python 3.11, triton 3.9.0." in said
+
+    def refuse(*_: object, **__: object) -> Iterator[ahead.Built]:
+        raise RuntimeError("TRITON_INTERPRET is set")
+
+    monkeypatch.setattr(ahead, "build", refuse)
+    assert main(["kernels", "build", str(tmp_path), "--arch", "90a"]) == 2
+    assert main(["kernels", "build", str(tmp_path / "none"), "--arch", "90a"]) == 2
+    assert "has no configuration that can be read" in capsys.readouterr().err

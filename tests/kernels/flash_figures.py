@@ -1,0 +1,59 @@
+"""What the machine code of flash-attn 4's kernels under a tree's mask says, in the rows of `aot.harness`.
+
+``python -m tests.kernels.flash_figures FOLDER`` writes bench/results/static-sm_90/flash-attn-VERSION.jsonl from what
+`make hopper ARGS=--basetemp=FOLDER` left there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from rolltree.kernels.tree_attention.flash_lists import TILES
+
+from .aot import harness, machine_code
+
+ROWS_OF_A_ROUND = {64: 128, 96: 64, 128: 64, 256: 64}
+"""Head dimension -> rows that a round of the backward's loop takes of a block: flash-attn's own choice."""
+
+
+def table_file() -> Path:
+    return harness.STATIC / f"flash-attn-{version('flash-attn-4')}.jsonl"
+
+
+def figures(dim: int, direction: str, kernel: machine_code.Kernel) -> harness.AotResult:
+    """``direction``: "fwd" or "bwd"; clocks are modelled, for the warps that multiply."""
+    tile = TILES[9][dim].forward if direction == "fwd" else TILES[9][dim].backward
+    rows = tile.rows if direction == "fwd" else ROWS_OF_A_ROUND[dim]
+    products, warps = (2, tile.rows // 16) if direction == "fwd" else (5, 8)
+    case = harness.AotCase(
+        f"flash {direction} D{dim} bf16", None, {}, num_warps=warps, multiply_adds=products * rows * tile.keys * dim
+    )
+    loops = tuple(harness._figures(loop, case) for loop in kernel.main_loops)
+    wgmma = any(shape.startswith("HGMMA") for loop in kernel.main_loops for shape in loop.tensor)
+    return harness.AotResult(case.name, 90, kernel.registers, kernel.stack, 0, wgmma, 1, loops)
+
+
+def read(folder: Path) -> dict[str, machine_code.Kernel]:
+    """The kernels of both directions among the cubins that CuTe DSL left in ``folder``, by "fwd" and "bwd"."""
+    found = {}
+    for file in folder.glob("*.cubin"):
+        for direction in ("fwd", "bwd"):
+            if f"flash_{direction}_sm90" in file.name:
+                (found[direction],) = machine_code.read(file.read_bytes())
+    return found
+
+
+def main() -> None:
+    rows = []
+    for dim in TILES[9]:
+        (folder,) = Path(sys.argv[1]).glob(f"**/90a-{dim}/machine code")
+        rows += [figures(dim, direction, kernel) for direction, kernel in sorted(read(folder).items())]
+    table_file().write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
