@@ -377,6 +377,8 @@ class CheckpointConfig(Section):
 
 
 class TrainConfig(Section):
+    """A run: what its TOML file and the command line say."""
+
     name: str
     """Name of the run, and of its directory."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

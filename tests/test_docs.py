@@ -36,7 +36,9 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+BESIDE_OTHERS = ROOT / "docs" / "other_trainers.md"
+"""Its blocks run in tests/engine/integrations/test_other_trainers.py, each where its trainer can be imported."""
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page != BESIDE_OTHERS]
 
 
 @pytest.fixture
@@ -143,6 +145,11 @@ def test_toml_blocks_are_keys_of_a_run(page: Path) -> None:
 def test_the_page_of_the_configuration_is_what_the_models_say() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "configuration.py"))
     assert page["PAGE"].read_text(encoding="utf-8") == page["reference"](), "run python docs/configuration.py"
+
+
+def test_the_page_of_the_api_is_what_the_code_says() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "api.py"))
+    assert page["PAGE"].read_text(encoding="utf-8") == page["reference"](), "run python docs/api.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

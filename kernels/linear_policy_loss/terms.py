@@ -48,6 +48,8 @@ AnyTerm = Term | LogprobTerm
 
 
 class TermsLossOutput(NamedTuple):
+    """What several terms have given."""
+
     loss: Tensor  # [], the weighted sum, differentiable
     metrics: Metrics  # of all terms; see `PolicyLossOutput`
     losses: dict[str, Tensor]  # [], of each term by its name, without its weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from rolltree.engine.app.cli import main
+from rolltree.engine.loop.metrics import TIMED_PARTS
 
 from ..tiny import ROOT, write_run
 
@@ -52,6 +54,35 @@ def test_a_run_leaves_what_the_readme_says(finished):
     assert pq.read_table(directory / "rollouts" / "step_000001.parquet").num_rows == 24
     assert (directory / "report.html").stat().st_size > 10_000
     assert (directory / "config.toml").exists()
+
+
+def documented_metrics() -> list[str]:
+    """The names of docs/metrics.md, as patterns: `<kind>` stands for any one word."""
+    names = re.findall(r"`([\w<>]+(?:/[\w<>]+)+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    return [re.sub(r"<\w+>", r"[\\w-]+", name) for name in names]
+
+
+def test_the_page_of_the_metrics_has_what_a_run_writes(finished):
+    _, directory = finished
+    page = re.compile("|".join(documented_metrics()))
+    written = {name for row in rows(directory) for name in row} - {"step"}
+    assert len(written) > 30
+    assert {name for name in written if not page.fullmatch(name)} == set()
+
+
+def test_the_page_of_the_metrics_has_what_the_code_names():
+    """What only some runs write: with a critic, a reference, failures, late rollouts, several terms."""
+    page = re.compile("|".join(documented_metrics()))
+    text = "\n".join(
+        file.read_text(encoding="utf-8") for part in ("engine", "kernels") for file in (ROOT / part).rglob("*.py")
+    )
+    recorded = re.findall(r"sums\.\w+\(\s*f?\"([^\"]+)\"", text) + re.findall(
+        r"\"((?:actor|training|critic)/\w+)\"", text
+    )
+    recorded += re.findall(r"\"((?:eval|perf|timing_s)/[\w/]+)\"", text) + [f"timing_s/{part}" for part in TIMED_PARTS]
+    names = {re.sub(r"\{[^}]*\}", "x", name.replace("{self.name}", "reward")) for name in recorded}
+    assert len(names) > 50
+    assert {name for name in names if not page.fullmatch(name)} == set()
 
 
 def test_plain_transformers_loads_the_export(finished):
