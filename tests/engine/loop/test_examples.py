@@ -106,3 +106,12 @@ def test_demonstrations_are_learned_and_teach_the_next_pupil(train: Train) -> No
     rows, directory = train("distillation_cpu", f"--roles.teacher.path={teacher / 'export'}")
     gaps = [reverse_kl(directory, step) for step in range(1, STEPS + 1)]
     assert np.mean(gaps[-3:]) < 0.7 * np.mean(gaps[:3])
+
+
+def test_a_calculator_is_learned(train: Train) -> None:
+    """Held-out problems are answered with the tool, which the first model rarely calls."""
+    rows, directory = train("tools_cpu")
+    before, after = accuracies(rows)
+    assert after > before + 0.2
+    written = pq.read_table(directory / "rollouts" / f"step_{STEPS:06d}.parquet").to_pylist()
+    assert np.mean(["<tool_call>" in row["response_text"] for row in written]) > 0.5
