@@ -15,7 +15,7 @@ from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
 from rolltree.engine.loop.sources import Prompt
-from rolltree.engine.rewards import RewardItem, RewardResult
+from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.settings import TrainConfig
 
 from .loop import Inputs
@@ -43,12 +43,9 @@ class _Texts:
         return "x" * (int(response.sum()) % 2)
 
 
-class _Verdicts:
+class _Verdicts(Rewards):
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [RewardResult(float(len(item.response_text)), None) for item in items]
-
-    def close(self) -> None:
-        pass
 
 
 class _Quiet:
@@ -86,8 +83,7 @@ class Loop:
         self.learner = Learner(config, model, watch, quiet.note)
         self.model = model
         self._running = contextlib.ExitStack()
-        verdicts: Any = _Verdicts()
-        self._running.enter_context(self.controller.running(verdicts))
+        self._running.enter_context(self.controller.running(_Verdicts()))
 
     def update(self) -> None:
         self.model.eval()

@@ -163,7 +163,8 @@ def test_every_provider_runs_its_first_case(op: str) -> None:
                 call()
             ran.append(name)
         except (ImportError, UnsupportedError):
-            assert not name.startswith(("rolltree", "torch,", "sdpa", "flat"))
+            twin = name == "rolltree, triton"  # timed beside another backend of a GPU
+            assert twin or not name.startswith(("rolltree", "torch,", "sdpa", "flat"))
     assert op == "ceilings" or (any(name.startswith("rolltree") for name in ran) and len(ran) >= 2)
     assert ran
 

@@ -130,7 +130,12 @@ def error(got: list[Tensor], want: list[Tensor]) -> list[float]:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OF_EVERY_DTYPE = [(dtype, case) for dtype in DTYPES for case in CASES]  # the interpreter computes bf16 in fp32
-INTERPRETED = [i for i, (dtype, case) in enumerate(OF_EVERY_DTYPE) if dtype == torch.float32 or case == CASES[2]]
+LONG = (CASES[4], CASES[5])
+INTERPRETED = [
+    i
+    for i, (dtype, case) in enumerate(OF_EVERY_DTYPE)
+    if (dtype == torch.float32 and case not in LONG) or case == CASES[2]
+]
 
 
 @pytest.mark.parametrize(("backend", "dtype", "case"), interpret_some(BACKENDS, OF_EVERY_DTYPE, INTERPRETED))
@@ -398,7 +403,7 @@ def test_work_items_share_out_every_tile_once(monkeypatch: pytest.MonkeyPatch, s
 
 
 @needs_interpreter
-@pytest.mark.parametrize("case", [Case(140, 4, 2, 16, close=0.02), Case(90, 3, 1, 40, window=50)], ids=str)
+@pytest.mark.parametrize("case", [Case(110, 4, 2, 16, close=0.02), Case(90, 3, 1, 40, window=50)], ids=str)
 def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """dK and dV as close to float64 as uncut."""
     monkeypatch.setattr(visible, "SHORTEST_ITEM", 2)
@@ -409,8 +414,9 @@ def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: 
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shortest", [2, 64], ids=["cut", "whole"])
-@pytest.mark.parametrize("case", [Case(90, 4, 2, 32), Case(90, 2, 1, 64, window=20, softcap=5.0)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "shortest"), [(Case(90, 4, 2, 32), 2), (Case(60, 2, 1, 64, window=20, softcap=5.0), 64)], ids=str
+)
 def test_programs_that_share_columns(monkeypatch: pytest.MonkeyPatch, case: Case, shortest: int) -> None:
     """As Hopper's dK/dV of D = 256: each part as close to float64 as the whole."""
     tile = Tile(16, 32, 4)
