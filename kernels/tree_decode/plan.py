@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from .schedule import FIELDS, Schedule, count_partials, items_of, partials_of_rows
+from .schedule import FIELDS, HAS_NUMPY, Schedule, count_partials, items_of, partials_of_rows
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from .schedule import Array
+
 ALIGNED = 32  # int32 between the beginnings of columns that share a vector: 128 bytes
 
 
@@ -43,6 +43,8 @@ class DecodePlan:
     """Pages that the keys lie in, and the least size of a page that holds them; None: made on a device, not known."""
 
     def __post_init__(self) -> None:
+        if not HAS_NUMPY:
+            raise ImportError("DecodePlan is made by numpy, which is not installed; pip install numpy.")
         check = Arguments("DecodePlan", "page_indptr", self.page_indptr)
         K = len(check.tensor("node_length", self.node_length, ("K",)))
         for name, tensor in self.tensors().items():
@@ -64,6 +66,8 @@ class DecodePlan:
         groups: Iterable[int] = (),
     ) -> DecodePlan:
         """The plan of arrays on the host, and its schedule for each of these query heads a key head; one copy."""
+        import numpy as np
+
         columns = host_columns(arrays, groups)
         places, length = lay_out({name: len(column) for name, column in columns.items()})
         host = np.zeros(length, np.int32)
@@ -84,12 +88,14 @@ class DecodePlan:
         return DecodePlan(**plan, schedule=Schedule(columns["partial_begin"], items, partials) if items else None)
 
 
-def extent_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[int, int]:
+def extent_of(arrays: Sequence[Array]) -> tuple[int, int]:
     """See `DecodePlan.extent`.
 
     Raises:
         ValueError: the numbers name pages, rows or keys that cannot be.
     """
+    import numpy as np
+
     indptr, ids, offset, length, _, begin, end, query = arrays
     owned = np.diff(indptr)
     for good, message in (

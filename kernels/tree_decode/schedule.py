@@ -8,17 +8,21 @@ the same for all rows below it. The longest items come first, so that the last p
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
+    Array = npt.NDArray[Any]
+
+HAS_NUMPY = importlib.util.find_spec("numpy") is not None
+"""Plans are made by numpy, in half of torch's time. It is imported where it is used: other kernels need torch alone."""
 CHUNK = 512
 """Keys of a node that are summed up together; counted from its first, whoever else reads it."""
 QUERIES = 64  # rows x query heads of an item
@@ -43,6 +47,8 @@ def queries_of(group: int) -> int:
 
 
 def count_partials(node_length: Array, row_begin: Array, row_end: Array) -> int:  # all [K]
+    import numpy as np
+
     return int(((row_end - row_begin).astype(np.int64) * -(-node_length // CHUNK)).sum())
 
 
@@ -52,6 +58,8 @@ def partials_of_rows(node_length: Array, row_begin: Array, row_end: Array, rows:
     Raises:
         ValueError: the nodes are not in depth-first order.
     """
+    import numpy as np
+
     chunks = np.where(row_end > row_begin, -(-node_length // CHUNK), 0)
     full = np.flatnonzero(row_end > row_begin)
     begin, end = row_begin[full], row_end[full]
@@ -66,6 +74,8 @@ def partials_of_rows(node_length: Array, row_begin: Array, row_end: Array, rows:
 
 def _check_nested(begin: Array, end: Array, depth: Array) -> None:
     """The last node before n at depth - 1 is its parent, whose rows contain n's."""
+    import numpy as np
+
     order = np.arange(len(begin))
     at_depth = depth.astype(np.int64) * len(begin) + order
     by_depth = np.sort(at_depth)
@@ -77,6 +87,8 @@ def _check_nested(begin: Array, end: Array, depth: Array) -> None:
 
 def items_of(plan: Sequence[Array], before: Array, group: int) -> Array:  # [1 + I, FIELDS] int32
     """The items of a plan's nodes, in the order of `DecodePlan`."""
+    import numpy as np
+
     page_indptr, _, offset, length, position, row_begin, row_end, *_ = plan
     rows_a_tile = queries_of(group) // group
     tiles = -(-np.maximum(row_end - row_begin, 0) // rows_a_tile)

@@ -28,12 +28,28 @@ def test_an_import_loads_nothing_it_does_not_need(package, others):
 
 
 def test_kernels_work_without_any_extra():
-    blocked = f"BLOCKED = {HEAVY!r}\n{BLOCK}"
+    """Torch alone: a finder that knows no numpy, too. Plans of decode attention say that they want it."""
+    blocked = (
+        f"BLOCKED = {HEAVY!r}\n{BLOCK}"
+        "class NoNumpy:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'numpy': raise ModuleNotFoundError(name)\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'numpy' else find(name, *more)\n"
+        "sys.meta_path.insert(0, NoNumpy())\n"
+    )
     done = python(
-        blocked + "import torch\nfrom rolltree.kernels import linear_logprob\n"
-        "print(linear_logprob(torch.randn(4, 8), torch.randn(5, 8), torch.arange(4)).logprob.shape)"
+        "import importlib.util\n" + blocked + "import torch\n"
+        "from rolltree.kernels import DecodePlan, linear_logprob, tree_attention\n"
+        "print(linear_logprob(torch.randn(4, 8), torch.randn(5, 8), torch.arange(4)).logprob.shape)\n"
+        "q, none = torch.randn(5, 2, 16), torch.zeros(0, dtype=torch.int32)\n"
+        "print(tree_attention(q, q, q, torch.full((5,), 5, dtype=torch.int32)).shape)\n"
+        "assert 'numpy' not in sys.modules\n"
+        "try:\n    DecodePlan(*[none] * 8)\nexcept ImportError as error:\n    print(error)"
     )
     assert "[4]" in done.stdout, done.stderr
+    assert "[5, 2, 16]" in done.stdout, done.stderr
+    assert "DecodePlan is made by numpy, which is not installed" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("pydantic", "train"), ("transformers", "engine")])
