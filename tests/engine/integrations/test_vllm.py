@@ -60,7 +60,7 @@ def test_greedy_equals_transformers_generate(engine: Any, program: Any) -> None:
             assert leaf.response == whole[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", [n for n in PROGRAMS if not PROGRAMS[n].needs_entropies])
+@pytest.mark.parametrize("name", [n for n in CASES if not PROGRAMS[n].needs_entropies])
 def test_leaves_of_every_program_are_what_the_model_says(engine: Any, name: str) -> None:
     program, n = CASES[name]
     params = SamplingParams(n=n, **PARAMS, **calling(name))
