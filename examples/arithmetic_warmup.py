@@ -39,6 +39,11 @@ def create(config: TrainConfig, directory: Path) -> None:
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(config)
     source = PromptSource(config.data, tokenizer, SEED, held_out(config, tokenizer))
+    teach(tokenizer, solutions(source, tokenizer), directory)
+
+
+def teach(tokenizer: PreTrainedTokenizerFast, examples: Iterator[TokenTree], directory: Path) -> None:
+    """A small model, trained on ``examples`` and written with its tokenizer."""
     model = Qwen3ForCausalLM._from_config(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -57,7 +62,7 @@ def create(config: TrainConfig, directory: Path) -> None:
         ),
         attn_implementation="rolltree",
     )
-    train(model, solutions(source, tokenizer))
+    train(model, examples)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine import TokenTree
 from rolltree.engine.loop.sources import PromptSource, held_out
@@ -32,7 +32,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-train = import_object(f"{Path(__file__).with_name('arithmetic_warmup.py')}:train")
+teach = import_object(f"{Path(__file__).with_name('arithmetic_warmup.py')}:teach")
 
 
 def create(config: TrainConfig, directory: Path) -> None:
@@ -40,27 +40,7 @@ def create(config: TrainConfig, directory: Path) -> None:
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(config)
     source = PromptSource(config.data, tokenizer, SEED, held_out(config, tokenizer))
-    model = Qwen3ForCausalLM._from_config(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=512,
-            rope_theta=10_000.0,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        ),
-        attn_implementation="rolltree",
-    )
-    train(model, conversations(source, tokenizer))
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    teach(tokenizer, conversations(source, tokenizer), directory)
 
 
 def make_tokenizer(config: TrainConfig) -> PreTrainedTokenizerFast:

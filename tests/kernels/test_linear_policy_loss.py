@@ -135,9 +135,10 @@ def flat_or_tree(shape: str, objective: Objective, **options: Any) -> tuple[Inpu
 
 
 EVERY_PRESET_ON_THE_CPU = [
-    pytest.param(b.values[0], name, marks=b.marks, id=f"{b.values[0]}-{name}")
+    pytest.param(b.values[0], name, marks=[*b.marks, *late], id=f"{b.values[0]}-{name}")
     for b in BACKENDS
-    for name in (PRESETS if b.values[0] in ("cpu", "cuda") else ("dapo", "gspo"))
+    for name in (PRESETS if b.values[0] in ("cpu", "cuda") else ("dapo", "cispo", "gspo"))
+    for late in [[pytest.mark.slow] if (b.values[0], name) == ("triton", "cispo") else []]
 ]
 
 

@@ -120,10 +120,14 @@ def test_every_program_has_a_case() -> None:
 
 
 OTHERS = [family for family in MODELS if family != "qwen3"]
-OF_TWO_FAMILIES = [pair for i, name in enumerate(CASES) for pair in ((name, "qwen3"), (name, OTHERS[i % len(OTHERS)]))]
+OF_EVERY_FAMILY = [  # in `make test` of two
+    pytest.param(name, family, marks=[] if family in ("qwen3", OTHERS[i % len(OTHERS)]) else [pytest.mark.slow])
+    for i, name in enumerate(CASES)
+    for family in MODELS
+]
 
 
-@pytest.mark.parametrize(("name", "family"), OF_TWO_FAMILIES)
+@pytest.mark.parametrize(("name", "family"), OF_EVERY_FAMILY)
 def test_leaves_are_what_the_model_says_alone_or_in_a_batch(name: str, family: str) -> None:
     everyone = list(range(len(PROMPTS)))
     native = engine(family)

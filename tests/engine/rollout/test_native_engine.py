@@ -246,7 +246,15 @@ def test_pages_run_out_and_everything_still_completes() -> None:
     assert_all_free(tight)
 
 
-@pytest.mark.parametrize(("program", "host_tokens"), [("flat", 60), (TREEPO, 4096)], ids=["flat", "treepo"])
+@pytest.mark.parametrize(
+    ("program", "host_tokens"),
+    [
+        pytest.param("flat", 60, id="flat-60"),
+        pytest.param(TREEPO, 4096, id="treepo-4096"),
+        pytest.param("flat", 4096, id="flat-4096", marks=pytest.mark.slow),
+        pytest.param(TREEPO, 60, id="treepo-60", marks=pytest.mark.slow),
+    ],
+)
 def test_dropped_keys_come_back_from_the_host(program: str | RolloutProgram, host_tokens: int) -> None:
     """The same responses, with fewer tokens computed again; the attention is compared with the reference throughout."""
     params = SamplingParams(n=8, max_new_tokens=40, ignore_eos=True)
