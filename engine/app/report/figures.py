@@ -13,12 +13,17 @@ from .run_data import RunData
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#f59e0b", "#10b981", "#888888"
 
 ACCOUNT: tuple[tuple[str, str, str], ...] = (
+    ("prompts", "drawing prompts", "#1e3a8a"),
     ("gen", "sampling rollouts", "#3b82f6"),
     ("reward", "waiting for rewards", "#f59e0b"),
     ("pack", "packing trees", "#a78bfa"),
     ("old_log_prob", "old log-probabilities", "#14b8a6"),
-    ("update_actor", "forward, backward, optimiser", "#ef4444"),
+    ("forward_backward", "forward and backward", "#ef4444"),
+    ("head", "head and loss", "#f97316"),
+    ("optimizer", "optimiser", "#991b1b"),
+    ("update_critic", "the critic's update", "#a16207"),
     ("sync", "new weights for the sampler", "#64748b"),
+    ("dump_rollout_generations", "writing rollouts", "#0ea5e9"),
     ("eval", "evaluation", "#10b981"),
     ("checkpoint", "checkpoints", "#ec4899"),
     ("other", "everything else", "#9ca3af"),
