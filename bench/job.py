@@ -179,7 +179,7 @@ def _process(config: Any, provider: str, directory: Path, limit: float) -> tuple
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return "stopped", f"it took longer than {limit:.0f} s"
+            return "stopped", f"it took longer than {limit:g} s"
         finally:
             with suppress(ProcessLookupError):  # itself, and workers that it may have left
                 os.killpg(process.pid, signal.SIGKILL)

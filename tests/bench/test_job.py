@@ -56,7 +56,7 @@ def test_every_provider_leaves_its_weights(provider: str, toml: Path, tmp_path: 
     assert 0 < seconds[0] < seconds[2]
     responses = config.trainer.prompts_per_step * config.rollout.n
     most = responses * config.rollout.max_new_tokens
-    ahead = most if provider == "rolltree_s1" else 0  # it samples the next batch already
+    ahead = 2 * most if provider == "rolltree_s1" else 0  # it samples the next batches already
     assert 0 < tokens[1] <= most + ahead
     assert tokens[1] < tokens[3] <= 2 * most + ahead
     assert all(line["peak_memory_mib"] > 50 for line in lines)
@@ -82,11 +82,19 @@ def test_the_weights_are_those_of_a_run_and_so_is_their_accuracy(toml: Path, tmp
     assert accuracies == [summary.accuracy_before, summary.accuracy_after]
 
 
-def test_the_command(toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One provider in its process: points, rows, and nothing twice; one that is absent, and one that is too slow."""
+def test_the_command(
+    toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Points, rows, and nothing twice; one that is absent, and one that is too slow. The job runs in this process."""
+
+    def here(config: Any, provider: str, directory: Path, limit: float) -> None:
+        job_runs.PROVIDERS[provider](config, Recorder(directory, config))
+
     out = tmp_path / "out"
-    command = ["job", str(toml), *OVERRIDES, "--out", str(out), "--providers", "vllm|flat"]
-    assert main(command) == 0
+    command = ["job", str(toml), *OVERRIDES, "--out", str(out), "--providers"]
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "_process", here)
+        assert main([*command, "vllm|flat"]) == 0
     points = [job.Point(**json.loads(line)) for line in (out / "job.curves.jsonl").read_text().splitlines()]
     assert [(p.provider, p.step) for p in points] == [("rolltree_flat", step) for step in (0, 1, 2)]
     assert all(0 <= p.accuracy <= 1 and p.problems == 8 for p in points)
@@ -97,10 +105,24 @@ def test_the_command(toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rows[3].value == points[-1].accuracy
     said = capsys.readouterr().out
     assert "trl+vllm does not run: vllm is not installed" in said
-    assert main(command) == 0
+    assert main([*command, "vllm|flat"]) == 0
     assert "step 1" not in capsys.readouterr().out, "it ran again"
-    assert main([*command[:-2], "--providers", "tree", "--limit", "0.5"]) == 1
-    assert "rolltree_tree: stopped: it took longer than 0 s" in capsys.readouterr().out
+    assert main([*command, "tree", "--limit", "0.4"]) == 1
+    assert "rolltree_tree: stopped: it took longer than 0.4 s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_in_processes_of_their_own(toml: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: pip install rolltree[trl]")
+    command = ["job", str(toml), *OVERRIDES, "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    rows = rows_at(tmp_path / "out")
+    assert {row.provider for row in rows} == set(job.PROVIDERS) - {"trl+vllm"}
+    assert {row.provider for row in rows if row.metric == "speedup"} == set(job.PROVIDERS) - {"trl+vllm", "trl"}
+    assert all(row.value > 100 for row in rows if row.metric == "peak_memory_mib")
+    status, why = job._process(load_config(toml, OVERRIDES), "nobody", tmp_path, 100) or ("", "")
+    assert status == "failed"
+    assert why.startswith("KeyError: 'nobody' (exit status 1; ")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +155,7 @@ def test_micro_batches_of_trl_are_whole_groups(toml: Path, tmp_path: Path) -> No
 def test_mistakes_are_told(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["job", "nowhere.toml"]) == 2
     assert "nowhere.toml" in capsys.readouterr().err
-    assert main(["job", str(toml), "--evaluation.problems", "0"]) == 2
+    assert main(["job", str(toml), "--evaluation.problems", "0", "--every", "0"]) == 2
     assert "set evaluation.problems" in capsys.readouterr().err
     assert main(["job", str(toml), "--providers", "("]) == 2
     assert "regular expression" in capsys.readouterr().err
