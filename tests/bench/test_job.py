@@ -1,4 +1,4 @@
-"""`rolltree bench job` on a tiny model: what each provider leaves, and that it is what the trainers make by themselves."""
+"""`rolltree bench job` on a tiny model: what each provider leaves is what the trainers make by themselves."""
 
 from __future__ import annotations
 
