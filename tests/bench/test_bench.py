@@ -271,3 +271,16 @@ def test_tables_are_what_was_recorded(page: Path) -> None:
     spoiled = text.replace(" ms |", " s |", 1)
     assert spoiled != text
     assert readme.rewritten(spoiled) == text
+
+
+def test_the_table_of_jobs() -> None:
+    job = row(op="job", case="sums", provider="rolltree_tree", direction="job", value=61500.0)
+    rows = [
+        row(op="job", case="sums", provider="rolltree_tree", direction="step", value=970.0, p20=960.0, p80=980.0),
+        row(op="job", case="sums", provider="rolltree_tree", direction="step", metric="speedup", value=2.5),
+        job,
+        replace(job, metric="peak_memory_mib", value=800.0),
+        replace(job, metric="accuracy", value=0.8512),
+    ]
+    line = readme.jobs(rows).splitlines()[2]
+    assert line == "| sums | rolltree_tree | 970 ms (960 to 980) | 2.50 x | 62 s | 800 MiB | 85.1 % |"
