@@ -1,8 +1,8 @@
 """What drafts gain in decoding on H100 and H200, by a model; nothing here was measured.
 
-``python -m rolltree.bench.modelled_drafts`` writes bench/results/model-sm_90/drafts.md: Qwen3-8B in bf16, rows in groups
-of 8 that share all of their context but the last 512 tokens. A step of R rows with k drafted tokens each has R (1 + k)
-queries. It takes as long as the larger of
+``python -m rolltree.bench.modelled_drafts`` writes bench/results/model-sm_90/drafts.md: Qwen3-8B in bf16, rows in
+groups of 8 that share all of their context but the last 512 tokens. A step of R rows with k drafted tokens each has
+R (1 + k) queries. It takes as long as the larger of
 
 - its bytes at `STREAM_SHARE` of the memory's rate: the weights once, keys and values of what is shared once a group,
   of what is not once a row;
@@ -25,7 +25,7 @@ ROWS, CONTEXTS, RIGHT = (1, 8, 64, 256), (4096, 32768), (0.5, 0.7, 0.9)
 
 
 def step_seconds(rows: int, context: int, drafted: int, memory: float) -> float:
-    """A step in which each of ``rows`` rows has ``drafted`` drafted tokens after its last one; ``memory`` in bytes/s."""
+    """A step in which each of ``rows`` rows brings ``drafted`` drafted tokens; ``memory`` in bytes/s."""
     groups, queries = -(-rows // GROUP), rows * (1 + drafted)
     keys = groups * (context - OWN) + rows * OWN
     size = 2 * WEIGHTS + keys * 2 * 2 * KEY_HEADS * DIM * LAYERS
@@ -53,8 +53,8 @@ def table() -> str:
     lines = [
         "# Drafts, predicted by a model, not measured",
         "",
-        "`bench/modelled_drafts.py` says from what: Qwen3-8B in bf16, groups of 8 that share all but 512 tokens. In a cell:",
-        "tokens drafted for a row, tokens it gains a step, and tokens a second as a multiple of those without drafts.",
+        "`bench/modelled_drafts.py` says from what: Qwen3-8B in bf16, groups of 8 that share all but 512 tokens. In a",
+        "cell: tokens drafted for a row, tokens it gains a step, and tokens a second as a multiple of those without.",
         "",
         "| GPU | rows | context | step without | " + " | ".join(f"right {p:.0%}" for p in RIGHT) + " |",
         "|---|---|---|---|" + "---|" * len(RIGHT),

@@ -27,7 +27,7 @@ class Row:
     case: str
     provider: str
     direction: str  # what was timed: "forward", "forward+backward", "step"
-    metric: str  # "time_ms", "peak_memory_mib", "speedup", "share"
+    metric: str  # "time_ms", "peak_memory_mib", "speedup", "share", "accuracy"
     value: float  # the median over repetitions
     p20: float
     p80: float

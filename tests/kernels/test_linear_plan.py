@@ -138,13 +138,13 @@ def test_the_host_never_waits(names: str, monkeypatch: pytest.MonkeyPatch) -> No
     ids=["item", "tolist", "cpu", "nonzero", "bool", "mask", "unique", "copy"],
 )  # fmt: skip
 def test_a_wait_is_seen(wait: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = fused._of_targets
+    original = fused.of_targets
 
     def waiting(entropy: Tensor, targets: Any) -> Tensor:
         wait(entropy)
         return original(entropy, targets)
 
-    monkeypatch.setattr(fused, "_of_targets", waiting)
+    monkeypatch.setattr(fused, "of_targets", waiting)
     assert host_waits("policy", monkeypatch) != []
 
 
