@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from transformers import set_seed
 
+from ..data.segment import Origin
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -404,5 +405,6 @@ def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> No
         rewards = tree.rewards["reward"]
         if not np.isnan(rewards).any():
             sums.add("reward/group_std", float(rewards.std()))
+    sums.count("rollout/sampled_tokens", sum(int((tree.origin == Origin.SAMPLED).sum()) for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))
