@@ -1,4 +1,4 @@
-"""Which backend runs an op: flash | cuda | triton | cpu | reference.
+"""Which backend runs an op: flash | cute | cuda | triton | cpu | reference.
 
 An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the
 one named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best for the tensors' device.
@@ -20,10 +20,10 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 
-Backend = Literal["flash", "cuda", "triton", "cpu", "reference"]
+Backend = Literal["flash", "cute", "cuda", "triton", "cpu", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("flash", "triton", "cuda", "reference"),
+    "cuda": ("flash", "cute", "triton", "cuda", "reference"),
     "cpu": ("cpu", "reference"),
 }
 
@@ -41,7 +41,7 @@ def use_backend(name: Backend) -> Iterator[None]:
     """Run every op inside the ``with`` block on backend ``name``.
 
     Raises:
-        ValueError: ``name`` is not one of flash, cuda, triton, cpu, reference.
+        ValueError: ``name`` is not one of flash, cute, cuda, triton, cpu, reference.
     """
     token = _forced.set(_known(name, "use_backend"))
     try:
@@ -91,6 +91,11 @@ def choose(op: str, table: Mapping[str, Fn], device: torch.device) -> Fn:
     return table[usable[0]]
 
 
+def usable(name: str, device: torch.device) -> bool:
+    """Whether backend ``name`` can run on ``device``, and no other is forced."""
+    return (_forced.get() or os.environ.get("ROLLTREE_BACKEND") or name) == name and not _unusable(name, device)
+
+
 def _known(name: str, where: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"{where} names '{name}', which is not a backend; use one of {', '.join(BACKENDS)}.")
@@ -107,23 +112,31 @@ def _unusable(name: str, device: torch.device) -> str | None:
         if device.type == "cpu" and not interpreting():
             return "triton runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
         return None
-    if name == "flash":
-        return _flash_unusable(device)
+    if name in HOPPER:
+        return _package_unusable(name, device)
     if device.type != name:
         return f"it needs a {name} tensor"
     return None if load_library(name) else f"the compiled {name} library is missing; see `rolltree doctor`"
 
 
+HOPPER: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "flash": ("flash-attn-4", (9, 10)),
+    "cute": ("quack-kernels", (9,)),
+}
+"""Backend -> the package whose kernels it launches, and the compute capabilities' majors that these are for."""
+
+
 @functools.cache
-def _flash_unusable(device: torch.device) -> str | None:
+def _package_unusable(name: str, device: torch.device) -> str | None:
+    package, majors = HOPPER[name]
     if device.type != "cuda":
         return "it needs a cuda tensor"
-    try:  # flash-attn 2 has the same module
-        importlib.metadata.version("flash-attn-4")
+    try:  # by its own name: flash-attn 2 has the same module
+        importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "flash-attn 4 is not installed; `pip install --pre rolltree[hopper]` brings it"
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return "it needs a Hopper or Blackwell GPU"
+        return f"{package} is not installed; `pip install --pre rolltree[hopper]` brings it"
+    if torch.cuda.get_device_capability(device)[0] not in majors:
+        return f"it needs a {' or '.join('Hopper' if major == 9 else 'Blackwell' for major in majors)} GPU"
     return None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..checks import Arguments
-from . import chunked, cpu, cuda, frozen, reference
+from . import chunked, cpu, cuda, cute, frozen, reference
 from .head import Head, HeadGradient, HeadLora
 from .targets import group_by_row
 
@@ -40,7 +40,10 @@ def linear_logprob_op(
     backend = backend_of("linear_logprob", hidden)
     targets = group_by_row(target, row, len(hidden))
     given = (hidden, head, targets, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
-    of = reference.forward(*given) if backend == "reference" else chunked.forward(row_kernels(backend), *given)
+    if backend in ("reference", "cute"):
+        of = (reference if backend == "reference" else cute).forward(*given)
+    else:
+        of = chunked.forward(row_kernels(backend), *given)
     if targets.order is None:
         return of
     return torch.empty_like(of[0]).index_copy_(0, targets.order, of[0]), *of[1:]
@@ -199,8 +202,14 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
 linear_logprob_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
+WITH_CUTE = ("linear_logprob", "linear_policy_loss")
+"""Ops that backend cute has products for."""
+
+
 def row_kernels(backend: str) -> chunked.RowKernels:
-    """The row kernels of a backend."""
+    """The row kernels of a backend; those that backend cute, which has none, leaves what it does not take to."""
+    if backend == "cute":
+        return cute.portable()
     if backend == "triton":
         from . import triton  # not at the top: triton need not be installed
 
@@ -210,7 +219,9 @@ def row_kernels(backend: str) -> chunked.RowKernels:
 
 def backend_of(op: str, values: Tensor) -> str:
     """Name of the backend that runs ``op`` on ``values``; fp64, for checking gradients, is not served by a GPU's."""
-    names = ("cpu", "reference") if values.dtype == torch.float64 else dispatch.BACKENDS
+    names = ("cpu", "reference") if values.dtype == torch.float64 else ("triton", "cuda", "cpu", "reference")
+    if op in WITH_CUTE and values.dtype != torch.float64:
+        names = ("cute", *names)
 
     def named(name: str) -> Callable[[], str]:
         return lambda: name

@@ -51,11 +51,9 @@ def one_pass(
     scores, nothing = tile.new_empty(2, len(targets.target)), tile.new_empty(0)
     logprob = scores[0]
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
-    shared = _Shared(rows, given, cuts) if cuts.row[0] else None
+    shared = SharedRows(rows, given, cuts) if cuts.row[0] else None
     if shared is not None:
-        of_shared, *known = shared.scores()
-        judge.know(of_shared, *known)
-        scores[:, of_shared] = torch.stack(known)
+        shared.know(judge, scores)
     for k, n in enumerate(sizes):
         c, own = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
         logits = head.logits(hidden[c], tile[:n])
@@ -66,7 +64,7 @@ def one_pass(
 
         local = Targets(start - own.start, targets.target[own], None, targets.one_a_row)
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else own
-        scores[1, own] = _of_targets(entropy, local)
+        scores[1, own] = of_targets(entropy, local)
         a, of_entropy = judge.derivatives(own, paths, logprob[own], scores[1, own], add_paths=shared is None)
         b, constant = nothing, torch.zeros_like(entropy)
         if of_entropy is not None:
@@ -92,15 +90,11 @@ def one_pass(
                 d_hidden[c].index_copy_(0, alive, d_x)
         need.add(out, x)
     if shared is not None:
-        own, of_logprob, of_entropy = shared.scores()
-        derivatives = judge.derivatives(own, judge.everything, of_logprob, of_entropy)
-        d_shared = shared.backward(*derivatives, need_hidden, need)
-        if need_hidden:
-            d_hidden[: len(d_shared)] = d_shared
+        shared.learn(judge, need_hidden, need, d_hidden)
     return d_hidden, scores
 
 
-class _Shared:
+class SharedRows:
     """The first rows, which are on paths of several chunks."""
 
     def __init__(self, rows: RowKernels, given: Inputs, cuts: Cuts) -> None:
@@ -112,17 +106,26 @@ class _Shared:
             rows, *self.given, want_entropy=True, want_sum_p2=False, frozen_head=False
         )
 
-    def scores(self) -> tuple[slice, Tensor, Tensor]:
-        """The targets, their log-probs and entropies."""
-        return slice(0, len(self.logprob)), self.logprob, _of_targets(self.entropy, self.given.targets)
+    def know(self, judge: Judge, scores: Tensor) -> None:
+        """Tell ``judge`` their log-probs and entropies, and put these into ``scores [2, P]``."""
+        judge.know(*self._known())
+        scores[:, : len(self.logprob)] = torch.stack(self._known()[1:])
 
-    def backward(self, a: Tensor, b: Tensor | None, need_hidden: bool, need: HeadGradient) -> Tensor:
-        """As `chunked.backward`."""
+    def learn(self, judge: Judge, need_hidden: bool, need: HeadGradient, d_hidden: Tensor) -> None:
+        """Their gradient, once every other target is known to ``judge``; that of hidden into ``d_hidden [R, H]``."""
+        own, logprob, entropy = self._known()
+        a, b = judge.derivatives(own, judge.everything, logprob, entropy)
         per_row = self.sum_p2 if b is None else sum_by_row(self.given.targets, b)  # which is empty
         found = self.logsumexp, self.correction, self.entropy, self.sum_p2, self.kept
         zero = torch.zeros_like(self.logsumexp)
-        return chunked.backward(self.rows, *self.given, *found, a, zero, per_row, self.sum_p2, need_hidden, need)
+        gradient = chunked.backward(self.rows, *self.given, *found, a, zero, per_row, self.sum_p2, need_hidden, need)
+        if need_hidden:
+            d_hidden[: len(gradient)] = gradient
+
+    def _known(self) -> tuple[slice, Tensor, Tensor]:
+        return slice(0, len(self.logprob)), self.logprob, of_targets(self.entropy, self.given.targets)
 
 
-def _of_targets(entropy: Tensor, targets: Targets) -> Tensor:  # [R] -> [P]
+def of_targets(entropy: Tensor, targets: Targets) -> Tensor:
+    """``[R] -> [P]``: what each target's row has."""
     return entropy if targets.one_a_row else entropy[targets.row]

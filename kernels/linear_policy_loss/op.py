@@ -12,7 +12,7 @@ from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
-from . import fused
+from . import cute, fused
 from .judge import Judge
 from .terms import Term
 
@@ -67,9 +67,12 @@ def linear_terms_loss_op(
     targets = Targets(start, target, None, place is None and len(target) == len(hidden))
     judge = Judge(_decoded(fields, names, objectives), scale, place, temperature)
     cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
-    rows = row_kernels(backend_of("linear_policy_loss", hidden))
+    backend = backend_of("linear_policy_loss", hidden)
     given = fused.Inputs(hidden, head, targets, temperature, softcap)
-    d_hidden, scores = fused.one_pass(rows, given, judge, cuts, need[0], gradient)
+    if backend == "cute":
+        d_hidden, scores = cute.one_pass(given, judge, cuts, need[0], gradient)
+    else:
+        d_hidden, scores = fused.one_pass(row_kernels(backend), given, judge, cuts, need[0], gradient)
     total, totals, sums = judge.result()
     return total.to(temperature.dtype), totals, sums, scores, d_hidden, *gradient.results()
 

@@ -183,7 +183,7 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Walked) -> Walked:
     monkeypatch.setattr(flash, "triton", Twin())
     monkeypatch.setattr(flash, "_major", lambda device: 9)
     monkeypatch.setattr(flash, "_checked", {})
-    monkeypatch.setattr(dispatch, "_flash_unusable", lambda device: None)
+    monkeypatch.setattr(dispatch, "_package_unusable", lambda name, device: None)
     monkeypatch.setitem(dispatch._PREFERENCE, "cpu", ("flash", "triton", "reference"))
     dispatch.log_once.cache_clear()
     return kernels
@@ -291,17 +291,23 @@ def test_why_flash_cannot_run_here() -> None:
 
 def test_why_a_gpu_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked of the package's own name, as flash-attn 2 has the same module; then of the GPU."""
-    why, gpu = dispatch._flash_unusable.__wrapped__, torch.device("cuda", 0)
+    why, gpu = dispatch._package_unusable.__wrapped__, torch.device("cuda", 0)
 
     def missing(name: str) -> str:
         raise dispatch.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(dispatch.importlib.metadata, "version", missing)
-    assert "flash-attn 4 is not installed" in why(gpu)
-    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: {"flash-attn-4": "4.0"}[name])
-    for capability, reason in (((8, 0), "it needs a Hopper or Blackwell GPU"), ((9, 0), None), ((10, 0), None)):
+    assert "flash-attn-4 is not installed" in why("flash", gpu)
+    assert "quack-kernels is not installed" in why("cute", gpu)
+    installed = {"flash-attn-4": "4.0", "quack-kernels": "0.6.5"}
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: installed[name])
+    for capability, flash_reason, cute_reason in (
+        ((8, 0), "it needs a Hopper or Blackwell GPU", "it needs a Hopper GPU"),
+        ((9, 0), None, None),
+        ((10, 0), None, "it needs a Hopper GPU"),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert why(gpu) == reason
+        assert (why("flash", gpu), why("cute", gpu)) == (flash_reason, cute_reason)
 
 
 ON_GPU = [

@@ -33,7 +33,9 @@ TRAINED = ("hidden", "weight", "bias", "a", "b")
 LENGTHS = [5, 1, 9, 0, 7, 6, 4, 3]  # sequences; the fourth has no token
 
 
-def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Inputs, PolicyFields]:
+def batch(
+    shape: str = "flat", dtype: torch.dtype = torch.float32, V: int = 65, **options: Any
+) -> tuple[Inputs, PolicyFields]:
     """Head inputs and fields on the same targets. "flat": sequences, a target a row; "tree": two with branches."""
     g = torch.Generator().manual_seed(4)
 
@@ -42,7 +44,7 @@ def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: An
 
     if shape == "flat":
         M = sum(LENGTHS)
-        given = inputs(M, 16, 65, dtype=dtype, **options)
+        given = inputs(M, 16, V, dtype=dtype, **options)
         cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=DEVICE)
         advantage = torch.tensor([1.5, 0.0, -1.0, 2.0, 0.0, -0.5, 0.7, 0.0], device=DEVICE, dtype=torch.float64)
         mask = uniform(M) < 0.8
@@ -50,10 +52,10 @@ def batch(shape: str = "flat", dtype: torch.dtype = torch.float32, **options: An
     else:
         # rows 0..11: a prompt row 0, then a trunk 1-3 that forks into 4-6 and 7-8; a second tree: 9, fork 10 and 11
         M = 11
-        given = inputs(12, 16, 65, dtype=dtype, **options)
+        given = inputs(12, 16, V, dtype=dtype, **options)
         row = torch.tensor([0, 1, 2, 3, 4, 5, 3, 7, 9, 9, 11], device=DEVICE)
         g2 = torch.Generator().manual_seed(9)
-        given |= {"row": row, "target": torch.randint(0, 65, (M,), generator=g2).to(DEVICE)}
+        given |= {"row": row, "target": torch.randint(0, V, (M,), generator=g2).to(DEVICE)}
     with torch.no_grad():
         wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
         current = linear_logprob(**wide).logprob
