@@ -198,10 +198,30 @@ inline void transpose(Matrix src, int64_t rows, int64_t width, float* dst, int64
 
 // ---- GEMM ------------------------------------------------------------------------------------------------------------
 
-// C [kRows, kVectors * kLanes] (+)= A B in registers, with B from column `first`. A(r, k) = a[r * lda + k], or
-// a[k * lda + r] where transposed.
-template <int kRows, int kVectors, bool kTransposed, class Matrix>
-inline void gemm_registers(int64_t depth, const float* a, int64_t lda, Matrix b, int64_t first, float* c, int64_t ldc, bool add) {
+constexpr int64_t kTileKeys = 64;  // keys of a score tile; also its leading dimension
+
+// How the left matrix lies. Where the distance of its rows is a constant, all of them are read off one register.
+struct Across {
+  const float* first;
+  int64_t ld;
+  float operator()(int64_t row, int64_t k) const { return first[row * ld + k]; }
+  Across from(int64_t row) const { return {first + row * ld, ld}; }
+};
+struct AcrossTile {
+  const float* first;
+  float operator()(int64_t row, int64_t k) const { return first[row * kTileKeys + k]; }
+  AcrossTile from(int64_t row) const { return {first + row * kTileKeys}; }
+};
+struct Down {  // transposed
+  const float* first;
+  int64_t ld;
+  float operator()(int64_t row, int64_t k) const { return first[k * ld + row]; }
+  Down from(int64_t row) const { return {first + row, ld}; }
+};
+
+// C [kRows, kVectors * kLanes] (+)= A B in registers, with B from column `first`.
+template <int kRows, int kVectors, class Left, class Matrix>
+inline void gemm_registers(int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc, bool add) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 32
   for (int r = 0; r < kRows; ++r)
@@ -214,7 +234,7 @@ inline void gemm_registers(int64_t depth, const float* a, int64_t lda, Matrix b,
     for (int n = 0; n < kVectors; ++n) row[n] = load(from + n * kLanes);
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
-      const float x = kTransposed ? a[k * lda + r] : a[r * lda + k];
+      const float x = a(r, k);
 #pragma GCC unroll 8
       for (int n = 0; n < kVectors; ++n) sum[r][n] += x * row[n];
     }
@@ -225,40 +245,35 @@ inline void gemm_registers(int64_t depth, const float* a, int64_t lda, Matrix b,
     for (int n = 0; n < kVectors; ++n) store(c + r * ldc + n * kLanes, sum[r][n]);
 }
 
-template <int kRows, int kVectors, bool kTransposed, class Matrix>
-inline void gemm_last_rows(int64_t rows, int64_t depth, const float* a, int64_t lda, Matrix b, int64_t first, float* c,
-                           int64_t ldc, bool add) {
+template <int kRows, int kVectors, class Left, class Matrix>
+inline void gemm_last_rows(int64_t rows, int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc, bool add) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) gemm_registers<kRows, kVectors, kTransposed>(depth, a, lda, b, first, c, ldc, add);
-    else gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows, depth, a, lda, b, first, c, ldc, add);
+    if (rows == kRows) gemm_registers<kRows, kVectors>(depth, a, b, first, c, ldc, add);
+    else gemm_last_rows<kRows - 1, kVectors>(rows, depth, a, b, first, c, ldc, add);
   }
 }
 
-template <int kVectors, bool kTransposed, class Matrix>
-void gemm_panel(int64_t rows, int64_t depth, const float* a, int64_t lda, Matrix b, int64_t first, float* c, int64_t ldc,
-                bool add) {
+// Not inlined: its loops want all registers.
+template <int kVectors, class Left, class Matrix>
+__attribute__((noinline)) void gemm_panel(int64_t rows, int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc,
+                                          bool add) {
   constexpr int kRows = std::min(kAccumulators / kVectors, 12);
   int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows)
-    gemm_registers<kRows, kVectors, kTransposed>(depth, a + r * (kTransposed ? 1 : lda), lda, b, first, c + r * ldc, ldc, add);
-  gemm_last_rows<kRows - 1, kVectors, kTransposed>(rows - r, depth, a + r * (kTransposed ? 1 : lda), lda, b, first,
-                                                   c + r * ldc, ldc, add);
+  for (; r + kRows <= rows; r += kRows) gemm_registers<kRows, kVectors>(depth, a.from(r), b, first, c + r * ldc, ldc, add);
+  gemm_last_rows<kRows - 1, kVectors>(rows - r, depth, a.from(r), b, first, c + r * ldc, ldc, add);
 }
 
 // C [rows, cols] = A [rows, depth] B [depth, cols], added to C where `add`; cols is whole vectors.
-template <bool kTransposed = false, class Matrix>
-inline void gemm(int64_t rows, int64_t cols, int64_t depth, const float* a, int64_t lda, Matrix b, float* c, int64_t ldc,
-                 bool add) {
+template <class Left, class Matrix>
+inline void gemm(int64_t rows, int64_t cols, int64_t depth, Left a, Matrix b, float* c, int64_t ldc, bool add) {
   int64_t n = 0;
   for (; n + kPanelVectors * kLanes <= cols; n += kPanelVectors * kLanes)
-    gemm_panel<kPanelVectors, kTransposed>(rows, depth, a, lda, b, n, c + n, ldc, add);
-  for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2, kTransposed>(rows, depth, a, lda, b, n, c + n, ldc, add);
-  for (; n < cols; n += kLanes) gemm_panel<1, kTransposed>(rows, depth, a, lda, b, n, c + n, ldc, add);
+    gemm_panel<kPanelVectors>(rows, depth, a, b, n, c + n, ldc, add);
+  for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2>(rows, depth, a, b, n, c + n, ldc, add);
+  for (; n < cols; n += kLanes) gemm_panel<1>(rows, depth, a, b, n, c + n, ldc, add);
 }
 
 // ---- softmax ---------------------------------------------------------------------------------------------------------
-
-constexpr int64_t kTileKeys = 64;  // keys of a score tile; also its leading dimension
 
 // scores -> cap * tanh(scores), in the log2 domain: queries are loaded times scale / softcap, `cap` = softcap * log2(e).
 inline void soft_cap(float* scores, int64_t rows, int64_t first, int64_t last, float cap) {
@@ -289,27 +304,36 @@ struct Running {
   template <class Matrix>
   void take(float* scores, int64_t rows, int64_t first, int64_t last, Matrix values) const {
     const int64_t end = padded(last);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* s = scores + r * kTileKeys;
-      Vec top = load(s + first);
-      for (int64_t j = first + kLanes; j < end; j += kLanes) top = rolltree::max(top, load(s + j));
-      const float before = max[r], now = std::max(before, horizontal_max(top));
-      const float base = now == -kInfinity ? 0.f : now;  // nothing visible yet: -inf - 0 gives probability 0
-      Vec total = load(sum + r * kLanes);
-      if (now > before) {
-        const float keep = exp2(splat(before - now))[0];
-        total *= keep;
-        for (int64_t d = 0; d < width; d += kLanes) store(out + r * width + d, load(out + r * width + d) * keep);
-        max[r] = now;
-      }
-      for (int64_t j = first; j < end; j += kLanes) {
-        const Vec p = exp2(load(s + j) - base);
-        total += p;
-        store(s + j, p);
-      }
-      store(sum + r * kLanes, total);
+    if (first == 0 && end == kTileKeys)
+      for (int64_t r = 0; r < rows; ++r) fold<true>(scores + r * kTileKeys, r, first, end);
+    else
+      for (int64_t r = 0; r < rows; ++r) fold<false>(scores + r * kTileKeys, r, first, end);
+    gemm(rows, width, last - first, AcrossTile{scores + first}, values.from(first), out, width, true);
+  }
+
+  // Scores [first, end) of a row become probabilities. The vectors of a whole tile are worked on side by side.
+  template <bool kWhole>
+  void fold(float* s, int64_t r, int64_t first, int64_t end) const {
+    if constexpr (kWhole) first = 0, end = kTileKeys;
+    Vec top = load(s + first);
+#pragma GCC unroll 16
+    for (int64_t j = first + kLanes; j < end; j += kLanes) top = rolltree::max(top, load(s + j));
+    const float before = max[r], now = std::max(before, horizontal_max(top));
+    const float base = now == -kInfinity ? 0.f : now;  // nothing visible yet: -inf - 0 gives probability 0
+    Vec total = load(sum + r * kLanes);
+    if (now > before) {
+      const float keep = exp2(splat(before - now))[0];
+      total *= keep;
+      for (int64_t d = 0; d < width; d += kLanes) store(out + r * width + d, load(out + r * width + d) * keep);
+      max[r] = now;
     }
-    gemm(rows, width, last - first, scores + first, kTileKeys, values.from(first), out, width, true);
+#pragma GCC unroll 16
+    for (int64_t j = first; j < end; j += kLanes) {
+      const Vec p = exp2(load(s + j) - base);
+      total += p;
+      store(s + j, p);
+    }
+    store(sum + r * kLanes, total);
   }
 
   // Log-sum-exp of a row (natural), and what its accumulated output is to be multiplied by; -inf and 0 if it saw no key.

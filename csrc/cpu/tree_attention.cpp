@@ -219,7 +219,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
         if (seen.first == seen.last) continue;
         const int64_t tile = ((head / shape.group) * tiling.key_blocks() + b) * kTileKeys * shape.width;
         const int64_t end = padded(seen.last);
-        gemm(rows, end - seen.first, shape.width, query.at(0), shape.width, Packed{keys.transposed.at(tile + seen.first), kTileKeys},
+        gemm(rows, end - seen.first, shape.width, Across{query.at(0), shape.width}, Packed{keys.transposed.at(tile + seen.first), kTileKeys},
              scores.at(seen.first), kTileKeys, false);
         if (shape.cap != 0.f) soft_cap(scores.at(0), rows, seen.first, end, shape.cap);
         if (!seen.full) tiling.mask(scores.at(0), m0, rows, b, seen.first, end, -kInfinity);
@@ -323,20 +323,20 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
           for (int64_t g = 0; g < shape.group; ++g) {
             const int64_t at = (kv_head * shape.group + g) * tokens + row;
             const float *query = queries.at(at * width), *grad = grads.at(at * width);
-            gemm(rows, end - first, width, query, width, Packed{keys.transposed.at(tile + first), kTileKeys},
+            gemm(rows, end - first, width, Across{query, width}, Packed{keys.transposed.at(tile + first), kTileKeys},
                  scores.at(first), kTileKeys, false);
-            gemm(rows, end - first, width, grad, width, Packed{values.transposed.at(tile + first), kTileKeys},
+            gemm(rows, end - first, width, Across{grad, width}, Packed{values.transposed.at(tile + first), kTileKeys},
                  dscores.at(first), kTileKeys, false);
             backward_softmax(scores.at(0), dscores.at(0), rows, first, end, lse2.at(at), delta.at(at), shape.cap);
             if (!seen.full) {
               tiling.mask(scores.at(0), m0, rows, b, first, end, 0.f);
               tiling.mask(dscores.at(0), m0, rows, b, first, end, 0.f);
             }
-            gemm<true>(keys_seen, width, rows, scores.at(first), kTileKeys, Packed{grad, width}, dv_tile.at(first * width), width,
+            gemm(keys_seen, width, rows, Down{scores.at(first), kTileKeys}, Packed{grad, width}, dv_tile.at(first * width), width,
                        true);
-            gemm<true>(keys_seen, width, rows, dscores.at(first), kTileKeys, Packed{query, width}, dk_tile.at(first * width), width,
+            gemm(keys_seen, width, rows, Down{dscores.at(first), kTileKeys}, Packed{query, width}, dk_tile.at(first * width), width,
                        true);
-            gemm(rows, width, keys_seen, dscores.at(first), kTileKeys, Packed{keys.rows.at(tile + first * width), width},
+            gemm(rows, width, keys_seen, AcrossTile{dscores.at(first)}, Packed{keys.rows.at(tile + first * width), width},
                  dq_part + (g * part_rows + row - origin) * width, width, true);
           }
         }

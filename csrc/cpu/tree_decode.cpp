@@ -50,8 +50,8 @@ class SlotWalk {
         page_size_(page_size) {}
   int64_t page() const { return *ids_; }
   int64_t slot() const { return slot_; }
-  void next() {
-    if (++slot_ == page_size_) slot_ = 0, ++ids_;
+  void skip(int64_t keys) {  // to the end of the page at most
+    if ((slot_ += keys) == page_size_) slot_ = 0, ++ids_;
   }
 
  private:
@@ -124,6 +124,7 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
   const int64_t parts = std::clamp<int64_t>(groups > 1 ? wanted / groups : wanted / 2, 1, kv_heads);
   const int64_t block_rows = std::max<int64_t>(kBlockQueries / group, 1);
   const Rows q_rows(q), k_rows(k_pages), v_rows(v_pages), out_rows(out);
+  const int64_t k_step = k_rows.offset(0, 1), v_step = v_rows.offset(0, 1);  // from key to key of a page
   float* lse_data = lse.mutable_data_ptr<float>();
   const Buffer zeros(width);
   std::fill_n(zeros.at(0), width, 0.f);
@@ -133,19 +134,24 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
             scores = Buffer(block_rows * group * kTileKeys)](int64_t item) {
       const int64_t r0 = bounds[item / parts], r1 = bounds[item / parts + 1], count = (r1 - r0) * group;
       const int64_t h0 = kv_heads * (item % parts) / parts, h1 = kv_heads * (item % parts + 1) / parts;
-      // Per key head: the query vectors (row, query head of the key head) and their running softmax.
-      const int64_t all = (h1 - h0) * count;
-      const Buffer query(all * width), max(all), sum(all * kLanes), acc(all * width);
+      // Per key head: the query vectors (row, query head of the key head), transposed, and their running softmax.
+      const int64_t all = (h1 - h0) * count, ld = padded(count);
+      const Buffer query((h1 - h0) * width * ld), max(all), sum(all * kLanes), acc(all * width);
       const Running running{max.at(0), sum.at(0), acc.at(0), width};
       running.reset(all);
-      for (int64_t i = 0; i < all; ++i) {
-        const int64_t row = r0 + i % count / group, head = (h0 + i / count) * group + i % group;
-        q_rows.load_row(q_rows.offset(row, head), query_scale, query.at(i * width));
-      }
+      int64_t k_offset[kTileKeys], v_offset[kTileKeys];
+      for (int64_t head = h0; head < h1; ++head)
+        for (int64_t i = 0; i < count; i += kLanes) {
+          const int64_t some = std::min<int64_t>(kLanes, count - i);
+          for (int64_t j = 0; j < some; ++j)
+            k_offset[j] = q_rows.offset(r0 + (i + j) / group, head * group + (i + j) % group);
+          q_rows.load_rows(k_offset, some, 0, query_scale, key_tile.at(0));
+          std::fill(key_tile.at(some * width), key_tile.at(kLanes * width), 0.f);
+          transpose(Packed{key_tile.at(0), width}, kLanes, width, query.at((head - h0) * width * ld + i), ld);
+        }
       std::fill_n(key_tile.at(0), kTileKeys * width, 0.f);
 
       const std::vector<Tile> tiles = tiles_of(plan, r0, r1);
-      int64_t k_offset[kTileKeys], v_offset[kTileKeys];
       const float *key_rows[kTileKeys], *value_rows[kTileKeys];
       for (size_t i = 0; i < tiles.size(); ++i) {
         const auto [node, t, tile_keys, first_row, last_row] = tiles[i];
@@ -155,16 +161,19 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
         SlotWalk next(plan, later.node, later.first, page_size);
         int64_t left = i + 1 < tiles.size() ? later.keys : 0;
         const auto look_ahead = [&](int64_t count) {
-          for (count = std::min(count, left), left -= count; count > 0; --count, next.next()) {
+          for (count = std::min(count, left), left -= count; count > 0; --count, next.skip(1)) {
             k_rows.prefetch(k_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
             v_rows.prefetch(v_rows.offset(next.page(), next.slot(), h0), (h1 - h0) * dim);
           }
         };
         const int64_t step = kTileKeys / (3 * (h1 - h0)) + 1;
         SlotWalk walk(plan, node, t, page_size);
-        for (int64_t j = 0; j < tile_keys; ++j, walk.next()) {
-          k_offset[j] = k_rows.offset(walk.page(), walk.slot());
-          v_offset[j] = v_rows.offset(walk.page(), walk.slot());
+        for (int64_t j = 0; j < tile_keys;) {  // page by page
+          const int64_t run = std::min(page_size - walk.slot(), tile_keys - j);
+          const int64_t k_first = k_rows.offset(walk.page(), walk.slot()), v_first = v_rows.offset(walk.page(), walk.slot());
+          for (int64_t i = 0; i < run; ++i) k_offset[j + i] = k_first + i * k_step, v_offset[j + i] = v_first + i * v_step;
+          walk.skip(run);
+          j += run;
         }
         for (int64_t head = h0; head < h1; ++head) {
           bool packed = false;
@@ -178,7 +187,8 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
             if (!packed) {
               const int64_t k_head = k_rows.offset(0, 0, head);
               if (k_rows.in_place()) {
-                for (int64_t j = 0; j < end; ++j) key_rows[j] = j < tile_keys ? k_rows.at(k_offset[j] + k_head) : zeros.at(0);
+                for (int64_t j = 0; j < tile_keys; ++j) key_rows[j] = k_rows.at(k_offset[j] + k_head);
+                for (int64_t j = tile_keys; j < end; ++j) key_rows[j] = zeros.at(0);
                 transpose(Scattered{key_rows}, end, width, keys.at(0), kTileKeys);
               } else {
                 k_rows.load_rows(k_offset, tile_keys, k_head, 1.f, key_tile.at(0));
@@ -192,7 +202,8 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
               packed = true;
             }
             const int64_t at = (head - h0) * count + (row - r0) * group, queries = block * group;
-            gemm(queries, end, width, query.at(at * width), width, Packed{keys.at(0), kTileKeys}, scores.at(0), kTileKeys, false);
+            gemm(queries, end, width, Down{query.at((head - h0) * width * ld + (row - r0) * group), ld},
+                 Packed{keys.at(0), kTileKeys}, scores.at(0), kTileKeys, false);
             look_ahead(step);
             if (cap != 0.f) soft_cap(scores.at(0), queries, 0, end, cap);
             const bool all_seen = tile_position + tile_keys - 1 <= *oldest && !(window && *newest - tile_position >= *window);
@@ -207,11 +218,13 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
         }
       }
 
-      for (int64_t i = 0; i < all; ++i) {
-        const int64_t row = r0 + i % count / group, head = (h0 + i / count) * group + i % group;
-        const auto [log_sum, factor] = running.finish(i);
-        lse_data[row * heads + head] = log_sum;
-        out_rows.store_row(out_rows.offset(row, head), running.out + i * width, factor);
+      for (int64_t head = h0 * group, i; head < h1 * group; ++head) {
+        i = (head / group - h0) * count + head % group;
+        for (int64_t row = r0; row < r1; ++row, i += group) {
+          const auto [log_sum, factor] = running.finish(i);
+          lse_data[row * heads + head] = log_sum;
+          out_rows.store_row(out_rows.offset(row, head), running.out + i * width, factor);
+        }
       }
     };
   });

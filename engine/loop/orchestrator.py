@@ -8,6 +8,7 @@ repeats the uninterrupted one.
 from __future__ import annotations
 
 import fcntl
+import gc
 import math
 import shutil
 import time
@@ -155,7 +156,7 @@ class Orchestrator:
                 self._restore(self._saved)
             self.watch.restart()
             self.monitor = GpuMonitor.of(self.model.device, self.console.note)
-            with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor):
+            with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), _only_new_garbage():
                 while self.step < steps and not self.stopping.asked:
                     self._step()
                 if self.step < steps:
@@ -349,6 +350,18 @@ class Orchestrator:
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         return target
+
+
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Meanwhile collections pass over what was there before: a look through all objects of the imported libraries is a
+    noticeable part of a small step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
