@@ -49,7 +49,7 @@ RESTARTED = {
     "state": "their program or environment gives no state that a checkpoint can hold",
     "engine": "vLLM's engine gives no state",
 }
-"""Why a checkpoint keeps only the prompt of an unfinished group."""
+"""Why a checkpoint keeps only the prompt of an unfinished group; in a run, `lost`: the engine knows it no more."""
 LOOK_S = 0.05
 """Between looks at the sampling while only verdicts are outstanding."""
 
@@ -80,7 +80,7 @@ class Controller:
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
         self.work: Counter[str] = Counter()  # of the engine's steps: their seconds, and what it counts of them
-        self.restarted: Counter[str] = Counter()  # groups that a checkpoint could not keep unfinished, by what it lacks
+        self.restarted: Counter[str] = Counter()  # unfinished groups that were begun anew, by reason
         self._dropped_before = 0  # groups dropped when the step began
         self.trace = no_trace
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
@@ -263,6 +263,7 @@ class Controller:
             self._collect()
             self._settle()
             self._admit()
+            self._find_lost()
             self._changed.notify_all()
         if self._sampling:
             with self._timed("sampling", "gen"), self._errors_told():
@@ -331,6 +332,17 @@ class Controller:
             self.buffer.to(group, State.JUDGING)
             with self._timed(None, "reward"):
                 self.judging.add(group, request.tree)
+
+    def _find_lost(self) -> None:
+        """Where the engine has nothing to do, whatever is waited for is lost, and begun anew."""
+        if not self._sampling or self.engine.loop.busy:
+            return
+        for group, request in list(self._sampling.items()):
+            if not request.done:
+                del self._sampling[group]
+                self.buffer.to(group, State.QUEUED)
+                self.restarted["lost"] += 1
+        self._admit()
 
     def _notify(self) -> None:
         with self._changed:
