@@ -59,7 +59,8 @@ verl: $(VENV)/.ready-dev
 # The kernels for Hopper and Blackwell of packages that need an environment of their own, compiled without a GPU.
 hopper: $(VENV)-hopper/.ready
 	mkdir -p build/hopper/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/hopper/rolltree/
-	PYTHONPATH=build/hopper $(VENV)-hopper/bin/python -m pytest -m hopper tests/kernels/test_flash_compiles.py --timeout 900 $(ARGS)
+	PYTHONPATH=build/hopper $(VENV)-hopper/bin/python -m pytest -m hopper tests/kernels/test_flash_compiles.py \
+		tests/kernels/test_cute_compiles.py --timeout 900 $(ARGS)
 
 # The recipes for other trainers against their own functions; slime, prime-rl and AReaL where PYTHONPATH has them.
 trainers: $(VENV)/.ready-dev

@@ -49,7 +49,7 @@ FIRST = (
 """What runs, in small cases, where no op is named."""
 
 
-OWN = ("job",)
+OWN = ("job", "plot")
 """What has a command line of its own."""
 
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rolltree bench",
         description="Time the ops beside their peers and limits.",
-        epilog="a whole job by several trainers: rolltree bench job --help",
+        epilog="rolltree bench job: a whole job by several trainers; rolltree bench plot: pictures of recorded rows",
     )
     parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)}; or all; default: some, --quick")
     parser.add_argument("--list", action="store_true", help="only list ops, cases and providers")

@@ -5,8 +5,9 @@
 
 - the head: FLOP of its products at `GEMM_SHARE` of the tensor cores' peak, or the bytes they move where that takes
   longer; the row kernels' bytes; ``worst`` adds bytes and FLOP up. 18 bytes a logit: 4 written by the first product, 4
-  read for the statistics, 4 read and 2 written for the gradient, 2 read by each of the other products. A first product
-  whose epilogue leaves bf16 exponentials and the statistics would move 6; the rows so named say what that would gain;
+  read for the statistics, 4 read and 2 written for the gradient, 2 read by each of the other products. Backend cute
+  moves 6, its exponentials, and the statistics of their tiles; ``worst`` also adds the clocks in which its first
+  product's epilogue, whose instructions bench/results/static-sm_90 has, would keep a multiprocessor from multiplying;
 - attention: the tiles that the lists of blocks hold, times the clocks of a round of each kernel's main loops, full ones
   and masked ones, which bench/results/static-sm_90 has from machine code; all multiprocessors busy, no tail;
 - decode: bytes of the keys and values that one step reads, at `STREAM_SHARE` of the memory's rate; ``worst`` adds the
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.engine import TokenTree
+from rolltree.kernels.linear_logprob import exponentials
 
 from . import workloads
 
@@ -59,18 +61,41 @@ def _head(H: int, V: int) -> Iterator[Predicted]:
         to_hidden = product, (2 * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte
         # the weight's gradient is read and written in fp32 for each chunk but the first
         to_weight = product, (2 * logits + 4 * weight * (2 * chunks - 1) + 2 * TOKENS * H) * byte
-        small = product, (2 * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte
         steps = {
             "forward": [first, (0.0, 4 * logits * byte)],
             "forward+backward": [first, (0.0, 4 * logits * byte), (0.0, 6 * logits * byte), to_hidden, to_weight],
         }
-        rows = [("triton", direction, parts) for direction, parts in steps.items()]
-        rows.append(("epilogues, not built", "forward+backward", [small, to_hidden, to_weight]))
-        rows.append(("three bare products", "forward+backward", [(product, 0.0)] * 3))
+        rows = [("triton", direction, parts, 0.0) for direction, parts in steps.items()]
+        tile = exponentials.tile_of(V)
+        assert tile is not None
+        # three numbers a tile, written, and read and written between the products; hidden is scaled there
+        between = 0.0, (3 * 4 * 5 * logits / tile + 6 * TOKENS * H) * byte
+        scored, stored = ((product, (e * logits + 2 * weight * chunks + 2 * TOKENS * H) * byte) for e in (0, 2))
+        for direction, kernel, parts in (
+            ("forward", "scores", [scored, between]),
+            ("forward+backward", "exponentials", [stored, between, to_hidden, to_weight]),
+        ):
+            exposed = _epilogue(kernel, tile) * logits / (exponentials.ROWS * tile) / (SMS * CLOCK)
+            rows.append(("cute", direction, parts, exposed))
+        rows.append(("three bare products", "forward+backward", [(product, 0.0)] * 3, 0.0))
         case = f"N={TOKENS} H={H} V={V} bf16"
-        for backend, direction, parts in rows:
-            best, worst = sum(max(p) for p in parts), sum(sum(p) for p in parts)
+        for backend, direction, parts, exposed in rows:
+            best, worst = sum(max(p) for p in parts), sum(sum(p) for p in parts) + exposed
             yield Predicted("head", case, backend, direction, gpu, 1e3 * best, 1e3 * worst)
+
+
+def _static() -> Iterator[dict[str, Any]]:
+    """The rows of bench/results/static-sm_90."""
+    for file in sorted((RESULTS / "static-sm_90").glob("*.jsonl")):
+        yield from map(json.loads, file.read_text().splitlines())
+
+
+def _epilogue(kernel: str, tile: int) -> float:
+    """Clocks in which the four schedulers issue what the first product of backend cute executes beside its main loop:
+    at most, as warps that only copy have some of it."""
+    (row,) = (row for row in _static() if row["case"] == f"head {kernel} tile {tile} bf16")
+    warps = 4 if tile <= exponentials.PINGPONG else 8  # of one tile
+    return (row["instructions"] - sum(loop["instructions"] for loop in row["loops"])) * warps / 4
 
 
 def _blocks(ends: np.ndarray, size: int = 128) -> tuple[int, int]:
@@ -87,11 +112,10 @@ def _blocks(ends: np.ndarray, size: int = 128) -> tuple[int, int]:
 def _clocks() -> dict[str, tuple[list[float], list[float]]]:
     """Kernel -> clocks of a round of its full and of its masked loop, [overlapped, in turn]."""
     found = {}
-    for file in sorted((RESULTS / "static-sm_90").glob("*.jsonl")):
-        for row in map(json.loads, file.read_text().splitlines()):
-            if row["case"].endswith("D128 bf16"):
-                loops = sorted(row["loops"], key=lambda loop: loop["instructions"])
-                found[row["case"].removesuffix(" D128 bf16")] = loops[0]["modelled"], loops[-1]["modelled"]
+    for row in _static():
+        if row["case"].endswith("D128 bf16"):
+            loops = sorted(row["loops"], key=lambda loop: loop["instructions"])
+            found[row["case"].removesuffix(" D128 bf16")] = loops[0]["modelled"], loops[-1]["modelled"]
     return found
 
 

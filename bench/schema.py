@@ -36,6 +36,8 @@ class Row:
     versions: dict[str, str]
     commit: str
     time: str  # UTC, ISO 8601
+    flop: float | None = None  # that any implementation must do, None where they were not counted
+    bytes: float | None = None  # that it must move
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@
 
 Each op runs once on tensors that hold nothing, with launches replaced by compilation: the launch code itself decides
 what is compiled. Triton keeps its kernels in its own folder (``TRITON_CACHE_DIR``, ``~/.triton/cache``), flash-attn 4
-in `kernel_cache.directory`; both names hold the versions of all that they are made from, Python's among them. A kernel
-compiled for a pointer on a multiple of 16 bytes is another one than for a pointer that is not: the row kernels of the
-head are built for both, as chunks of any size have them.
+and quack in `kernel_cache.directory`; both names hold the versions of all that they are made from, Python's among them.
+A kernel compiled for a pointer on a multiple of 16 bytes is another one than for a pointer that is not: the row kernels
+of the head are built for both, as chunks of any size have them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Built(NamedTuple):
 
 
 def build(target: Target, model: Model, *, flash: bool) -> Iterator[Built]:
-    """Fill the caches; with ``flash`` flash-attn 4's too, which must be installed.
+    """Fill the caches; with ``flash`` those of flash-attn 4 and quack too, which must be installed.
 
     Raises:
         RuntimeError: this process has imported CuTe DSL for another target, or interprets Triton.
@@ -89,19 +89,22 @@ def build(target: Target, model: Model, *, flash: bool) -> Iterator[Built]:
         for name, step in steps:
             yield _timed(name, step, compiled)
     if flash:
-        yield from build_flash(target, model)
+        yield from build_hopper(target, model)
 
 
-def build_flash(target: Target, model: Model) -> Iterator[Built]:
-    """flash-attn 4's kernels alone."""
+def build_hopper(target: Target, model: Model) -> Iterator[Built]:
+    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs, alone."""
     if "cutlass" in sys.modules and os.environ.get("CUTE_DSL_ARCH") != target.arch:
         raise RuntimeError(f"CuTe DSL is imported for another GPU than {target.arch}; build in a process of its own.")
     os.environ |= {  # read once, at the import
         "CUTE_DSL_ARCH": target.arch,
         "FLASH_ATTENTION_ARCH": target.arch,
         "FLASH_ATTENTION_NUM_SMS": str(target.sms),
+        "QUACK_ARCH": target.arch,
     }
     with _cute_compiles(target) as compiled:
+        for name, step in _products(target, model):
+            yield _timed(f"head, cute{name}", step, compiled)
         for name, step in _flash(target, model):
             yield _timed(f"attention, flash{name}", step, compiled)
 
@@ -214,20 +217,27 @@ def _windows(model: Model) -> list[int | None]:
 
 @contextmanager
 def _cute_compiles(target: Target) -> Iterator[list[str]]:
-    """flash-attn compiles and launches nothing; yields the names of what was not in its cache."""
+    """flash-attn and quack compile and launch nothing; yields the names of what was not in their caches."""
     import warnings
 
-    from .tree_attention import flash_kernels  # noqa: F401  # its cache's settings, before flash-attn
+    from .linear_logprob import cute_kernels  # noqa: F401  # their caches' settings, before flash-attn and quack
+    from .tree_attention import flash_kernels  # noqa: F401
 
     import cutlass  # isort: skip
     from flash_attn.cute import tile_scheduler
+    from quack.epilogue.frontend import EpiMod
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Absent:
         """What is asked of the GPU while compiling for it."""
 
+        def __init__(self, device: int = 0) -> None: ...
+
         def get_device_multiprocessor_count(self) -> int:
             return target.sms
+
+        def get_max_active_clusters(self, cluster_size: int) -> int:
+            return target.sms // cluster_size
 
     compiled: list[str] = []
     compiler = cutlass.cute.compile
@@ -238,12 +248,50 @@ def _cute_compiles(target: Target) -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(cutlass.cute, "compile", counted))
+        stack.enter_context(mock.patch.object(EpiMod, "gemm", functools.partialmethod(EpiMod.gemm, _launch=False)))
         stack.enter_context(mock.patch.object(cutlass.utils, "HardwareInfo", Absent))
         stack.enter_context(mock.patch.object(tile_scheduler, "HardwareInfo", Absent))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # that tensors without memory are asked where it is
         stack.enter_context(FakeTensorMode())
         yield compiled
+
+
+def _products(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The head's products around exponentials, where they take the model's head."""
+    from .linear_logprob import cute_kernels
+    from .linear_logprob.exponentials import BLOCK, ROWS, tile_of
+
+    V, tile = model.vocab, tile_of(model.vocab)
+    if target.major != 9 or tile is None or model.dtype != torch.bfloat16 or model.logit_softcap:
+        return
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, device="cuda")
+
+    def form(e: Tensor | None, rows: int = 4 * ROWS, width: int = 64) -> None:
+        statistics = *(fp32(rows, V // tile) for _ in range(3)), fp32(rows)
+        ids = torch.empty(rows, dtype=torch.int32, device="cuda")
+        cute_kernels.exponentials(bf16(rows, width), bf16(V, width), fp32(rows), ids, tile, e, *statistics)
+
+    def gradients(rows: int = 4 * ROWS, width: int = 64) -> None:
+        e, scale, x = bf16(rows, V), bf16(V // BLOCK, rows), bf16(rows, width)
+        cute_kernels.to_hidden(e, scale, bf16(V, width), fp32(rows), x)
+        for add in (False, True):
+            cute_kernels.to_weight(e, scale, x, fp32(V, width), add)
+
+    def another_size() -> None:
+        form(bf16(5 * ROWS, V), 5 * ROWS, 128)
+        form(None, 5 * ROWS, 128)
+        gradients(5 * ROWS, 128)
+
+    yield ", exponentials", lambda: form(bf16(4 * ROWS, V))
+    yield ", scores", functools.partial(form, None)
+    yield ", gradients", gradients
+    yield ", another size", another_size
 
 
 def _flash(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:

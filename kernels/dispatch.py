@@ -91,6 +91,11 @@ def choose(op: str, table: Mapping[str, Fn], device: torch.device) -> Fn:
     return table[usable[0]]
 
 
+def usable(name: str, device: torch.device) -> bool:
+    """Whether backend ``name`` can run on ``device``, and no other is forced."""
+    return (_forced.get() or os.environ.get("ROLLTREE_BACKEND") or name) == name and not _unusable(name, device)
+
+
 def _known(name: str, where: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"{where} names '{name}', which is not a backend; use one of {', '.join(BACKENDS)}.")

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..dispatch import fall_back, log_once
+from ..dispatch import fall_back, log_once, usable
 from . import chunked, frozen, reference
 from .exponentials import ROWS, Exponentials, Products, Scores, tile_of
 from .head import Head, HeadGradient
@@ -125,11 +125,10 @@ def refusal(hidden: Tensor, head: Head, softcap: float) -> str | None:
     options = {"a bias": len(head.bias), "a softcap": softcap, "an adapter": head.lora is not None}
     if given := [name for name, option in options.items() if option]:
         return f"its kernels do not take {given[0]}"
+    if reason := _refusal_of_sizes(V, H):
+        return reason
     tile = tile_of(V)
-    if tile is None:
-        return f"its kernels take a vocabulary that is a multiple of {ROWS}, not {V}: pad the head's weight"
-    if H % 8:
-        return f"its kernels take a width that is a multiple of 8, not {H}"
+    assert tile is not None
     if not weight.is_contiguous() or weight.data_ptr() % 16 or hidden.data_ptr() % 16:
         return "its kernels take a contiguous weight, and tensors that begin at a multiple of 16 bytes"
     if (hidden.device, tile) not in _checked:
@@ -137,6 +136,17 @@ def refusal(hidden: Tensor, head: Head, softcap: float) -> str | None:
             return "its first call lies within the capture of a CUDA graph"
         _checked[hidden.device, tile] = _first_use(hidden.device, tile)
     return _checked[hidden.device, tile]
+
+
+def _refusal_of_sizes(V: int, H: int) -> str | None:
+    if tile_of(V) is None:
+        return f"its kernels take a vocabulary that is a multiple of {ROWS}, not {V}: pad the head's weight"
+    return f"its kernels take a width that is a multiple of 8, not {H}" if H % 8 else None
+
+
+def expected(V: int, H: int, device: torch.device) -> bool:
+    """Whether a bf16 head of these sizes, without bias, softcap and adapter, will run on the kernels."""
+    return usable("cute", device) and _refusal_of_sizes(V, H) is None
 
 
 _checked: dict[tuple[object, ...], str | None] = {}

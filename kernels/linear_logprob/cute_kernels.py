@@ -25,7 +25,7 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect  # noqa: E
 from quack.epilogue.scaled_exp import MaxLog2  # noqa: E402
 from quack.operand_transform import a_transform, transform_a_operand  # noqa: E402
 
-from .exponentials import ROWS  # noqa: E402
+from .exponentials import PINGPONG, ROWS  # noqa: E402
 
 LOG2E = 1.4426950408889634
 MOST = 2.0  # above every exponential, as k is the rounded largest: what is not finite is stored as this
@@ -92,7 +92,7 @@ def exponentials(
         e,
         epi_args={
             "largest": tile,
-            "inverse": inverse[None],
+            "inverse": inverse.unsqueeze(0),
             "exponent": exponent,
             "total": total,
             "weighted": weighted,
@@ -103,7 +103,7 @@ def exponentials(
         tile_N=tile,
         cluster_M=2,
         cluster_N=1,
-        pingpong=tile <= 192,  # two warp groups take turns, one's epilogue under the other's product
+        pingpong=tile <= PINGPONG,
     )
 
 
@@ -119,7 +119,7 @@ def to_hidden(
         transform_a_operand(_rows_scaled, e, {"scale": scale}, ROWS, TILE_K),
         weight.mT,
         out,
-        epi_args={"v": v[None]},
+        epi_args={"v": v.unsqueeze(0)},
         transform_a=_rows_scaled,
         tile_M=ROWS,
         tile_N=256,

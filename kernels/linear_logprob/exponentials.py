@@ -31,6 +31,9 @@ ROWS = 128
 TILES = (192, 256, 128)
 """Columns of a tile of the first product, the first that divides the vocabulary."""
 
+PINGPONG = 192
+"""Up to this many columns two warp groups take turns: the epilogue of one runs under the product of the other."""
+
 BLOCK = 64
 """Columns that a value of `Products.to_hidden`'s ``scale`` stands for."""
 

@@ -38,7 +38,8 @@ def one_pass(given: Inputs, judge: Judge, cuts: Cuts, need_hidden: bool, need: H
         shared.know(judge, scores)
     for k in range(len(sizes)):
         c, own = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
-        local = Targets(targets.start[c.start : c.stop + 1] - own.start, targets.target[own], None, targets.one_a_row)
+        one_a_row = sizes[k] == c.stop - c.start  # as every row of a plan has a target
+        local = Targets(targets.start[c.start : c.stop + 1] - own.start, targets.target[own], None, one_a_row)
         x, of_row = hidden[c], temperature[c]
         if not local.one_a_row:
             x, of_row = x[local.row], of_row[local.row]

@@ -15,6 +15,10 @@ advantage without a KL or entropy term) are left out before the first product: N
 share of these that turn out not to be clipped; they are known after the log-sum-exp, so a CPU leaves the others out of
 the last two products. A GPU would have to be waited for, and multiplies them: f = 1.
 
+Backend cute (`linear_logprob.exponentials`) multiplies a row for each of its targets, and rows in multiples of 128, and
+keeps 2 bytes a logit instead of 4 and their gradient. A plan says whether it expects it: for a bf16 head without bias,
+softcap and adapter, of the sizes and on the device it is made for.
+
 Planning looks at the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
 host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself never waits.
 """
@@ -22,6 +26,7 @@ host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,6 +36,8 @@ from torch import Tensor
 
 from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
+from ..linear_logprob.cute import expected
+from ..linear_logprob.exponentials import padded
 from ..policy_loss import Objective, PolicyFields
 from .align import align
 from .terms import AnyTerm, Term, live
@@ -61,6 +68,7 @@ class HeadPlan:
     frozen: bool
     gradient_share: float
     batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
+    exponentials: bool  # whether backend cute is expected to run it
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
         """Row of each target among the R; None: one a row, in order."""
@@ -72,10 +80,15 @@ class HeadPlan:
     def flop(self) -> float:
         """Of the matrix products, expected."""
         V, H = self.head
-        return self.products() * self.row_cuts[-1] * V * H
+        rows = self.row_cuts[-1] + self.padding()
+        return (self._of_schedule() * rows + 2 * self.gradient_share * self.shared) * V * H
 
     def products(self) -> float:
         """FLOP in N H V, N being the rows computed."""
+        return self._of_schedule() + 2 * self.gradient_share * self.shared / max(self.row_cuts[-1], 1)
+
+    def _of_schedule(self) -> float:
+        """FLOP of a row, in H V, but for what is shared."""
         f = self.gradient_share
         products = {
             "logprob_only": 2.0,
@@ -84,28 +97,46 @@ class HeadPlan:
             "frozen_head": 4.0,
             "two_phase": 2 + (4 if self.frozen else 6) * f,
         }
-        return products[self.schedule] + 2 * f * self.shared / max(self.row_cuts[-1], 1)
+        return products[self.schedule]
+
+    def padding(self) -> int:
+        """Rows that are multiplied beside those computed: for further targets of a row, and to full tiles."""
+        return sum(self._multiplied()) - (self.row_cuts[-1] - self.row_cuts[0])
+
+    def _multiplied(self) -> list[int]:
+        """Rows of the chunks as they are multiplied."""
+        cuts = self.target_cuts if self.exponentials and self.schedule in ONE_PASS else self.row_cuts
+        rows = [b - a for a, b in itertools.pairwise(cuts)]
+        return [padded(n) for n in rows] if self.exponentials else rows
 
     def traffic(self) -> float:
         """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
 
-        A tile of fp32 is written, read by the statistics, and with a gradient read again and written; the fp32 gradient
-        of the head is read and written once a chunk.
+        A tile of fp32 is written, read by the statistics, and with a gradient read again and written; of bf16
+        exponentials only written, where a gradient follows. The fp32 gradient of the head is read and written once a
+        chunk.
         """
         V, H = self.head
-        tiles = (self.row_cuts[-1] * (2 if self.schedule == "logprob_only" else 4) + 2 * self.shared) * V * 4
+        scored = self.schedule == "logprob_only"
+        tiles = (sum(self._multiplied()) * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
+        if self.exponentials:
+            tiles = (sum(self._multiplied()) * (0 if scored else 2) + self.shared * (4 + 2) * 4) * V
         chunks = len(self.row_cuts) - 1 + (-(-self.shared // self._most()) if self.shared else 0)
-        head = 0 if self.frozen or self.schedule == "logprob_only" else chunks * V * H * 8
+        head = 0 if self.frozen or scored else chunks * V * H * 8
         return float(tiles + head)
 
     def memory(self, itemsize: int = 4) -> int:
-        """Bytes beside inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another dtype.
+        """Bytes beside inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another dtype; or one
+        of bf16 exponentials.
 
         Args:
             itemsize: bytes of an element of hidden.
         """
         V, H = self.head
         gathered = 0 if self.row is None else len(self.row) * H * itemsize
+        if self.exponentials and not self.shared:
+            scored = self.schedule == "logprob_only"
+            return max(self._multiplied(), default=0) * V * (0 if scored else 2) + gathered
         return self._most() * V * (4 if itemsize == 4 else 4 + itemsize) + gathered
 
     def _most(self) -> int:
@@ -136,6 +167,9 @@ class HeadPlan:
         N, M = self.given
         V, H = self.head
         rows, targets = self.row_cuts[-1], self.target_cuts[-1]
+        tiles = "fp32 logits"
+        if self.exponentials:
+            tiles = f"bf16 exponentials (backend cute), {self.padding()} rows for further targets and to full tiles"
         return "\n".join(
             [
                 f"schedule {self.schedule}{' (frozen head)' if self.frozen else ''}: {rows} of {N} rows, "
@@ -143,6 +177,7 @@ class HeadPlan:
                 + (f", {self.shared} rows shared by chunks" if self.shared else ""),
                 f"{self.flop() / 1e12:.3g} TFLOP, {self.products():.2f} N H V of the rows computed; plain PyTorch "
                 f"{6.0 * N * H * V / 1e12:.3g} TFLOP",
+                f"tiles of {tiles}",
                 f"{self.traffic() / 2**30:.3g} GiB moved outside the products",
                 f"{self.memory() / 2**20:.0f} MiB beside gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
             ]
@@ -254,6 +289,7 @@ def plan_terms_loss(
         frozen=frozen,
         gradient_share=gradient_share,
         batch=int(fingerprint(terms, row)),
+        exponentials=_exponentials(terms, schedule, vocabulary, hidden_size, device),
     )
 
 
@@ -268,8 +304,16 @@ def fingerprint(terms: Sequence[AnyTerm], row: Tensor | None) -> Tensor:  # [] i
     return torch.where(alive, x, 0).sum()
 
 
-def plan_everything(num_rows: int, vocabulary: int, hidden_size: int, device: torch.device, frozen: bool) -> HeadPlan:
+def plan_everything(
+    num_rows: int,
+    vocabulary: int,
+    hidden_size: int,
+    device: torch.device,
+    frozen: bool,
+    terms: Sequence[AnyTerm],
+) -> HeadPlan:
     """Every target, one a row, for terms of tokens: the plan that needs no look at the data."""
+    exponentials = _exponentials(terms, "fused_forward", vocabulary, hidden_size, device)
     cuts = even_cuts(num_rows, chunk_rows(num_rows, vocabulary, device))
     return HeadPlan(
         schedule="fused_forward",
@@ -285,7 +329,15 @@ def plan_everything(num_rows: int, vocabulary: int, hidden_size: int, device: to
         frozen=frozen,
         gradient_share=1.0,
         batch=None,
+        exponentials=exponentials,
     )
+
+
+def _exponentials(terms: Sequence[AnyTerm], schedule: Schedule, V: int, H: int, device: torch.device | str) -> bool:
+    of_entropy = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
+    if schedule in ONE_PASS and of_entropy:
+        return False
+    return schedule in (*ONE_PASS, "logprob_only") and expected(V, H, torch.device(device))
 
 
 def even_cuts(rows: int, chunk: int) -> tuple[int, ...]:

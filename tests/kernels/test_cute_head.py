@@ -15,6 +15,8 @@ from torch import Tensor
 from rolltree.kernels import HeadLora, Objective, PolicyFields, PolicyLossOutput, dispatch, linear_logprob, policy_loss
 from rolltree.kernels.linear_logprob import chunked, cpu, cute, exponentials, reference
 from rolltree.kernels.linear_logprob.exponentials import TILES, Exponentials, tile_of
+from rolltree.kernels.linear_logprob.head import Head
+from rolltree.kernels.linear_logprob.targets import group_by_row
 from rolltree.kernels.linear_policy_loss import plan
 from rolltree.kernels.policy_loss import PRESETS
 
@@ -127,12 +129,11 @@ def compare(
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
 
 
-ONE_PASS = sorted(
-    name for name, o in PRESETS.items() if o.scope != "batch" and not o.needs_entropy  # the others fall back or compose
-)  # fmt: skip
+ONE_PASS = {o.encoded: name for name, o in PRESETS.items() if o.scope != "batch" and not o.needs_entropy}
+"""Names of all objectives but those that are composed, or fall back."""
 
 
-@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize("name", sorted(ONE_PASS.values()))
 def test_every_objective_errs_at_most_twice_as_plain_pytorch(
     name: str, rounded: Rounded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,18 @@ def test_scores_are_those_of_fp32_logits(
     assert set(rounded.rows) == {128}
 
 
+@pytest.mark.parametrize("row", [None, [0, 0, 2, 2, 2]], ids=["a target a row", "several"])
+def test_targets_out_of_range_score_nan(row: list[int] | None, rounded: Rounded) -> None:
+    """As on a GPU, where looking for them would make the host wait."""
+    given = inputs(5, WIDTH, VOCABULARY, dtype=torch.bfloat16)
+    target = torch.tensor([3, -100, VOCABULARY, 7, 2**40])
+    targets = group_by_row(target, None if row is None else torch.tensor(row), 5)
+    head = Head(given["weight"], None, None, torch.float32)
+    logprob, logsumexp, *_ = cute.forward(given["hidden"], head, targets, torch.ones(5), 0.0, True, False, False)
+    assert logprob.isnan().tolist() == [False, True, True, False, True]
+    assert logsumexp.isfinite().all()
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0, 3e3])
 def test_extreme_logits(scale: float, rounded: Rounded) -> None:
     """Uniform rows, and rows so sure that exponentials of other tiles and of the target leave fp32's range."""
@@ -232,7 +245,7 @@ def test_rows_without_gradient_take_no_part_whatever_they_hold(rounded: Rounded)
     spoiled = dict(given, hidden=given["hidden"].clone(), target=given["target"].clone())
     for row, value in ((2, torch.nan), (7, torch.inf), (20, 3e38)):
         spoiled["hidden"][row] = value
-    everything = plan.plan_everything(len(off), VOCABULARY, WIDTH, torch.device("cpu"), False)
+    everything = plan.plan_everything(len(off), VOCABULARY, WIDTH, torch.device("cpu"), False, [])
     runs = [run(fused, x | {"plan": everything}, narrow, objective, ("hidden", "weight")) for x in (given, spoiled)]
     assert torch.equal(runs[0]["d_weight"], runs[1]["d_weight"])
     assert torch.equal(runs[0]["d_hidden"], runs[1]["d_hidden"])
@@ -323,6 +336,36 @@ def test_kernels_that_agree_are_used_and_named_once(
         "to_weight": 2 + 2,
     }  # the check takes two chunks
     assert [r.message for r in caplog.records] == ["linear_policy_loss runs on quack's GEMMs."]
+
+
+def test_the_plan_knows_them(rounded: Rounded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is multiplied is what is; other objectives and sizes are not expected to run on them."""
+    chunks_of(monkeypatch, 8)
+    given, fields = batch("tree", dtype=torch.bfloat16, V=VOCABULARY)
+    narrow, sizes = cast(fields, torch.float32, "token_mean"), {"num_rows": 12, "hidden_size": WIDTH, "device": "cpu"}
+
+    def of(objective: Objective, vocabulary: int = VOCABULARY, **options: Any) -> plan.HeadPlan:
+        return plan.plan_policy_loss(
+            narrow, objective, vocabulary=vocabulary, row=given["row"], **sizes | options
+        )  # fmt: skip
+
+    made = of(Objective())
+    assert made.exponentials
+    assert "bf16 exponentials (backend cute), 247 rows for further targets and to full tiles" in made.explain()
+    run(fused, given | {"plan": made}, narrow, Objective(), ("hidden", "weight"))
+    assert sum(rounded.rows) == made.row_cuts[-1] + made.padding() == 256
+    assert made.flop() == 6 * 256 * VOCABULARY * WIDTH
+    assert made.traffic() == 2 * 256 * VOCABULARY + 8 * VOCABULARY * WIDTH * 2
+    assert made.memory(2) == 2 * 128 * VOCABULARY + 2 * WIDTH * len(made.row)
+    assert of(Objective(), frozen=True).flop() == 4 * 256 * VOCABULARY * WIDTH
+    scored = of(Objective(), gradient=False)
+    assert (scored.exponentials, scored.traffic()) == (True, 0)
+    others = [of(Objective(), vocabulary=200), of(Objective(), hidden_size=20), of(Objective(entropy_coef=0.1))]
+    with dispatch.use_backend("reference"):
+        others.append(of(Objective()))
+    assert [other.exponentials for other in others] == [False] * 4
+    assert all("tiles of fp32 logits" in other.explain() for other in others)
+    assert all(other.padding() == 0 for other in others)
 
 
 def test_tiles() -> None:

@@ -29,7 +29,7 @@ BUILD = """
 import json, sys
 from rolltree.kernels import ahead
 target, model, everything = ahead.TARGETS[sys.argv[1]], ahead.Model(8, 4, int(sys.argv[2]), 5000), sys.argv[3] == "all"
-for built in ahead.build(target, model, flash=True) if everything else ahead.build_flash(target, model):
+for built in ahead.build(target, model, flash=True) if everything else ahead.build_hopper(target, model):
     print(json.dumps(built._asdict()))
 """
 

@@ -25,6 +25,7 @@ from rolltree.kernels import (
     use_backend,
 )
 from rolltree.kernels.linear_logprob import api as logprob_api
+from rolltree.kernels.linear_logprob import cute
 from rolltree.kernels.linear_logprob import op as logprob_op
 from rolltree.kernels.linear_policy_loss import api, composed, fused, op, plan
 from rolltree.kernels.linear_policy_loss.terms import AnyTerm
@@ -38,11 +39,12 @@ from .test_linear_terms_loss import make_terms
 OPTIONS = {"vocabulary": 65, "hidden_size": 16, "device": "cpu"}
 
 
-def planned(names: str, trees: str = "groups") -> tuple[Inputs, list[AnyTerm], plan.HeadPlan]:
-    given, of_batch = forest(TREES[trees])
+def planned(names: str, V: int = 65) -> tuple[Inputs, list[AnyTerm], plan.HeadPlan]:
+    given, of_batch = forest(TREES["groups"], V=V)
     given = {name: t.cpu() for name, t in given.items()}
     terms = make_terms(names, "tree", cast(of_batch, torch.float32, "token_mean"))
-    made = plan_terms_loss(terms, num_rows=len(given["hidden"]), row=given["row"], **OPTIONS)
+    options = OPTIONS | {"vocabulary": V}
+    made = plan_terms_loss(terms, num_rows=len(given["hidden"]), row=given["row"], **options)
     return given, terms, made
 
 
@@ -63,14 +65,21 @@ def away(x: Any) -> Any:
     return x
 
 
-def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
+def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton") -> list[str]:
     """What `linear_terms_loss`, forward and backward, makes the host wait for with a plan from the host."""
     patch.setattr(plan, "chunk_rows", lambda N, V, device: 9)
-    given, terms, made = planned(names)
+    given, terms, made = planned(names, V=128)
     no_kernel = SimpleNamespace(ROW_MULTIPLE=16, statistics=lambda *_: None, gradient=lambda *_: None)
     for module in (op, logprob_op):
         patch.setattr(module, "row_kernels", lambda backend: no_kernel)
-        patch.setattr(module, "backend_of", lambda name, values: "triton")
+        patch.setattr(module, "backend_of", lambda name, values: backend)
+    launched: list[str] = []
+    products = SimpleNamespace(
+        **{name: lambda *_, name=name: launched.append(name) for name in ("exponentials", "to_hidden", "to_weight")}
+    )
+    patch.setattr(cute, "kernels", lambda: products)
+    patch.setattr(cute, "portable", lambda: no_kernel)
+    patch.setattr(cute, "refusal", lambda *_: None)
     patch.setattr(torch, "is_autocast_enabled", lambda device: False)  # neither knows the meta device
     patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     ran: list[str] = []
@@ -118,6 +127,7 @@ def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
 
     seen = waits(step)
     assert ran
+    assert bool(launched) == (backend == "cute")
     return seen
 
 
@@ -127,6 +137,11 @@ CASES = ["policy", "policy+nll+kl+entropy", "sequence", "sequence+kl", "cov", "p
 @pytest.mark.parametrize("names", CASES)
 def test_the_host_never_waits(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_waits(names, monkeypatch) == []
+
+
+@pytest.mark.parametrize("names", ["policy", "sequence+kl", "cov"])
+def test_the_host_never_waits_with_epilogues(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_waits(names, monkeypatch, "cute") == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""What the machine code of the head's products on quack's GEMMs says, in the rows of `aot.harness`.
+
+``python -m tests.kernels.cute_figures FOLDER`` writes bench/results/static-sm_90/quack-VERSION.jsonl from what
+`make hopper ARGS=--basetemp=FOLDER` left there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rolltree.kernels.linear_logprob.exponentials import PINGPONG, ROWS, TILES
+
+from .aot import harness, machine_code
+
+TILE_K = 64  # columns of the operands that a round of a main loop multiplies
+MADE_FROM = {"to_hidden": "times_v", "to_weight adding": "_ao_", "to_weight": "_product_"}
+"""Kernel -> a part of its name that none before has."""
+
+
+def table_file() -> Path:
+    return harness.STATIC / f"quack-{version('quack-kernels')}.jsonl"
+
+
+def written() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in table_file().read_text().splitlines()]
+
+
+def figures(name: str, tile: int, kernel: machine_code.Kernel) -> harness.AotResult:
+    """``name``: as in `read`; clocks are modelled, for the warps that multiply one tile."""
+    first = name in ("exponentials", "scores")
+    columns, warps = (tile, 4 if tile <= PINGPONG else 8) if first else (256, 8)
+    case = harness.AotCase(
+        f"head {name}{f' tile {tile}' if first else ''} bf16", None, {}, num_warps=warps,
+        multiply_adds=ROWS * columns * TILE_K,
+    )  # fmt: skip
+    loops = tuple(harness._figures(loop, case) for loop in kernel.main_loops)
+    wgmma = all(any(shape.startswith("HGMMA") for shape in loop.tensor) for loop in kernel.main_loops)
+    return harness.AotResult(
+        case.name, 90, kernel.registers, kernel.stack, 0, wgmma, 1, len(kernel.instructions), loops
+    )
+
+
+def read(folder: Path) -> dict[str, machine_code.Kernel]:
+    """The kernels among the cubins in ``folder``, whose names begin with the step that compiled them."""
+    found = {}
+    for file in folder.glob("*.cubin"):
+        name = next((n for n in ("exponentials", "scores") if file.name.startswith(n)), None)
+        if name is None:
+            name = next(n for n, part in MADE_FROM.items() if part in file.name)
+        (found[name],) = machine_code.read(file.read_bytes())
+    return found
+
+
+def main() -> None:
+    rows = []
+    for tile in TILES:
+        (folder,) = Path(sys.argv[1]).glob(f"**/tile-{tile}/read")
+        rows += [figures(name, tile, kernel) for name, kernel in sorted(read(folder).items())]
+    table_file().write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
