@@ -44,6 +44,12 @@ WORK = ("steps", "row_steps", "call_wait_us")
 """What of the engine's counts is added up over a run."""
 MOST_ATTEMPTS = 64
 """Requests made for one group beside its first, after which it is dropped."""
+RESTARTED = {
+    "call": "a call was under way, which their program does not repeat",
+    "state": "their program or environment gives no state that a checkpoint can hold",
+    "engine": "vLLM's engine gives no state",
+}
+"""Why a checkpoint keeps only the prompt of an unfinished group; in a run, `lost`: the engine knows it no more."""
 LOOK_S = 0.05
 """Between looks at the sampling while only verdicts are outstanding."""
 
@@ -74,6 +80,7 @@ class Controller:
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
         self.work: Counter[str] = Counter()  # of the engine's steps: their seconds, and what it counts of them
+        self.restarted: Counter[str] = Counter()  # unfinished groups that were begun anew, by reason
         self._dropped_before = 0  # groups dropped when the step began
         self.trace = no_trace
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
@@ -166,6 +173,8 @@ class Controller:
         for packed in groups:
             values = archive.unpack(packed)
             request, state = values.pop("request"), State(values.pop("state"))
+            if (lost := values.pop("lost")) is not None:
+                self.restarted[lost] += 1
             group = Group(**values)
             self.buffer.open[group.ticket] = group
             if request is not None:
@@ -179,15 +188,25 @@ class Controller:
 
     def _group_state(self, group: Group, archive: Archive) -> Any:
         request = self._sampling.get(group)
-        packed = None
-        if request is not None and request.started and not request.calls and isinstance(self.engine, NativeEngine):
-            with contextlib.suppress(NotKeptError):
-                found = request_state(request, self.program)
-                Archive().pack(found["program"])
-                packed = found
+        unfinished, lost = None, None
+        if request is not None and request.started:
+            unfinished, lost = self._request_state(request)
         kept = ("ticket", "prompt", "started", "overtaken", "attempt", "parts")
         values = {name: getattr(group, name) for name in kept}
-        return archive.pack({**values, "state": group.state.value, "request": packed})
+        return archive.pack({**values, "state": group.state.value, "request": unfinished, "lost": lost})
+
+    def _request_state(self, request: Request) -> tuple[dict[str, Any] | None, str | None]:
+        """What is kept of a request, or None and why it has to be begun anew."""
+        if not isinstance(self.engine, NativeEngine):
+            return None, "engine"
+        if request.calls and type(request.program).repeated is RolloutProgram.repeated:
+            return None, "call"
+        try:
+            found = request_state(request, self.program)
+            Archive().pack(found["program"])
+        except NotKeptError:
+            return None, "state"
+        return found, None
 
     def _taken_up(self, group: Group, state: dict[str, Any]) -> Request:
         """The request of an unfinished group, where it was."""
@@ -244,6 +263,7 @@ class Controller:
             self._collect()
             self._settle()
             self._admit()
+            self._find_lost()
             self._changed.notify_all()
         if self._sampling:
             with self._timed("sampling", "gen"), self._errors_told():
@@ -312,6 +332,17 @@ class Controller:
             self.buffer.to(group, State.JUDGING)
             with self._timed(None, "reward"):
                 self.judging.add(group, request.tree)
+
+    def _find_lost(self) -> None:
+        """Where the engine has nothing to do, whatever is waited for is lost, and begun anew."""
+        if not self._sampling or self.engine.loop.busy:
+            return
+        for group, request in list(self._sampling.items()):
+            if not request.done:
+                del self._sampling[group]
+                self.buffer.to(group, State.QUEUED)
+                self.restarted["lost"] += 1
+        self._admit()
 
     def _notify(self) -> None:
         with self._changed:

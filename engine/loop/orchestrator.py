@@ -32,7 +32,7 @@ from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
 from . import early, setup
 from .buffer import Buffer, Group
-from .controller import Controller
+from .controller import RESTARTED, Controller
 from .evaluation import Evaluation
 from .failures import Failures
 from .learner import Learner
@@ -207,6 +207,9 @@ class Orchestrator:
         for reason, count in (self.buffer.dropped - self._dropped).items():
             sums.count(f"group/dropped_{reason}", count)
         self._dropped = self.buffer.dropped.copy()
+        for reason, count in self.controller.restarted.items():
+            sums.count(f"group/restarted_{reason}", count)
+        self.controller.restarted.clear()
         metrics = sums.means()
         if self.evaluation.due(step):
             metrics |= self._evaluate()
@@ -339,6 +342,8 @@ class Orchestrator:
             self.console.note(f"'{self.log.path}' lacks the rows of {len(lost)} steps before step {saved.step}.")
         checkpoint.restore_generators(*saved.generators)
         self.console.note(f"Resuming after step {saved.step}.")
+        for reason, count in self.controller.restarted.items():
+            self.console.note(f"{count} unfinished groups are begun anew: {RESTARTED[reason]}.")
 
     def _export(self) -> Path:
         """A Hugging Face directory that plain transformers loads."""

@@ -82,6 +82,7 @@ class ARPO(ToolTurns):
         self._room |= {child: share + (i < rest) for i, child in enumerate(children)}
 
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
+        del self._asked[branch]
         observation = self.observed(result)
         self._probing[branch] = self._length[branch] + len(observation.token_ids)
         yield Fork(branch, append=observation)

@@ -59,6 +59,13 @@ class ToolBox:
         except Exception as error:  # the model is who has to know
             return f"error: {type(error).__name__}: {error}"
 
+    def state_dict(self) -> dict[str, Any]:
+        """A conversation with tools is in its messages alone."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to take over."""
+
 
 class Game:
     """A text environment in gymnasium's manner: ``reset(seed=...)``, and ``step(text)`` that answers five values.
@@ -83,6 +90,14 @@ class Game:
         """Another one in the same state."""
         return copy.deepcopy(self)
 
+    def state_dict(self) -> Any:
+        """The game's own, where it has one."""
+        give = getattr(self.env, "state_dict", None)
+        return None if give is None else give()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.env.load_state_dict(state)
+
 
 def _verifiers(context: Mapping[str, Any], taskset: str) -> Any:
     """A task of `verifiers`; see `engine/integrations/verifiers.py`."""
@@ -101,6 +116,20 @@ class _Talk:
     environment: Any
     messages: list[Message] = field(default_factory=list)
     reward: float | None = None
+    before: Any = None
+    """The environment's state when the step under way began; a step that has ended has changed it."""
+    asked: bool = False
+    """Whether a step is under way."""
+
+    def state(self) -> tuple[Any, ...]:
+        """As plain values, with the environment itself where it gives none."""
+        state = self.before if self.asked else _state_of(self.environment)
+        return self.environment if state is None else state, self.messages, self.reward
+
+    def step(self, branch: BranchId, seconds: float) -> Call:
+        """Tell the environment of the last message."""
+        self.before, self.asked = _state_of(self.environment), True
+        return Call(branch, _step, (self.environment, list(self.messages), seconds))
 
     def fork(self) -> _Talk:
         """The same state for another branch."""
@@ -116,7 +145,8 @@ class EnvironmentTurns(RolloutProgram):
     Args:
         environment: ``tools``, ``game``, ``verifiers``, or ``file.py:Class`` of your own: made with the prompt's
             context, with ``async def step(messages)`` that answers an `Observation`, a text (of a user), or None at the
-            end, and maybe a ``fork()``; without it, it is copied.
+            end, and maybe a ``fork()``; without it, it is copied. With ``state_dict()`` of plain values and
+            ``load_state_dict(state)`` an unfinished conversation is part of a checkpoint.
         environment_options: passed to it.
         max_turns: turns of one response; after the last it ends with status LENGTH, if the environment did not end it.
         turn_tokens: the longest turn; a longer one ends the response with status LENGTH.
@@ -181,12 +211,13 @@ class EnvironmentTurns(RolloutProgram):
             assert self.tokenizer is not None
             text = self.tokenizer.decode(segment.token_ids[:-1], skip_special_tokens=False)
             talk.messages.append(assistant_message(text, self._tools))
-            yield Call(segment.branch, _step, (talk.environment, list(talk.messages), self.call_timeout_s))
+            yield talk.step(segment.branch, self.call_timeout_s)
 
     def returned(
         self, group: GroupState, branch: BranchId, result: Observation
     ) -> Generator[Action, Sequence[BranchId], None]:
         talk = self._talks.pop(branch)
+        talk.asked = False
         turns = sum(message["role"] == "assistant" for message in talk.messages) - self._given_turns()
         if result.reward is not None:
             talk.reward = (talk.reward or 0.0) + result.reward
@@ -203,9 +234,29 @@ class EnvironmentTurns(RolloutProgram):
         if children:
             self._talks[children[0]] = talk
 
+    def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> list[Action]:
+        return [self._talks[branch].step(branch, self.call_timeout_s) for branch in branches]
+
+    def state_dict(self, own: dict[str, Any]) -> dict[str, Any]:
+        return own | {"_talks": [(branch, talk.state()) for branch, talk in self._talks.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._talks = {}
+        for branch, (of_environment, messages, reward) in state["_talks"]:
+            environment = self.make(self.context)
+            environment.load_state_dict(of_environment)
+            self._talks[branch] = _Talk(environment, messages, reward)
+
     def _given_turns(self) -> int:
         """Of the assistant, in the prompt."""
         return sum(message["role"] == "assistant" for message in self.context["messages"])
+
+
+def _state_of(environment: Any) -> Any:
+    """None where it gives none."""
+    give = getattr(environment, "state_dict", None)
+    return None if give is None else give()
 
 
 def _maker(environment: str | type, options: Mapping[str, Any]) -> Any:

@@ -228,3 +228,19 @@ class RolloutProgram(ABC):
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
         """Called with the result of a `Call`; results come in the order of the calls."""
         raise NotImplementedError(f"{type(self).__name__} answers with Call but does not define `returned`.")
+
+    def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> Iterable[Action] | None:
+        """Called where a run goes on from a checkpoint, with the branches whose calls were under way then.
+
+        Its answer calls again. None: it cannot, and such a group is begun anew from its prompt.
+        """
+        return None
+
+    def state_dict(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint keeps of an unfinished group, given the attributes that were set since it began."""
+        return own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave; the context is there, and `start` is not called again."""
+        for name, value in state.items():
+            setattr(self, name, value)

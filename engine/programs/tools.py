@@ -60,6 +60,7 @@ class ToolTurns(RolloutProgram):
 
     def start(self, group: GroupState) -> int:
         self._turns: dict[BranchId, int] = {}
+        self._asked: dict[BranchId, str] = {}  # the calls under way
         return group.width
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
@@ -75,9 +76,14 @@ class ToolTurns(RolloutProgram):
         assert self.tokenizer is not None  # the engine refuses texts without one
         text = self.tokenizer.decode(segment.token_ids)
         call = text.rpartition(self.call_start)[2].partition(self.segment_stop[0])[0]
+        self._asked[segment.branch] = call
         return Call(segment.branch, self.tool, (call, self.context))
 
+    def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> list[Action]:
+        return [Call(branch, self.tool, (self._asked[branch], self.context)) for branch in branches]
+
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
+        del self._asked[branch]
         yield Fork(branch, append=self.observed(result))
 
     def observed(self, result: Any) -> Given:

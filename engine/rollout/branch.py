@@ -171,6 +171,7 @@ class Request:
         self.resting: dict[BranchId, Branch] = {}
         self.kept: list[Array] = []  # see sample_dtype
         self.calls: deque[tuple[BranchId, Future[Any]]] = deque()
+        self.lost_calls: list[BranchId] = []  # of a request from a checkpoint, to be made again
         self.started = False
         self.branches_made = 0
 

@@ -190,6 +190,9 @@ class NativeLoop(Steering):
                 self.scheduler.resume(branch)
         if request.calls:
             self._calling.append(request)
+        if lost := request.lost_calls:
+            request.lost_calls = []
+            self._ask(request, lambda: request.program.repeated(request.state(), lost) or ())
 
     def _key(self, request: Request) -> int:
         """Keys computed by other weights are other keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..programs import RolloutProgram
@@ -15,7 +16,7 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
     """What `restore_request` needs; arrays and Python values, the program's own attributes as they are.
 
     Args:
-        request: started and aborted, without calls under way.
+        request: started and aborted; its program repeats the calls under way, if there are any.
         made: the program as it was before any request had its copy.
     """
     branches = {"leaves": request.leaves, "sampling": request.sampling, "resting": request.resting}
@@ -26,15 +27,19 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
     same = vars(made)
 
     def is_set_anew(name: str, value: Any) -> bool:
-        return name in GIVEN or value is made.verify or (name in same and same[name] is value)
+        if name in GIVEN or value is made.verify:
+            return True
+        return name in same and (same[name] is value or isinstance(value, partial))  # which copies do not share
 
+    own = {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)}
     return {
         "n": request.params.n,
         "forks": request.forks,
         "errors": dict(request.errors),
         "kept": list(request.kept),
         "orders": request.branches_made,
-        "program": {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)},
+        "calls": [key for key, _ in request.calls],
+        "program": request.program.state_dict(own),
         "nodes": [
             (-1 if n.parent is None else index[id(n.parent)], n.start, n.records, n.origin, n.sealed) for n in ordered
         ],
@@ -55,8 +60,8 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
     request.started = True
     request.forks, request.kept, request.errors = state["forks"], state["kept"], state["errors"]
     request.branches_made = state["orders"]
-    for name, value in state["program"].items():
-        setattr(request.program, name, value)
+    request.lost_calls = state["calls"]
+    request.program.load_state_dict(state["program"])
     nodes: list[Node] = []
     for parent, start, records, origin, sealed in state["nodes"]:
         nodes.append(Node(None if parent < 0 else nodes[parent], start, records, origin, sealed))

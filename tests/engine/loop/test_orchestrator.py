@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import random
 import shutil
 import subprocess
 import sys
@@ -384,47 +383,6 @@ def whole(home, tmp_path_factory):
     process = start(home, path, "whole")
     assert process.wait(1200) == 0, process.stderr.read()
     return path / "runs" / "whole"
-
-
-@pytest.mark.slow  # test_run.py kills a run once
-@pytest.mark.parametrize("kills", [1, 3], ids=["killed once", "killed three times"])
-def test_a_killed_run_resumes_to_the_same_bits(home, whole, tmp_path, kills):
-    expected = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    span = sum(row["timing_s/step"] for row in expected[1:])
-
-    moment = random.Random(kills)
-    directory = tmp_path / "runs" / "killed"
-    resume: tuple[str, ...] = ()
-    for _ in range(kills):
-        process = start(home, tmp_path, "killed", *resume)
-        checkpoints = directory / "checkpoints"
-        known = {p.name for p in checkpoints.glob("step_*")} if resume else set()
-        began = time.monotonic()
-        log = directory / "metrics.jsonl"
-        size = log.stat().st_size if resume else 0
-        while time.monotonic() - began < 1000 and process.poll() is None:
-            if any(not p.suffix and p.name not in known for p in checkpoints.glob("step_*")) or (
-                resume and log.stat().st_size != size
-            ):
-                break
-            time.sleep(0.005)
-        end = time.monotonic() + moment.uniform(0, span / (kills + 1))
-        # this run may be faster than the whole one was, and is not to end
-        while time.monotonic() < end and (not log.exists() or log.read_bytes().count(b"\n") < len(expected) - 1):
-            time.sleep(0.005)
-        process.kill()
-        process.wait()
-        resume = ("--resume",)
-    assert not (directory / "export").exists(), "the run ended before it was killed; the test shows nothing"
-    last = start(home, tmp_path, "killed", "--resume")
-    assert last.wait(1200) == 0, last.stderr.read()
-    got = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert untimed(got) == untimed(expected)
-    for name in ("step_000003.parquet", "step_000006.parquet"):
-        ours, theirs = (pq.read_table(d / "rollouts" / name) for d in (directory, whole))
-        assert ours.equals(theirs)
-    weights = [AutoModelForCausalLM.from_pretrained(d / "export").state_dict() for d in (directory, whole)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
 @pytest.mark.slow

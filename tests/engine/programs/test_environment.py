@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rich.console import Console as RichConsole
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltree.engine import LeafStatus, SamplingParams
@@ -24,6 +27,7 @@ from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.programs import EnvironmentTurns, Observation
 from rolltree.engine.programs.chat import added_ids, tool_schema
 from rolltree.engine.rollout import EngineConfig, NativeEngine
+from rolltree.engine.train import checkpoint
 
 from ...attack import serving
 from ..tiny import write_run
@@ -250,7 +254,11 @@ def test_mistakes_are_named(engine: NativeEngine, program: dict[str, Any], n: in
 
 
 PARTS = '''
+import asyncio
+import os
 import random
+
+from rolltree.engine.programs import Observation
 
 
 class Guess:
@@ -262,6 +270,30 @@ class Guess:
 
     def step(self, action):
         return "no", self.rng.random(), False, False, {}
+
+
+class Steady:
+    """A third turn and later ones wait until there is a file; the environment knows which turn it is."""
+
+    def __init__(self, context, flag):
+        self.seed, self.flag, self.turns = int(context["seed"]), flag, 0
+
+    async def step(self, messages):
+        while self.turns and self.seed >= 6 and not os.path.exists(self.flag):
+            await asyncio.sleep(0.01)
+        self.turns += 1
+        assert self.turns == sum(message["role"] == "assistant" for message in messages)
+        return Observation([{"role": "user", "content": "on"}], reward=random.random())
+
+    def state_dict(self):
+        return {"turns": self.turns}
+
+    def load_state_dict(self, state):
+        self.turns = state["turns"]
+
+
+class Forgetful(Steady):
+    state_dict = None
 
 
 def hinted(number: int) -> str:
@@ -320,6 +352,51 @@ def test_a_run_of_games_from_its_toml(home: Path, tmp_path: Path, staleness: int
     assert metrics[1]["reward/skipped"] == len(rows) - len(judged)
     assert metrics[1]["reward/failed"] == metrics[1]["rollout/failed"] == 0
     assert all(r["prompt_text"].startswith("<user>Guess ") for r in rows)
+
+
+class CrashError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["Steady", "Forgetful"])
+def test_unfinished_conversations_survive_a_crash_or_are_counted(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Some wait for their environment when the run ends: what it was asked is asked again."""
+    flag = tmp_path / "go on"
+    environment = f'environment="{home}/parts.py:{name}",environment_options={{flag="{flag}"}}'
+    options = f"{{{environment},max_turns=3,turn_tokens=12}}"
+    given = ["--trainer.steps=3", f"--output_dir={tmp_path}", "--loop.staleness=1", "--loop.overlap=false"]
+    given += ["--checkpoint.every=1", f"--rollout.program_options={options}"]
+    config = load_config(home / "tiny.toml", given)
+    save = Orchestrator._save
+
+    def crashing(self: Orchestrator, row: dict[str, float]) -> None:
+        save(self, row)
+        if self.step == 1:
+            raise CrashError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Orchestrator, "_save", crashing)
+        with pytest.raises(CrashError):
+            Orchestrator(config, console=Console()).run()
+    groups = [dict(g["dict"]) for g in checkpoint.load_latest(config.run_dir / "checkpoints", config).state["groups"]]
+    kept = [dict(g["request"]["dict"]) for g in groups if g["request"] is not None]
+    assert any(request["calls"] for request in kept) == (name == "Steady")
+    lost = sum(g["lost"] == "state" for g in groups)
+    assert (lost > 0) == (name == "Forgetful")
+    flag.touch()
+    out = io.StringIO()
+    made = Orchestrator(config, console=Console(RichConsole(file=out, width=300)), resume=True)
+    assert made.run().steps == 3
+    metrics = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("group/restarted_state") for row in metrics] == [None, None, lost or None, None]
+    assert (f"{lost} unfinished groups are begun anew: their program or environment" in out.getvalue()) == bool(lost)
+    assert all(row["rollout/failed"] == 0 for row in metrics[1:])  # every environment knew which turn it was
+    rows = [r for f in sorted((config.run_dir / "rollouts").glob("*.parquet")) for r in pq.read_table(f).to_pylist()]
+    assert Counter(Counter(r["group"] for r in rows).values()) == {4: 18}  # none is lost or trained twice
+    if name == "Steady":  # a response went on where it was
+        assert any(len({v for v in r["policy_version"] if v >= 0}) > 1 for r in rows)
 
 
 def test_tools_in_the_prompt_are_checked_before_a_run(home: Path, tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""Faults in the middle of a run: what happens, what is lost, and that the run ends as one that had none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console as RichConsole
+
+from rolltree.engine import Orchestrator, load_config
+from rolltree.engine.app.console import Console
+from rolltree.engine.errors import RunError
+from rolltree.engine.loop.controller import Controller
+from rolltree.engine.loop.learner import Learner
+from rolltree.engine.train import checkpoint
+from rolltree.engine.train.trainer import Trainer
+
+from ..tiny import write_run
+
+SHORT = ["--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1", "--trainer.steps=3"]
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("faults"))
+
+
+def orchestrate(toml: Path, directory: Path, *, resume: bool = False) -> Orchestrator:
+    directory.mkdir(exist_ok=True)
+    config = load_config(toml, [*SHORT, f"--output_dir={directory}"])
+    return Orchestrator(config, console=Console(RichConsole(file=(directory / "out").open("a"))), resume=resume)
+
+
+def untimed(run: Orchestrator, without: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    left_out = ("timing_s/", "perf/", *without)
+    return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Orchestrator:
+    run = orchestrate(toml, tmp_path_factory.mktemp("whole"))
+    run.run()
+    assert any("actor/grad_norm" in row for row in untimed(run)), "no update happened; the tests show nothing"
+    return run
+
+
+def assert_same(run: Orchestrator, whole: Orchestrator, without: tuple[str, ...] = ()) -> None:
+    assert untimed(run, without) == untimed(whole, without)
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_a_disk_that_fills_up_ends_the_run_which_goes_on_later(toml, tmp_path, whole, monkeypatch) -> None:
+    write = checkpoint._write_tensors
+
+    def full(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+        write(directory, tensors)  # as far as it gets
+        if directory.name == "step_000002.tmp":
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_tensors", full)
+        with pytest.raises(RunError, match=r"No space left.*step_000001' is intact: free disk space and use --resume"):
+            orchestrate(toml, tmp_path / "a").run()
+    run = orchestrate(toml, tmp_path / "a", resume=True)
+    assert run.run().steps == 3
+    assert_same(run, whole)
+
+
+def test_a_request_that_the_engine_forgets_is_made_again(toml, tmp_path, whole, monkeypatch) -> None:
+    step, seen = Controller._step_engine, itertools.count()
+
+    def forgets(self: Controller) -> None:
+        step(self)
+        if next(seen) == 3:
+            going = [request for request in self._sampling.values() if not request.done]
+            assert len(self.engine.abort(going[:2])) == 2
+
+    monkeypatch.setattr(Controller, "_step_engine", forgets)
+    run = orchestrate(toml, tmp_path / "a")
+    run.run()
+    assert [row.get("group/restarted_lost") for row in untimed(run)] == [None, 2, None, None]
+    assert_same(run, whole, without=("group/restarted_lost",))
+
+
+def test_clocks_that_jump_change_nothing(toml, tmp_path, whole, monkeypatch) -> None:
+    """Forward and back by a day at every look. Time limits look at a clock that cannot be set."""
+    now, looks = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() + 86400 * (-1) ** next(looks))
+    run = orchestrate(toml, tmp_path / "a")
+    run.run()
+    assert next(looks) > 0
+    assert_same(run, whole)
+
+
+def test_a_verifiers_process_that_is_killed_is_replaced(toml, tmp_path, monkeypatch) -> None:
+    update, killed = Learner.update, []
+
+    def kills(self, trees, given, step, sums):
+        if step == 1:
+            for worker in run.rewards._workers:
+                os.kill(worker.process.pid, signal.SIGKILL)
+                killed.append(worker.process.pid)
+        return update(self, trees, given, step, sums)
+
+    monkeypatch.setattr(Learner, "update", kills)
+    run = orchestrate(toml, tmp_path / "a")
+    assert run.run().steps == 3
+    rows = untimed(run)
+    assert killed
+    lost = sum(row.get("reward/failed_died", 0) for row in rows)
+    assert lost == sum(row.get("reward/failed", 0) for row in rows)
+    assert lost <= 1  # what it was judging, which nobody was then
+    assert all("reward/mean" in row for row in rows[1:])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_update_whose_gradient_is_not_finite_is_skipped(toml, tmp_path, monkeypatch, bad: float) -> None:
+    gather, done = Trainer._gather_gradients, []
+
+    def spoils(self: Trainer) -> None:
+        gather(self)
+        if not done:
+            done.append(True)
+            next(m for m in self._masters if m.grad is not None).grad.view(-1)[0] = bad
+
+    run = orchestrate(toml, tmp_path / "a")
+    before = [p.detach().clone() for p in run.model.parameters()]
+    seen: list[bool] = []
+    end_step = Controller.end_step
+
+    def looks(self, batch, weights, version):
+        seen.append(all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True)))
+        end_step(self, batch, weights, version)
+
+    monkeypatch.setattr(Trainer, "_gather_gradients", spoils)
+    monkeypatch.setattr(Controller, "end_step", looks)
+    run.run()
+    skipped = [row.get("actor/skipped_updates") for row in untimed(run) if "actor/skipped_updates" in row]
+    assert skipped == [1, *[0] * (len(skipped) - 1)]
+    assert seen[0]  # the weights are as they were
+    assert not seen[-1]
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
