@@ -33,6 +33,7 @@ class Rounded:
     def __init__(self, wrong: str = "") -> None:
         self.wrong, self.calls = wrong, dict.fromkeys(("exponentials", "to_hidden", "to_weight"), 0)
         self.rows: list[int] = []
+        self.tiles: list[int] = []
 
     def exponentials(
         self, x: Tensor, weight: Tensor, inverse: Tensor, target: Tensor, tile: int, e: Tensor | None,
@@ -40,6 +41,7 @@ class Rounded:
     ) -> None:  # fmt: skip
         self.calls["exponentials"] += 1
         self.rows.append(len(x))
+        self.tiles.append(tile)
         if self.wrong == "raises":
             raise RuntimeError("no such kernel\nin two lines")
         given = x, weight, inverse, target, e, exponent, total, weighted, at_target
@@ -369,6 +371,14 @@ def test_the_plan_knows_them(rounded: Rounded, monkeypatch: pytest.MonkeyPatch) 
     assert [other.exponentials for other in others] == [False] * 4
     assert all("tiles of fp32 logits" in other.explain() for other in others)
     assert all(other.padding() == 0 for other in others)
+
+
+@pytest.mark.parametrize(("V", "tile"), [(384, 192), (256, 256), (128, 128)])
+def test_every_tile_is_checked_before_its_first_result(V: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = install(monkeypatch, Rounded())
+    linear_logprob(**inputs(5, WIDTH, V, dtype=torch.bfloat16))
+    assert products.tiles == [tile] * 3
+    assert cute._checked == {(torch.device("cpu"), tile): None}
 
 
 def test_tiles() -> None:
