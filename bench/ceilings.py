@@ -46,4 +46,9 @@ def product(x: Inputs) -> Calls:
     return {"forward": lambda: torch.mm(a, b, out=out)}
 
 
-BENCH = Bench(op="ceilings", cases=cases, providers={"copy": copy, "product": product})
+def work(x: Inputs) -> dict[str, tuple[float, float]]:
+    """FLOP of the product, or bytes that the copy reads and writes."""
+    return {"forward": (2.0 * len(x.a) ** 3, 0.0) if x.b is not None else (0.0, 2.0 * x.a.nbytes)}
+
+
+BENCH = Bench(op="ceilings", cases=cases, providers={"copy": copy, "product": product}, work=work)

@@ -1,4 +1,7 @@
-"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``, and ``rolltree bench --compare OLD NEW``."""
+"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``, and ``rolltree bench --compare OLD NEW``.
+
+``rolltree bench job`` and ``rolltree bench plot`` have command lines of their own.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,10 @@ FIRST = (
 """What runs, in small cases, where no op is named."""
 
 
+OWN = ("job", "plot")
+"""What has a command line of its own."""
+
+
 def load(op: str) -> Bench:
     return importlib.import_module(f".{op}", __package__).BENCH
 
@@ -53,7 +60,14 @@ def load(op: str) -> Bench:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run benchmarks; 0, 1 where a provider failed or a comparison is lost, 2 where the command line is wrong, 3 where
     the device failed."""
-    parser = argparse.ArgumentParser(prog="rolltree bench", description="Time the ops beside their peers and limits.")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] and argv[0] in OWN:
+        return int(importlib.import_module(f".{argv[0]}", __package__).main(argv[1:]))
+    parser = argparse.ArgumentParser(
+        prog="rolltree bench",
+        description="Time the ops beside their peers and limits.",
+        epilog="rolltree bench job: a whole job by several trainers; rolltree bench plot: pictures of recorded rows",
+    )
     parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)}; or all; default: some, --quick")
     parser.add_argument("--list", action="store_true", help="only list ops, cases and providers")
     parser.add_argument("--quick", action="store_true", help="small cases, about a second each")

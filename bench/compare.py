@@ -18,7 +18,10 @@ from .schema import Row, read
 MARGIN = 0.03
 """Least relative change of a median that counts."""
 OURS = "rolltree"
-"""Begins the names of this project's own providers."""
+"""Is in the names of this project's own providers."""
+BIGGER_IS_BETTER = ("speedup", "accuracy")
+RECORDS = (".outcomes.jsonl", ".curves.jsonl")
+"""Files beside the rows of a run that hold no rows."""
 
 
 class Verdict(NamedTuple):
@@ -36,7 +39,7 @@ def rows_at(path: Path) -> list[Row]:
     Raises:
         ValueError: there are none, or a line is no row.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(f for f in path.glob("*.jsonl") if not f.name.endswith(RECORDS)) if path.is_dir() else [path]
     if not path.exists() or not files:
         raise ValueError(f"'{path}' holds no benchmark rows; give a .jsonl file or a folder of them.")
     return [row for file in files for row in read(file)]
@@ -86,7 +89,7 @@ def worse(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def _own(row: Row) -> bool:
-    return row.provider.startswith(OURS)
+    return OURS in row.provider
 
 
 def _key(row: Row) -> tuple[str, ...]:
@@ -95,7 +98,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 def _judge(old: Row, new: Row) -> Verdict:
     gain = new.value / old.value - 1 if old.value else 0.0
-    change = gain if new.metric == "speedup" else -gain
+    change = gain if new.metric in BIGGER_IS_BETTER else -gain
     apart = new.p20 > old.p80 or new.p80 < old.p20
     moved = apart and abs(gain) > MARGIN
     return Verdict(new, old.value, change, "same" if not moved else "better" if change > 0 else "worse")

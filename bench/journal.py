@@ -56,7 +56,7 @@ class Journal:
         return any(o.case == case and not o.provider for o in self.outcomes)
 
     def known(self, case: str, provider: str) -> bool:
-        """Whether it is on record that ``provider`` does not get through ``case``."""
+        """Whether it is on record how ``provider`` fared with ``case``."""
         return any(o.case == case and o.provider == provider for o in self.outcomes)
 
     @property
@@ -84,12 +84,12 @@ class Journal:
             append_line(asdict(outcome), self._path("outcomes.jsonl"))
         return outcome
 
-    def finish(self, case: str, rows: Iterable[Row]) -> None:
-        """Keep the rows of a case whose providers have all had their turn."""
+    def finish(self, case: str, rows: Iterable[Row], provider: str = "") -> None:
+        """Keep the rows of a case whose providers have all had their turn, or of one provider that has had its."""
         rows = list(rows)
         self.rows += rows
         if self.directory is not None:
             append(rows, self._path("jsonl"))
-        self.record(case, "", "finished")
+        self.record(case, provider, "finished")
         if self.directory is not None:
             self._path("running").unlink(missing_ok=True)

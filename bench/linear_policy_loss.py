@@ -201,6 +201,14 @@ def bare_gemms(x: Inputs) -> Calls:
     return {"forward+backward": products}
 
 
+def work(x: Inputs) -> dict[str, tuple[float, float]]:
+    """The products of `bare_gemms`; hidden states, weight and their gradients moved once, and no logits."""
+    rows = int(x.mask.sum()) if x.row is None else len(x.row.unique())
+    products = 3 if x.weight.requires_grad else 2
+    moved = (x.hidden.nbytes + x.weight.nbytes) + sum(t.nbytes for t in x.trained)
+    return {"forward+backward": (products * 2.0 * rows * x.weight.numel(), float(moved))}
+
+
 BENCH = Bench(
     op="linear_policy_loss",
     cases=cases,
@@ -215,4 +223,5 @@ BENCH = Bench(
     ceiling=bare_gemms,
     ceiling_is="the matrix products alone over unmasked rows, three (two with a frozen head), by torch.mm",
     speedup_over="torch",
+    work=work,
 )

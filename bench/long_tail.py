@@ -48,7 +48,7 @@ class _Verdicts(Rewards):
         return [RewardResult(float(len(item.response_text)), None) for item in items]
 
 
-class _Quiet:
+class Quiet:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
@@ -72,7 +72,7 @@ class Loop:
         )
         model: Any = x.make_model()
         watch = Stopwatch()
-        quiet: Any = _Quiet()
+        quiet: Any = Quiet()
         buffer = Buffer(setup.budget(config))
         capacity = kv_tokens(model, 2 * longest * x.width * buffer.budget.capacity)
         engine_config = EngineConfig(kv_tokens=capacity, max_batch_rows=x.rows)

@@ -1,7 +1,8 @@
 """The tables of figures in README.md and docs/benchmarks.md: ``python -m rolltree.bench.readme`` writes them.
 
 A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary of
-a few between ``<!-- summary FOLDER -->`` and ``<!-- end -->``; a test fails where the rows say otherwise.
+a few between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, that of whole jobs between ``<!-- jobs FOLDER/job -->``
+and ``<!-- end -->``; a test fails where the rows say otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .table import UNITS
 
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md")
 RESULTS = REPOSITORY / "bench" / "results"
-BLOCK = re.compile(r"(<!-- (bench|summary) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (bench|summary|jobs) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 class Line(NamedTuple):
@@ -74,6 +75,28 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def jobs(rows: Sequence[Row]) -> str:
+    """One line for each job and provider: a step, the whole job, its memory, and what was learnt."""
+    lines = ["| job | | a step | speedup | all steps | memory | accuracy |", "|---|---|---|---|---|---|---|"]
+    of: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        of.setdefault((row.case, row.provider), {})[row.direction, row.metric] = row
+    for (case, provider), found in of.items():
+        step, whole, accuracy = found["step", "time_ms"], found["job", "time_ms"], found["job", "accuracy"]
+        speedup = found.get(("step", "speedup"))
+        cells = (
+            case,
+            provider,
+            f"{_number(step.value)} ms ({_number(step.p20)} to {_number(step.p80)})",
+            "" if speedup is None else f"{speedup.value:.2f} x",
+            f"{whole.value / 1e3:.0f} s",
+            f"{_number(found['job', 'peak_memory_mib'].value)} MiB",
+            f"{100 * accuracy.value:.1f} %",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def summary(folder: str, lines: Sequence[Line] = SUMMARY) -> str:
     """What was timed, rolltree's time, a peer's, their ratio, and the peak memory of both where it was measured."""
     out = ["| | rolltree | peer | | memory |", "|---|---|---|---|---|"]
@@ -101,7 +124,8 @@ def rewritten(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind, name = match[2], match[3]
-        return match[1] + (summary(name) if kind == "summary" else markdown(read(RESULTS / f"{name}.jsonl"))) + match[4]
+        of_file = jobs if kind == "jobs" else markdown
+        return match[1] + (summary(name) if kind == "summary" else of_file(read(RESULTS / f"{name}.jsonl"))) + match[4]
 
     return BLOCK.sub(table, text)
 

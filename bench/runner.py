@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,8 @@ class Bench:
     speedup_ceiling: Callable[[Any], float] | None = None
     replayed: bool = False
     alone: bool = False
+    work: Callable[[Any], Mapping[str, tuple[float, float]]] | None = None
+    """By direction, the FLOP and bytes of any implementation that repeats nothing: what a roofline is drawn of."""
     shares: Callable[[Any], Mapping[str, float]] | None = None
     """Rows of metric "share" by their name, when all is timed: what providers noted in a case's inputs."""
 
@@ -219,8 +221,11 @@ def _rows(
 ) -> Iterator[Row]:
     limit = samples[CEILING].quantiles()[1] if CEILING in samples else None
 
+    flop, moved = bench.work(inputs).get(direction.partition(",")[0], (0.0, 0.0)) if bench.work else (0.0, 0.0)
+
     def row(provider: str, metric: str, p20: float, value: float, p80: float, ceiling: float | None) -> Row:
-        return Row(bench.op, case, provider, direction, metric, value, p20, p80, ceiling, **asdict(context))
+        found = Row(bench.op, case, provider, direction, metric, value, p20, p80, ceiling, **asdict(context))
+        return replace(found, flop=flop or None, bytes=moved or None) if metric == "time_ms" else found
 
     for provider, measured in samples.items():
         if provider == CEILING:

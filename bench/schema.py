@@ -27,7 +27,7 @@ class Row:
     case: str
     provider: str
     direction: str  # what was timed: "forward", "forward+backward", "step"
-    metric: str  # "time_ms", "peak_memory_mib", "speedup", "share"
+    metric: str  # "time_ms", "peak_memory_mib", "speedup", "share", "accuracy"
     value: float  # the median over repetitions
     p20: float
     p80: float
@@ -36,6 +36,8 @@ class Row:
     versions: dict[str, str]
     commit: str
     time: str  # UTC, ISO 8601
+    flop: float | None = None  # that any implementation must do, None where they were not counted
+    bytes: float | None = None  # that it must move
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .schema import Row
 
-UNITS = {"time_ms": "ms", "peak_memory_mib": "MiB", "speedup": "x", "share": ""}
+UNITS = {"time_ms": "ms", "peak_memory_mib": "MiB", "speedup": "x", "share": "", "accuracy": ""}
 HEADER = ("op", "case", "direction", "provider", "median", "p20 to p80", "ceiling", "share of ceiling")
 
 

@@ -123,13 +123,34 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float |
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+        forget_peak(device)
         resident = _status_mib("VmRSS")
         call()
         peak = _status_mib("VmHWM") - resident
     except OSError:
         return None
     return peak if peak >= 1 else None  # little comes from what the process holds already, and does not show
+
+
+def resident_peak_mib(device: torch.device) -> float:
+    """MiB at the peak since :func:`forget_peak`: on CUDA of torch's allocator, on a CPU of the process.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _status_mib("VmHWM")
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the peak start again from what is in use now.
+
+    Raises:
+        OSError: the system has no such thing.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status_mib(field: str) -> float:

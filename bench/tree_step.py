@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, pack
 from rolltree.engine.integrations import varlen
-from rolltree.kernels import Objective
+from rolltree.engine.integrations.transformers import MASK_STUB
+from rolltree.kernels import Objective, linear_policy_loss
 
 from . import workloads
 from .runner import Bench, Calls, Case, UnsupportedError
@@ -153,26 +155,83 @@ def masked(x: Inputs) -> Calls:
     model = own_model(x, "sdpa")
     (batch,) = pack([x.tree], max_tokens=tokens, device=model.device)
     row = torch.arange(tokens, device=model.device)
-    return packed_step(x, model, batch, ((row <= row[:, None]) & (row[:, None] < batch.subtree_end))[None, None])
+    visible = ((row <= row[:, None]) & (row[:, None] < batch.subtree_end))[None, None]
+    return packed_step(model, [(batch, {"attention_mask": visible})], partial(logits_loss, x))
 
 
-def packed_step(x: Inputs, model: Any, batch: TreeBatch, mask: Any) -> Calls:
-    """What the packed tree takes without rolltree's kernels: Transformers' attention under a mask, and logits."""
+Loss = Callable[[Any, Tensor], Tensor]  # of a model and its hidden states
+
+
+def packed_step(
+    model: Any, batches: Sequence[tuple[TreeBatch, dict[str, Any]]], loss_of: Callable[[TreeBatch], Loss]
+) -> Calls:
+    """Packed tokens through Transformers' decoder, whose attention is given by the arguments beside each batch."""
+    prepared = [(batch, given, loss_of(batch)) for batch, given in batches]
+
+    def losses() -> Iterator[Tensor]:
+        decoder = model.get_decoder()
+        for batch, given, loss in prepared:
+            ids = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+            yield loss(model, decoder(**ids, **given, use_cache=False).last_hidden_state[0])
+
+    return step_of(model, losses)
+
+
+def logits_loss(x: Inputs, batch: TreeBatch) -> Loss:
+    """The loss by logits and PyTorch's cross entropy."""
     fields = batch.fields(Objective())
     learned = batch.loss_mask.nonzero().flatten()
     rows, targets = batch.row[learned], batch.target[learned]
     advantage = (fields.adv_pos + fields.adv_neg)[learned]  # on policy nothing is clipped, so sums do
 
-    def losses() -> Iterator[Tensor]:
-        decoder = model.get_decoder()
-        hidden = decoder(
-            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=mask, use_cache=False
-        ).last_hidden_state[0]
+    def loss(model: Any, hidden: Tensor) -> Tensor:
         logits = model.lm_head(hidden[rows]).float()
         logprob = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-        yield on_policy(logprob, advantage, x.normalizer)
+        return on_policy(logprob, advantage, x.normalizer)
 
-    return step_of(model, losses)
+    return loss
+
+
+def fused_loss(x: Inputs, batch: TreeBatch) -> Loss:
+    """The loss in one op with the head."""
+    fields, target, objective = batch.fields(Objective()), batch.target, Objective()
+
+    def loss(model: Any, hidden: Tensor) -> Tensor:
+        head: Tensor = model.lm_head.weight
+        out = linear_policy_loss(hidden, head, target, fields, objective, normalizer=x.normalizer, row=batch.row)
+        return out.loss
+
+    return loss
+
+
+def by_sequence(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, Hq, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,  # [1, Hkv, T, D]
+    attention_mask: object,
+    *,
+    lengths: list[int],  # of the sequences that lie end to end
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # [1, T, Hq, D]
+    """Causal SDPA of each sequence by itself: no padding, and no pair of tokens of two sequences."""
+    each = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([sdpa_attention_forward(module, *qkv, None, **kwargs)[0] for qkv in each], dim=1), None
+
+
+BY_SEQUENCE = "sdpa_by_sequence"
+AttentionInterface.register(BY_SEQUENCE, by_sequence)
+
+
+def packed_flat(x: Inputs, loss_of: Callable[[Inputs, TreeBatch], Loss]) -> Calls:
+    """Every path on its own, laid end to end: what remains of a speedup above its ceiling is of the kernels."""
+    model = own_model(x, BY_SEQUENCE)
+    paths = [x.tree.chain(leaf) for leaf in range(x.tree.num_leaves)]
+    batches = []
+    for batch in pack(paths, max_tokens=MAX_TOKENS[model.device.type], device=model.device):
+        assert batch.cu_seqlens is not None
+        batches.append((batch, {"attention_mask": MASK_STUB, "lengths": batch.cu_seqlens.diff().tolist()}))
+    return packed_step(model, batches, partial(loss_of, x))
 
 
 def flex(x: Inputs) -> Calls:
@@ -191,7 +250,8 @@ def flex(x: Inputs) -> Calls:
     def visible(b: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key <= row) & (row < end[key])
 
-    return packed_step(x, model, batch, create_block_mask(visible, None, None, tokens, tokens, device=model.device))
+    mask = create_block_mask(visible, None, None, tokens, tokens, device=model.device)
+    return packed_step(model, [(batch, {"attention_mask": mask})], partial(logits_loss, x))
 
 
 def varlen_flat(x: Inputs) -> Calls:
@@ -225,6 +285,8 @@ BENCH = Bench(
     providers={
         "rolltree, tree": tree,
         FLAT: flat,
+        "packed flat, sdpa": partial(packed_flat, loss_of=logits_loss),
+        "packed flat, sdpa, rolltree's head": partial(packed_flat, loss_of=fused_loss),
         "varlen, flat": varlen_flat,
         "dense mask, transformers sdpa": masked,
         "flex_attention, transformers": flex,

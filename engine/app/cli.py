@@ -133,8 +133,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--kv_tokens", type=_integer(1, 2**31 - 1), default=65536, help="capacity of the KV cache (default 65536)"
     )
-    report = command("report", _report, "Write report.html of a run.")
-    report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    report = command("report", _report, "Write report.html of a run, or one page that compares several.")
+    report.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the page on several runs goes (default comparison.html)"
+    )
     kernels = command("kernels", _kernels, "Compile a model's kernels ahead of time; needs no GPU.")
     kernels.add_argument("action", choices=["build"])
     kernels.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face directory")
@@ -243,9 +246,14 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:
-    from .report import write_report
+    from .report import write_comparison, write_report
 
-    print(write_report(args.run_dir))
+    if len(args.run_dirs) > 1:
+        print(write_comparison(args.run_dirs, args.out or Path("comparison.html")))
+        return 0
+    if args.out is not None:
+        raise UserError("The report of one run is written to its directory; --out is for the page on several.")
+    print(write_report(args.run_dirs[0]))
     return 0
 
 

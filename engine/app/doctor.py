@@ -67,6 +67,7 @@ OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("vllm", "rollouts by vLLM", "pip install vllm"),
     ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
     ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),
+    ("pynvml", "utilisation, memory and power of the GPU in a run's metrics", "pip install 'rolltree[monitor]'"),
     ("cutlass", "attention by flash-attn 4 on Hopper and Blackwell", "pip install --pre 'rolltree[hopper]'"),
     ("flash_attn", "a peer in the benchmarks", "pip install flash-attn --no-build-isolation"),
 )

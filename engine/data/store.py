@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,7 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
         responses: text of each leaf of each tree, in leaf-index order.
     """
     schema = _schema(trees)
-    tables = [_table(schema, step, tree, texts) for tree, texts in zip(trees, responses, strict=True)]
-    table = pa.concat_tables(tables) if tables else schema.empty_table()
+    table = _table(schema, step, trees, responses) if trees else schema.empty_table()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     pq.write_table(table, temporary, compression="zstd")
@@ -76,40 +75,62 @@ def _schema(trees: Sequence[TokenTree]) -> pa.Schema:
     return schema
 
 
-def _table(schema: pa.Schema, step: int, tree: TokenTree, texts: Sequence[str]) -> pa.Table:
-    leaves = tree.num_leaves
-    rows = tree.path_tokens
-    offsets = pa.array(np.concatenate([[0], np.cumsum(tree.response_length)]), pa.int32())
-    node = np.repeat(np.arange(tree.num_nodes), tree.length)[rows]
+def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequence[Sequence[str]]) -> pa.Table:
+    leaves = [tree.num_leaves for tree in trees]
+    paths = [tree.all_path_rows for tree in trees]
+    prompts = [
+        tree.position[path] < np.repeat(tree.leaf_prompt, tree.path_length)
+        for tree, path in zip(trees, paths, strict=True)
+    ]
+    rows = [path[~prompt] for path, prompt in zip(paths, prompts, strict=True)]
+    nodes = [
+        np.repeat(np.arange(tree.num_nodes, dtype=np.int32), tree.length)[of]
+        for tree, of in zip(trees, rows, strict=True)
+    ]
+    offsets = _offsets([tree.response_length for tree in trees])
 
-    def per_token(values: Array) -> pa.ListArray:  # [P]
-        return pa.ListArray.from_arrays(offsets, pa.array(values))
+    def per_token(values: Iterable[Array]) -> pa.ListArray:  # each [P]
+        return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(list(values))))
 
-    def values_of(name: str) -> Any:
-        values, per = getattr(tree, name), COLUMNS[name].per
+    def per_leaf(name: str) -> list[str]:
+        return [value for tree, n in zip(trees, leaves, strict=True) for value in [tree.meta[name]] * n]
+
+    def values_of(name: str) -> pa.Array:
+        values, per = [getattr(tree, name) for tree in trees], COLUMNS[name].per
         if per == "leaf":
-            return pa.array(values)
-        return per_token(values if per == "path" else values[node if per == "node" else rows])
+            return pa.array(np.concatenate(values))
+        if per == "path":
+            return per_token(values)
+        return per_token(v[of] for v, of in zip(values, nodes if per == "node" else rows, strict=True))
 
     columns: dict[str, Any] = {
-        "step": pa.array(np.full(leaves, step)),
-        "prompt_id": [tree.meta["prompt_id"]] * leaves,
-        "task": [tree.meta["task"]] * leaves,
-        "leaf": pa.array(np.arange(leaves)),
-        "prompt_text": [tree.meta["prompt_text"]] * leaves,
-        "response_text": list(texts),
-        "prompt_ids": [tree.token_id[tree.path_rows(leaf)[: tree.leaf_prompt[leaf]]] for leaf in range(leaves)],
-        "response_ids": per_token(tree.token_id[rows]),
-        "node_ids": per_token(node.astype(np.int32)),
-        "status": [LeafStatus(int(status)).name.lower() for status in tree.status],
+        "step": pa.array(np.full(sum(leaves), step)),
+        "prompt_id": per_leaf("prompt_id"),
+        "task": per_leaf("task"),
+        "leaf": pa.array(np.concatenate([np.arange(n) for n in leaves])),
+        "prompt_text": per_leaf("prompt_text"),
+        "response_text": [text for some in texts for text in some],
+        "prompt_ids": pa.ListArray.from_arrays(
+            _offsets([tree.leaf_prompt for tree in trees]),
+            pa.array(np.concatenate([t.token_id[path[of]] for t, path, of in zip(trees, paths, prompts, strict=True)])),
+        ),
+        "response_ids": per_token(tree.token_id[of] for tree, of in zip(trees, rows, strict=True)),
+        "node_ids": per_token(nodes),
+        "status": [LeafStatus(status).name.lower() for tree in trees for status in tree.status.tolist()],
     }
     for name in schema.names:
         if name == "reward" or name.startswith("reward/"):
-            reward = tree.rewards.get(name.removeprefix("reward/"), np.full(leaves, np.nan, np.float32))
+            key = name.removeprefix("reward/")
+            nothing = [np.full(n, np.nan, np.float32) for n in leaves]
+            reward = np.concatenate([t.rewards.get(key, nan) for t, nan in zip(trees, nothing, strict=True)])
             columns[name] = pa.array(reward, mask=np.isnan(reward))
         elif name not in columns:
             columns[name] = values_of(name)
     return pa.table({name: _cast(columns[name], kind) for name, kind in _fields(schema)}, schema=schema)
+
+
+def _offsets(lengths: Sequence[Array]) -> pa.Array:
+    return pa.array(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]), pa.int32())
 
 
 def _fields(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:

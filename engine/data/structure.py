@@ -48,9 +48,10 @@ def depth_first(parent: Array, length: Array, leaf_node: Array) -> Structure:
         ValueError: a childless node is no leaf's.
     """
     count = len(parent)
+    above = parent.tolist()
     children: list[list[int]] = [[] for _ in range(count)]
     for node in range(count - 1, 0, -1):  # reversed, so that the stack pops the first child first
-        children[parent[node]].append(node)
+        children[above[node]].append(node)
     preorder: list[int] = []
     stack = [0]
     while stack:
@@ -68,12 +69,13 @@ def depth_first(parent: Array, length: Array, leaf_node: Array) -> Structure:
     within = np.arange(total) - np.repeat(start, length)
     parent = np.where(order == 0, -1, rank[parent[order]]).astype(np.int32)
 
-    size = np.ones(count, np.int64)  # nodes in each subtree
-    node_position = np.zeros(count, np.int32)
+    above, tokens = parent.tolist(), length.tolist()
+    sizes, positions = [1] * count, [0] * count  # nodes in each subtree; position of each node's first token
     for node in range(1, count):
-        node_position[node] = node_position[parent[node]] + length[parent[node]]
+        positions[node] = positions[above[node]] + tokens[above[node]]
     for node in range(count - 1, 0, -1):
-        size[parent[node]] += size[node]
+        sizes[above[node]] += sizes[node]
+    size, node_position = np.array(sizes), np.array(positions)
     node_end = np.append(start, total)[np.arange(count) + size]
 
     leaf_node = rank[leaf_node]

@@ -171,13 +171,36 @@ class TokenTree:
                 not exist, a status is unknown, or a childless node is no leaf's.
         """
         checks.all_of("segments", segments, Segment)
-        if not segments or len(segments[0]) == 0:
+        names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
+        columns = {
+            name: np.concatenate([s.columns.get(name, COLUMNS[name].filled(len(s))) for s in segments])
+            for name in names
+        }
+        ids = np.concatenate([np.zeros(0, np.int32), *(segment.token_ids for segment in segments)])
+        return TokenTree.from_runs(
+            parents, [len(segment) for segment in segments], Segment(ids, columns), leaf_nodes, statuses
+        )
+
+    @staticmethod
+    def from_runs(
+        parents: Seq[int],
+        lengths: Seq[int],
+        tokens: Segment,
+        leaf_nodes: Seq[int],
+        statuses: Seq[LeafStatus],
+    ) -> TokenTree:
+        """As :meth:`from_nodes`, of the tokens of all nodes one node after the other, ``lengths`` of each.
+
+        Raises:
+            ValueError: as :meth:`from_nodes`.
+        """
+        if not lengths or lengths[0] == 0:
             raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
         if checks.count("leaf_nodes", leaf_nodes) == 0:
             raise ValueError("A TokenTree needs at least one leaf; no responses were given.")
-        if checks.count("parents", parents) != len(segments) or len(leaf_nodes) != checks.count("statuses", statuses):
+        if checks.count("parents", parents) != len(lengths) or len(leaf_nodes) != checks.count("statuses", statuses):
             raise ValueError(
-                f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
+                f"Got {len(parents)} parents for {len(lengths)} segments and {len(leaf_nodes)} leaves for "
                 f"{len(statuses)} statuses; give one of each."
             )
         parents = checks.integers("parents", parents).tolist()
@@ -187,23 +210,16 @@ class TokenTree:
         if min(leaf_nodes) < 0 or max(leaf_nodes) >= len(parents):
             raise ValueError(f"leaf_nodes must be in 0..{len(parents) - 1}, got {min(leaf_nodes)}..{max(leaf_nodes)}.")
 
-        keep = [i for i, s in enumerate(segments) if len(s)]
-        stands_for = list(range(len(parents)))  # an empty node is replaced by its nearest non-empty ancestor
-        for i, segment in enumerate(segments):
-            if len(segment) == 0:
-                stands_for[i] = stands_for[parents[i]]
-        new = {node: k for k, node in enumerate(keep)}
-        parent = np.array([-1] + [new[stands_for[parents[i]]] for i in keep[1:]], np.int32)
-        leaf_node = np.array([new[stands_for[n]] for n in leaf_nodes], np.int32)
-        length = np.array([len(segments[i]) for i in keep], np.int32)
-        names = dict.fromkeys(name for i in keep for name in segments[i].columns)
-        columns = {
-            name: np.concatenate([segments[i].columns.get(name, COLUMNS[name].filled(len(segments[i]))) for i in keep])
-            for name in names
-        }
-        columns["status"] = checks.codes("statuses", statuses, LeafStatus)
-        token_id = np.concatenate([segments[i].token_ids for i in keep])
-        return _in_order(parent, length, token_id, leaf_node, np.full(len(leaf_node), length[0]), columns)
+        new: list[int] = []  # an empty node is replaced by its nearest non-empty ancestor
+        kept = 0
+        for node_parent, node_length in zip(parents, lengths, strict=True):
+            new.append(kept if node_length else new[node_parent])
+            kept += node_length > 0
+        parent = np.array([-1] + [new[p] for p, n in zip(parents[1:], lengths[1:], strict=True) if n], np.int32)
+        leaf_node = np.array([new[n] for n in leaf_nodes], np.int32)
+        length = np.array([n for n in lengths if n], np.int32)
+        columns = {**tokens.columns, "status": checks.codes("statuses", statuses, LeafStatus)}
+        return _in_order(parent, length, tokens.token_ids, leaf_node, np.full(len(leaf_node), length[0]), columns)
 
     @staticmethod
     def from_sequences(
@@ -354,9 +370,22 @@ class TokenTree:
         return self.path_rows(leaf)[self.leaf_prompt[leaf] :]
 
     @property
+    def all_path_rows(self) -> Array:  # int64
+        """Rows of the tokens from the root to each leaf, leaf after leaf."""
+        levels = [self.leaf_node]
+        while (levels[-1] > 0).any():
+            levels.append(np.where(levels[-1] > 0, self.parent[levels[-1]], -1))
+        nodes = np.stack(levels[::-1], axis=1)  # [L, depth], -1 above the root
+        nodes = nodes[nodes >= 0]
+        length = self.length[nodes].astype(np.int64)
+        end = np.cumsum(length)
+        return np.repeat(self.start[nodes] - end + length, length) + np.arange(end[-1])
+
+    @property
     def path_tokens(self) -> Array:  # [P] int64
         """Rows of every leaf's response tokens, leaf after leaf: what the values of a ``path`` column belong to."""
-        return np.concatenate([self.response_rows(leaf) for leaf in range(self.num_leaves)])
+        rows = self.all_path_rows
+        return rows[self.position[rows] >= np.repeat(self.leaf_prompt, self.path_length)]
 
     def flatten(self) -> list[Sequence]:
         """The root-to-leaf paths in leaf-index order: the inverse of :meth:`from_sequences`."""

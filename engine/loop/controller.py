@@ -265,19 +265,22 @@ class Controller:
         self.trace("sampler", "decode", begin, end)
 
     @contextmanager
-    def _timed(self, phase: str, part: str) -> Iterator[None]:
+    def _timed(self, phase: str | None, part: str) -> Iterator[None]:
         """The caller's time is accounted for; a thread of the sampling's own is no part of it."""
         if self._thread is not None:
             yield
             return
-        self.console.phase(phase)
+        if phase is not None:
+            self.console.phase(phase)
         with self.watch.part(part):
             yield
 
     def _admit(self) -> None:
         """Groups for the room there is, and requests for those that have none."""
         if (room := self.buffer.room) > 0:
-            self.buffer.admit(self.source.next(room))
+            with self._timed(None, "prompts"):
+                prompts = self.source.next(room)
+            self.buffer.admit(prompts)
         if queued := self.buffer.among(State.QUEUED):
             for group, request in zip(queued, self._submit(queued), strict=True):
                 self._begin(group, request)
@@ -307,7 +310,8 @@ class Controller:
                     raise request.error
             assert request.tree is not None
             self.buffer.to(group, State.JUDGING)
-            self.judging.add(group, request.tree)
+            with self._timed(None, "reward"):
+                self.judging.add(group, request.tree)
 
     def _notify(self) -> None:
         with self._changed:
@@ -320,7 +324,9 @@ class Controller:
         """
         in_rounds = self.buffer.budget.staleness == 0
         if not (in_rounds and self._sampling):
-            for group in self.judging.take(all_or_none=in_rounds):
+            with self._timed(None, "reward"):
+                judged = self.judging.take(all_or_none=in_rounds)
+            for group in judged:
                 self._answer(group)
 
     def _answer(self, group: Group) -> None:

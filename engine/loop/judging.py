@@ -150,7 +150,7 @@ class Judging:
 
 def decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
     """The text of each leaf's response."""
-    responses = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
+    responses = np.split(tree.token_id[tree.path_tokens], np.cumsum(tree.response_length)[:-1])
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
 
 

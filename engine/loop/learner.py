@@ -25,9 +25,11 @@ from ..model.self_check import tree_error, trees_fit
 from ..rollout import SamplingParams
 from ..settings import TrainConfig
 from ..train.critic import Critic
+from ..train.phases import MODEL, Phases
 from ..train.trainer import Trainer, Weighted
 from . import setup
 from .metrics import Stopwatch, Sums
+from .utilization import Mfu
 
 
 class Learner:
@@ -51,7 +53,9 @@ class Learner:
             for name in ("temperature_scale", "length_scale")
         }
         self.metrics: dict[str, float] = {}  # of the last step, which schedules may follow
-        self.trainer = Trainer(model, config.trainer)
+        self.phases = Phases(model.device)
+        self.trainer = Trainer(model, config.trainer, self.phases)
+        self.mfu = Mfu.of(model)
         self.roles: list[Role] = setup.roles(config, model)
         self.critic: Critic | None = setup.critic(config)
         self.max_tokens = config.trainer.max_tokens  # less after an update that ran out of memory
@@ -119,7 +123,7 @@ class Learner:
         for lag in lags:
             sums.add_values("policy/lag", lag)
         on_policy = not any(lag.any() for lag in lags)
-        with self.watch.part("update_actor"):
+        with self.watch.part(MODEL):
             metrics = None
             while metrics is None:
                 try:
@@ -128,6 +132,7 @@ class Learner:
                     self._halve(live, error)
                     sums.count("actor/out_of_memory")
                     batches = self._packed(live)
+        self.mfu.add(live, metrics["perf/head_tflop"][0])
         if self.critic is not None:
             with self.watch.part("update_critic"):
                 metrics |= self.critic.learn(batches)

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,23 @@ from torch import Tensor
 from ..data.columns import Array
 from ..data.device import fetch
 from ..errors import UserError
+from ..train.phases import HEAD, MODEL, OPTIMIZER, Span
 
 Number = float | Tensor
 
-TIMED_PARTS = ("gen", "reward", "pack", "old_log_prob", "update_actor", "update_critic", "sync", "eval", "checkpoint")
+TIMED_PARTS = (
+    "prompts",
+    "gen",
+    "reward",
+    "pack",
+    "old_log_prob",
+    *(MODEL, HEAD, OPTIMIZER),
+    "update_critic",
+    "sync",
+    "dump_rollout_generations",
+    "eval",
+    "checkpoint",
+)
 """Parts of ``timing_s/step``; ``other`` is the rest, so that the account sums to the step."""
 
 
@@ -77,7 +90,7 @@ class Stopwatch:
     """Accounts for the seconds since :meth:`restart`: named parts, and ``other`` for what is in none.
 
     Args:
-        told: called with the name, the beginning and the end of each part.
+        told: called with the name, the beginning and the end of each part, when the account is read.
     """
 
     def __init__(
@@ -90,7 +103,7 @@ class Stopwatch:
 
     def restart(self) -> None:
         self._begin = self._clock()
-        self._parts = dict.fromkeys(TIMED_PARTS, 0.0)
+        self._spans: list[Span] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -99,15 +112,42 @@ class Stopwatch:
         try:
             yield
         finally:
-            end = self._clock()
-            self._parts[name] += end - begin
-            self._told(name, begin, end)
+            self._spans.append(Span(name, begin, self._clock()))
 
-    def read(self) -> dict[str, float]:
-        """``timing_s/<part>``, ``timing_s/other`` and ``timing_s/step``, which is the sum of the others."""
-        step = self._clock() - self._begin
-        parts = self._parts | {"other": step - math.fsum(self._parts.values())}
+    def read(self, within: Sequence[Span] = ()) -> dict[str, float]:
+        """``timing_s/<part>``, ``timing_s/other`` and ``timing_s/step``, their sum; what follows is the next account's.
+
+        Args:
+            within: what the device is known to have done when, in order. It goes before the host's parts: a GPU ends an
+                update while the host is at something else, and those seconds are the update's.
+        """
+        end = self._clock()
+        whole, self._begin = (self._begin, end), end
+        spans, self._spans = self._spans, []
+        parts = dict.fromkeys(TIMED_PARTS, 0.0)
+        for name, begin, until in overlaid(spans, within):
+            parts[name] += until - begin
+            self._told(name, begin, until)
+        step = whole[1] - whole[0]
+        parts["other"] = step - math.fsum(parts.values())
         return {f"timing_s/{name}": seconds for name, seconds in (parts | {"step": step}).items()}
+
+
+def overlaid(under: Sequence[Span], over: Sequence[Span]) -> list[Span]:
+    """``over`` and what it leaves of ``under``, in order of time; the spans of each follow one another."""
+    out, waiting = [], deque(over)
+    for name, begin, end in under:
+        while waiting and waiting[0].begin < end:
+            above = waiting[0]
+            if begin < above.begin:
+                out.append(Span(name, begin, above.begin))
+            begin = max(begin, above.end)
+            if above.end > end:
+                break  # it covers what follows too
+            out.append(waiting.popleft())
+        if begin < end:
+            out.append(Span(name, begin, end))
+    return [*out, *waiting]
 
 
 class Idle:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from transformers import set_seed
 
+from ..data.segment import Origin
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -41,6 +42,7 @@ from .sources import PromptSource, held_out
 from .stopping import Stopping
 from .trace import Trace
 from .trackers import Trackers
+from .utilization import GpuMonitor
 
 OPEN = "open/"
 """Begins the names of the open groups' tensors in a checkpoint."""
@@ -152,7 +154,8 @@ class Orchestrator:
             else:
                 self._restore(self._saved)
             self.watch.restart()
-            with self.stopping.on_signals(), closing(self.trackers):
+            self.monitor = GpuMonitor.of(self.model.device, self.console.note)
+            with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor):
                 while self.step < steps and not self.stopping.asked:
                     self._step()
                 if self.step < steps:
@@ -195,9 +198,9 @@ class Orchestrator:
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
         changed = self.learner.update(trees, given, step, sums)
-        write_rollouts(
-            self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet", step, trees, [group.texts for group in batch]
-        )
+        with self.watch.part("dump_rollout_generations"):
+            file = self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet"
+            write_rollouts(file, step, trees, [group.texts for group in batch])
         updates = self.learner.trainer.updates
         self.controller.end_step(batch, dict(self.model.named_parameters()) if changed else None, updates)
         for reason, count in (self.buffer.dropped - self._dropped).items():
@@ -206,11 +209,11 @@ class Orchestrator:
         metrics = sums.means()
         if self.evaluation.due(step):
             metrics |= self._evaluate()
-        times = self.watch.read()
-        self.watch.restart()
+        times = self.watch.read(self.learner.phases.read())
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
-        metrics |= self.idle.read(times, self.controller.work)
+        metrics |= self.idle.read(times, self.controller.work) | self.learner.mfu.read(times)
+        metrics |= self.monitor.read()
         row = metrics | times
         self._row = row
         if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps or self.stopping.asked:
@@ -402,5 +405,6 @@ def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> No
         rewards = tree.rewards["reward"]
         if not np.isnan(rewards).any():
             sums.add("reward/group_std", float(rewards.std()))
+    sums.count("rollout/sampled_tokens", sum(int((tree.origin == Origin.SAMPLED).sum()) for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))

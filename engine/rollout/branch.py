@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from .sampling_params import SamplingParams
 Array = npt.NDArray[Any]
 
 
+@cache
 def sample_dtype(top: int) -> np.dtype[Any]:
     """What is kept of every token: a record, with the ``top`` likeliest tokens beside it."""
     return np.dtype(
@@ -67,6 +69,9 @@ def given(tokens: npt.ArrayLike, version: int = 0, logprobs: npt.ArrayLike = np.
     return records
 
 
+NOTHING = given([])
+
+
 @dataclass(eq=False)
 class Node:
     """A run of tokens of one origin without a branch. While its branch samples, they lie in the row table."""
@@ -74,7 +79,7 @@ class Node:
     parent: Node | None
     start: int
     """Position of its first token on the path."""
-    records: Array = field(default_factory=lambda: given([]))  # [n], see sample_dtype
+    records: Array = field(default_factory=lambda: NOTHING)  # [n], see sample_dtype
     origin: Origin = Origin.SAMPLED
     sealed: bool = False
 
@@ -94,18 +99,6 @@ class Node:
     def column(self, name: str) -> Array:  # [start + n]
         """A field of all tokens on the path."""
         return np.concatenate([node.records[name] for node in self.path()][::-1])
-
-    def segment(self) -> Segment:
-        records = self.records
-        sampled = self.origin is Origin.SAMPLED
-        return Segment.make(
-            records["token"],
-            origin=self.origin,
-            loss_mask=sampled,
-            behaviour_logprob=records["logprob"] if sampled else np.nan,
-            policy_version=records["version"] if sampled else 0,
-            entropy=records["entropy"] if sampled else np.nan,
-        )
 
 
 @dataclass(eq=False)
@@ -210,7 +203,7 @@ class Request:
         nodes = [node for node in leaf.node.path() if node.parent is not None][::-1]
 
         def column(name: str) -> Array:
-            return np.concatenate([node.records[name] for node in nodes] or [given([])[name]])
+            return np.concatenate([node.records[name] for node in nodes] or [NOTHING[name]])
 
         tops = [top for node in nodes for top in top_logprobs(node.records)]
         origin = np.concatenate([np.zeros(0, np.int8), *(np.full(len(n.records), n.origin, np.int8) for n in nodes)])
@@ -246,9 +239,10 @@ class Request:
         nodes = {id(node): node for leaf in ordered for node in leaf.node.path()}
         by_start = sorted(nodes.values(), key=lambda node: node.start)  # parents start before their children
         index = {id(node): i for i, node in enumerate(by_start)}
-        tree = TokenTree.from_nodes(
+        tree = TokenTree.from_runs(
             [-1 if node.parent is None else index[id(node.parent)] for node in by_start],
-            [node.segment() for node in by_start],
+            [len(node.records) for node in by_start],
+            _tokens_of(by_start),
             [index[id(leaf.node)] for leaf in ordered],
             [LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered],
         )
@@ -257,3 +251,21 @@ class Request:
         if self.errors:
             tree.meta["errors"] = {i: self.errors[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.errors}
         return tree
+
+
+def _tokens_of(nodes: Sequence[Node]) -> Segment:
+    """The tokens of nodes, end to end."""
+
+    def column(name: str) -> Array:
+        return np.concatenate([node.records[name] for node in nodes])
+
+    origin = np.repeat([node.origin for node in nodes], [len(node.records) for node in nodes])
+    sampled = origin == Origin.SAMPLED
+    return Segment.make(
+        column("token"),
+        origin=origin,
+        loss_mask=sampled,
+        behaviour_logprob=np.where(sampled, column("logprob"), np.nan),
+        policy_version=np.where(sampled, column("version"), 0),
+        entropy=np.where(sampled, column("entropy"), np.nan),
+    )

@@ -31,7 +31,7 @@ class CompiledLayers:
 
     def __init__(self, decoder: nn.Module, cache: KvCache) -> None:
         layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        self._layers = [(layer, n) for layer in layers if (n := _number(layer)) is not None]
+        self._layers = [(layer, n) for layer in layers if (n := layer_number(layer)) is not None]
         if not self._layers:
             raise UserError(
                 f"The layers of {type(decoder).__name__} cannot be compiled one by one; set rollout.compile=false."
@@ -63,6 +63,6 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return layer._call_impl(*args, **kwargs)  # as `nn.Module.compile` does: with the layer's hooks
 
 
-def _number(layer: nn.Module) -> int | None:
+def layer_number(layer: nn.Module) -> int | None:
     """By which its attention asks for pages."""
     return next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)  # type: ignore[return-value]

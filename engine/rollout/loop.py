@@ -259,21 +259,16 @@ class NativeLoop(Steering):
         return np.array([branch.slot for branch in owners], np.int64)[kept], kept
 
     def _split(self, parent: Branch, n: int) -> list[Branch]:
-        slot, sampling = parent.slot, parent.request.sampling
+        sampling = parent.request.sampling
         if not parent.node.sealed:
             self._take_records(parent)
-        length, end = int(self.rows.length[slot]), int(self.rows.segment_end[slot])
         children = self.children(parent, n)
         below = self.tree.fork(parent.kv, n)
         del sampling[parent.id]
         for child, kv in zip(children, below, strict=True):
             child.kv = kv
             sampling[child.id] = child
-        try:
-            for child in children:
-                self._add(child, length, end, 0)
-        finally:
-            self.rows.remove(slot)
+        self.rows.divide(parent.slot, children)
         return children
 
     def _ends(self, slots: Array, offset: Array, token: Array) -> tuple[Array, dict[int, str]]:

@@ -104,6 +104,7 @@ class NativeEngine(RolloutEngine):
                 self.cache,
                 self._use_adapter,
                 compiled=self.config.compile,
+                fused=not self.config.debug,
                 cuda_graphs=self.config.cuda_graphs and not self.config.debug,
             ),
             Stops(model, tokenizer),

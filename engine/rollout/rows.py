@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,25 +62,38 @@ class RowTable:
         self.records = np.zeros((capacity, width), sample_dtype(0))
         self.branch: list[Branch | None] = [None] * capacity
         self._free = list(range(capacity))[::-1]
+        self._columns = tuple(name for name, v in vars(self).items() if isinstance(v, np.ndarray) and name != "records")
 
     def add(self, branch: Branch, **columns: Any) -> int:
         """A slot for a branch; columns not given are 0."""
-        if not self._free:
-            self._grow_capacity()
-        slot = self._free.pop()
-        for name, values in self._columns():
-            values[slot] = columns.pop(name, 0)
+        (slot,) = self._take_slots([branch])
+        for name in self._columns:
+            getattr(self, name)[slot] = columns.pop(name, 0)
         if columns:
             raise TypeError(f"The row table has no column {next(iter(columns))}.")
-        self.branch[slot] = branch
         self.kv_node[slot], self.order[slot], self.seed[slot] = branch.kv, branch.order, branch.seed
         if (top := int(self.top[slot])) > self.records["top_id"].shape[2]:
             self._grow_top(top)
         return slot
 
+    def divide(self, slot: int, branches: Sequence[Branch]) -> None:
+        """Put ``branches`` in the place of a slot's: they go on as it would, with nothing sampled yet."""
+        slots = self._take_slots(branches)
+        for name in self._columns:
+            column = getattr(self, name)
+            column[slots] = column[slot]
+        for column in (self.last_token, self.segment_tokens, self.fill, self.forks, self.running):
+            column[slots] = 0
+        self.kv_node[slots] = [branch.kv for branch in branches]
+        self.order[slots] = [branch.order for branch in branches]
+        self.seed[slots] = [branch.seed for branch in branches]
+        for branch, own in zip(branches, slots, strict=True):
+            branch.slot = own
+        self.remove(slot)
+
     def save(self, slot: int) -> dict[str, Any]:
         """What `add` needs to put the branch back, and the records of its node so far."""
-        state = {name: values[slot].item() for name, values in self._columns()}
+        state = {name: getattr(self, name)[slot].item() for name in self._columns}
         return {**state, "running": False, "records": self.sampled(slot)}
 
     def restore(self, branch: Branch, state: dict[str, Any]) -> int:
@@ -147,12 +161,19 @@ class RowTable:
             cut[name] = records[name][:, :top] if name.startswith("top") else records[name]
         return cut
 
-    def _columns(self) -> list[tuple[str, Array]]:
-        return [(n, v) for n, v in vars(self).items() if isinstance(v, np.ndarray) and n != "records"]
+    def _take_slots(self, branches: Sequence[Branch]) -> list[int]:
+        slots = []
+        for branch in branches:
+            if not self._free:
+                self._grow_capacity()
+            slots.append(self._free.pop())
+            self.branch[slots[-1]] = branch
+        return slots
 
     def _grow_capacity(self) -> None:
         old = len(self.branch)
-        for name, values in [*self._columns(), ("records", self.records)]:
+        for name in (*self._columns, "records"):
+            values = getattr(self, name)
             setattr(self, name, np.concatenate([values, np.zeros_like(values)]))
         self.branch += [None] * old
         self._free = list(range(old, 2 * old))[::-1]

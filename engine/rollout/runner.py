@@ -19,6 +19,7 @@ from ..integrations.transformers import MASK_STUB
 from ..model.decoder import head
 from .branch import Branch
 from .draws import Drawn, Draws, draw, numbers_of
+from .fused_layers import FusedLayers
 from .graphs import DecodeGraphs
 from .kv_cache import KvCache
 from .layers import CompiledLayers
@@ -37,6 +38,7 @@ class Runner:
     Args:
         use_adapter: called with the number of the adapter that a step needs.
         compiled: let torch.compile fuse what lies between a layer's matrix products, the writing of new keys included.
+        fused: on a CPU, layers that are not compiled run with single passes between their products, to the same bits.
         cuda_graphs: replay steps that only decode, on a CUDA device.
     """
 
@@ -47,6 +49,7 @@ class Runner:
         use_adapter: Callable[[int], None],
         *,
         compiled: bool = False,
+        fused: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
         self._model = model
@@ -56,7 +59,12 @@ class Runner:
         self._cache = cache
         self._use_adapter = use_adapter
         self.vocabulary = len(weight)
-        self._compiled = CompiledLayers(self._decoder, cache) if compiled else None
+        self._compiled = compiled
+        self._layers: CompiledLayers | FusedLayers | None = None
+        if compiled:
+            self._layers = CompiledLayers(self._decoder, cache)
+        elif fused and self._device.type == "cpu":
+            self._layers = FusedLayers(self._decoder, cache)
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
@@ -77,8 +85,8 @@ class Runner:
         if self.graphs is not None and self._cache.ready and only_decodes:  # pages are made outside of a graph
             vector, logits, drawn = self.graphs.decode(step, draws)
             return self._sampled(vector, logits[: len(behind)], drawn, draws, rows, behind)
-        compiled = self._compiled is not None and self._cache.ready
-        vector = StepVector.of(step, draws, self._cache, self._device, least=2 if compiled else 1)
+        least = 2 if self._compiled and self._cache.ready else 1
+        vector = StepVector.of(step, draws, self._cache, self._device, least=least)
         hidden = self._decode(*vector.begin(self._cache))
         if len(behind) == 0:
             empty = np.zeros(0, np.float32)
@@ -95,8 +103,8 @@ class Runner:
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
         # a layer's pages, and the groups of its heads, become known when it first runs, as it is
-        compiled = self._compiled if self._cache.ready else None
-        with compiled.substituted() if compiled is not None else nullcontext():
+        layers = self._layers if self._cache.ready else None
+        with layers.substituted() if layers is not None else nullcontext():
             output = self._decoder(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ..data.device import fetch, to_device
 from ..errors import RunError, UserError
 from ..model.loss import backward, with_plan
 from ..settings import TrainerConfig
+from .phases import MODEL, OPTIMIZER, Phases
 from .terms import LossTerm
 
 Metrics = dict[str, tuple[float, float]]
@@ -36,11 +38,15 @@ class Trainer:
 
     Where the model computes in fp32 the master weights *are* its parameters, the very tensors the rollout engine reads;
     a bf16 model gets fp32 copies, into which its gradients are added after every micro-batch, and is rounded from them.
+
+    Args:
+        phases: told what an update is at.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, phases: Phases | None = None) -> None:
         self.model = model
         self.config = config
+        self.phases = phases
         self.lr_scale = 1.0  # multiplies the learning rate: for schedules
         self.updates = 0  # optimiser steps taken
         self.bad_steps = 0  # non-finite ones since the last good one
@@ -104,26 +110,39 @@ class Trainer:
         Raises:
             RunError: `max_bad_steps` updates in a row were not finite.
         """
+        self._enter(MODEL)
+        try:
+            return self._update(batches, compute)
+        finally:
+            self._enter(None)
+
+    def _update(self, batches: Sequence[TreeBatch], compute: Callable[[TreeBatch, float], TermsLossOutput]) -> Metrics:
         self.model.train()
         sums: dict[str, tuple[Tensor, Tensor]] = {}
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         whole = torch.zeros((), dtype=torch.int64, device=self._device)  # micro-batches of finite loss
         tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
         for waiting, held in zip(batches, tokens, strict=True):
-            out = compute(waiting, held / sum(tokens))
+            with nullcontext() if self.phases is None else self.phases.following(self.model):
+                out = compute(waiting, held / sum(tokens))
+            self._enter(MODEL)
             self._gather_gradients()
             total += out.loss
             whole += torch.isfinite(out.loss)
             for name, (value, count) in out.metrics.items():
                 before = sums.get(name)
                 sums[name] = (value, count) if before is None else (before[0] + value, before[1] + count)
+        self._enter(OPTIMIZER)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
         lr = self._lr()
+        self._enter(OPTIMIZER)
         found, length, finite, *numbers = fetch([total, norm, whole, *(v for pair in sums.values() for v in pair)])
+        if self.phases is not None:
+            self.phases.met()
         metrics: Metrics = dict(zip(sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
         applied = math.isfinite(found) and math.isfinite(length)
         if applied:
-            self._update()
+            self._apply()
         self._optimizer.zero_grad(set_to_none=True)
         self.bad_steps = 0 if applied else self.bad_steps + 1
         if self.bad_steps >= self.config.max_bad_steps:
@@ -181,6 +200,10 @@ class Trainer:
         self.updates = counters["updates"]
         self.bad_steps = counters["bad_steps"]
 
+    def _enter(self, phase: str | None) -> None:
+        if self.phases is not None:
+            self.phases.enter(phase)
+
     def _lr(self) -> float:
         warmup = self.config.lr_warmup_steps
         return self.lr_scale * self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
@@ -193,7 +216,7 @@ class Trainer:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
-    def _update(self) -> None:
+    def _apply(self) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self._lr()
         self._optimizer.step()

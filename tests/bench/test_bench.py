@@ -85,6 +85,24 @@ def test_rows_of_a_run() -> None:
     assert sum("changed: failed: TypeError: unexpected argument 'tide'" in line for line in said) == 2
 
 
+def test_what_was_counted_stands_in_the_rows_of_times() -> None:
+    counted = replace(made_up(), ceiling=None, work=lambda inputs: {"forward": (5.0, 0.0), "backward": (7.0, 7.0)})
+    rows = list(run(counted, CPU, Choice(quick=True, seconds=0.0), Journal("sleep", None), lambda line: None))
+    assert {(row.metric, row.flop, row.bytes) for row in rows} == {("time_ms", 5.0, None), ("speedup", None, None)}
+
+
+def test_work_is_what_its_formula_says() -> None:
+    """Worked out by hand for the smallest cases on a CPU, of fp32."""
+    decode = next(load("tree_decode").cases(CPU, True)).make()  # P=512 R=64 G=16 x 4 heads 8/4 D=32
+    keys = 4 * (512 + 16 * 64) * 4 * 32 * 4
+    assert load("tree_decode").work(decode) == {"forward": (2 * 2 * 64 * 8 * 32 * 576, 2 * keys + 2 * 64 * 8 * 32 * 4)}
+    head = next(load("linear_policy_loss").cases(CPU, True)).make()  # N=1024 H=256 V=8192 all live
+    moved = 2 * 4 * (1024 * 256 + 8192 * 256)
+    assert load("linear_policy_loss").work(head) == {"forward+backward": (3 * 2 * 1024 * 256 * 8192, moved)}
+    of_cases = [load("ceilings").work(case.make()) for case in load("ceilings").cases(CPU, True)]
+    assert of_cases == [{"forward": (0, 2 * (1 << 24))}, {"forward": (2 * 256**3, 0)}]
+
+
 def test_rounds_are_interleaved_and_bounded() -> None:
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
@@ -107,7 +125,7 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     append([row()], path)
     append([row(ceiling=None)], path)
     assert read(path) == [row(), row(ceiling=None)]
-    names = "op case provider direction metric value p20 p80 ceiling device versions commit time"
+    names = "op case provider direction metric value p20 p80 ceiling device versions commit time flop bytes"
     assert " ".join(json.loads(path.read_text().splitlines()[0])) == names
     path.write_text(path.read_text() + '{"op": "half')
     with pytest.raises(ValueError, match=r"rows\.jsonl:3"):
@@ -253,3 +271,16 @@ def test_tables_are_what_was_recorded(page: Path) -> None:
     spoiled = text.replace(" ms |", " s |", 1)
     assert spoiled != text
     assert readme.rewritten(spoiled) == text
+
+
+def test_the_table_of_jobs() -> None:
+    job = row(op="job", case="sums", provider="rolltree_tree", direction="job", value=61500.0)
+    rows = [
+        row(op="job", case="sums", provider="rolltree_tree", direction="step", value=970.0, p20=960.0, p80=980.0),
+        row(op="job", case="sums", provider="rolltree_tree", direction="step", metric="speedup", value=2.5),
+        job,
+        replace(job, metric="peak_memory_mib", value=800.0),
+        replace(job, metric="accuracy", value=0.8512),
+    ]
+    line = readme.jobs(rows).splitlines()[2]
+    assert line == "| sums | rolltree_tree | 970 ms (960 to 980) | 2.50 x | 62 s | 800 MiB | 85.1 % |"

@@ -9,7 +9,7 @@ import pytest
 
 from rolltree.bench.cli import main
 from rolltree.bench.compare import compare, drift, report, rows_at, worse
-from rolltree.bench.schema import Row, append
+from rolltree.bench.schema import Row, append, append_line
 
 ROW = Row("head", "small", "rolltree", "forward", "time_ms", 10.0, 9.5, 10.5, None, "a cpu", {}, "abc", "now")
 
@@ -27,6 +27,7 @@ def shifted(row: Row, factor: float) -> Row:
         ("time_ms", 0.8, "better"),
         ("speedup", 1.2, "better"),
         ("speedup", 0.8, "worse"),
+        ("accuracy", 0.8, "worse"),
         ("peak_memory_mib", 1.2, "worse"),
     ],
 )
@@ -54,6 +55,11 @@ def test_peers_tell_what_the_machine_did_and_lose_nothing_for_us() -> None:
     assert drift(verdicts[:1]) is None
 
 
+def test_a_trainer_of_others_that_is_accelerated_is_ours() -> None:
+    ours = replace(ROW, provider="trl+rolltree")
+    assert worse(compare([ours], [shifted(ours, 2.0)]))
+
+
 def test_the_last_of_several_rows_counts_and_others_are_left_out() -> None:
     new = [shifted(ROW, 3.0), shifted(ROW, 0.5), replace(ROW, case="large")]
     (verdict,) = compare([ROW], new)
@@ -74,6 +80,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_the_command_compares_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append([ROW], tmp_path / "old" / "head.jsonl")
     append([shifted(ROW, 2.0)], tmp_path / "new" / "head.jsonl")
+    for beside in ("head.outcomes.jsonl", "job.curves.jsonl"):
+        append_line({"case": "small"}, tmp_path / "new" / beside)
     assert main(["--compare", str(tmp_path / "old"), str(tmp_path / "new" / "head.jsonl")]) == 1
     assert "worse -100.0 %  head  small" in capsys.readouterr().out
     assert main(["--compare", str(tmp_path / "new"), str(tmp_path / "old")]) == 0

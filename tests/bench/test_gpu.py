@@ -293,7 +293,9 @@ def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, m
 
 
 @pytest.mark.skipif(not interpreting(), reason="Triton runs on the CPU in its interpreter")
-@pytest.mark.parametrize("kernel", sweep.KERNELS)
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(name, marks=() if name == "attention" else pytest.mark.slow) for name in sweep.KERNELS]
+)
 def test_sweep(
     kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from rolltree.bench import modelled, workloads
+from rolltree.bench import modelled, modelled_drafts, workloads
 
 
 def test_the_files_are_what_the_model_says_and_name_it() -> None:
@@ -27,3 +27,15 @@ def test_blocks_are_counted_as_the_mask_has_them() -> None:
     full = blocks.all((1, 3))
     assert full.sum() > 0
     assert modelled._blocks(end) == (full.sum(), (blocks.any((1, 3)) & ~full).sum())
+
+
+def test_the_model_of_drafts() -> None:
+    memory = modelled.MEMORY["H200"]
+    assert (modelled.FOLDER / "drafts.md").read_text() == modelled_drafts.table()
+    assert "not measured" in modelled_drafts.table().splitlines()[0]
+    assert modelled_drafts.best(1, 4096, 0.0, memory) == (0, 1.0, 1.0)  # nothing is right
+    assert modelled_drafts.tokens_a_step(3, 0.5) == 1 + 0.5 + 0.25 + 0.125
+    # few rows wait for the weights: a query more costs nothing; many are bound by FLOP: each costs its share
+    few, many = ([modelled_drafts.step_seconds(rows, 4096, k, memory) for k in (4, 5)] for rows in (1, 1024))
+    assert few[1] == few[0]
+    assert abs((many[1] - modelled_drafts.HOST) / (many[0] - modelled_drafts.HOST) - 6 / 5) < 1e-9

@@ -33,7 +33,17 @@ steps = {steps}
 problems = 512
 """
 
-PARTS = {"gen": 0.9, "reward": 0.12, "pack": 0.03, "old_log_prob": 0.0, "update_actor": 0.75, "other": 0.02}
+PARTS = {
+    "gen": 0.9,
+    "reward": 0.12,
+    "pack": 0.03,
+    "old_log_prob": 0.0,
+    "forward_backward": 0.45,
+    "head": 0.2,
+    "optimizer": 0.1,
+    "dump_rollout_generations": 0.02,
+    "other": 0.02,
+}
 
 
 def write_fake_run(run_dir: Path, *, steps: int = 120, trees_per_step: int = 6, save_every: int = 10) -> Path:

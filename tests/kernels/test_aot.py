@@ -1,8 +1,7 @@
-"""Every Triton kernel compiles for sm_80, sm_90 and sm_100 without spilling in a loop, although no GPU is there.
+"""Every kind of Triton kernel compiles for sm_90 without spilling in a loop, although no GPU is there; `make aot`
+compiles all cases, for sm_80 and sm_100 too, `make slow` these of them.
 
-Here the kinds of every kernel for sm_90 and one of each for the others; `make aot` compiles all of them.
-
-On sm_90 the main loops of the main kernels compute nothing twice, do not wait for the copy they have just issued, copy
+The main loops of the main kernels compute nothing twice, do not wait for the copy they have just issued, copy
 by 16 bytes, and are no worse than the figures that ``make aot`` wrote (bench/results/static-sm_90)."""
 
 from __future__ import annotations
@@ -21,11 +20,14 @@ from .aot.harness import OPS, AotResult, LoopFigures, read_table, worse
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("archs", [(90,), pytest.param((80, 100), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", OPS)
-def test_compiles(op: str) -> None:
+def test_compiles(op: str, archs: tuple[int, ...]) -> None:
     """In a process of its own: this one has Triton's interpreter in the compiler's place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.aot.harness", op, "--ci", "--json"]
+    for arch in archs:
+        command += ["--arch", str(arch)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.stdout.startswith("["), f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     results = [AotResult.of(row) for row in json.loads(done.stdout)]

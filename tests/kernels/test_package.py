@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,3 +20,10 @@ assert not hasattr(kernels, "linear_logprob")
 def test_a_second_import_under_another_name_changes_nothing():
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_holds_every_folder_of_code():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = [file.parent for top in ("engine", "kernels", "bench") for file in (ROOT / top).rglob("__init__.py")]
+    found = {".".join(("rolltree", *folder.relative_to(ROOT).parts)) for folder in folders}
+    assert found == set(listed)

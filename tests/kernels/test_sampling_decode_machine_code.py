@@ -28,6 +28,7 @@ def run(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow  # each `make test` holds these loops to the table of test_aot.py
 def test_triton_decode() -> None:
     """Two tiles are in flight while one is multiplied, and enough blocks fit on a processor to hide the rest."""
     found = {
@@ -43,6 +44,7 @@ def test_triton_decode() -> None:
         assert loop.instructions <= instructions
 
 
+@pytest.mark.slow
 def test_sampling() -> None:
     """Logits come 16 bytes a thread; each token of a row takes few instructions, and nothing is spilled."""
     found = {row["case"]: row for row in run("tests.kernels.aot.sampling")}

@@ -13,12 +13,17 @@ from .run_data import RunData
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#f59e0b", "#10b981", "#888888"
 
 ACCOUNT: tuple[tuple[str, str, str], ...] = (
+    ("prompts", "drawing prompts", "#1e3a8a"),
     ("gen", "sampling rollouts", "#3b82f6"),
     ("reward", "waiting for rewards", "#f59e0b"),
     ("pack", "packing trees", "#a78bfa"),
     ("old_log_prob", "old log-probabilities", "#14b8a6"),
-    ("update_actor", "forward, backward, optimiser", "#ef4444"),
+    ("forward_backward", "forward and backward", "#ef4444"),
+    ("head", "head and loss", "#f97316"),
+    ("optimizer", "optimiser", "#991b1b"),
+    ("update_critic", "the critic's update", "#a16207"),
     ("sync", "new weights for the sampler", "#64748b"),
+    ("dump_rollout_generations", "writing rollouts", "#0ea5e9"),
     ("eval", "evaluation", "#10b981"),
     ("checkpoint", "checkpoints", "#ec4899"),
     ("other", "everything else", "#9ca3af"),
@@ -134,7 +139,7 @@ def accuracy_figure(run: RunData) -> go.Figure | None:
         error_y={"array": interval, "thickness": 1, "width": 3} if interval else None,
         hovertemplate="step %{x}: %{y:.1%}<extra></extra>",
     )
-    return _styled(figure, percent=True, height=300)
+    return styled(figure, percent=True, height=300)
 
 
 def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
@@ -157,7 +162,7 @@ def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
     if not drawn:
         return None
     figure.update_layout(showlegend=len(drawn) > 1)
-    return _styled(figure, percent=curve.percent, height=210)
+    return styled(figure, percent=curve.percent, height=210)
 
 
 def account_figure(run: RunData) -> go.Figure | None:
@@ -173,10 +178,10 @@ def account_figure(run: RunData) -> go.Figure | None:
                 x=[int(r["step"]) for r in rows], y=seconds, name=name,
                 marker={"color": colour, "line": {"width": 0}}, hovertemplate="%{y:.3f} s",
             )  # fmt: skip
-    styled = _styled(figure, percent=False, height=300)
-    styled.update_layout(barmode="stack", bargap=0, hovermode="x unified", legend={"traceorder": "normal"})
-    styled.update_yaxes(title="seconds")
-    return styled
+    styled(figure, percent=False, height=300)
+    figure.update_layout(barmode="stack", bargap=0, hovermode="x unified", legend={"traceorder": "normal"})
+    figure.update_yaxes(title="seconds")
+    return figure
 
 
 def running_mean(values: Sequence[float]) -> list[float] | None:
@@ -213,7 +218,8 @@ def _card(label: str, value: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "note": note}
 
 
-def _styled(figure: go.Figure, *, percent: bool, height: int) -> go.Figure:
+def styled(figure: go.Figure, *, percent: bool, height: int) -> go.Figure:
+    """`figure` as it reads on light and on dark pages."""
     axis: dict[str, Any] = {"gridcolor": "rgba(128,128,128,0.18)", "zerolinecolor": "rgba(128,128,128,0.35)"}
     figure.update_layout(
         height=height,
@@ -225,4 +231,9 @@ def _styled(figure: go.Figure, *, percent: bool, height: int) -> go.Figure:
         xaxis={**axis, "title": {"text": "step", "standoff": 6}, "zeroline": False},
         yaxis={**axis, "tickformat": ".2~%" if percent else None, "rangemode": "tozero"},
     )
+    figure.update_yaxes(exponentformat="SI" if _largest(figure) >= 1e-3 else "power")
     return figure
+
+
+def _largest(figure: go.Figure) -> float:
+    return max((abs(v) for trace in figure.data for v in trace.y or ()), default=1.0)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console as RichConsole
+from safetensors.torch import load_file
 
 from rolltree.engine import Orchestrator, load_config
 from rolltree.engine.app.console import Console
@@ -40,8 +45,10 @@ def orchestrate(config: TrainConfig, *, resume: bool = False) -> tuple[Orchestra
     return Orchestrator(config, console=Console(RichConsole(file=out, width=300)), resume=resume), out
 
 
-def rows(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def rows(directory: Path, *, whole: bool = True) -> list[dict]:
+    """Of metrics.jsonl; without ``whole`` but for a last line that is not written to its end."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if whole or line.endswith("\n")]
 
 
 def audit(config: TrainConfig, n: int = 4) -> dict[int, int]:
@@ -105,53 +112,114 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     assert max(lags) <= 1
 
 
-PROCESS = """
-import sys, torch
+SERVER = """
+import json, os, sys, torch
 torch.set_num_threads(1)
+import pandas, pyarrow.parquet, reasoning_gym, transformers.models.qwen3.modeling_qwen3  # what a run loads late
+import rolltree.engine.app.console, rolltree.engine.app.report, rolltree.engine.loop.orchestrator
 from rolltree.engine.app.cli import main
-sys.exit(main(sys.argv[1:]))
+from rolltree.engine import TokenTree
+TokenTree.from_sequences([1], [[2], [3]])  # numba
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os._exit(main(json.loads(line)))
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def start(toml: Path, tmp_path: Path, *extra: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROCESS, "train", str(toml), f"--output_dir={tmp_path}", *STALE, *extra]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+class Process:
+    """A training run in a process of its own, forked where everything is imported: what is random is when it dies."""
+
+    def __init__(self, server: subprocess.Popen, arguments: list[str]) -> None:
+        self.server = server
+        server.stdin.write(json.dumps(arguments).encode() + b"\n")
+        self.pid = int(server.stdout.readline())
+
+    def ended(self) -> bool:
+        return bool(select.select([self.server.stdout], [], [], 0)[0])
+
+    def wait(self) -> int:
+        return int(self.server.stdout.readline())
+
+    def await_row(self, log: Path, count: int) -> None:
+        while not self.ended() and not (log.exists() and log.read_text().count("\n") >= count):
+            time.sleep(0.005)
 
 
-def await_row(process: subprocess.Popen, log: Path, count: int) -> None:
-    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= count):
-        time.sleep(0.005)
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen]:
+    command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, bufsize=0) as process:  # for `select`
+        yield process
+        process.stdin.close()
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)], ids=["once", "many times"])
-def test_killed_at_any_moment(toml: Path, tmp_path: Path, kills: int) -> None:
-    """kill -9 at random moments of a run with staleness 1."""
-    steps = 3 + 2 * kills
-    extra = [f"--trainer.steps={steps}", "--reward.workers=1"]
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("staleness", "kills"),
+    [(1, 1), pytest.param(0, 50, marks=pytest.mark.slow), pytest.param(1, 50, marks=pytest.mark.slow)],
+)
+def test_killed_at_any_moment(server: subprocess.Popen, toml: Path, tmp_path: Path, staleness: int, kills: int) -> None:
+    """kill -9 at random moments of one run, a fifth of them before it has gone on from where it was."""
+    steps = 3 + 3 * kills
+    extra = [*STALE, f"--trainer.steps={steps}", f"--loop.staleness={staleness}"]
+    command = ["train", str(toml), f"--output_dir={tmp_path}", *extra]
     directory, moment = tmp_path / "tiny", random.Random(kills)
-    config = load_config(toml, [f"--output_dir={tmp_path}", *STALE, *extra])
+    config = load_config(toml, command[2:])
+    start_s, where = 0.0, Counter[str](kills=kills)
     for kill in range(kills):
-        before = len(rows(directory)) if kill else 0
-        process = start(toml, tmp_path, *extra, *(["--resume"] if kill else []))
-        await_row(process, directory / "metrics.jsonl", before + 1)
-        time.sleep(moment.uniform(0, 0.5))
-        process.kill()
-        process.wait()
-        audit_after_kill(directory, config)
-    assert not (directory / "export").exists(), "the run ended before it was killed; the test shows nothing"
-    last = start(toml, tmp_path, *extra, "--resume")
-    assert last.wait(200) == 0, last.stderr.read()
+        before = len(rows(directory, whole=False)) if kill else 0
+        begin = time.monotonic()
+        process = Process(server, [*command, *(["--resume"] if kill else [])])
+        if start_s and moment.random() < 0.2:
+            time.sleep(moment.uniform(0, start_s))
+        else:
+            process.await_row(directory / "metrics.jsonl", before + 1)
+            start_s = time.monotonic() - begin
+            end = time.monotonic() + moment.uniform(0, 0.3)
+            while time.monotonic() < end and len(rows(directory, whole=False)) < before + 2:
+                time.sleep(moment.uniform(0, 0.005))
+        assert not process.ended(), "the run ended before it was killed"
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        where["writing a checkpoint"] += any((directory / "checkpoints").glob("*.tmp"))
+        where["before it went on"] += len(rows(directory, whole=False)) == before
+        repair_as_resuming_does(directory, config)
+        audit(config)
+        (tmp_path / "kills.json").write_text(json.dumps(where))
+    assert Process(server, [*command, "--resume"]).wait() == 0
     assert len(audit(config)) == steps * config.trainer.prompts_per_step
     assert [row["step"] for row in rows(directory)] == list(range(steps + 1))
+    if staleness == 0:
+        assert Process(server, [*command, "--name=whole"]).wait() == 0
+        assert_same_run(directory, tmp_path / "whole")
 
 
-def audit_after_kill(directory: Path, config: TrainConfig) -> None:
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Metrics but for the clock's, rollouts, and weights and moments of the optimiser, to the bit."""
+
+    def untimed(directory: Path) -> list[dict]:
+        return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows(directory)]
+
+    assert untimed(ours) == untimed(theirs)
+    for file in sorted((theirs / "rollouts").glob("*.parquet")):
+        assert pq.read_table(ours / "rollouts" / file.name).equals(pq.read_table(file)), file.name
+    last = max((theirs / "checkpoints").glob("step_*")).name
+    for file in (theirs / "checkpoints" / last).glob("*.safetensors"):
+        got, expected = load_file(ours / "checkpoints" / last / file.name), load_file(file)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def repair_as_resuming_does(directory: Path, config: TrainConfig) -> None:
     """Rollouts of a step that never got to its checkpoint are written anew; those before are there once."""
     saved = checkpoint.load_latest(directory / "checkpoints", config)
     for file in (directory / "rollouts").glob("*.parquet"):
         if int(file.stem.removeprefix("step_")) > saved.step:
             file.unlink()
-    audit(config)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -26,7 +26,7 @@ def test_events_are_joined_named_and_appended(tmp_path: Path) -> None:
     trace = Trace(path)
     for begin, end in ((1.0, 1.001), (1.002, 1.003), (1.5, 1.6)):
         trace.add("sampler", "decode", begin, end)
-    trace.add("learner", "update_actor", 1.1, 1.4)
+    trace.add("learner", "optimizer", 1.1, 1.4)
     trace.flush()
     trace.add("learner", "gen", 2.0, 2.5)
     trace.flush()
@@ -38,10 +38,10 @@ def test_events_are_joined_named_and_appended(tmp_path: Path) -> None:
         ("decode", 1, 3000),
         ("decode", 1, 100000),
         ("gen", 0, 500000),
-        ("update_actor", 0, 300000),
+        ("optimizer", 0, 300000),
     ]
     begin = {event["name"]: event["ts"] for event in found}
-    assert begin["gen"] - begin["update_actor"] == pytest.approx(900_000, abs=2)
+    assert begin["gen"] - begin["optimizer"] == pytest.approx(900_000, abs=2)
 
 
 def test_a_runs_trace_has_the_seconds_of_its_account(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_runs_trace_has_the_seconds_of_its_account(tmp_path: Path) -> None:
     made.run()
     rows = [json.loads(line) for line in (made.config.run_dir / "metrics.jsonl").read_text().splitlines()]
     found = [event for event in events(made.config.run_dir / "trace.json") if event["ph"] == "X"]
-    for part in ("gen", "pack", "update_actor", "eval"):
+    for part in ("gen", "pack", "forward_backward", "head", "optimizer", "eval"):
         traced = sum(event["dur"] for event in found if event["name"] == part) / 1e6
         accounted = sum(row[f"timing_s/{part}"] for row in rows)
         # joined events take in the pauses between them; what is in the account is never less

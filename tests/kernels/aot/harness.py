@@ -173,15 +173,10 @@ def _compile_by_index(op: str, index: int, arch: int) -> AotResult:
 def compile_all(ops: list[str], archs: list[int], ci: bool = False) -> list[AotResult]:
     """Every case of ``ops`` for every architecture, compiled in parallel processes.
 
-    With ``ci`` the tests' ones: on sm_90 those marked so, elsewhere the first of each kernel.
+    With ``ci`` those marked so alone.
     """
     chosen = [(op, i, case) for op in ops for i, case in enumerate(cases(op)) if case.ci or not ci]
     jobs = [(op, i, arch) for op, i, case in chosen for arch in archs if arch in case.archs]
-    if ci:
-        first: dict[tuple[str, str, int], int] = {}
-        for op, i, arch in jobs:
-            first.setdefault((op, cases(op)[i].fn.__name__, arch), i)
-        jobs = [(op, i, arch) for op, i, arch in jobs if arch == 90 or first[op, cases(op)[i].fn.__name__, arch] == i]
     workers = max(1, min(len(jobs), len(os.sched_getaffinity(0))))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         return list(pool.map(_compile_by_index, *zip(*jobs, strict=True))) if jobs else []

@@ -1,0 +1,270 @@
+"""``rolltree bench job CONFIG``: a whole job of reinforcement learning by several trainers, accuracy over time.
+
+The job is that of a configuration of `rolltree train`. Each trainer has a process of its own (`job_runs`), one after
+the other, and leaves its weights at the steps where the held-out problems are due; these are answered greedily
+afterwards, all by the same engine. Seconds and tokens are those of the training alone, and peak
+memory is that of the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .compare import rows_at
+from .journal import Journal
+from .schema import Context, Row, append_line
+from .table import table
+from .timing import quantiles
+
+PROVIDERS = {
+    "trl": ("trl",),
+    "trl+rolltree": ("trl",),
+    "trl+vllm": ("trl", "vllm"),
+    "rolltree_flat": (),
+    "rolltree_tree": (),
+    "rolltree_s1": (),
+}
+"""Who trains, and the packages it needs beside this project's own."""
+BASE = "trl"
+"""Whose step time is divided by the others' for rows of metric "speedup"."""
+SIGMAS = 0.8416
+"""From the median of a normal distribution to its 80th percentile."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A line of ``job.curves.jsonl``: how far a provider had come when the held-out problems were due."""
+
+    case: str
+    provider: str
+    step: int
+    seconds: float  # of training, since everything was loaded
+    tokens: int  # sampled so far; one that several responses share counts once
+    accuracy: float
+    problems: int
+    device: str
+    versions: dict[str, str]
+    commit: str
+    time: str  # UTC, ISO 8601
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job by every provider; 0, 1 where one failed, 2 where the command line is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="rolltree bench job",
+        description="A whole job by TRL and by rolltree: held-out accuracy over seconds and over tokens.",
+        epilog="any key of the configuration can be given too, as in --seed 1 or --model.path DIRECTORY",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="TOML file of `rolltree train`")
+    parser.add_argument("--providers", default="", metavar="REGEX", help="only providers whose names contain it")
+    parser.add_argument("--steps", metavar="N", help="trainer.steps")
+    parser.add_argument("--every", metavar="N", help="evaluation.every: steps between points of a curve")
+    parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="of one provider; default %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default %(default)s")
+    parser.add_argument("--list", action="store_true", help="only list the providers")
+    args, overrides = parser.parse_known_args(argv)
+    for key, value in (("trainer.steps", args.steps), ("evaluation.every", args.every)):
+        overrides += [f"--{key}", value] if value is not None else []
+    try:
+        wanted = [name for name in PROVIDERS if re.search(args.providers, name)]
+        if args.list:
+            print("\n".join(wanted))
+            return 0
+        return _run(args.config, overrides, wanted, args.limit, args.out)
+    except re.error as error:
+        print(f"rolltree bench: '{error.pattern!r}' is not a regular expression: {error}", file=sys.stderr)
+    except ImportError as error:
+        print(f"rolltree bench: job needs {error.name}; install rolltree[train,tasks].", file=sys.stderr)
+    return 2
+
+
+def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: float, out: Path) -> int:
+    from transformers.utils import logging
+
+    from rolltree.engine.app.config import load_config
+    from rolltree.engine.errors import UserError
+    from rolltree.engine.loop import setup
+
+    logging.disable_progress_bar()
+    try:
+        config = load_config(path, overrides)
+        if config.evaluation.problems == 0:
+            raise UserError(f"'{path}' holds no problems out; set evaluation.problems.")
+        if wanted:
+            setup.prepare_model(config)  # made once, before anybody's clock runs
+    except UserError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
+    journal = Journal("job", out)
+    context = Context.of(setup.choose_device(config.model.device))
+    for provider in wanted:
+        if not journal.known(case_of(config), provider):
+            one(config, provider, journal, context, limit)
+    rows = [row for row in journal.rows if row.case == case_of(config)]
+    print(table(rows))
+    if journal.problems:
+        print(f"{len(journal.problems)} failed:", *journal.problems, sep="\n  ")
+    return 1 if journal.problems else 0
+
+
+def case_of(config: Any) -> str:
+    given = config.trainer
+    shape = f"{given.steps} steps of {given.prompts_per_step} x {config.rollout.n}"
+    return f"{config.name}, {shape}, at most {config.rollout.max_new_tokens} tokens, seed {config.seed}"
+
+
+def one(config: Any, provider: str, journal: Journal, context: Context, limit: float) -> None:
+    """The job by ``provider``, its points and rows into the files of ``journal``."""
+    from .job_runs import STEPS
+
+    case, out = case_of(config), journal.directory
+    assert out is not None
+    missing = next((name for name in PROVIDERS[provider] if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        print(f"{provider} does not run: {missing} is not installed", flush=True)
+        journal.record(case, provider, "absent", missing)
+        return
+    directory = out / f"job.{provider}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    journal.begin(case, provider)
+    began = time.perf_counter()
+    problem = _process(config, provider, directory, limit)
+    print(f"{provider}: {time.perf_counter() - began:.0f} s in all", flush=True)
+    if problem is not None:
+        print(journal.record(case, provider, *problem), flush=True)
+    file = directory / STEPS
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    points = list(_points(config, provider, lines, directory, context))
+    for point in points:
+        append_line(asdict(point), out / "job.curves.jsonl")
+        print(
+            f"  step {point.step}: {100 * point.accuracy:.1f} % after {point.seconds:.1f} s, {point.tokens} tokens",
+            flush=True,
+        )
+    if problem is None:
+        base = next(
+            (r for r in reversed(_recorded(journal)) if (r.case, r.provider, r.metric) == (case, BASE, "time_ms")), None
+        )
+        journal.finish(case, _rows(case, provider, lines, points, base, context), provider)
+        shutil.rmtree(directory)
+
+
+def _process(config: Any, provider: str, directory: Path, limit: float) -> tuple[Any, str] | None:
+    """Run it in ``directory``; None, or what went wrong."""
+    from .job_runs import CONFIG, REFUSAL
+
+    (directory / CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
+    command = [sys.executable, "-m", "rolltree.bench.job_runs", provider, str(directory)]
+    log = directory / "log.txt"
+    with log.open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return "stopped", f"it took longer than {limit:g} s"
+        finally:
+            with suppress(ProcessLookupError):  # itself, and workers that it may have left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if (directory / REFUSAL).exists():
+        return "unsupported", (directory / REFUSAL).read_text(encoding="utf-8")
+    if status != 0:
+        last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        return "failed", f"{last} (exit status {status}; {log} has the rest)"
+    return None
+
+
+def _points(
+    config: Any, provider: str, lines: Sequence[dict[str, Any]], directory: Path, context: Context
+) -> Iterator[Point]:
+    """The weights that were kept, evaluated; the first are those of the model as it is."""
+    from .job_runs import weights_of
+
+    kept = [(0, 0.0, 0, None)] + [
+        (line["step"], line["seconds"], line["tokens"], weights_of(directory, line["step"]))
+        for line in lines
+        if line["weights"] and weights_of(directory, line["step"]).exists()
+    ]
+    found = accuracies(config, [file for *_, file in kept]) if len(kept) > 1 else []
+    for (step, seconds, tokens, _), accuracy in zip(kept, found, strict=False):
+        problems = config.evaluation.problems
+        yield Point(case_of(config), provider, step, seconds, tokens, accuracy, problems, **asdict(context))
+
+
+def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
+    """Share of the held-out problems that the model answers rightly with each file's weights; None: with its own."""
+    from safetensors.torch import load_file
+
+    from rolltree.engine.loop import setup
+    from rolltree.engine.loop.evaluation import Evaluation
+    from rolltree.engine.loop.sources import held_out
+
+    from .long_tail import Quiet
+
+    native = config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "native"})})
+    model, tokenizer = setup.prepare_model(native)
+    model.eval().requires_grad_(False)
+    engine = setup.make_engine(native, model, tokenizer)
+    quiet: Any = Quiet()
+    program = setup.rollout_program(config.rollout)
+    evaluation = Evaluation(config, held_out(config, tokenizer), engine, tokenizer, program, quiet)
+    with setup.rewards(config, engine, tokenizer) as rewards:
+        for number, file in enumerate(files):
+            if file is not None:
+                weights = load_file(file, device=str(model.device))
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(weights[name])
+                engine.update_weights()
+            yield evaluation.run(number, rewards)["eval/accuracy"]
+
+
+def _recorded(journal: Journal) -> list[Row]:
+    """Rows of this run and of those before it in the same directory."""
+    assert journal.directory is not None
+    file = journal.directory / "job.jsonl"
+    return rows_at(file) if file.exists() else []
+
+
+def _rows(
+    case: str,
+    provider: str,
+    lines: Sequence[dict[str, Any]],
+    points: Sequence[Point],
+    base: Row | None,
+    context: Context,
+) -> Iterator[Row]:
+    """Time of a step and of the job, peak memory, and the last accuracy with its sampling error."""
+
+    def row(direction: str, metric: str, p20: float, value: float, p80: float) -> Row:
+        return Row("job", case, provider, direction, metric, value, p20, p80, None, **asdict(context))
+
+    ends = [0.0] + [line["seconds"] for line in lines if not line["weights"]]
+    steps = quantiles([1e3 * (b - a) for a, b in pairwise(ends)])
+    yield row("step", "time_ms", *steps)
+    if base is not None and provider != BASE:
+        yield row("step", "speedup", *(base.value / ms for ms in reversed(steps)))
+    last = points[-1]
+    whole = 1e3 * last.seconds
+    yield row("job", "time_ms", whole, whole, whole)
+    peak = max(line["peak_memory_mib"] for line in lines)
+    yield row("job", "peak_memory_mib", peak, peak, peak)
+    error = SIGMAS * math.sqrt(last.accuracy * (1 - last.accuracy) / last.problems)
+    yield row("job", "accuracy", last.accuracy - error, last.accuracy, last.accuracy + error)

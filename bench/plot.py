@@ -1,0 +1,179 @@
+"""``rolltree bench plot FILES``: recorded rows and curves as pictures, a PNG each and one HTML page of all.
+
+For every op the times as bars, from the 20th to the 80th percentile, with the ceiling as a line; a roofline of the rows
+that say how many FLOP and bytes they stand for, under what the op `ceilings` measured on the same device; and for every
+job the held-out accuracy over seconds and over tokens. Nothing is drawn that the files do not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .compare import OURS, RECORDS, rows_at
+from .job import Point
+from .schema import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BLUE, GREY, RED = "#3b82f6", "#9ca3af", "#ef4444"
+CURVES = ".curves.jsonl"
+Drawn = tuple[str, "Figure"]  # a file's name without ending, and what goes into it
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw; 0, or 2 where the command line or a file is wrong."""
+    parser = argparse.ArgumentParser(prog="rolltree bench plot", description="Draw recorded rows and curves.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of rows or curves, or a folder of them")
+    parser.add_argument("--out", type=Path, default=Path("runs/plots"), metavar="DIR", help="default %(default)s")
+    args = parser.parse_args(argv)
+    try:
+        written = draw(args.files, args.out)
+    except ValueError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"rolltree bench: plots need {error.name}; install rolltree[plots].", file=sys.stderr)
+        return 2
+    print(*written, sep="\n")
+    return 0
+
+
+def draw(files: Sequence[Path], out: Path) -> list[Path]:
+    """Write the pictures of ``files`` into ``out``; the paths written, the page first.
+
+    Raises:
+        ValueError: a file is not there or holds something else, or there is nothing to draw.
+    """
+    rows, points = read(files)
+    drawn = [*bars(rows), *rooflines(rows), *curves(points)]
+    if not drawn:
+        raise ValueError(f"There is nothing to draw in {', '.join(map(str, files))}; give files with times or curves.")
+    out.mkdir(parents=True, exist_ok=True)
+    written, parts = [out / "bench.html"], []
+    for name, figure in drawn:
+        written.append(out / f"{name}.png")
+        figure.savefig(written[-1], dpi=100)
+        vector = io.StringIO()
+        figure.savefig(vector, format="svg", metadata={"Date": None})
+        parts.append(f"<h2>{html.escape(name)}</h2>\n{vector.getvalue()[vector.getvalue().index('<svg') :]}")
+    written[0].write_text(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>rolltree bench</title>'
+        "<style>body{font-family:sans-serif;max-width:70em;margin:auto}svg{max-width:100%;height:auto}</style>\n"
+        + "\n".join(parts),
+        encoding="utf-8",
+    )
+    return written
+
+
+def read(files: Sequence[Path]) -> tuple[list[Row], list[Point]]:
+    """Rows and points, the last of each where there are several.
+
+    Raises:
+        ValueError: a file is not there, or a line is neither.
+    """
+    rows: dict[Any, Row] = {}
+    points: dict[Any, Point] = {}
+    for path in files:
+        if not path.exists():
+            raise ValueError(f"There is no '{path}'; give files or folders of `rolltree bench --out`.")
+        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+            if file.name.endswith(CURVES):
+                for line in file.read_text(encoding="utf-8").splitlines():
+                    point = Point(**json.loads(line))
+                    points[point.device, point.case, point.provider, point.step] = point
+            elif not file.name.endswith(RECORDS):
+                for row in rows_at(file):
+                    rows[row.device, row.op, row.case, row.direction, row.provider, row.metric] = row
+    return list(rows.values()), list(points.values())
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Drawn]:
+    """Times: a figure an op, a panel a case and direction, a bar a provider."""
+    for (device, op), of_op in _by(("device", "op"), [r for r in rows if r.metric == "time_ms"]):
+        panels = list(_by(("case", "direction"), of_op))
+        heights = [0.6 + 0.25 * len(some) for _, some in panels]
+        figure, axes = _panels(len(panels), 1, (9, sum(heights) + 0.5), heights)
+        figure.suptitle(f"{op}, {device}", fontsize=9)
+        for axis, ((case, direction), some) in zip(axes, panels, strict=True):
+            value = [r.value for r in some]
+            spread = [[r.value - r.p20 for r in some], [r.p80 - r.value for r in some]]
+            colour = [BLUE if OURS in r.provider else GREY for r in some]
+            axis.barh([r.provider for r in some], value, xerr=spread, color=colour, capsize=2)
+            for r in some:
+                if r.ceiling is not None:
+                    axis.axvline(r.ceiling, color=RED, linewidth=1, label="ceiling")
+            if (handles := axis.get_legend_handles_labels())[0]:
+                axis.legend(handles[0][:1], handles[1][:1], fontsize=7)
+            axis.invert_yaxis()
+            axis.set_title(f"{case}, {direction}, ms", fontsize=8, loc="left")
+        yield _name(op, device), figure
+
+
+def rooflines(rows: Sequence[Row]) -> Iterator[Drawn]:
+    """FLOP a second over FLOP a byte: a figure a device."""
+    timed = [r for r in rows if r.metric == "time_ms"]
+    for (device,), of_device in _by(("device",), timed):
+        some = [r for r in of_device if r.flop and r.bytes and r.op != "ceilings"]
+        if not some:
+            continue
+        figure, (axis,) = _panels(1, 1, (9, 6), [1])
+        for (op, provider), group in _by(("op", "provider"), some):
+            x, y = [r.flop / r.bytes for r in group], [r.flop / r.value / 1e6 for r in group]
+            axis.plot(x, y, "o" if OURS in provider else "x", label=f"{op}, {provider}")
+        limits = [r for r in of_device if r.op == "ceilings"]
+        flops = max((r.flop / r.value / 1e6 for r in limits if r.flop), default=None)
+        rate = max((r.bytes / r.value / 1e6 for r in limits if r.bytes), default=None)
+        if flops is not None and rate is not None:
+            intensities = [r.flop / r.bytes for r in some]
+            x = sorted([min(intensities) / 2, flops / rate, max(intensities) * 2])
+            label = f"product {flops:.3g} GFLOP/s, copy {rate:.3g} GB/s"
+            axis.plot(x, [min(rate * i, flops) for i in x], color=RED, linewidth=1, label=label)
+        axis.set(xscale="log", yscale="log", xlabel="FLOP / byte", ylabel="GFLOP/s")
+        axis.legend(fontsize=7)
+        figure.suptitle(f"roofline, {device}", fontsize=9)
+        yield _name("roofline", device), figure
+
+
+def curves(points: Sequence[Point]) -> Iterator[Drawn]:
+    """Held-out accuracy of a job, a line a provider."""
+    for (device, case), some in _by(("device", "case"), points):
+        figure, axes = _panels(1, 2, (11, 4.5), [1])
+        for (provider,), line in _by(("provider",), sorted(some, key=lambda p: p.step)):
+            style = "-" if provider.startswith(OURS) else "--"
+            accuracy = [100 * p.accuracy for p in line]
+            axes[0].plot([p.seconds for p in line], accuracy, style, marker=".", label=provider)
+            axes[1].plot([p.tokens for p in line], accuracy, style, marker=".", label=provider)
+        axes[0].set(xlabel="seconds of training", ylabel=f"% of {some[0].problems} held-out problems")
+        axes[1].set(xlabel="tokens sampled")
+        axes[0].legend(fontsize=8)
+        figure.suptitle(f"{case}\n{device}", fontsize=8)
+        yield _name("job", case), figure
+
+
+def _panels(rows: int, columns: int, size: tuple[float, float], heights: Sequence[float]) -> tuple[Figure, list[Any]]:
+    from matplotlib.figure import Figure  # no window system is asked for
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"height_ratios": list(heights)})
+    return figure, [axis for row in axes for axis in row]
+
+
+def _by(names: Sequence[str], things: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+    """Groups of equal attributes, in the order in which they come up."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for thing in things:
+        found.setdefault(tuple(getattr(thing, name) for name in names), []).append(thing)
+    yield from found.items()
+
+
+def _name(*parts: str) -> str:
+    return re.sub(r"[^a-z0-9_]+", "-", " ".join(parts).lower()).strip("-")

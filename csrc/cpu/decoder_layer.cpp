@@ -1,0 +1,132 @@
+// What a decoder layer does between its products where it decodes: RMSNorm together with the sum before it, and rotary
+// embedding on the way into the pages. Each goes over a row once, where PyTorch's modules go over all rows five to ten
+// times. Rows are small and few when decoding, so these passes, not their arithmetic, are what takes the time.
+//
+// Every rounding is that of PyTorch's own operators: nothing is contracted, and squares are summed in its order, in eight
+// lanes of four partial sums each, 16 at a time. So a layer's result keeps its bits.
+#pragma GCC optimize("fp-contract=off")
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+
+namespace rolltree {
+namespace {
+
+using torch::stable::Tensor;
+
+typedef float Eight __attribute__((vector_size(32)));
+constexpr int64_t kEight = 8, kPartials = 4, kBlock = 16;
+constexpr int64_t kLongestHead = 1024;
+constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
+
+inline Eight square(const float* x) {
+  Eight v;
+  std::memcpy(&v, x, sizeof(v));
+  return v * v;
+}
+
+float sum_of_squares(const float* x, int64_t n) {
+  const int64_t vectors = n / kEight, steps = vectors / kPartials;
+  Eight sum[kPartials] = {}, block[kPartials] = {};
+  for (int64_t i = 0; i < steps;) {
+    const int64_t end = std::min(i + kBlock, steps), whole = end - i == kBlock;
+    for (; i < end; ++i)
+      for (int64_t p = 0; p < kPartials; ++p) block[p] += square(x + (i * kPartials + p) * kEight);
+    if (whole)
+      for (int64_t p = 0; p < kPartials; ++p) sum[p] += block[p], block[p] = Eight{};
+  }
+  for (int64_t p = 0; p < kPartials; ++p) block[p] += sum[p];
+  for (int64_t i = steps * kPartials; i < vectors; ++i) block[0] += square(x + i * kEight);
+  for (int64_t p = 1; p < kPartials; ++p) block[0] += block[p];
+  float total = 0.f;
+  for (int64_t d = vectors * kEight; d < n; ++d) total += x[d] * x[d];
+  for (int64_t l = 0; l < kEight; ++l) total += block[0][l];
+  return total;
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+  const float factor = 1.f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps);
+  for (int64_t d = 0; d < n; ++d) out[d] = weight[d] * (x[d] * factor);
+}
+
+Tensor add_rms_norm(Tensor residual, const std::optional<Tensor>& x, const Tensor& weight, double eps) {
+  const int64_t rows = residual.size(0), width = residual.size(1);
+  Tensor out = torch::stable::empty_like(residual);
+  float* sums = residual.mutable_data_ptr<float>();
+  const float* added = x ? x->const_data_ptr<float>() : nullptr;
+  const float* weights = weight.const_data_ptr<float>();
+  float* normed = out.mutable_data_ptr<float>();
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / width, 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* sum = sums + row * width;
+      if (added)
+        for (int64_t d = 0; d < width; ++d) sum[d] += added[row * width + d];
+      rms_norm(sum, weights, static_cast<float>(eps), width, normed + row * width);
+    }
+  });
+  return out;
+}
+
+// out = rotary embedding of x, normed if there is a weight; `out` may be x.
+void rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t dim, float* out) {
+  float from[kLongestHead];
+  if (weight) rms_norm(x, weight, eps, dim, from);
+  else std::copy_n(x, dim, from);
+  const int64_t half = dim / 2;
+  for (int64_t d = 0; d < half; ++d) {
+    const float kept = from[d] * cos[d], turned = -from[d + half] * sin[d];
+    out[d] = kept + turned;
+  }
+  for (int64_t d = half; d < dim; ++d) {
+    const float kept = from[d] * cos[d], turned = from[d - half] * sin[d];
+    out[d] = kept + turned;
+  }
+}
+
+void rotate_and_store(Tensor q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& q_weight,
+                      const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
+                      const Tensor& slots, Tensor k_pages, Tensor v_pages) {
+  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k.size(1), width = kv_heads * dim;
+  STD_TORCH_CHECK(dim <= kLongestHead, "rotate_and_store: heads of more than 1024 numbers");
+  float* query = q.mutable_data_ptr<float>();
+  const float *key = k.const_data_ptr<float>(), *value = v.const_data_ptr<float>();
+  const float* q_weights = q_weight ? q_weight->const_data_ptr<float>() : nullptr;
+  const float* k_weights = k_weight ? k_weight->const_data_ptr<float>() : nullptr;
+  const float *cosines = cos.const_data_ptr<float>(), *sines = sin.const_data_ptr<float>();
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  float *keys = k_pages.mutable_data_ptr<float>(), *values = v_pages.mutable_data_ptr<float>();
+  const float epsilon = static_cast<float>(eps);
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / (heads * dim), 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *c = cosines + row * dim, *s = sines + row * dim;
+      for (int64_t at = row * heads * dim; at < (row + 1) * heads * dim; at += dim)
+        rotate(query + at, q_weights, epsilon, c, s, dim, query + at);
+      for (int64_t h = 0; h < width; h += dim)
+        rotate(key + row * width + h, k_weights, epsilon, c, s, dim, keys + slot[row] * width + h);
+      std::copy_n(value + row * width, width, values + slot[row] * width);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace rolltree
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
+  m.def("add_rms_norm(Tensor(a!) residual, Tensor? x, Tensor weight, float eps) -> Tensor");
+  m.def(
+      "rotate_and_store(Tensor(a!) q, Tensor k, Tensor v, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, "
+      "Tensor sin, Tensor slots, Tensor(b!) k_pages, Tensor(c!) v_pages) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {
+  m.impl("add_rms_norm", TORCH_BOX(&rolltree::add_rms_norm));
+  m.impl("rotate_and_store", TORCH_BOX(&rolltree::rotate_and_store));
+}

@@ -1,0 +1,67 @@
+"""How a page gets its templates, its plots and its data, and how it is written in one move."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import plotly.offline
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from ...errors import RunError
+
+TEMPLATES = Path(__file__).parent
+
+
+def template(name: str) -> Template:
+    """A template of this folder; what it is not given is an error."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def html(figure: go.Figure | None) -> Markup:
+    """The figure's element; it needs `plotly_js` before it on the page."""
+    if figure is None:
+        return Markup("")
+    options = {"displayModeBar": False, "responsive": True}
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=options))
+
+
+def plotly_js() -> Markup:
+    return Markup(plotly.offline.get_plotlyjs())
+
+
+def script_json(value: Any) -> Markup:
+    """JSON that may stand inside a script element, whatever text the model wrote."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return Markup(
+        text.replace("&", "\\u0026")
+        .replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029")
+    )
+
+
+def write_page(target: Path, page: str) -> None:
+    """
+    Raises:
+        RunError: it cannot be written; nothing is left behind.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RunError(f"The report '{target}' cannot be written: {error.strerror}.") from error

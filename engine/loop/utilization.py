@@ -1,0 +1,146 @@
+"""What a GPU's peak says of the updates (MFU), and what its driver says of the GPU (NVML)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..data.cost import CostModel
+from ..data.tree import TokenTree
+from ..train.phases import HEAD, MODEL, OPTIMIZER
+
+PEAK_TFLOP_S = {
+    "NVIDIA A100": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA H200": 989.4,
+    "NVIDIA GH200": 989.4,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA L40S": 362.0,
+}
+"""Dense products in bf16 and fp16 by NVIDIA's data sheets, by the beginning of the device's name."""
+SAMPLE_S = 0.5
+"""Between two questions to the driver."""
+
+
+def peak_tflop_s(name: str, dtype: torch.dtype) -> float | None:
+    """Of products in ``dtype`` on the device called ``name``; None where it is not known."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return next((peak for begin, peak in PEAK_TFLOP_S.items() if name.startswith(begin)), None)
+
+
+class Mfu:
+    """Share of the device's peak that the policy's updates reached (model FLOP utilisation; Chowdhery et al. 2022).
+
+    Counted are the decoder on each unique token and the products with the head that were planned: twice a weight and
+    token forward, as much for the gradient of what came in, and as much for those of the weights that learn.
+
+    Args:
+        peak: TFLOP/s of the device; None: not known, and nothing is recorded.
+    """
+
+    def __init__(self, model: PreTrainedModel, peak: float | None) -> None:
+        self.peak = peak
+        if peak is None:
+            return
+        self._cost = CostModel.of(model)
+        weights = [p for p in model.get_decoder().parameters() if p.dim() >= 2]
+        learning = sum(p.numel() for p in weights if p.requires_grad) / sum(p.numel() for p in weights)
+        self._passes = 2 + learning
+        self._flop = 0.0
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Mfu:
+        """By the device that ``model`` is on."""
+        known = model.device.type == "cuda"
+        return Mfu(model, peak_tflop_s(torch.cuda.get_device_name(model.device), model.dtype) if known else None)
+
+    def add(self, trees: Sequence[TokenTree], head_tflop: float) -> None:
+        """An update learned from ``trees``."""
+        if self.peak is None:
+            return
+        tokens = sum(tree.num_tokens for tree in trees)
+        visible = sum(float(tree.position.sum(dtype=np.int64)) for tree in trees) + tokens
+        forward = self._cost.token * tokens + self._cost.attention * visible
+        self._flop += self._passes * forward + 1e12 * head_tflop
+
+    def read(self, times: dict[str, float]) -> dict[str, float]:
+        """Of the updates since the last call, given the step's account."""
+        if self.peak is None:
+            return {}
+        flop, self._flop = self._flop, 0.0
+        seconds = sum(times[f"timing_s/{part}"] for part in (MODEL, HEAD, OPTIMIZER))
+        if not flop or not seconds:
+            return {}
+        return {"perf/mfu/actor": flop / (1e12 * self.peak * seconds), "perf/peak_tflop_s": self.peak}
+
+
+class GpuMonitor:
+    """Asks NVML in a thread of its own how busy a GPU is; what it says is averaged by step.
+
+    Args:
+        uuid: of the GPU; None: nobody is asked and nothing recorded.
+        told: once, why nothing is recorded any more.
+    """
+
+    def __init__(self, uuid: str | None, told: Callable[[str], object], sample_s: float = SAMPLE_S) -> None:
+        self._uuid, self._told, self._sample_s = uuid, told, sample_s
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._sums: dict[str, float] = {}
+        self._count = 0
+        self._thread = threading.Thread(target=self._run, name="rolltree-nvml", daemon=True)
+        if uuid is not None:
+            self._thread.start()
+
+    @staticmethod
+    def of(device: torch.device, told: Callable[[str], object]) -> GpuMonitor:
+        """Of ``device``, where it is a GPU and nvidia-ml-py is installed."""
+        there = device.type == "cuda" and importlib.util.find_spec("pynvml") is not None
+        return GpuMonitor(f"GPU-{torch.cuda.get_device_properties(device).uuid}" if there else None, told)
+
+    def read(self) -> dict[str, float]:
+        """Means since the last call; nothing where none was taken."""
+        with self._lock:
+            sums, count = self._sums, self._count
+            self._sums, self._count = {}, 0
+        return {name: total / count for name, total in sums.items()}
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        nvml: Any = importlib.import_module("pynvml")
+        try:
+            nvml.nvmlInit()
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+                while not self._closed.is_set():
+                    self._sample(nvml, handle)
+                    self._closed.wait(self._sample_s)
+            finally:
+                nvml.nvmlShutdown()
+        except nvml.NVMLError as error:
+            self._told(f"NVML says nothing of the GPU from here on ({error}); the metrics lack perf/gpu.")
+
+    def _sample(self, nvml: Any, handle: Any) -> None:
+        found = {
+            "perf/gpu/utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "perf/gpu/memory_gb": nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
+            "perf/gpu/power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        }
+        with self._lock:
+            self._count += 1
+            for name, value in found.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value

@@ -1,0 +1,41 @@
+"""The definition in plain PyTorch, operator by operator as the decoders of Transformers have it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
+    if x is not None:
+        residual += x
+    return _rms_norm(residual, weight, eps)
+
+
+def rotate_and_store(
+    q: Tensor,  # [N, Hq, D]
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
+    q_weight: Tensor | None,  # [D]
+    k_weight: Tensor | None,  # [D]
+    eps: float,
+    cos: Tensor,  # [N, D]
+    sin: Tensor,  # [N, D]
+    slots: Tensor,  # [N] int64
+    k_pages: Tensor,  # [P, page, Hkv, D]
+    v_pages: Tensor,  # [P, page, Hkv, D]
+) -> None:
+    q.copy_(_rotated(q, q_weight, eps, cos, sin))
+    k_pages.view(-1, *k.shape[1:]).index_copy_(0, slots, _rotated(k, k_weight, eps, cos, sin))
+    v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    if weight is not None:
+        x = _rms_norm(x, weight, eps)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
