@@ -45,6 +45,7 @@ class Recorder:
 
     def start(self) -> None:
         """The job begins: everything is loaded."""
+        timing.forget_peak(self.device)
         self._began = time.perf_counter()
 
     def due(self, step: int) -> bool:
@@ -97,18 +98,24 @@ class _Kept(Evaluation):
             self.recorder.start()
         else:
             self.recorder.weights(step, sampled(self.engine), self.model)
+            self.recorder.step(step, sampled(self.engine))  # here: what follows is a checkpoint
         return {}
 
 
 class _Steps:
-    """A run's progress, of which the ends of steps are recorded."""
+    """A run's progress, of which the ends of steps are recorded. Its first and last checkpoints are not of the job."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.engine: Any = None
 
+    def phase(self, text: str) -> None:
+        if self.engine is not None and sampled(self.engine) == 0:
+            self.recorder.start()
+
     def step(self, step: int, metrics: object) -> None:
-        self.recorder.step(step, sampled(self.engine))
+        if not self.recorder.due(step):
+            self.recorder.step(step, sampled(self.engine))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

@@ -75,13 +75,13 @@ def draw(files: Sequence[Path], out: Path) -> list[Path]:
 
 
 def read(files: Sequence[Path]) -> tuple[list[Row], list[Point]]:
-    """Rows and points, the last of each where there are several.
+    """Rows, the last of each where there are several, and points, of each provider's last run of a job.
 
     Raises:
         ValueError: a file is not there, or a line is neither.
     """
     rows: dict[Any, Row] = {}
-    points: dict[Any, Point] = {}
+    points: dict[Any, list[Point]] = {}
     for path in files:
         if not path.exists():
             raise ValueError(f"There is no '{path}'; give files or folders of `rolltree bench --out`.")
@@ -89,11 +89,12 @@ def read(files: Sequence[Path]) -> tuple[list[Row], list[Point]]:
             if file.name.endswith(CURVES):
                 for line in file.read_text(encoding="utf-8").splitlines():
                     point = Point(**json.loads(line))
-                    points[point.device, point.case, point.provider, point.step] = point
+                    run = point.device, point.case, point.provider
+                    points[run] = [*(points.get(run, []) if point.step else []), point]  # a run begins with step 0
             elif not file.name.endswith(RECORDS):
                 for row in rows_at(file):
                     rows[row.device, row.op, row.case, row.direction, row.provider, row.metric] = row
-    return list(rows.values()), list(points.values())
+    return list(rows.values()), [point for run in points.values() for point in run]
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Drawn]:

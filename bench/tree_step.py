@@ -41,9 +41,10 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """On the CPU a small model and every kind of tree; on CUDA the shapes of Qwen3 0.6B, 1.7B and 4B."""
     group, segments, agent = workloads.group, workloads.segments, workloads.agent
     if device.type == "cpu" or quick:
-        trees = {"512+8x128": group(512, 128, 8)}
+        trees = {"128+8x32": group(128, 32, 8)}
         if not quick:
-            trees |= {
+            trees = {
+                "512+8x128": group(512, 128, 8),
                 "1024+16x128": group(1024, 128, 16),
                 "256+segments of 64, 7 deep, 16 wide": segments(256, 64, 7, 16),
                 "256+4 conversations of 6x(32+64)": agent(256, 32, 64, 6, 4),

@@ -57,12 +57,12 @@ def test_curves_are_accuracy_over_seconds_and_over_tokens() -> None:
 def test_the_command_writes_pictures_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, out = tmp_path / "rows", tmp_path / "out"
     append([ROW, replace(PEER, value=99.0), PEER], there / "head.jsonl")
-    for point in (POINT, replace(POINT, step=1)):
+    for point in (POINT, replace(POINT, step=7), POINT, replace(POINT, step=1)):
         append_line(asdict(point), there / "job.curves.jsonl")
     append_line({"op": "head", "status": "finished"}, there / "head.outcomes.jsonl")
     rows, points = plot.read([there])
     assert rows == [ROW, PEER], "the last of several counts"
-    assert len(points) == 2
+    assert [point.step for point in points] == [0, 1], "the last run"
     assert main(["plot", str(there), "--out", str(out)]) == 0
     pictures = sorted(out.glob("*.png"))
     assert [p.stem for p in pictures] == ["head-a-cpu", "job-sums-seed-0"]
