@@ -34,7 +34,9 @@ def figures(dim: int, direction: str, kernel: machine_code.Kernel) -> harness.Ao
     )
     loops = tuple(harness._figures(loop, case) for loop in kernel.main_loops)
     wgmma = any(shape.startswith("HGMMA") for loop in kernel.main_loops for shape in loop.tensor)
-    return harness.AotResult(case.name, 90, kernel.registers, kernel.stack, 0, wgmma, 1, loops)
+    return harness.AotResult(
+        case.name, 90, kernel.registers, kernel.stack, 0, wgmma, 1, len(kernel.instructions), loops
+    )
 
 
 def read(folder: Path) -> dict[str, machine_code.Kernel]:
