@@ -73,7 +73,7 @@ class FusedLayers:
 
 
 def _fits(layer: Any, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> bool:
-    """Whether the layer is what Transformers made, in fp32, and nobody listens to a part that is passed over."""
+    """Whether the layer is what Transformers made, computes in fp32, and nobody listens to a part passed over."""
     attention, norm = layer.self_attn, type(layer.input_layernorm)
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     if hasattr(attention, "q_norm"):
@@ -81,6 +81,7 @@ def _fits(layer: Any, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]
     parts = [layer, attention, layer.mlp, layer.mlp.act_fn, *norms]
     return (
         hidden.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
         and layer.mlp.gate_proj.weight.dtype == torch.float32
         and norm.__module__ == type(layer).__module__
         and all(type(other) is norm for other in norms)
