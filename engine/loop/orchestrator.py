@@ -361,12 +361,14 @@ class Orchestrator:
 def _only_new_garbage() -> Iterator[None]:
     """Meanwhile collections pass over what was there before: a look through all objects of the imported libraries is a
     noticeable part of a small step."""
+    by_caller = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not by_caller:
+            gc.unfreeze()
 
 
 @contextmanager
