@@ -107,7 +107,7 @@ def test_critic_learns_what_a_flat_critic_learns():
     from rolltree.engine import pack
 
     grads = {}
-    critic.trainer._update = lambda: grads.update(
+    critic.trainer._apply = lambda: grads.update(
         {name: p.grad.clone() for name, p in critic.model.named_parameters() if p.grad is not None}
     )
     metrics = critic.learn(pack([tree], max_tokens=100))
