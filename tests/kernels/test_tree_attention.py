@@ -403,7 +403,11 @@ def test_work_items_share_out_every_tile_once(monkeypatch: pytest.MonkeyPatch, s
 
 
 @needs_interpreter
-@pytest.mark.parametrize("case", [Case(110, 4, 2, 16, close=0.02), Case(90, 3, 1, 40, window=50)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(110, 4, 2, 16, close=0.02), pytest.param(Case(90, 3, 1, 40, window=50), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """dK and dV as close to float64 as uncut, and the same bits each time."""
     monkeypatch.setattr(visible, "SHORTEST_ITEM", 2)
@@ -416,7 +420,9 @@ def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: 
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("case", "shortest"), [(Case(90, 4, 2, 32), 2), (Case(60, 2, 1, 64, window=20, softcap=5.0), 64)], ids=str
+    ("case", "shortest"),
+    [pytest.param(Case(90, 4, 2, 32), 2, marks=pytest.mark.slow), (Case(60, 2, 1, 64, window=20, softcap=5.0), 64)],
+    ids=str,
 )
 def test_programs_that_share_columns(monkeypatch: pytest.MonkeyPatch, case: Case, shortest: int) -> None:
     """As Hopper's dK/dV of D = 256: each part as close to float64 as the whole."""
