@@ -160,9 +160,7 @@ def one(config: Any, provider: str, journal: Journal, context: Context, limit: f
             flush=True,
         )
     if problem is None:
-        base = next(
-            (r for r in reversed(_recorded(journal)) if (r.case, r.provider, r.metric) == (case, BASE, "time_ms")), None
-        )
+        base = base_of(case, _recorded(journal))
         journal.finish(case, _rows(case, provider, lines, points, base, context), provider)
         shutil.rmtree(directory)
 
@@ -241,6 +239,12 @@ def _recorded(journal: Journal) -> list[Row]:
     assert journal.directory is not None
     file = journal.directory / "job.jsonl"
     return rows_at(file) if file.exists() else []
+
+
+def base_of(case: str, rows: Sequence[Row]) -> Row | None:
+    """The last time of a step of `BASE`, if it has run."""
+    steps = [row for row in rows if (row.case, row.provider, row.metric) == (case, BASE, "time_ms")]
+    return next((row for row in reversed(steps) if row.direction == "step"), None)
 
 
 def _rows(

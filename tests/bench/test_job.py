@@ -16,6 +16,7 @@ from rolltree.bench.cli import main
 from rolltree.bench.compare import rows_at
 from rolltree.bench.job_runs import Recorder, weights_of
 from rolltree.bench.runner import UnsupportedError
+from rolltree.bench.schema import Row
 from rolltree.engine.app.config import load_config
 from rolltree.engine.loop import setup
 from rolltree.engine.loop.orchestrator import Orchestrator
@@ -120,9 +121,22 @@ def test_the_command_in_processes_of_their_own(toml: Path, tmp_path: Path) -> No
     assert {row.provider for row in rows} == set(job.PROVIDERS) - {"trl+vllm"}
     assert {row.provider for row in rows if row.metric == "speedup"} == set(job.PROVIDERS) - {"trl+vllm", "trl"}
     assert all(row.value > 100 for row in rows if row.metric == "peak_memory_mib")
+    steps = {row.provider: row.value for row in rows if (row.direction, row.metric) == ("step", "time_ms")}
+    for row in rows:
+        assert row.metric != "speedup" or row.value == pytest.approx(steps["trl"] / steps[row.provider])
     status, why = job._process(load_config(toml, OVERRIDES), "nobody", tmp_path, 100) or ("", "")
     assert status == "failed"
     assert why.startswith("KeyError: 'nobody' (exit status 1; ")
+
+
+def test_speedups_are_over_the_last_steps_of_the_same_case() -> None:
+    def row(case: str, provider: str, direction: str, value: float) -> Row:
+        return Row("job", case, provider, direction, "time_ms", value, value, value, None, "cpu", {}, "commit", "time")
+
+    rows = [row("a", job.BASE, "step", 3.0), row("a", job.BASE, "step", 2.0), row("a", job.BASE, "job", 80.0)]
+    rows += [row("b", job.BASE, "step", 5.0), row("a", "rolltree_flat", "step", 1.0)]
+    assert job.base_of("a", rows) == rows[1]
+    assert job.base_of("c", rows) is None
 
 
 @pytest.mark.parametrize(
