@@ -154,9 +154,9 @@ class Orchestrator:
                 self._begin()
             else:
                 self._restore(self._saved)
-            self.watch.restart()
             self.monitor = GpuMonitor.of(self.model.device, self.console.note)
             with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), _only_new_garbage():
+                self.watch.restart()
                 while self.step < steps and not self.stopping.asked:
                     self._step()
                 if self.step < steps:
