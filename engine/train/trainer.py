@@ -135,7 +135,7 @@ class Trainer:
         self._enter(OPTIMIZER)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
         lr = self._lr()
-        self._enter(OPTIMIZER)
+        self._enter(OPTIMIZER)  # again: `met` ties the last thing before the wait to the host's time
         found, length, finite, *numbers = fetch([total, norm, whole, *(v for pair in sums.values() for v in pair)])
         if self.phases is not None:
             self.phases.met()
