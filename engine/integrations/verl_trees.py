@@ -47,7 +47,9 @@ OUTPUTS = {"calculate_entropy": ("entropy", "entropy"), "calculate_sum_pi_square
 class Wanted:
     """What the head is asked for. No dataclass and no tuple: FSDP rounds the tensors that it finds in those."""
 
-    def __init__(self, row: Tensor, place: Tensor, target: Tensor, temperature: float | Tensor, want: list[str]) -> None:
+    def __init__(
+        self, row: Tensor, place: Tensor, target: Tensor, temperature: float | Tensor, want: list[str]
+    ) -> None:
         self.row = row  # [R] int64, of the packed tokens; distinct but where temperatures differ
         self.place = place  # [M] int64, of each target's row among them
         self.target = target  # [M] int64
@@ -127,21 +129,20 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no typ
         return out
 
     def _together(self, data: Any, prompts: Array) -> int:
-        """How many sequences verl shall keep together: the most that divide every prompt's and fit its token budget.
+        """How many sequences in a row verl shall keep in one micro-batch: up to a prompt's, within its token budget.
 
-        verl wants the same number of micro-batches of all ranks, and finds it where they agree on this.
+        verl wants as many micro-batches of every rank, and finds them where the ranks agree on this.
         """
         length = data["input_ids"].offsets().diff().cpu().numpy()
         budget = tu.get(data, "max_token_len_per_gpu")
-        common = int(np.gcd.reduce(np.bincount(prompts)))
-        divisors = [n for n in range(1, common + 1) if common % n == 0]
-        fitting = [n for n in divisors if length.reshape(-1, n).sum(1).max() <= budget]
+        divisors = [n for n in range(1, int(np.bincount(prompts).max()) + 1) if len(length) % n == 0]
+        fitting = {n for n in divisors if length.reshape(-1, n).sum(1).max() <= budget}
         group = self.get_data_parallel_group()
         ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(ranks, (len(length), fitting), group)
         if len({size for size, _ in ranks}) > 1:
             return 1
-        return max(set.intersection(*(set(found) for _, found in ranks)), default=1)
+        return max(set.intersection(*(found for _, found in ranks)), default=1)
 
 
 class TreeEngineWithLMHead(TreeEngine):
