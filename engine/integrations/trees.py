@@ -34,7 +34,8 @@ def packed(
     Raises:
         ValueError: a sequence has no token.
     """
-    trees, members = TokenTree.forest([ids[:1] for ids in sequences], [ids[1:] for ids in sequences])
+    whole: list[Any] = list(sequences)
+    trees, members = TokenTree.forest([ids[:1] for ids in whole], [ids[1:] for ids in whole])
     (batch,) = pack(trees, max_tokens=sum(tree.num_tokens for tree in trees), device=device)
     rows: dict[int, npt.NDArray[np.int64]] = {}
     first = 0

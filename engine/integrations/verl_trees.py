@@ -43,6 +43,9 @@ OTHERS = ("fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel")
 OUTPUTS = {"calculate_entropy": ("entropy", "entropy"), "calculate_sum_pi_squared": ("sum_p2", "sum_pi_squared")}
 """What verl may ask for besides log-probs: its key, our name and its own."""
 
+COLDEST = 1e-8
+"""The temperature that verl computes with below it."""
+
 
 class Wanted:
     """What the head is asked for. No dataclass and no tuple: FSDP rounds the tensors that it finds in those."""
@@ -88,7 +91,7 @@ class Flat(NamedTuple):
         return np.flatnonzero(some)
 
 
-class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no types
+class TreeEngine(FSDPEngineWithLMHead):
     """verl's FSDP engine, on trees.
 
     Raises:
@@ -160,17 +163,18 @@ class TreeEngineWithLMHead(TreeEngine):
         trees = packed(np.split(flat.ids, flat.ends[:-1]), device)
         token = flat.scored(micro_batch)
         row = np.concatenate(trees.rows)[token - 1]
-        temperature = micro_batch["temperature"]
-        if isinstance(temperature, Tensor):  # one a sequence: a row that several share is scored at each of theirs
-            levels, level = np.unique(temperature.float().cpu().numpy(), return_inverse=True)
+        given = micro_batch["temperature"]
+        temperature: float | Tensor
+        if isinstance(given, Tensor):  # one a sequence: a row that several share is scored at each of theirs
+            levels, level = np.unique(given.float().cpu().numpy(), return_inverse=True)
             level = np.repeat(level, flat.length)[token]
             (level, row), place = np.unique(np.stack([level, row]), axis=1, return_inverse=True)
-            temperature = torch.from_numpy(levels[level]).clamp(min=1e-8).to(device)
+            temperature = torch.from_numpy(levels[level]).clamp(min=COLDEST).to(device)
         else:
             row, place = np.unique(row, return_inverse=True)
-            temperature = max(float(temperature), 1e-8)
-        at, place, target = (torch.from_numpy(x).to(device) for x in (row, place.reshape(-1), flat.ids[token]))
-        wanted = Wanted(at, place, target, temperature, [ours for key, (ours, _) in OUTPUTS.items() if get(key=key)])
+            temperature = max(float(given), COLDEST)
+        at, where, target = (torch.from_numpy(x).to(device) for x in (row, place.reshape(-1), flat.ids[token]))
+        wanted = Wanted(at, where, target, temperature, [ours for key, (ours, _) in OUTPUTS.items() if get(key=key)])
         return trees.inputs | {"wanted": wanted}, {"scored": torch.from_numpy(token - 1).to(device)}
 
     def prepare_model_outputs(
@@ -263,7 +267,7 @@ def refuse(found: dict[str, bool]) -> None:
 def choice(theirs: type[BaseEngine], ours: type[TreeEngine] | None, backend: str) -> type[BaseEngine]:
     """An engine class that becomes ``ours`` for models that name this module, and stays verl's for all others."""
 
-    class Chosen(BaseEngine):  # type: ignore[misc]
+    class Chosen(BaseEngine):
         def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
             named = model_config.external_lib
             if __name__ not in (named if isinstance(named, list) else [named]):
