@@ -69,6 +69,7 @@ class Flat(NamedTuple):
 
     @classmethod
     def of(cls, micro_batch: Any) -> Flat:
+        """Raises UserError for what is not text, and for positions that are not a token's place in its sequence."""
         positions = micro_batch["position_ids"]
         images = bool(extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", [])))
         refuse({"multi_modal_inputs": images, "position_ids of several axes": positions.dim() > 2})
