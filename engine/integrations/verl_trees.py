@@ -31,6 +31,8 @@ from verl.utils.seqlen_balancing import restore_dynamic_batch
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from rolltree.kernels.dispatch import log_once
+
 from ..errors import UserError
 from ..model.decoder import head, target_logprob
 from .transformers import NAME
@@ -43,6 +45,10 @@ OTHERS = ("fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel")
 OUTPUTS = {"calculate_entropy": ("entropy", "entropy"), "calculate_sum_pi_squared": ("sum_p2", "sum_pi_squared")}
 """What verl may ask for besides log-probs: its key, our name and its own."""
 
+NOTHING_SHARED = (
+    "The sequences of a rank's batch have as many prompts, so that no prompt is computed once for several: verl's "
+    "trainer has given a prompt's samples to different ranks, or there is one of each (docs/verl.md)."
+)
 COLDEST = 1e-8
 """The temperature that verl computes with below it."""
 
@@ -123,6 +129,8 @@ class TreeEngine(FSDPEngineWithLMHead):
         prompts = prompt_of(data)
         if prompts is None or tu.get_non_tensor_data(data=data, key="force_group_size", default=1) > 1:
             return super().forward_backward_batch(data, loss_function, forward_only)
+        if len(prompts) == prompts.max() + 1 > 1:
+            log_once(NOTHING_SHARED)
         order = np.argsort(prompts, kind="stable")
         data = tu.index_select_tensor_dict(data, torch.from_numpy(order))
         if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):

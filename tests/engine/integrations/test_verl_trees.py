@@ -46,6 +46,7 @@ from verl.workers.utils.padding import no_padding_2_padding  # noqa: E402 isort:
 
 from rolltree.engine.errors import UserError  # noqa: E402
 from rolltree.engine.integrations import verl as losses  # noqa: E402
+from rolltree.kernels.dispatch import log_once  # noqa: E402
 
 GROUPS = {"groups": (4, 2, 1, 3), "one group": (6,), "alone": (1,), "nothing shared": (1, 1, 1, 1)}
 
@@ -80,6 +81,16 @@ def test_a_micro_batch(pair: tuple[Any, Any], groups: tuple[int, ...]) -> None:
     assert set(ours.outputs) == {"log_probs", "entropy"}
     assert ours.seen == tokens_of_trees(data, [len(data)])
     assert theirs.seen == [len(data["input_ids"].values())]
+
+
+def test_that_nothing_is_shared_is_said_once(pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    log_once.cache_clear()
+    with caplog.at_level("WARNING", "rolltree"):
+        for groups in ((1,), (2, 1), (1, 1, 1), (1, 1)):
+            done(pair[0], batch(groups), actor())
+    assert [record.message.split(",")[0] for record in caplog.records if record.name.startswith("rolltree")] == [
+        "The sequences of a rank's batch have as many prompts"
+    ]
 
 
 def test_prompts_in_several_micro_batches(pair: tuple[Any, Any]) -> None:
