@@ -1,30 +1,31 @@
 """A layer's decode attention on H100 and H200 by kernel, by a model; nothing here was measured.
 
-``python -m rolltree.bench.modelled_decode`` writes bench/results/model-sm_90/decode.jsonl and decode.md, for the trees of
-bench/tree_decode.py and for one that forks, 16 query heads of 8 key heads, bf16. A row has two times, ``best`` and
+``python -m rolltree.bench.modelled_decode`` writes bench/results/model-sm_90/decode.jsonl and decode.md, for the trees
+of bench/tree_decode.py and for one that forks, 16 query heads of 8 key heads, bf16. A row has two times, ``best`` and
 ``worst``. A launch's items, a tile of queries and some keys of a node for a key head, go to the multiprocessors longest
 first. An item takes the larger of
 
-- its rounds of the main loop, whose clocks bench/results/static-sm_90 has; ``worst``: products and the rest in turn, and
-  `COLD` seconds before the first, shared by the blocks that a multiprocessor holds;
+- its rounds of the main loop, whose clocks bench/results/static-sm_90 has; ``worst``: products and the rest in turn,
+  and `COLD` seconds before the first, shared by the blocks that a multiprocessor holds;
 - its bytes of keys and values at `SM_BYTES` a clock; ``worst``: at an equal share of the memory's rate, each tile and
   head from memory even if another has just read them.
 
-A launch takes the multiprocessor that ends last, or all bytes, once, at `STREAM_SHARE` of the memory's rate. A step adds
-`LAUNCH` for each launch, and ``worst`` the bytes of partial results, written and read; ``best`` finds them in L2.
+A launch takes the multiprocessor that ends last, or all bytes, once, at `STREAM_SHARE` of the memory's rate. A step
+adds `LAUNCH` for each launch, and ``worst`` the bytes of partial results, written and read; ``best`` finds them in L2.
 
 - triton, cuda: two launches; 64 queries, 512 keys an item; partials in fp32.
-- flash-attn 4: `FLASH_ROWS` queries, cp.async for pages of 16 keys (TMA wants a page to be a tile of keys); a node, or 512
-  keys of it, is an entry of its page table, for it does not split keys on sm_90. Three launches: rows' queries are copied
-  for each entry, as a row of its input belongs to one; partials are bf16, the only dtype that it writes; our merge.
-- FlashInfer's cascade: a level of the tree is a call, merged into the last by another launch. On sm_90 a call takes its FA3
-  kernel, whose plan gives each query head a tile of 128 rows (192 for D = 64) of a whole node; clocks as flash-attn 4's of
-  128. ``fa2`` is what it has for other GPUs: query heads packed in tiles of 16, 64 or 128 by the mean of a level, keys cut
-  to fill two blocks a multiprocessor, merged by a second launch if cut; clocks as our CUDA kernel's for 64 by 64, partials
-  in fp32. Neither was compiled.
+- flash-attn 4: tiles of 64 or 128 queries, cp.async for pages of 16 keys (TMA wants a page to be a tile of keys); a
+  node, or 512 keys of it, is an entry of its page table, for it does not split keys on sm_90. Three launches: rows'
+  queries are copied for each entry, as a row of its input belongs to one; partials are bf16, the only dtype that it writes;
+  our merge.
+- FlashInfer's cascade: a level of the tree is a call, merged into the last by another launch. On sm_90 a call takes
+  its FA3 kernel, whose plan gives each query head a tile of 128 rows (192 for D = 64) of a whole node; clocks as
+  flash-attn 4's of 128. ``fa2`` is what it has for other GPUs: query heads packed in tiles of 16, 64 or 128 by the
+  mean of a level, keys cut to fill two blocks a multiprocessor, merged by a second launch if cut; clocks as our CUDA
+  kernel's for 64 by 64, partials in fp32. Neither was compiled.
 
-Not in it: what a host needs for plans, which FlashInfer makes anew each step; binary search for an entry in flash-attn 4's
-scheduler; a node that begins within a page, which neither of them can read.
+Not in it: what a host needs for plans, which FlashInfer makes anew each step; binary search for an entry in flash-attn
+4's scheduler; a node that begins within a page, which neither of them can read.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Node(NamedTuple):
 class Item(NamedTuple):
     keys: int
     queries: int
-    count: int  # of equal ones, over heads
+    times: int  # so many equal ones, over heads
 
 
 class Clocks(NamedTuple):
@@ -117,13 +118,13 @@ def clocks(case: str, queries: int, keys: int) -> Clocks:
 def _launch(nodes: Sequence[Node], dim: int, of: Clocks, chunk: int | None, packed: bool, size: float) -> Launch:
     """``size``: bytes of a number of a partial; 0: none are written."""
     items, partials = [], 0.0
-    for keys, rows, _ in nodes:
-        queries, heads = (rows * GROUP, KEY_HEADS) if packed else (rows, HEADS)
+    for keys, below, _ in nodes:
+        queries, heads = (below * GROUP, KEY_HEADS) if packed else (below, HEADS)
         tiles = -(-queries // of.queries)
         whole, rest = divmod(keys, chunk or keys)
         parts = [(chunk or keys, whole), (rest, 1 if rest else 0)]
         items += [Item(k, of.queries, n * tiles * heads) for k, n in parts if n]
-        partials += (whole + bool(rest)) * rows * HEADS * (dim * size + 4) if size else 0
+        partials += (whole + bool(rest)) * below * HEADS * (dim * size + 4) if size else 0
     return Launch(items, of, partials, sum(n.keys for n in nodes) * 2 * 2 * KEY_HEADS * dim)
 
 
@@ -189,7 +190,7 @@ def _chunk_of(level: Sequence[Node], tile: int) -> int:
 def _ends(launch: Launch, dim: int, rate: float, worst: bool) -> float:
     """Seconds until the last multiprocessor ends."""
     of, durations = launch.clocks, []
-    total = sum(item.count for item in launch.items)
+    total = sum(item.times for item in launch.items)
     share = min(SM_BYTES * CLOCK, rate / min(SMS, total)) if worst else SM_BYTES * CLOCK
     for keys, _, count in launch.items:
         compute = -(-keys // of.keys) * (of.worst if worst else of.best) / CLOCK

@@ -177,7 +177,9 @@ def launching_nothing(target: Target) -> Iterator[list[str]]:
         stack.enter_context(mock.patch.object(Head, "logits", lambda self, hidden, out: out))
         stack.enter_context(mock.patch.object(Head, "to_hidden", return_value=None))
         stack.enter_context(mock.patch.object(HeadGradient, "add", return_value=None))
-        stack.enter_context(mock.patch.object(chunked, "rows_with_gradient", return_value=None))  # a CPU leaves rows out
+        stack.enter_context(
+            mock.patch.object(chunked, "rows_with_gradient", return_value=None)
+        )  # a CPU leaves rows out
         stack.enter_context(mock.patch.object(driver, "_active", active))
         stack.enter_context(mock.patch.object(jit.JITFunction, "run", compile_only))
         stack.enter_context(mock.patch.object(knobs.compilation, "listener", listener))
@@ -199,7 +201,7 @@ def _head(model: Model) -> None:
     target = torch.zeros(len(hidden), dtype=torch.long)
     for want in ((), ("entropy",)):
         out = linear_logprob(hidden, weight, target, softcap=model.logit_softcap, want=want)
-        sum(t.sum() for t in (out.logprob, out.entropy) if t is not None).backward()
+        torch.stack([t.sum() for t in (out.logprob, out.entropy) if t is not None]).sum().backward()
 
 
 def _decode(model: Model) -> None:

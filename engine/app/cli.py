@@ -140,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     kernels = command("kernels", _kernels, "Compile a run's kernels ahead of time; needs no GPU.")
     kernels.add_argument("action", choices=["build"])
-    kernels.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, or a Hugging Face directory for GRPO's")
+    kernels.add_argument(
+        "config", metavar="CONFIG", type=Path, help="TOML file, or a Hugging Face directory for GRPO's"
+    )
     kernels.add_argument("--arch", required=True, choices=["90a", "100a"], help="Hopper or Blackwell")
     kernels.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="of a directory (bfloat16)")
     kernels.epilog = keys

@@ -40,7 +40,8 @@ def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
     """The job of the run that the TOML file at ``path`` describes; of a model's folder GRPO's, sampled without filters.
 
     Raises:
-        UserError: the file or the model's configuration cannot be read; or a ``dtype`` beside a file, which has its own.
+        UserError: the file or the model's configuration cannot be read; a ``dtype`` beside a file, which has its own;
+            or overrides beside a folder.
     """
     if path.is_dir():
         if overrides:

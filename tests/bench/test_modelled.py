@@ -54,8 +54,8 @@ def test_the_model_of_decoding() -> None:
     step = modelled_decode.triton(nodes, 128)
     assert step.reading[0].unique == unique
     # 512 keys of 2 x 128 bf16 for each key head; the prefix is read once for its 32 queries
-    assert sum(item.count for item in step.reading[0].items) == 8 * (16 * 8 + 256 * 4)
-    assert sum(item.keys * item.count for item in step.reading[0].items) * 4 * 128 == unique
+    assert sum(item.times for item in step.reading[0].items) == 8 * (16 * 8 + 256 * 4)
+    assert sum(item.keys * item.times for item in step.reading[0].items) * 4 * 128 == unique
     best, _ = modelled_decode.seconds(step, 128, modelled.MEMORY["H100"])
     assert best == unique / rate + 2 * modelled_decode.LAUNCH  # many keys: the memory's rate alone
 
@@ -63,5 +63,5 @@ def test_the_model_of_decoding() -> None:
 def test_a_tile_of_more_queries_reads_a_node_once() -> None:
     nodes = modelled_decode.shared(4096, 128, 64, 1)
     tiles = {rows: modelled_decode._flash(nodes, 128, rows, 512).reading[0].items for rows in (64, 128)}
-    read = {rows: sum(item.keys * item.count for item in items) for rows, items in tiles.items()}
+    read = {rows: sum(item.keys * item.times for item in items) for rows, items in tiles.items()}
     assert read[64] - read[128] == 8 * 4096

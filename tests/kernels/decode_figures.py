@@ -1,5 +1,6 @@
-"""What the machine code of decode kernels that are not Triton's says, in the rows of `aot.harness`: our CUDA C++ one, and
-flash-attn 4's forward with pages of 16 keys, which bench/modelled_decode.py compares with ours and nothing launches.
+"""What the machine code of decode kernels that are not Triton's says, in the rows of `aot.harness`: of our CUDA C++
+one, and of flash-attn 4's forward with pages of 16 keys, which bench/modelled_decode.py compares with ours and nothing
+launches.
 
 ``python -m tests.kernels.decode_figures FOLDER`` writes bench/results/static-sm_90/decode.jsonl, in the environment of
 `make hopper` with nvcc on PATH. Clocks are modelled, for the warps that multiply.
@@ -57,9 +58,7 @@ def cuda_kernels(folder: Path) -> list[machine_code.Kernel]:
 def cuda_figures(kernels: list[machine_code.Kernel]) -> Iterator[harness.AotResult]:
     """Of those in bf16 without window and softcap; D = 64 and 128."""
     for dim in (64, 128):
-        (kernel,) = (
-            k for k in kernels if f"partial_kernelI13__nv_bfloat16Li{dim}ELb0ELb0E" in k.name
-        )
+        (kernel,) = (k for k in kernels if f"partial_kernelI13__nv_bfloat16Li{dim}ELb0ELb0E" in k.name)
         shared = 3 * 64 * (2 * (dim + 8) * 2 + 8)
         yield _figures(f"decode cuda D{dim} bf16", kernel, 4, 2 * 64 * 64 * dim, shared)
 

@@ -59,7 +59,8 @@ target, model = ahead.TARGETS["90a"], ahead.Model(heads=4, kv_heads=2, head_dim=
 with ahead.launching_nothing(target):
     for objective in sys.argv[1:]:
         job = command.Job(model, [TokenTerm(Objective.preset(objective))], frozenset(), ("top_k", "top_p"))
-        for name, launch in command.losses(job) if asked else ahead.steps(target, model, flash=False, **command.launched(job)):
+        everything = ahead.steps(target, model, flash=False, **command.launched(job))
+        for name, launch in command.losses(job) if asked else everything:
             print(name, *asks(launch))
         # a chunk of one row alone is another kernel where V is no multiple of 16
         for number in [(length, *flags) for length in (2, 5, 130) for flags in ((0, 0), (0, 1), (1, 0), (1, 1))]:
@@ -98,8 +99,8 @@ def test_no_batch_asks_for_another_kernel() -> None:
     them, take the kernels that were built; nothing is compiled to see it."""
     lines = [line.split() for line in run(ASKED, "grpo", "gspo", "cispo")]
     assert {name for line in lines for name in line if name.endswith("_kernel")} == {
-        "list_blocks_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel", "add_kernel", "partial_kernel", "merge_kernel",
-        "scan_kernel", "select_kernel", "race_kernel", "finish_kernel",
+        "list_blocks_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel", "add_kernel", "partial_kernel",
+        "merge_kernel", "scan_kernel", "select_kernel", "race_kernel", "finish_kernel",
     }  # fmt: skip
     assert sum("_terms" in line for line in lines) >= 3
     again = [line[1:] for line in lines if line[0] == "again"]
@@ -110,7 +111,7 @@ def test_no_batch_asks_for_another_kernel() -> None:
 @needs_triton
 @pytest.mark.slow
 def test_a_second_process_finds_every_kernel(tmp_path: Path) -> None:
-    """Of sampling, decoding, scoring, attention and the loss; `make hopper` does the same with flash-attn's and quack's."""
+    """Of sampling, decoding, scoring, attention and the loss; `make hopper` does so with flash-attn's and quack's."""
     counts = []
     for _ in range(2):
         rows = map(json.loads, run(BUILD, TRITON_CACHE_DIR=str(tmp_path)))

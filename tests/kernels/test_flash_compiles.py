@@ -29,8 +29,8 @@ BUILD = """
 import json, sys
 from rolltree.kernels import ahead
 target, model, everything = ahead.TARGETS[sys.argv[1]], ahead.Model(8, 4, int(sys.argv[2]), 5000), sys.argv[3] == "all"
-filters = (), ("top_k", "top_p")
-for built in ahead.build(target, model, flash=True, filters=filters) if everything else ahead.build_hopper(target, model):
+all_kernels = ahead.build(target, model, flash=True, filters=[(), ("top_k", "top_p")])
+for built in all_kernels if everything else ahead.build_hopper(target, model):
     print(json.dumps(built._asdict()))
 """
 
