@@ -16,8 +16,8 @@ adds `LAUNCH` for each launch, and ``worst`` the bytes of partial results, writt
 - triton, cuda: two launches; 64 queries, 512 keys an item; partials in fp32.
 - flash-attn 4: tiles of 64 or 128 queries, cp.async for pages of 16 keys (TMA wants a page to be a tile of keys); a
   node, or 512 keys of it, is an entry of its page table, for it does not split keys on sm_90. Three launches: rows'
-  queries are copied for each entry, as a row of its input belongs to one; partials are bf16, the only dtype that it writes;
-  our merge.
+  queries are copied for each entry, as a row of its input belongs to one; partials are bf16, the only dtype that it
+  writes; our merge.
 - FlashInfer's cascade: a level of the tree is a call, merged into the last by another launch. On sm_90 a call takes
   its FA3 kernel, whose plan gives each query head a tile of 128 rows (192 for D = 64) of a whole node; clocks as
   flash-attn 4's of 128. ``fa2`` is what it has for other GPUs: query heads packed in tiles of 16, 64 or 128 by the
