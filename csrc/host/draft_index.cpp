@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <stdexcept>
 
 namespace rolltree {
@@ -103,10 +104,16 @@ void DraftIndex::drop(int id) {
   free_runs_.push_back(id);
 }
 
-void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, const int32_t* before,
-                       int64_t n) {
+void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position,
+                       const int32_t* before, int64_t n) {
   if (slot < 0) throw std::invalid_argument("A slot is not negative.");
-  if (slot >= static_cast<int64_t>(slot_run_.size())) slot_run_.resize(slot + 1, -1);
+  if (slot >= static_cast<int64_t>(slot_run_.size())) {
+    slot_run_.resize(slot + 1, -1);
+    slot_branch_.resize(slot + 1, -1);
+    slot_position_.resize(slot + 1, -1);
+  }
+  slot_branch_[slot] = branch;
+  slot_position_[slot] = position;
   if (slot_run_[slot] >= 0) runs_[slot_run_[slot]].slot = -1;
   slot_run_[slot] = -1;
   const int run = open(slot, scope, group, branch, version);
@@ -115,7 +122,31 @@ void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branc
 }
 
 void DraftIndex::append(int64_t slot, int32_t token) {
-  if (knows(slot)) write(slot_run_[slot], token, true);
+  if (slot >= static_cast<int64_t>(slot_run_.size())) return;
+  ++slot_position_[slot];
+  if (slot_run_[slot] >= 0) write(slot_run_[slot], token, true);
+}
+
+std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int32_t* tokens, int64_t n, const int64_t* branch,
+                                        const int64_t* position) {
+  std::vector<int64_t> behind;
+  for (int64_t i = 0, end; i < n; i = end) {
+    const int64_t slot = slots[i];
+    for (end = i + 1; end < n && slots[end] == slot;) ++end;
+    if (this->position(slot, branch[slot]) != position[slot] - (end - i)) {
+      behind.push_back(slot);
+      continue;
+    }
+    for (; i < end; ++i) append(slot, tokens[i]);
+  }
+  return behind;
+}
+
+std::vector<int64_t> DraftIndex::behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const {
+  std::vector<int64_t> found;
+  std::copy_if(slots, slots + n, std::back_inserter(found),
+               [&](int64_t slot) { return this->position(slot, branch[slot]) != position[slot]; });
+  return found;
 }
 
 void DraftIndex::add(int64_t scope, int64_t group, int64_t version, const int32_t* before, int64_t m, const int32_t* tokens,

@@ -31,10 +31,16 @@ py::array_t<T> to_numpy(std::vector<T>&& values) {
   return py::array_t<T>(size, data, free);
 }
 
-int64_t same_length(const Ids& nodes, const Ids& counts) {
+int64_t same_length(const py::array& nodes, const py::array& counts) {
   if (nodes.ndim() != 1 || counts.ndim() != 1 || nodes.size() != counts.size())
     throw std::invalid_argument("nodes and counts must be vectors of one length.");
   return nodes.size();
+}
+
+void check_slots(const Ids& slots, const Ids& branch, const Ids& position) {
+  const int64_t known = same_length(branch, position), *slot = slots.data();
+  if (std::any_of(slot, slot + slots.size(), [&](int64_t s) { return s < 0 || s >= known; }))
+    throw std::invalid_argument("Every slot needs a branch and a position.");
 }
 
 py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
@@ -136,16 +142,32 @@ PYBIND11_MODULE(_host, m) {
   py::class_<DraftIndex>(m, "DraftIndex")
       .def(py::init<int64_t>(), py::arg("capacity"))
       .def("begin",
-           [](DraftIndex& index, int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, const Tokens& before) {
-             index.begin(slot, scope, group, branch, version, before.data(), before.size());
+           [](DraftIndex& index, int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position,
+              const Tokens& before) {
+             index.begin(slot, scope, group, branch, version, position, before.data(), before.size());
            },
-           py::arg("slot"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("before"))
+           py::arg("slot"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("position"),
+           py::arg("before"))
       .def("append",
            [](DraftIndex& index, const Ids& slots, const Tokens& tokens) {
              if (slots.size() != tokens.size()) throw std::invalid_argument("slots and tokens must be of one length.");
              for (py::ssize_t i = 0; i < slots.size(); ++i) index.append(slots.data()[i], tokens.data()[i]);
            },
            py::arg("slots"), py::arg("tokens"))
+      .def("follow",
+           [](DraftIndex& index, const Ids& slots, const Tokens& tokens, const Ids& branch, const Ids& position) {
+             const int64_t n = same_length(slots, tokens);
+             check_slots(slots, branch, position);
+             return index.follow(slots.data(), tokens.data(), n, branch.data(), position.data());
+           },
+           py::arg("slots"), py::arg("tokens"), py::arg("branch"), py::arg("position"))
+      .def("behind",
+           [](const DraftIndex& index, const Ids& slots, const Ids& branch, const Ids& position) {
+             check_slots(slots, branch, position);
+             return index.behind(slots.data(), slots.size(), branch.data(), position.data());
+           },
+           py::arg("slots"), py::arg("branch"), py::arg("position"))
+      .def("position", &DraftIndex::position, py::arg("slot"), py::arg("branch"))
       .def("add",
            [](DraftIndex& index, int64_t scope, int64_t group, int64_t version, const Tokens& before, const Tokens& tokens) {
              index.add(scope, group, version, before.data(), before.size(), tokens.data(), tokens.size());
