@@ -14,9 +14,10 @@ weights, the same prompts and as many responses, so its times compare with its o
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -133,7 +134,7 @@ class Reader:
         self._run = engine.loop.runner.run
         self._order = np.full(0, -1, np.int64)  # by slot: the branch that it has the text of
         self._text: Array = np.zeros((0, 0), np.int64)
-        engine.loop.runner.run = self  # type: ignore[method-assign, assignment]
+        engine.loop.runner.run = self  # type: ignore[method-assign]
 
     def __call__(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
         sampled = self._run(step, rows, samples, seeds)
@@ -259,7 +260,8 @@ def _inputs(
 ) -> Inputs:
     if not batches:
         raise UnsupportedError("the run has too few such groups; give one whose prompts come more than once")
-    return Inputs(*load(), directory, config, history, batches)
+    model, tokenizer = load()
+    return Inputs(model, tokenizer, directory, config, history, batches)
 
 
 def _calls(x: Inputs, drafts: int) -> Calls:
@@ -307,7 +309,7 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
     import vllm
 
     if method == "suffix":
-        import arctic_inference  # noqa: F401
+        importlib.import_module("arctic_inference")
 
     from rolltree.engine.integrations.vllm import VllmEngine
 
@@ -356,7 +358,7 @@ def bench(run: Path, own: Bench) -> Bench:
     """
     config = load_config(run / "config.toml")
     parts = config, read_groups(run, config), _weights(run, config)
-    providers = {
+    providers: dict[str, Callable[[Any], Calls]] = {
         "rolltree": partial(_calls, drafts=1 << 20),
         NONE: partial(_calls, drafts=0),
         "vllm suffix": partial(vllm, method="suffix"),

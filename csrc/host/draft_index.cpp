@@ -132,12 +132,13 @@ std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int32_t* tok
   std::vector<int64_t> behind;
   for (int64_t i = 0, end; i < n; i = end) {
     const int64_t slot = slots[i];
-    for (end = i + 1; end < n && slots[end] == slot;) ++end;
-    if (this->position(slot, branch[slot]) != position[slot] - (end - i)) {
+    int64_t written = 0;
+    for (end = i; end < n && slots[end] == slot; ++end) written += tokens[end] >= 0;
+    if (this->position(slot, branch[slot]) != position[slot] - written) {
       behind.push_back(slot);
       continue;
     }
-    for (; i < end; ++i) append(slot, tokens[i]);
+    for (int64_t j = i; j < i + written; ++j) append(slot, tokens[j]);
   }
   return behind;
 }
@@ -244,8 +245,8 @@ int DraftIndex::source(const Run& asking, uint32_t at) const {
   return run.branch >= 0 && run.branch != asking.branch ? 1 : 0;
 }
 
-Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int64_t* seeds, const int64_t* steps,
-                            const bool* greedy, int64_t n, const float* rates, float least) const {
+Drafted DraftIndex::propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates,
+                            float least) const {
   Drafted out;
   out.count.assign(n, 0);
   Places places, next;
@@ -257,8 +258,10 @@ Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int
   };
   std::vector<Vote> cast;
   for (int64_t i = 0; i < n; ++i) {
-    if (!knows(slots[i]) || most[i] < 1) continue;
-    const Run& run = runs_[slot_run_[slots[i]]];
+    const int64_t slot = slots[i], step = branches.length[slot];
+    const int64_t room = branches.forks[slot] > 0 ? 0 : std::min(most, branches.segment_end[slot] - step - 1);
+    if (!knows(slot) || room < 1) continue;
+    const Run& run = runs_[slot_run_[slot]];
     if (block_used_[run.last] == 0) continue;
     text.clear();
     for (uint32_t q = run.last * kBlock + block_used_[run.last] - 1; q != 0 && text.size() < kContext; q = before(q))
@@ -266,7 +269,7 @@ Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int
     std::reverse(text.begin(), text.end());
     places.clear();
     float survival = 1;
-    for (int64_t j = 0; j < most[i]; ++j) {
+    for (int64_t j = 0; j < room; ++j) {
       const int32_t* end = text.data() + text.size();
       if (static_cast<int>(places.size()) < kFew) look_up(run, end, static_cast<int>(text.size()), places);
       if (places.empty()) break;
@@ -288,10 +291,10 @@ Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int
       if (cast.size() > 1) {
         float best = -1;
         for (const Vote& vote : cast) {
-          const float score = greedy[i] ? vote.weight
-                                        : vote.weight / -std::log1p(-uniform(static_cast<uint64_t>(seeds[i]),
-                                                                             static_cast<uint64_t>(steps[i] + j),
-                                                                             static_cast<uint32_t>(vote.token)));
+          float score = vote.weight;
+          if (branches.temperature[slot] != 0)
+            score /= -std::log1p(-uniform(static_cast<uint64_t>(branches.seed[slot]), static_cast<uint64_t>(step + j),
+                                          static_cast<uint32_t>(vote.token)));
           if (score > best) best = score, won = &vote;
         }
       }

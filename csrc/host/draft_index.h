@@ -28,6 +28,11 @@ struct Drafted {
   std::vector<float> survival;  // probability that it and those before it are right, by the rates given
 };
 
+struct Branches {  // columns by slot
+  const int64_t *segment_end, *length, *forks, *seed;
+  const float* temperature;  // 0: the likeliest token is taken
+};
+
 class DraftIndex {
  public:
   static constexpr int kBlock = 64, kContext = 32, kWalk = 24;
@@ -45,7 +50,7 @@ class DraftIndex {
              int64_t n);
   void append(int64_t slot, int32_t token);  // the branch's next token; nothing is written where the slot's text has gone
   // Append what a step sampled, the tokens of a slot one after the other, where a slot's text is that of branch[slot] and then
-  // ends at position[slot]; both are by slot. Returns the other slots, once each.
+  // ends at position[slot]; both are by slot. A token of -1 failed and ends its slot's. Returns the other slots, once each.
   std::vector<int64_t> follow(const int64_t* slots, const int32_t* tokens, int64_t n, const int64_t* branch,
                               const int64_t* position);
   // The slots whose text is not that of branch[slot] up to position[slot].
@@ -61,9 +66,9 @@ class DraftIndex {
   int64_t tokens() const { return tokens_; }
   int64_t capacity() const { return static_cast<int64_t>(token_.size()); }
 
-  // Up to most[i] tokens for each slot, as long as their survival is at least `least`; rates are those of the kKinds kinds.
-  Drafted propose(const int64_t* slots, const int64_t* most, const int64_t* seeds, const int64_t* steps, const bool* greedy,
-                  int64_t n, const float* rates, float least) const;
+  // Up to `most` tokens for each slot, as long as their survival is at least `least` and they lie inside the branch's
+  // segment; none where it forks. Rates are those of the kKinds kinds.
+  Drafted propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates, float least) const;
   void check() const;  // throws std::logic_error
 
  private:

@@ -17,7 +17,6 @@ using rolltree::DraftIndex;
 using rolltree::KvTree;
 using Ids = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using Tokens = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
-using Flags = py::array_t<bool, py::array::c_style | py::array::forcecast>;
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 namespace {
@@ -37,10 +36,10 @@ int64_t same_length(const py::array& nodes, const py::array& counts) {
   return nodes.size();
 }
 
-void check_slots(const Ids& slots, const Ids& branch, const Ids& position) {
-  const int64_t known = same_length(branch, position), *slot = slots.data();
+void check_slots(const Ids& slots, const Ids& column, const Ids& other) {
+  const int64_t known = same_length(column, other), *slot = slots.data();
   if (std::any_of(slot, slot + slots.size(), [&](int64_t s) { return s < 0 || s >= known; }))
-    throw std::invalid_argument("Every slot needs a branch and a position.");
+    throw std::invalid_argument("Every slot needs its columns, of one length.");
 }
 
 py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
@@ -50,12 +49,14 @@ py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
                         to_numpy(std::move(p.row_begin)), to_numpy(std::move(p.row_end)));
 }
 
-py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& most, const Ids& seeds, const Ids& steps,
-                  const Flags& greedy, const Floats& rates, float least) {
-  const int64_t n = same_length(slots, most);
-  if (seeds.size() != n || steps.size() != n || greedy.size() != n || rates.size() != DraftIndex::kKinds)
-    throw std::invalid_argument("propose needs one seed, step and flag a slot, and one rate a kind.");
-  rolltree::Drafted d = index.propose(slots.data(), most.data(), seeds.data(), steps.data(), greedy.data(), n, rates.data(), least);
+py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& segment_end, const Ids& length, const Ids& forks,
+                  const Ids& seed, const Floats& temperature, int64_t most, const Floats& rates, float least) {
+  check_slots(slots, segment_end, length);
+  if (forks.size() != length.size() || seed.size() != length.size() || temperature.size() != length.size())
+    throw std::invalid_argument("The columns of the branches must be of one length.");
+  if (rates.size() != DraftIndex::kKinds) throw std::invalid_argument("propose needs one rate a kind.");
+  const rolltree::Branches branches{segment_end.data(), length.data(), forks.data(), seed.data(), temperature.data()};
+  rolltree::Drafted d = index.propose(slots.data(), slots.size(), branches, most, rates.data(), least);
   return py::make_tuple(to_numpy(std::move(d.count)), to_numpy(std::move(d.token)), to_numpy(std::move(d.kind)),
                         to_numpy(std::move(d.survival)));
 }
@@ -173,8 +174,8 @@ PYBIND11_MODULE(_host, m) {
              index.add(scope, group, version, before.data(), before.size(), tokens.data(), tokens.size());
            },
            py::arg("scope"), py::arg("group"), py::arg("version"), py::arg("before"), py::arg("tokens"))
-      .def("propose", &propose, py::arg("slots"), py::arg("most"), py::arg("seeds"), py::arg("steps"), py::arg("greedy"),
-           py::arg("rates"), py::arg("least"))
+      .def("propose", &propose, py::arg("slots"), py::arg("segment_end"), py::arg("length"), py::arg("forks"), py::arg("seed"),
+           py::arg("temperature"), py::arg("most"), py::arg("rates"), py::arg("least"))
       .def("forget", &DraftIndex::forget, py::arg("version"))
       .def("knows", &DraftIndex::knows, py::arg("slot"))
       .def("check", &DraftIndex::check)

@@ -71,10 +71,12 @@ class DraftIndex:
     def propose(
         self,
         slots: Array,
-        most: Array,
-        seeds: Array,
-        steps: Array,
-        greedy: Array,
+        segment_end: Array,
+        length: Array,
+        forks: Array,
+        seed: Array,
+        temperature: Array,
+        most: int,
         rates: Array,
         least: float,
     ) -> tuple[Array, Array, Array, Array]: ...

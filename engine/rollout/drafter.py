@@ -45,6 +45,7 @@ class HistoryDrafter:
         self.age = age
         self._tries = np.zeros(DraftIndex.KINDS)  # tokens drafted, by their kind
         self._hits = np.zeros(DraftIndex.KINDS)  # and right
+        self._known_rates: Array | None = None
         self.drafted = np.zeros(len(SOURCES), np.int64)
         self.right = np.zeros(len(SOURCES), np.int64)
         self._version = 0
@@ -74,14 +75,14 @@ class HistoryDrafter:
         least = max(LEAST, len(slots) * row / plain)  # below, a token costs more than it brings
         if least >= 1:
             return none
-        most = np.minimum(rows.segment_end[slots] - rows.length[slots] - 1, MOST)
-        most[rows.forks[slots] > 0] = 0
         counts, tokens, kinds, survival = self.index.propose(
             slots,
-            most,
-            rows.seed[slots],
-            rows.length[slots],
-            rows.temperature[slots] == 0,
+            rows.segment_end,
+            rows.length,
+            rows.forks,
+            rows.seed,
+            rows.temperature,
+            MOST,
             self._rates(),
             least,
         )
@@ -107,18 +108,16 @@ class HistoryDrafter:
             self._version = version
             self.index.forget(version - self.age)
             self._prompts.clear()
-        if (token < 0).any():
-            whole = token >= 0
-            slots, offset, token = slots[whole], offset[whole], token[whole]
         if behind := self.index.follow(slots, token, rows.order, rows.position):
-            new = np.bincount(slots)
+            written = token >= 0
+            new = np.bincount(slots[written], minlength=len(rows.order))
             for slot in behind:
                 self._begin_text(rows, slot, int(new[slot]))
-            left = np.isin(slots, behind)
-            self.index.append(slots[left], token[left])
+            written &= np.isin(slots, behind)
+            self.index.append(slots[written], token[written])
         if not self._drafting:
             return
-        there = np.flatnonzero(slots < len(self._count))  # a fork may have grown the table
+        there = np.flatnonzero((slots < len(self._count)) & (token >= 0))  # a fork may have grown the table
         drafted = there[offset[there] < self._count[slots[there]]]
         place = self._begin[slots[drafted]] + offset[drafted]
         self._count_right(self._kind[place], self._token[place] == token[drafted])
@@ -137,6 +136,7 @@ class HistoryDrafter:
         drafted, hits = (np.bincount(some, minlength=self._tries.size) for some in (kind, kind[right]))
         self._tries += drafted.reshape(self._tries.shape)
         self._hits += hits.reshape(self._hits.shape)
+        self._known_rates = None
         old = self._tries > MEMORY
         self._tries[old] /= 2
         self._hits[old] /= 2
@@ -146,9 +146,11 @@ class HistoryDrafter:
     def _rates(self) -> Array:  # [kinds]
         """How likely a token is right by its kind: as counted, and where little was, as in its source and share of the
         votes, whatever the length of its context."""
-        tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
-        alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
-        return ((self._hits + PRIOR * alike) / (self._tries + PRIOR)).ravel()
+        if self._known_rates is None:
+            tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
+            alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
+            self._known_rates = ((self._hits + PRIOR * alike) / (self._tries + PRIOR)).ravel().astype(np.float32)
+        return self._known_rates
 
     def _begin_text(self, rows: RowTable, slot: int, new: int) -> None:
         """Bring the index to where the branch stood ``new`` tokens ago."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import numpy as np
 
 REMEMBERED = 256  # steps
 HALF_LIFE = 64.0  # of a step's weight, in steps: contexts grow
 FEWEST = 3.0  # weight of the steps that an estimate needs
-KEPT = 8  # steps for which an estimate is used
-KEPT_FOR_OUTLIERS = 64  # the same where it only says what is out of proportion
+KEPT = 8, 32  # steps for which an estimate is used: an eighth of those before it, within these bounds
 OUTLIER = 3.0  # times as long as expected; a step that takes longer counts as one that takes so long
 GUESS = np.array([0.5, 0.2, 0.3])  # shares of a step's time: fixed, by branches, by rows; as if one step had said so
 
@@ -23,36 +23,37 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._steps = np.zeros((REMEMBERED, 3))  # branches, rows, seconds
+        self._steps = array("d", bytes(8 * 3 * REMEMBERED))  # of each branches, rows, seconds
         self._count = 0
-        self._fits: dict[int, tuple[int, tuple[float, float, float] | None]] = {}  # by size: since which step
+        self._fits: dict[int, tuple[int, tuple[float, float, float] | None]] = {}  # by size: until which step
 
     def took(self, branches: int, queries: int, seconds: float) -> None:
         """A step of so many branches and rows took so long."""
-        fit = self._latest(branches, KEPT_FOR_OUTLIERS)
+        fit = self._latest(branches)
         if fit is not None:
             seconds = min(seconds, OUTLIER * (fit[0] + fit[1] * branches + fit[2] * queries))
-        self._steps[self._count % REMEMBERED] = branches, queries, seconds
+        at = 3 * (self._count % REMEMBERED)
+        self._steps[at], self._steps[at + 1], self._steps[at + 2] = branches, queries, seconds
         self._count += 1
 
     def line(self, branches: int) -> tuple[float, float] | None:
         """Seconds of a step without rows and of each row, for so many branches; None where too little is known."""
-        fit = self._latest(branches, KEPT)
+        fit = self._latest(branches)
         return None if fit is None else (fit[0] + fit[1] * branches, fit[2])
 
-    def _latest(self, branches: int, kept: int) -> tuple[float, float, float] | None:
-        """Fixed seconds, those of a branch, and of a row, at most ``kept`` steps old."""
+    def _latest(self, branches: int) -> tuple[float, float, float] | None:
+        """Seconds of a step, of a branch and of a row."""
         size = round(8 * math.log2(branches))  # within a tenth
-        since, fit = self._fits.get(size, (-kept, None))
-        if fit is None or self._count - since >= kept:
+        until, fit = self._fits.get(size, (0, None))
+        if fit is None or self._count >= until:
             fit = self._fit(branches)
-            self._fits[size] = self._count, fit
+            self._fits[size] = self._count + min(max(self._count // 8, KEPT[0]), KEPT[1]), fit
         return fit
 
     def _fit(self, branches: int) -> tuple[float, float, float] | None:
         n = min(self._count, REMEMBERED)
         age = (self._count - 1 - np.arange(n)) % REMEMBERED
-        steps = self._steps[:n]
+        steps = np.frombuffer(self._steps).reshape(-1, 3)[:n]
         weight = np.exp2(-age / HALF_LIFE - np.log2(np.maximum(steps[:, 0], 1) / branches) ** 2)
         if weight.sum() < FEWEST:
             return None

@@ -26,8 +26,11 @@ def propose(
     index: DraftIndex, slot: int, most: int, *, seed: int = 0, step: int = 0, greedy: bool = True
 ) -> tuple[list[int], list[int]]:
     """Tokens and their kinds."""
-    one = np.array([slot]), np.array([most]), np.array([seed]), np.array([step]), np.array([greedy])
-    count, token, kind, survival = index.propose(*one, SURE, 0.0)
+    end, length, forks, own = (np.full(slot + 1, value) for value in (step + most + 1, step, 0, seed))
+    temperature = np.full(slot + 1, 0.0 if greedy else 1.0, np.float32)
+    count, token, kind, survival = index.propose(
+        np.array([slot]), end, length, forks, own, temperature, most, SURE, 0.0
+    )
     assert count.tolist() == [len(token)]
     assert (survival == 1).all()
     return token.tolist(), kind.tolist()
@@ -175,12 +178,14 @@ def test_a_step_is_appended_at_once_where_the_branches_stand_as_expected() -> No
         for slot in (0, 1, 2):
             assert propose(index, slot, 5) == propose(one_by_one, slot, 5)
     assert index.tokens == one_by_one.tokens
+    position[1] += 1
+    assert index.follow(np.array([1, 1]), [2, -1], branch, position) == []  # the second one failed
     branch[1], before = 14, index.tokens
     position += [3, 1, 1, 0]  # slot 0 was given two tokens by somebody else
     assert index.follow(np.array([0, 1, 2]), [1, 2, 0], branch, position) == [0, 1]
     assert index.tokens == before + 1
     assert [index.position(slot, int(branch[slot])) for slot in range(4)] == [position[0] - 3, -1, position[2], -1]
-    with pytest.raises(ValueError, match="needs a branch and a position"):
+    with pytest.raises(ValueError, match="needs its columns"):
         index.follow(np.array([4]), [1], branch, position)
 
 
