@@ -110,7 +110,7 @@ def steps(
 
 
 def build_hopper(target: Target, model: Model, among: Collection[str] = ()) -> Iterator[Built]:
-    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs, alone; only steps named, where some are."""
+    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs; of steps ``among`` these, or of all."""
     if "cutlass" in sys.modules and os.environ.get("CUTE_DSL_ARCH") != target.arch:
         raise RuntimeError(f"CuTe DSL is imported for another GPU than {target.arch}; build in a process of its own.")
     os.environ |= {  # read once, at the import
