@@ -51,10 +51,11 @@ vllm: $(VENV)-vllm/.ready
 	PYTHONPATH=build/vllm VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/integrations/test_vllm.py $(ARGS)
 
-# rolltree as a plugin of the real verl, whose packages lie in a folder of their own.
+# rolltree beside the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev
 	test -d build/verl/verl || $(BIN)/python $(INSTALL) --no-deps --target build/verl $(VERL)
-	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py $(ARGS)
+	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py \
+		tests/engine/integrations/test_verl_trees.py $(ARGS)
 
 # The kernels for Hopper and Blackwell of packages that lie in a folder of their own, compiled without a GPU; and the few
 # of them that CI has time for.
