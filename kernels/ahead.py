@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -109,8 +109,8 @@ def steps(
         yield f"sampling{''.join(f', {name}' for name in names)}", functools.partial(_sample, model, names)
 
 
-def build_hopper(target: Target, model: Model) -> Iterator[Built]:
-    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs, alone."""
+def build_hopper(target: Target, model: Model, among: Collection[str] = ()) -> Iterator[Built]:
+    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs; of steps ``among`` these, or of all."""
     if "cutlass" in sys.modules and os.environ.get("CUTE_DSL_ARCH") != target.arch:
         raise RuntimeError(f"CuTe DSL is imported for another GPU than {target.arch}; build in a process of its own.")
     os.environ |= {  # read once, at the import
@@ -120,10 +120,11 @@ def build_hopper(target: Target, model: Model) -> Iterator[Built]:
         "QUACK_ARCH": target.arch,
     }
     with _cute_compiles(target) as compiled:
-        for name, step in _products(target, model):
-            yield _timed(f"head, cute{name}", step, compiled)
-        for name, step in _flash(target, model):
-            yield _timed(f"attention, flash{name}", step, compiled)
+        named = [(f"head, cute{name}", step) for name, step in _products(target, model)]
+        named += [(f"attention, flash{name}", step) for name, step in _flash(target, model)]
+        for name, step in named:
+            if not among or name in among:
+                yield _timed(name, step, compiled)
 
 
 def _timed(name: str, step: Callable[[], object], compiled: list[str]) -> Built:
