@@ -326,8 +326,9 @@ class LoopConfig(Section):
     """Steps a group may lag behind the weights it updates; 0: every batch is sampled by the very weights it updates."""
     window: Annotated[float, Field(ge=0, lt=1)] = 0.25
     """Share of the staleness * prompts_per_step groups beyond a batch that may overtake one that is not finished."""
-    overlap: bool = True
-    """At staleness above 0, sample while the policy is updated, with a copy of its weights; else sampling rests."""
+    overlap: bool | None = None
+    """At staleness above 0, sample while the policy is updated, with a copy of its weights; else sampling rests. Where
+    it is not given: on a GPU; the cores of a CPU are busy with the update."""
     keep_keys: bool = False
     """Go on with keys that older weights computed; otherwise those of unfinished responses are computed again."""
     correction: Literal["truncate", "mask", "none"] = "truncate"
@@ -356,6 +357,10 @@ class LoopConfig(Section):
         if self.staleness and self.over_sampling > 1:
             raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; above, the buffer holds more anyhow")
         return self
+
+    def overlaps(self, *, on_cpu: bool) -> bool:
+        """Whether sampling goes on while the policy is updated, and needs weights of its own."""
+        return self.staleness > 0 and (not on_cpu if self.overlap is None else self.overlap)
 
 
 class EvaluationConfig(Section):

@@ -95,7 +95,9 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         f"{trainer.updates_per_step} optimiser step(s)"
     )
     held = setup.budget(config).capacity
-    copied = ", with a copy of the weights" if config.loop.staleness and config.loop.overlap else ""
+    on_cpu = setup.choose_device(config.model.device).type == "cpu"
+    copies = rollout.backend == "native" and config.loop.overlaps(on_cpu=on_cpu)
+    copied = ", with a copy of the weights" if copies else ""
     corrected = f"; correction of the lag: {config.loop.correction}" if setup.corrects(config) else ""
     yield (f"loop               staleness {config.loop.staleness}, at most {held} open groups{copied}{corrected}")
     yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"

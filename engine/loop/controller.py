@@ -1,7 +1,7 @@
 """Groups through their states: admits prompts, samples, judges each group as it finishes, and hands out batches.
 
 At staleness 0 all of it happens in the caller's thread while it waits for a batch, and nothing is open between steps.
-Above, with `loop.overlap`, a thread samples with a copy of the weights while the caller trains; without it sampling
+Above, where sampling overlaps, a thread samples with a copy of the weights while the caller trains; elsewhere sampling
 rests meanwhile, and what is unfinished goes on afterwards. Verdicts are waited for in threads of their own.
 
 The state of a group changes under one lock, in the thread that samples; the caller takes batches and ends steps.
@@ -86,6 +86,7 @@ class Controller:
         self.trace = no_trace
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
         on_cpu = isinstance(engine, NativeEngine) and engine.model.device.type == "cpu"
+        self.overlaps = config.loop.overlaps(on_cpu=on_cpu)
         self.cores = Cores(shared=self.overlaps and on_cpu)
 
     @contextmanager
@@ -100,11 +101,6 @@ class Controller:
                     self._changed.notify_all()
                 if self._thread is not None:
                     self._thread.join()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether sampling goes on while the policy is updated, and needs weights of its own."""
-        return self.config.loop.staleness > 0 and self.config.loop.overlap
 
     def next_batch(self) -> list[Group]:
         """The groups of the next update, judged, as soon as they are there."""

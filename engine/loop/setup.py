@@ -115,7 +115,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
     """The weights that sample: the trained ones, or a copy of them where both work at the same time."""
-    if config.loop.staleness == 0 or not config.loop.overlap or config.rollout.backend != "native":
+    if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
         return model
     return copy.deepcopy(model).requires_grad_(False)
 

@@ -165,7 +165,7 @@ def server() -> Iterator[subprocess.Popen]:
 def test_killed_at_any_moment(server: subprocess.Popen, toml: Path, tmp_path: Path, staleness: int, kills: int) -> None:
     """kill -9 at random moments of one run, a fifth of them before it has gone on from where it was."""
     steps = 3 + 3 * kills
-    extra = [*STALE, f"--trainer.steps={steps}", f"--loop.staleness={staleness}"]
+    extra = [*STALE, f"--trainer.steps={steps}", f"--loop.staleness={staleness}", "--loop.overlap=true"]
     command = ["train", str(toml), f"--output_dir={tmp_path}", *extra]
     directory, moment = tmp_path / "tiny", random.Random(kills)
     config = load_config(toml, command[2:])

@@ -27,6 +27,7 @@ from ..tiny import write_run
 
 QUICK = ["--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat", "--rollout.program_options={}"]
 QUICK += ["--algorithm.advantage=group_norm"]
+THREAD = ["--loop.staleness=1", "--loop.overlap=true"]  # sampling in a thread, which on a CPU has to be asked for
 
 MINE = """
 from rolltree.engine.methods.groups import Accept, Add, Drop, More, Retry
@@ -103,7 +104,8 @@ def test_responses_go_on_under_new_weights(toml: Path, tmp_path: Path, keep_keys
 
 def test_behaviour_is_that_of_the_weights_that_sampled(toml: Path, tmp_path: Path) -> None:
     """Sampler and trainer are two modules with the same numbers: a batch on policy agrees to rounding."""
-    run = Run(toml, tmp_path, "--loop.staleness=1", "--trainer.steps=4", "--trainer.lr=0.05").run()
+    options = [*THREAD, "--trainer.steps=4", "--trainer.lr=0.05"]
+    run = Run(toml, tmp_path, *options).run()
     first, *_, last = run.rows
     assert first["training/rollout_probs_diff_mean"] < 1e-5
     assert last["training/rollout_is_mean"] != 1
@@ -121,17 +123,18 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("overlap", "own", "sampling"), [("true", 2, {2, 4}), ("false", 4, {4})])
+@pytest.mark.parametrize(("overlap", "own", "sampling"), [("true", 2, {2, 4}), ("false", 4, {4}), (None, 4, {4})])
 def test_updates_and_sampling_divide_the_cores_while_both_compute(
     toml: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     four_threads: None,
-    overlap: str,
+    overlap: str | None,
     own: int,
     sampling: set[int],
 ) -> None:
-    run = Run(toml, tmp_path, "--loop.staleness=1", f"--loop.overlap={overlap}", "--trainer.steps=3")
+    given = [] if overlap is None else [f"--loop.overlap={overlap}"]
+    run = Run(toml, tmp_path, "--loop.staleness=1", *given, "--trainer.steps=3")
     seen: dict[str, set[int]] = {"update": set(), "step": set(), "weights": set()}
 
     def noting(name: str, function: Any) -> Any:
@@ -250,7 +253,7 @@ def test_a_broken_bound_ends_the_run(toml: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_an_error_of_the_sampling_thread_ends_the_run(toml: Path, tmp_path: Path) -> None:
-    run = Run(toml, tmp_path, "--loop.staleness=1", f"--loop.callback={toml.parent}/mine.py:nonsense")
+    run = Run(toml, tmp_path, *THREAD, f"--loop.callback={toml.parent}/mine.py:nonsense")
     with pytest.raises(UserError, match="answered 3"):
         run.run()
 
@@ -261,6 +264,7 @@ def test_an_error_of_the_sampling_thread_ends_the_run(toml: Path, tmp_path: Path
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_dynamic_sampling_fills_the_batch_with_unequal_groups(toml: Path, tmp_path: Path, staleness: int) -> None:
     given = ["--loop.callback=dynamic_sampling", "--trainer.steps=2", f"--loop.staleness={staleness}"]
+    given += ["--loop.overlap=true"]
     run = Run(toml, tmp_path, *given, *(["--loop.over_sampling=1.5"] if staleness == 0 else [])).run()
     for step, row in enumerate(run.rows, start=1):
         rewards: dict[int, set[float]] = {}
@@ -358,6 +362,7 @@ def test_a_number_is_steered_towards_a_metric(toml: Path, tmp_path: Path) -> Non
 def test_it_learns(toml: Path, tmp_path: Path, staleness: int) -> None:
     """The share of digits in random letters, a task that a random model can be taught in seconds."""
     options = [f"--loop.staleness={staleness}", f"--reward.verifier={toml.parent}/mine.py:likes", "--rollout.n=8"]
+    options += ["--loop.overlap=true"]
     run = Run(toml, tmp_path, *options, "--trainer.steps=14", "--trainer.lr=2e-2", "--checkpoint.every=100").run()
     rewards = [row["reward/mean"] for row in run.rows]
     assert np.mean(rewards[-3:]) > 5 * np.mean(rewards[:2]), rewards

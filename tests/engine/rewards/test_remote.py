@@ -248,7 +248,7 @@ def test_the_policys_own_probabilities_are_the_reward(home: Path, tmp_path: Path
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_runs_are_judged_between_the_engines_steps(home: Path, tmp_path: Path, staleness: int) -> None:
-    made = scored(home, tmp_path, f"--loop.staleness={staleness}")
+    made = scored(home, tmp_path, f"--loop.staleness={staleness}", "--loop.overlap=true")
     assert made.step == 2
     assert made.evaluation.last is not None
 
