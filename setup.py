@@ -24,6 +24,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # libtorch 2.10, where stable::parallel_for appeared
@@ -181,11 +182,30 @@ class NativeParts(build_ext):
         return {}
 
 
+class Package(build_py):
+    """What is installed is a package with an ``__init__.py``, which the repository has no place for.
+
+    Where a script lies beside a clone, the clone would else be found before it, without native parts.
+    """
+
+    @property
+    def marker(self) -> Path:
+        return Path(self.build_lib, "rolltree", "__init__.py")
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.marker.write_text('"""Reinforcement learning of language models on trees of rollouts."""\n')
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return super().get_outputs(include_bytecode) + ([] if self.editable_mode else [str(self.marker)])
+
+
 setup(
     ext_modules=[
         Extension("rolltree.engine.rollout._host", []),
         Extension("rolltree.kernels._cpu", []),
         Extension("rolltree.kernels._cuda", []),
     ],
-    cmdclass={"build_ext": NativeParts},
+    cmdclass={"build_ext": NativeParts, "build_py": Package},
 )
