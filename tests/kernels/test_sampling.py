@@ -18,6 +18,7 @@ from rolltree.kernels.sampling import SampleOutput, kept_tokens, sample_tokens
 from rolltree.kernels.sampling import triton as triton_backend
 from rolltree.kernels.sampling.reference import philox, uniforms
 from rolltree.kernels.sampling.triton import uniforms as triton_uniforms
+from rolltree.kernels.sampling.triton import words_of
 
 NATIVE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "triton"] + (["cpu"] if load_library("cpu") else [])
@@ -80,16 +81,17 @@ STEPS = torch.tensor([0, -1, 7, 2**40 + 3, 2**63 - 1, 0x0370734413198A2E, 1])
 
 
 @triton.jit
-def uniforms_kernel(seed, step, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def uniforms_kernel(seed, step, out, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.program_id(0)
     for begin in range(0, 2 * BLOCK, BLOCK):
-        t = triton_uniforms(tl.load(seed + n), tl.load(step + n), begin, BLOCK)
+        t = triton_uniforms(words_of(tl.load(seed + n), tl.load(step + n), begin, BLOCK, WIDTH))
         tl.store(out + n * 2 * BLOCK + begin + tl.arange(0, BLOCK), t)
 
 
-def test_triton_uniforms_are_bit_equal(device: torch.device) -> None:
+@pytest.mark.parametrize("width", [4, 8])
+def test_triton_uniforms_are_bit_equal(device: torch.device, width: int) -> None:
     found = torch.empty(len(SEEDS), 1024, device=device)
-    uniforms_kernel[(len(SEEDS),)](SEEDS.to(device), STEPS.to(device), found, BLOCK=512)
+    uniforms_kernel[(len(SEEDS),)](SEEDS.to(device), STEPS.to(device), found, BLOCK=512, WIDTH=width)
     assert torch.equal(found.cpu(), uniforms(SEEDS, STEPS, 1024))
 
 
@@ -216,6 +218,7 @@ def test_backends_agree(vocab: int, dtype: torch.dtype) -> None:
 def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties that are cut blocks apart, blocks that weigh nothing beside the best, blocks of forbidden tokens."""
     monkeypatch.setattr(triton_backend, "BLOCK", 64)
+    monkeypatch.setattr(triton_backend, "GROUPS", 4)
     monkeypatch.setattr(triton_backend, "ROUND", 128)
     generator = torch.Generator().manual_seed(8)
     rows, vocab = 12, 301
