@@ -65,8 +65,21 @@ CASES = [
 ]
 
 
+def _wide_loads(way: tuple[machine_code.Instruction, ...]) -> int:
+    return sum(i.name == "LDG" and i.bytes == 16 for i in way)
+
+
+def _wide_products(way: tuple[machine_code.Instruction, ...]) -> int:
+    return sum(i.name == "IMAD" and ".WIDE" in i.opcode for i in way)
+
+
 def figures(case: AotCase) -> dict[str, object]:
-    """Instructions a token on sm_90, of a whole kernel and of each loop; 16-byte loads; spilled registers."""
+    """Instructions a token on sm_90; 16-byte loads; spilled registers.
+
+    ``instructions_a_token`` is the whole text, ``a_token`` the shortest and the longest way through it for a whole
+    block (temperature 1 and all tokens with a weight; another temperature and some without), ``loops_a_token`` each
+    loop.
+    """
     read: list[machine_code.Kernel] = []
 
     def keep(cubin: bytes) -> list[machine_code.Kernel]:
@@ -80,10 +93,15 @@ def figures(case: AotCase) -> dict[str, object]:
         raise RuntimeError(result.line())
     (kernel,) = read
     tokens = (BLOCK if "BLOCK" in case.constexprs else ROUND) // (32 * case.num_warps)  # of a thread
-    wide = sum(i.name == "LDG" and i.bytes == 16 for i in kernel.instructions)
+    wide = _wide_loads(kernel.instructions)
+    ways = [kernel.instructions]
+    if not kernel.loops:  # those that load a whole block, and draw from it where any does
+        products = max(map(_wide_products, kernel.ways()))
+        ways = [way for way in kernel.ways() if _wide_loads(way) == wide and _wide_products(way) == products]
     return {
         "case": case.name,
         "instructions_a_token": len(kernel.instructions) / tokens,
+        "a_token": [choice(map(len, ways)) / tokens for choice in (min, max)],
         "loops_a_token": [loop.count / tokens for loop in kernel.loops],
         "wide_loads": wide,
         "local": sum(i.name in ("LDL", "STL") for i in kernel.instructions),
