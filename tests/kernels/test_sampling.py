@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels.dispatch import load_library, use_backend
-from rolltree.kernels.sampling import SampleOutput, kept_tokens, sample_tokens
-from rolltree.kernels.sampling import reference
+from rolltree.kernels.sampling import SampleOutput, kept_tokens, reference, sample_tokens
 from rolltree.kernels.sampling import triton as triton_backend
 from rolltree.kernels.sampling.reference import philox, uniforms
 from rolltree.kernels.sampling.triton import uniforms as triton_uniforms
