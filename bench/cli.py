@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from rolltree.engine import UserError
+
 from .compare import compare, report, rows_at, worse
 from .journal import Journal
 from .runner import Bench, Choice, DeviceLostError, run
@@ -53,8 +55,14 @@ OWN = ("job", "plot")
 """What has a command line of its own."""
 
 
-def load(op: str) -> Bench:
-    return importlib.import_module(f".{op}", __package__).BENCH
+def load(op: str, recorded: Path | None = None) -> Bench:
+    """The benchmark of an op; that of drafts over what a run ``recorded``, where one is given.
+
+    Raises:
+        UserError: there is no such run, or it cannot be read.
+    """
+    bench: Bench = importlib.import_module(f".{op}", __package__).BENCH
+    return importlib.import_module(".recorded", __package__).bench(recorded, bench) if recorded else bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--providers", default="", metavar="REGEX", help="only providers whose names contain it")
     parser.add_argument("--seconds", type=float, metavar="S", help="of timing a case; default 8, 1 with --quick")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="of one provider's work on a case")
+    parser.add_argument("--recorded", type=Path, metavar="RUN", help="speculation over the rollouts of this run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases that are there do not run again")
     parser.add_argument(
         "--compare",
@@ -93,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
         print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
         return 2
+    if args.recorded is not None and args.ops != ["speculation"]:
+        print("rolltree bench: --recorded is of speculation alone; name no other op.", file=sys.stderr)
+        return 2
     glance = not args.ops and not args.list
     args.quick |= glance
     try:
@@ -107,15 +119,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rolltree bench: '{error.pattern!r}' is not a regular expression: {error}", file=sys.stderr)
         return 2
     ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
+    try:
+        benches = [load(op, args.recorded) for op in ops]
+    except UserError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
     if args.list:
-        for op in ops:
-            print(f"{op}: {', '.join(load(op).providers)}")
-            for case in load(op).cases(device, args.quick):
+        for bench in benches:
+            print(f"{bench.op}: {', '.join(bench.providers)}")
+            for case in bench.cases(device, args.quick):
                 print(f"  {case.name}")
         return 0
     problems = []
-    for op in ops:
-        bench, journal = load(op), Journal(op, args.out)
+    for bench in benches:
+        journal = Journal(bench.op, args.out)
         try:
             rows = list(run(bench, device, choice, journal, say=lambda line: print(line, flush=True)))
         except DeviceLostError as error:
@@ -123,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 3
         print(table(rows))
         if bench.ceiling_is:
-            print(f"Ceiling of {op}: {bench.ceiling_is}.")
+            print(f"Ceiling of {bench.op}: {bench.ceiling_is}.")
         print(flush=True)
         problems += journal.problems
     if glance:

@@ -3,7 +3,8 @@
 A call is one epoch, with seeds of its own and one of four sets of weights in turn, each a small random step from the
 same ones. Both providers sample the same tokens in it, so their times compare round by round. Where every epoch is a
 first one its prompts are new; else epochs have gone before those that are timed. Beside the times stands which share of
-the tokens drafted was right, by where they stood before.
+the tokens drafted was right, by where they stood before. With ``--recorded RUN`` the texts are a run's own
+(recorded.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,13 +91,12 @@ def _calls(x: Inputs, drafts: int) -> Calls:
     return {"generate": epoch}
 
 
-def shares(x: Inputs) -> Mapping[str, float]:
-    found = {}
-    for drafter in x.drafters:
-        for name, right, drafted in zip(SOURCES, drafter.right.tolist(), drafter.drafted.tolist(), strict=True):
-            if drafted:
-                found[f"right of {drafted} drafted from {name}"] = right / drafted
-    return found
+def shares(x: Any) -> Mapping[str, float]:
+    """Of the tokens that the drafters of a case's inputs drafted, by where they stood before."""
+    if not x.drafters:  # the provider was left out
+        return {}
+    right, drafted = (np.sum([getattr(d, name) for d in x.drafters], 0).tolist() for name in ("right", "drafted"))
+    return {f"right of {n} drafted from {name}": r / n for name, r, n in zip(SOURCES, right, drafted, strict=True) if n}
 
 
 BENCH = Bench(

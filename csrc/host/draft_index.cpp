@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <stdexcept>
 
 namespace rolltree {
@@ -103,10 +104,16 @@ void DraftIndex::drop(int id) {
   free_runs_.push_back(id);
 }
 
-void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, const int32_t* before,
-                       int64_t n) {
+void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position,
+                       const int32_t* before, int64_t n) {
   if (slot < 0) throw std::invalid_argument("A slot is not negative.");
-  if (slot >= static_cast<int64_t>(slot_run_.size())) slot_run_.resize(slot + 1, -1);
+  if (slot >= static_cast<int64_t>(slot_run_.size())) {
+    slot_run_.resize(slot + 1, -1);
+    slot_branch_.resize(slot + 1, -1);
+    slot_position_.resize(slot + 1, -1);
+  }
+  slot_branch_[slot] = branch;
+  slot_position_[slot] = position;
   if (slot_run_[slot] >= 0) runs_[slot_run_[slot]].slot = -1;
   slot_run_[slot] = -1;
   const int run = open(slot, scope, group, branch, version);
@@ -115,7 +122,32 @@ void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branc
 }
 
 void DraftIndex::append(int64_t slot, int32_t token) {
-  if (knows(slot)) write(slot_run_[slot], token, true);
+  if (slot >= static_cast<int64_t>(slot_run_.size())) return;
+  ++slot_position_[slot];
+  if (slot_run_[slot] >= 0) write(slot_run_[slot], token, true);
+}
+
+std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int32_t* tokens, int64_t n, const int64_t* branch,
+                                        const int64_t* position) {
+  std::vector<int64_t> behind;
+  for (int64_t i = 0, end; i < n; i = end) {
+    const int64_t slot = slots[i];
+    int64_t written = 0;
+    for (end = i; end < n && slots[end] == slot; ++end) written += tokens[end] >= 0;
+    if (this->position(slot, branch[slot]) != position[slot] - written) {
+      behind.push_back(slot);
+      continue;
+    }
+    for (int64_t j = i; j < i + written; ++j) append(slot, tokens[j]);
+  }
+  return behind;
+}
+
+std::vector<int64_t> DraftIndex::behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const {
+  std::vector<int64_t> found;
+  std::copy_if(slots, slots + n, std::back_inserter(found),
+               [&](int64_t slot) { return this->position(slot, branch[slot]) != position[slot]; });
+  return found;
 }
 
 void DraftIndex::add(int64_t scope, int64_t group, int64_t version, const int32_t* before, int64_t m, const int32_t* tokens,
@@ -213,8 +245,8 @@ int DraftIndex::source(const Run& asking, uint32_t at) const {
   return run.branch >= 0 && run.branch != asking.branch ? 1 : 0;
 }
 
-Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int64_t* seeds, const int64_t* steps,
-                            const bool* greedy, int64_t n, const float* rates, float least) const {
+Drafted DraftIndex::propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates,
+                            float least) const {
   Drafted out;
   out.count.assign(n, 0);
   Places places, next;
@@ -226,8 +258,10 @@ Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int
   };
   std::vector<Vote> cast;
   for (int64_t i = 0; i < n; ++i) {
-    if (!knows(slots[i]) || most[i] < 1) continue;
-    const Run& run = runs_[slot_run_[slots[i]]];
+    const int64_t slot = slots[i], step = branches.length[slot];
+    const int64_t room = branches.forks[slot] > 0 ? 0 : std::min(most, branches.segment_end[slot] - step - 1);
+    if (!knows(slot) || room < 1) continue;
+    const Run& run = runs_[slot_run_[slot]];
     if (block_used_[run.last] == 0) continue;
     text.clear();
     for (uint32_t q = run.last * kBlock + block_used_[run.last] - 1; q != 0 && text.size() < kContext; q = before(q))
@@ -235,7 +269,7 @@ Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int
     std::reverse(text.begin(), text.end());
     places.clear();
     float survival = 1;
-    for (int64_t j = 0; j < most[i]; ++j) {
+    for (int64_t j = 0; j < room; ++j) {
       const int32_t* end = text.data() + text.size();
       if (static_cast<int>(places.size()) < kFew) look_up(run, end, static_cast<int>(text.size()), places);
       if (places.empty()) break;
@@ -257,10 +291,10 @@ Drafted DraftIndex::propose(const int64_t* slots, const int64_t* most, const int
       if (cast.size() > 1) {
         float best = -1;
         for (const Vote& vote : cast) {
-          const float score = greedy[i] ? vote.weight
-                                        : vote.weight / -std::log1p(-uniform(static_cast<uint64_t>(seeds[i]),
-                                                                             static_cast<uint64_t>(steps[i] + j),
-                                                                             static_cast<uint32_t>(vote.token)));
+          float score = vote.weight;
+          if (branches.temperature[slot] != 0)
+            score /= -std::log1p(-uniform(static_cast<uint64_t>(branches.seed[slot]), static_cast<uint64_t>(step + j),
+                                          static_cast<uint32_t>(vote.token)));
           if (score > best) best = score, won = &vote;
         }
       }

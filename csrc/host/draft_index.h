@@ -28,6 +28,11 @@ struct Drafted {
   std::vector<float> survival;  // probability that it and those before it are right, by the rates given
 };
 
+struct Branches {  // columns by slot
+  const int64_t *segment_end, *length, *forks, *seed;
+  const float* temperature;  // 0: the likeliest token is taken
+};
+
 class DraftIndex {
  public:
   static constexpr int kBlock = 64, kContext = 32, kWalk = 24;
@@ -39,9 +44,21 @@ class DraftIndex {
 
   explicit DraftIndex(int64_t capacity);  // tokens, own and of contexts
 
-  // A branch in `slot` goes on behind `before`, of which the last kContext tokens are kept as context. `group` is its request.
-  void begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, const int32_t* before, int64_t n);
-  void append(int64_t slot, int32_t token);  // nothing where the slot's text has gone
+  // A branch in `slot` goes on behind `before`, of which the last kContext tokens are kept as context and the last one stands
+  // at `position` of its path. `group` is its request.
+  void begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position, const int32_t* before,
+             int64_t n);
+  void append(int64_t slot, int32_t token);  // the branch's next token; nothing is written where the slot's text has gone
+  // Append what a step sampled, the tokens of a slot one after the other, where a slot's text is that of branch[slot] and then
+  // ends at position[slot]; both are by slot. A token of -1 failed and ends its slot's. Returns the other slots, once each.
+  std::vector<int64_t> follow(const int64_t* slots, const int32_t* tokens, int64_t n, const int64_t* branch,
+                              const int64_t* position);
+  // The slots whose text is not that of branch[slot] up to position[slot].
+  std::vector<int64_t> behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const;
+  // Of the last token of `branch` that the slot has been told of; -1 where it is another branch's.
+  int64_t position(int64_t slot, int64_t branch) const {
+    return slot < static_cast<int64_t>(slot_run_.size()) && slot_branch_[slot] == branch ? slot_position_[slot] : -1;
+  }
   // A text of the scope without a slot: a prompt, or a response of before.
   void add(int64_t scope, int64_t group, int64_t version, const int32_t* before, int64_t m, const int32_t* tokens, int64_t n);
   void forget(int64_t version);  // the texts of older versions
@@ -49,9 +66,9 @@ class DraftIndex {
   int64_t tokens() const { return tokens_; }
   int64_t capacity() const { return static_cast<int64_t>(token_.size()); }
 
-  // Up to most[i] tokens for each slot, as long as their survival is at least `least`; rates are those of the kKinds kinds.
-  Drafted propose(const int64_t* slots, const int64_t* most, const int64_t* seeds, const int64_t* steps, const bool* greedy,
-                  int64_t n, const float* rates, float least) const;
+  // Up to `most` tokens for each slot, as long as their survival is at least `least` and they lie inside the branch's
+  // segment; none where it forks. Rates are those of the kKinds kinds.
+  Drafted propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates, float least) const;
   void check() const;  // throws std::logic_error
 
  private:
@@ -86,6 +103,7 @@ class DraftIndex {
   std::vector<uint32_t> block_next_, block_before_, free_blocks_;
   std::vector<Run> runs_;
   std::vector<int> free_runs_, slot_run_;
+  std::vector<int64_t> slot_branch_, slot_position_;  // whose text it is and how far it has come, also where the run has gone
   int oldest_ = -1, newest_ = -1;
   int64_t tokens_ = 0;
   int shift_;

@@ -17,7 +17,6 @@ using rolltree::DraftIndex;
 using rolltree::KvTree;
 using Ids = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using Tokens = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
-using Flags = py::array_t<bool, py::array::c_style | py::array::forcecast>;
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 namespace {
@@ -31,10 +30,16 @@ py::array_t<T> to_numpy(std::vector<T>&& values) {
   return py::array_t<T>(size, data, free);
 }
 
-int64_t same_length(const Ids& nodes, const Ids& counts) {
+int64_t same_length(const py::array& nodes, const py::array& counts) {
   if (nodes.ndim() != 1 || counts.ndim() != 1 || nodes.size() != counts.size())
     throw std::invalid_argument("nodes and counts must be vectors of one length.");
   return nodes.size();
+}
+
+void check_slots(const Ids& slots, const Ids& column, const Ids& other) {
+  const int64_t known = same_length(column, other), *slot = slots.data();
+  if (std::any_of(slot, slot + slots.size(), [&](int64_t s) { return s < 0 || s >= known; }))
+    throw std::invalid_argument("Every slot needs its columns, of one length.");
 }
 
 py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
@@ -44,12 +49,14 @@ py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
                         to_numpy(std::move(p.row_begin)), to_numpy(std::move(p.row_end)));
 }
 
-py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& most, const Ids& seeds, const Ids& steps,
-                  const Flags& greedy, const Floats& rates, float least) {
-  const int64_t n = same_length(slots, most);
-  if (seeds.size() != n || steps.size() != n || greedy.size() != n || rates.size() != DraftIndex::kKinds)
-    throw std::invalid_argument("propose needs one seed, step and flag a slot, and one rate a kind.");
-  rolltree::Drafted d = index.propose(slots.data(), most.data(), seeds.data(), steps.data(), greedy.data(), n, rates.data(), least);
+py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& segment_end, const Ids& length, const Ids& forks,
+                  const Ids& seed, const Floats& temperature, int64_t most, const Floats& rates, float least) {
+  check_slots(slots, segment_end, length);
+  if (forks.size() != length.size() || seed.size() != length.size() || temperature.size() != length.size())
+    throw std::invalid_argument("The columns of the branches must be of one length.");
+  if (rates.size() != DraftIndex::kKinds) throw std::invalid_argument("propose needs one rate a kind.");
+  const rolltree::Branches branches{segment_end.data(), length.data(), forks.data(), seed.data(), temperature.data()};
+  rolltree::Drafted d = index.propose(slots.data(), slots.size(), branches, most, rates.data(), least);
   return py::make_tuple(to_numpy(std::move(d.count)), to_numpy(std::move(d.token)), to_numpy(std::move(d.kind)),
                         to_numpy(std::move(d.survival)));
 }
@@ -136,23 +143,39 @@ PYBIND11_MODULE(_host, m) {
   py::class_<DraftIndex>(m, "DraftIndex")
       .def(py::init<int64_t>(), py::arg("capacity"))
       .def("begin",
-           [](DraftIndex& index, int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, const Tokens& before) {
-             index.begin(slot, scope, group, branch, version, before.data(), before.size());
+           [](DraftIndex& index, int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position,
+              const Tokens& before) {
+             index.begin(slot, scope, group, branch, version, position, before.data(), before.size());
            },
-           py::arg("slot"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("before"))
+           py::arg("slot"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("position"),
+           py::arg("before"))
       .def("append",
            [](DraftIndex& index, const Ids& slots, const Tokens& tokens) {
              if (slots.size() != tokens.size()) throw std::invalid_argument("slots and tokens must be of one length.");
              for (py::ssize_t i = 0; i < slots.size(); ++i) index.append(slots.data()[i], tokens.data()[i]);
            },
            py::arg("slots"), py::arg("tokens"))
+      .def("follow",
+           [](DraftIndex& index, const Ids& slots, const Tokens& tokens, const Ids& branch, const Ids& position) {
+             const int64_t n = same_length(slots, tokens);
+             check_slots(slots, branch, position);
+             return index.follow(slots.data(), tokens.data(), n, branch.data(), position.data());
+           },
+           py::arg("slots"), py::arg("tokens"), py::arg("branch"), py::arg("position"))
+      .def("behind",
+           [](const DraftIndex& index, const Ids& slots, const Ids& branch, const Ids& position) {
+             check_slots(slots, branch, position);
+             return index.behind(slots.data(), slots.size(), branch.data(), position.data());
+           },
+           py::arg("slots"), py::arg("branch"), py::arg("position"))
+      .def("position", &DraftIndex::position, py::arg("slot"), py::arg("branch"))
       .def("add",
            [](DraftIndex& index, int64_t scope, int64_t group, int64_t version, const Tokens& before, const Tokens& tokens) {
              index.add(scope, group, version, before.data(), before.size(), tokens.data(), tokens.size());
            },
            py::arg("scope"), py::arg("group"), py::arg("version"), py::arg("before"), py::arg("tokens"))
-      .def("propose", &propose, py::arg("slots"), py::arg("most"), py::arg("seeds"), py::arg("steps"), py::arg("greedy"),
-           py::arg("rates"), py::arg("least"))
+      .def("propose", &propose, py::arg("slots"), py::arg("segment_end"), py::arg("length"), py::arg("forks"), py::arg("seed"),
+           py::arg("temperature"), py::arg("most"), py::arg("rates"), py::arg("least"))
       .def("forget", &DraftIndex::forget, py::arg("version"))
       .def("knows", &DraftIndex::knows, py::arg("slot"))
       .def("check", &DraftIndex::check)

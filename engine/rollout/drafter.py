@@ -45,6 +45,7 @@ class HistoryDrafter:
         self.age = age
         self._tries = np.zeros(DraftIndex.KINDS)  # tokens drafted, by their kind
         self._hits = np.zeros(DraftIndex.KINDS)  # and right
+        self._known_rates: Array | None = None
         self.drafted = np.zeros(len(SOURCES), np.int64)
         self.right = np.zeros(len(SOURCES), np.int64)
         self._version = 0
@@ -52,11 +53,7 @@ class HistoryDrafter:
         self._others = 0
         self._drafting = False
         self._in_vain = 0  # steps in a row that found nothing to draft
-        # By slot: the branch and how far the index has it, and where its draft lies in those below.
-        self._order = np.full(0, -1, np.int64)
-        self._position = np.zeros(0, np.int64)
-        self._begin = np.zeros(0, np.int64)
-        self._count = np.zeros(0, np.int64)
+        self._begin = self._count = np.zeros(0, np.int64)  # by slot: where its draft lies in those below
         self._token = self._kind = np.zeros(0, np.int64)
         self._scopes: dict[int, int] = {}  # request -> scope
         self._prompts: set[int] = set()
@@ -64,8 +61,6 @@ class HistoryDrafter:
     def propose(self, rows: RowTable, slots: Array, others: int, room: int) -> tuple[Array, Array]:
         self._branches, self._others = len(slots), others
         self._in_vain += 1
-        if self._drafting:
-            self._count[:] = 0
         self._drafting = False
         none = _NOTHING, _NOTHING
         if self._in_vain > PATIENCE and self._in_vain % PAUSE:
@@ -73,20 +68,21 @@ class HistoryDrafter:
         line = self.cost.line(len(slots))
         if line is None or room < 1:
             return none
-        self._follow(rows, slots, None)
+        for slot in self.index.behind(slots, rows.order, rows.position):
+            self._begin_text(rows, slot, 0)
         fixed, row = line
         plain = fixed + row * (len(slots) + others)
         least = max(LEAST, len(slots) * row / plain)  # below, a token costs more than it brings
         if least >= 1:
             return none
-        most = np.minimum(rows.segment_end[slots] - rows.length[slots] - 1, MOST)
-        most[rows.forks[slots] > 0] = 0
         counts, tokens, kinds, survival = self.index.propose(
             slots,
-            most,
-            rows.seed[slots],
-            rows.length[slots],
-            rows.temperature[slots] == 0,
+            rows.segment_end,
+            rows.length,
+            rows.forks,
+            rows.seed,
+            rows.temperature,
+            MOST,
             self._rates(),
             least,
         )
@@ -102,6 +98,7 @@ class HistoryDrafter:
         chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
         self._token, self._kind = tokens[chosen], kinds[chosen]
         counts = np.bincount(owner[chosen], minlength=len(slots))
+        self._begin, self._count = np.zeros((2, len(rows.order)), np.int64)
         self._begin[slots], self._count[slots] = np.cumsum(counts) - counts, counts
         self._drafting, self._in_vain = True, 0
         return counts, self._token
@@ -111,15 +108,17 @@ class HistoryDrafter:
             self._version = version
             self.index.forget(version - self.age)
             self._prompts.clear()
-        if (token < 0).any():
-            whole = token >= 0
-            slots, offset, token = slots[whole], offset[whole], token[whole]
-        self._follow(rows, slots[offset == 0] if self._drafting else slots, np.bincount(slots, minlength=1))
-        self.index.append(slots, token)
-        self._position[slots] = rows.position[slots]
+        if behind := self.index.follow(slots, token, rows.order, rows.position):
+            written = token >= 0
+            new = np.bincount(slots[written], minlength=len(rows.order))
+            for slot in behind:
+                self._begin_text(rows, slot, int(new[slot]))
+            written &= np.isin(slots, behind)
+            self.index.append(slots[written], token[written])
         if not self._drafting:
             return
-        drafted = offset < self._count[slots]
+        there = np.flatnonzero((slots < len(self._count)) & (token >= 0))  # a fork may have grown the table
+        drafted = there[offset[there] < self._count[slots[there]]]
         place = self._begin[slots[drafted]] + offset[drafted]
         self._count_right(self._kind[place], self._token[place] == token[drafted])
 
@@ -137,6 +136,7 @@ class HistoryDrafter:
         drafted, hits = (np.bincount(some, minlength=self._tries.size) for some in (kind, kind[right]))
         self._tries += drafted.reshape(self._tries.shape)
         self._hits += hits.reshape(self._hits.shape)
+        self._known_rates = None
         old = self._tries > MEMORY
         self._tries[old] /= 2
         self._hits[old] /= 2
@@ -146,37 +146,26 @@ class HistoryDrafter:
     def _rates(self) -> Array:  # [kinds]
         """How likely a token is right by its kind: as counted, and where little was, as in its source and share of the
         votes, whatever the length of its context."""
-        tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
-        alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
-        return ((self._hits + PRIOR * alike) / (self._tries + PRIOR)).ravel()
-
-    def _follow(self, rows: RowTable, slots: Array, new: Array | None) -> None:  # [R] int64, [slots] int64
-        """Bring the index to where the branches stood ``new`` tokens ago."""
-        if len(self._order) < len(rows.order):
-            more = len(rows.order) - len(self._order)
-            self._order = np.concatenate([self._order, np.full(more, -1, np.int64)])
-            for name in ("_position", "_begin", "_count"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, np.int64)]))
-        position = rows.position[slots] if new is None else rows.position[slots] - new[slots]
-        behind = (self._order[slots] != rows.order[slots]) | (self._position[slots] != position)
-        for slot in slots[behind].tolist():
-            self._begin_text(rows, slot, 0 if new is None else int(new[slot]))
+        if self._known_rates is None:
+            tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
+            alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
+            self._known_rates = ((self._hits + PRIOR * alike) / (self._tries + PRIOR)).ravel().astype(np.float32)
+        return self._known_rates
 
     def _begin_text(self, rows: RowTable, slot: int, new: int) -> None:
+        """Bring the index to where the branch stood ``new`` tokens ago."""
         branch = rows.branch[slot]
         assert branch is not None
-        given = int(rows.position[slot]) - new - int(self._position[slot])
+        position, known = int(rows.position[slot]) - new, self.index.position(slot, branch.order)
+        given = position - known if known >= 0 else 0
         path = _last_tokens(rows, slot, new + max(DraftIndex.CONTEXT, given))
         path = path[: len(path) - new]
-        if self._order[slot] == branch.order and 0 < given <= len(path):  # a tool's answer, say
+        if 0 < given <= len(path):  # a tool's answer, say
             self.index.append(np.full(given, slot), path[len(path) - given :])
-        else:
-            scope = self._scope(branch.request.number, branch.request.prompt)
-            self.index.begin(
-                slot, scope, branch.request.number, branch.order, self._version, path[-DraftIndex.CONTEXT :]
-            )
-        self._order[slot] = branch.order
-        self._position[slot] = rows.position[slot] - new
+            return
+        scope = self._scope(branch.request.number, branch.request.prompt)
+        number, context = branch.request.number, path[-DraftIndex.CONTEXT :]
+        self.index.begin(slot, scope, number, branch.order, self._version, position, context)
 
     def _scope(self, request: int, prompt: Array) -> int:
         if request not in self._scopes:

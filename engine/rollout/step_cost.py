@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from array import array
+
 import numpy as np
 
 REMEMBERED = 256  # steps
 HALF_LIFE = 64.0  # of a step's weight, in steps: contexts grow
 FEWEST = 3.0  # weight of the steps that an estimate needs
-KEPT = 8  # steps for which an estimate is used
+KEPT = 8, 32  # steps for which an estimate is used: an eighth of those before it, within these bounds
 OUTLIER = 3.0  # times as long as expected; a step that takes longer counts as one that takes so long
 GUESS = np.array([0.5, 0.2, 0.3])  # shares of a step's time: fixed, by branches, by rows; as if one step had said so
 
@@ -20,31 +23,37 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._steps = np.zeros((REMEMBERED, 3))  # branches, rows, seconds
+        self._steps = array("d", bytes(8 * 3 * REMEMBERED))  # of each branches, rows, seconds
         self._count = 0
-        self._lines: dict[int, tuple[int, tuple[float, float] | None]] = {}  # by size: since which step
+        self._fits: dict[int, tuple[int, tuple[float, float, float] | None]] = {}  # by size: until which step
 
     def took(self, branches: int, queries: int, seconds: float) -> None:
         """A step of so many branches and rows took so long."""
-        line = self.line(branches)
-        if line is not None:
-            seconds = min(seconds, OUTLIER * (line[0] + line[1] * queries))
-        self._steps[self._count % REMEMBERED] = branches, queries, seconds
+        fit = self._latest(branches)
+        if fit is not None:
+            seconds = min(seconds, OUTLIER * (fit[0] + fit[1] * branches + fit[2] * queries))
+        at = 3 * (self._count % REMEMBERED)
+        self._steps[at], self._steps[at + 1], self._steps[at + 2] = branches, queries, seconds
         self._count += 1
 
     def line(self, branches: int) -> tuple[float, float] | None:
         """Seconds of a step without rows and of each row, for so many branches; None where too little is known."""
-        since, line = self._lines.get(branches, (-KEPT, None))
-        if line is None or self._count - since >= KEPT:
-            if len(self._lines) > REMEMBERED:
-                self._lines.clear()
-            self._lines[branches] = self._count, self._fit(branches)
-        return self._lines[branches][1]
+        fit = self._latest(branches)
+        return None if fit is None else (fit[0] + fit[1] * branches, fit[2])
 
-    def _fit(self, branches: int) -> tuple[float, float] | None:
+    def _latest(self, branches: int) -> tuple[float, float, float] | None:
+        """Seconds of a step, of a branch and of a row."""
+        size = round(8 * math.log2(branches))  # within a tenth
+        until, fit = self._fits.get(size, (0, None))
+        if fit is None or self._count >= until:
+            fit = self._fit(branches)
+            self._fits[size] = self._count + min(max(self._count // 8, KEPT[0]), KEPT[1]), fit
+        return fit
+
+    def _fit(self, branches: int) -> tuple[float, float, float] | None:
         n = min(self._count, REMEMBERED)
         age = (self._count - 1 - np.arange(n)) % REMEMBERED
-        steps = self._steps[:n]
+        steps = np.frombuffer(self._steps).reshape(-1, 3)[:n]
         weight = np.exp2(-age / HALF_LIFE - np.log2(np.maximum(steps[:, 0], 1) / branches) ** 2)
         if weight.sum() < FEWEST:
             return None
@@ -52,6 +61,5 @@ class StepCost:
         scaled = steps / mean
         x = np.column_stack([np.ones(n), scaled[:, :2]])
         shares = np.linalg.solve((x.T * weight) @ x + np.eye(3), (x.T * weight) @ scaled[:, 2] + GUESS)
-        shares = np.maximum(shares, 0.0)
-        fixed = mean[2] * (shares[0] + shares[1] * branches / mean[0])
-        return float(fixed), float(mean[2] * max(shares[2], 1e-3) / mean[1])
+        fixed, branch, row = np.maximum(shares, (0.0, 0.0, 1e-3)) * mean[2] / (1.0, mean[0], mean[1])
+        return float(fixed), float(branch), float(row)

@@ -529,7 +529,8 @@ def sample_triton(
         return token, logprob, raw_logprob, entropy, last_kept
     blocks = triton.cdiv(vocab, BLOCK)
     many = triton.next_power_of_2(blocks)
-    best, mass, moment, raw, kept, least = logits.new_empty((6, rows, blocks), dtype=torch.float32)
+    room = triton.cdiv(rows * blocks, 4) * 4  # each begins at 16 bytes: elsewhere it would be another kernel to compile
+    best, mass, moment, raw, kept, least = logits.new_empty((6, room), dtype=torch.float32)
     bound = logits.new_empty((rows, blocks, GROUPS), dtype=torch.int32)
     size = (logits.stride(0), vocab)
     plain = top_k is None and top_p is None and min_p is None

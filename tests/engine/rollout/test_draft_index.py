@@ -26,8 +26,11 @@ def propose(
     index: DraftIndex, slot: int, most: int, *, seed: int = 0, step: int = 0, greedy: bool = True
 ) -> tuple[list[int], list[int]]:
     """Tokens and their kinds."""
-    one = np.array([slot]), np.array([most]), np.array([seed]), np.array([step]), np.array([greedy])
-    count, token, kind, survival = index.propose(*one, SURE, 0.0)
+    end, length, forks, own = (np.full(slot + 1, value) for value in (step + most + 1, step, 0, seed))
+    temperature = np.full(slot + 1, 0.0 if greedy else 1.0, np.float32)
+    count, token, kind, survival = index.propose(
+        np.array([slot]), end, length, forks, own, temperature, most, SURE, 0.0
+    )
     assert count.tolist() == [len(token)]
     assert (survival == 1).all()
     return token.tolist(), kind.tolist()
@@ -122,7 +125,7 @@ def test_drafts_are_those_of_a_search_through_all_texts(
             index.add(pick % 2, len(texts), 0, before, tokens)
         else:
             slots[pick] = len(texts) - 1
-            index.begin(pick, pick % 2, len(texts), len(texts), 0, before)
+            index.begin(pick, pick % 2, len(texts), len(texts), 0, 0, before)
             index.append(np.full(len(tokens), pick), tokens)
         write(len(texts) - 1, tokens)
         index.check()
@@ -145,9 +148,9 @@ def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
     earlier = rng.integers(0, 5000, 300).tolist()
     for scope, group, branch, source in ((7, 1, 1, 0), (7, 1, 2, 1), (7, 2, 2, 2), (8, 2, 2, 3)):
         index = DraftIndex(1 << 12)
-        index.begin(0, 7, 1, 1, 0, [])
+        index.begin(0, 7, 1, 1, 0, 0, [])
         index.append(np.zeros(300, np.int64), earlier)
-        index.begin(3, scope, group, branch, 0, [])
+        index.begin(3, scope, group, branch, 0, 0, [])
         index.append(np.full(6, 3), earlier[10:16])
         tokens, kinds = propose(index, 3, 400)
         assert tokens == earlier[16:]
@@ -156,25 +159,55 @@ def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
         index.check()
 
 
+def test_a_step_is_appended_at_once_where_the_branches_stand_as_expected() -> None:
+    """Others are named and not written: another branch in the slot, or tokens that came in between."""
+    rng = np.random.default_rng(0)
+    index, one_by_one = DraftIndex(1 << 12), DraftIndex(1 << 12)
+    branch, position = np.array([10, 11, 12, 13]), np.array([4, 7, 2, 5])
+    for slot in (0, 1, 2):
+        for each in (index, one_by_one):
+            each.begin(slot, 0, slot, int(branch[slot]), 0, int(position[slot]), [])
+    assert index.behind(np.arange(4), branch, position) == [3]
+    for _ in range(60):
+        counts = rng.integers(0, 3, 3)
+        slots, tokens = np.repeat([2, 0, 1], counts), rng.integers(0, 3, counts.sum())
+        position += np.bincount(slots, minlength=4)
+        assert index.follow(slots, tokens, branch, position) == []
+        one_by_one.append(slots, tokens)
+        assert index.behind(np.arange(3), branch, position) == []
+        for slot in (0, 1, 2):
+            assert propose(index, slot, 5) == propose(one_by_one, slot, 5)
+    assert index.tokens == one_by_one.tokens
+    position[1] += 1
+    assert index.follow(np.array([1, 1]), [2, -1], branch, position) == []  # the second one failed
+    branch[1], before = 14, index.tokens
+    position += [3, 1, 1, 0]  # slot 0 was given two tokens by somebody else
+    assert index.follow(np.array([0, 1, 2]), [1, 2, 0], branch, position) == [0, 1]
+    assert index.tokens == before + 1
+    assert [index.position(slot, int(branch[slot])) for slot in range(4)] == [position[0] - 3, -1, position[2], -1]
+    with pytest.raises(ValueError, match="needs its columns"):
+        index.follow(np.array([4]), [1], branch, position)
+
+
 def test_what_is_kept_is_bounded_and_the_first_begun_goes_first() -> None:
     rng = np.random.default_rng(0)
     index = DraftIndex(640)
     first = rng.integers(0, 999, 100)
     index.add(1, 0, 0, [], first)
-    index.begin(0, 1, 1, 1, 0, first[:10])
+    index.begin(0, 1, 1, 1, 0, 0, first[:10])
     assert propose(index, 0, 5)[0] == first[10:15].tolist()
     for i in range(300):
-        index.begin(int(rng.integers(5)), 1, i, i, i, rng.integers(0, 999, rng.integers(0, 50)))
+        index.begin(int(rng.integers(5)), 1, i, i, i, 0, rng.integers(0, 999, rng.integers(0, 50)))
         index.append(rng.integers(0, 9, 40), rng.integers(0, 999, 40))
         index.check()
         assert index.tokens <= index.capacity == 640
-    index.begin(6, 1, 1, 1, 300, first[:10])
+    index.begin(6, 1, 1, 1, 300, 0, first[:10])
     assert propose(index, 6, 5)[0] == []
     index.append(np.full(2000, 6), rng.integers(0, 999, 2000))  # longer than all there is
     index.check()
     assert not index.knows(6)
     assert propose(index, 6, 5)[0] == []
-    index.begin(0, 1, 1, 1, 301, [1, 2, 3])
+    index.begin(0, 1, 1, 1, 301, 0, [1, 2, 3])
     index.forget(301)
     index.check()
     assert index.tokens == 3
@@ -215,7 +248,7 @@ def test_votes_are_drawn_with_the_sampler_s_own_noise() -> None:
         index = DraftIndex(1 << 14)
         for token in earlier[np.arange(i, i + DraftIndex.WALK) % n].tolist():
             index.add(0, 0, 0, context, [token])
-        index.begin(0, 0, 1, 0, 0, context)
+        index.begin(0, 0, 1, 0, 0, 0, context)
         right += propose(index, 0, 1, seed=n + i, step=3, greedy=False)[0] == [later[i]]
         likeliest += propose(index, 0, 1)[0] == [later[i]]
     assert right > 0.7 * n

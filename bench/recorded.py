@@ -1,0 +1,368 @@
+"""Drafts over the rollouts of a real run: what they would have gained in it.
+
+``rolltree bench speculation --recorded RUN`` reads ``RUN/config.toml`` and ``RUN/rollouts/*.parquet`` and has the
+engine sample them once more, with the run's model, parameters, groups and seeds. The model computes every token as it
+did then, but what is sampled is read from the recording: the weights have moved on since, and the texts have not. So
+both providers write the very texts of the run, and a draft is right where it would have been. A tree is followed fork
+by fork, whatever program made it; where that program told siblings' seeds apart in another order, as after a rewind,
+drafts drawn from votes that disagree are less often right than they were.
+
+First epochs are the groups whose prompt had not come before, with nothing to draft from at the start; later ones are
+the others, with the first ones' texts known. vLLM cannot be told what to sample: it samples from the run's last
+weights, the same prompts and as many responses, so its times compare with its own alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+import torch
+
+from rolltree.engine import EngineConfig, NativeEngine, UserError
+from rolltree.engine.app.config import load_config
+from rolltree.engine.data.segment import Origin, Text
+from rolltree.engine.loop.setup import sampling_params
+from rolltree.engine.model.decoder import load_model, load_tokenizer
+from rolltree.engine.programs import Action, BranchId, Finish, Fork, GroupState, RolloutProgram, SegmentReport
+from rolltree.engine.programs.program import WHOLE
+from rolltree.engine.rollout.drafter import HistoryDrafter
+from rolltree.engine.rollout.rows import RowTable, Sampled
+from rolltree.engine.rollout.scheduler import Step
+from rolltree.engine.settings import TrainConfig
+
+from .runner import Bench, Calls, Case, UnsupportedError
+
+Array = npt.NDArray[Any]
+COLUMNS = ("step", "group", "prompt_ids", "response_ids", "node_ids", "origin")
+NONE = "rolltree without drafts"
+WIDTHS = (1, 8)  # prompts of a batch, besides as many as the run's own steps have
+AGE = EngineConfig.draft_age
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a branch says, from the response's begin, and how it goes on."""
+
+    tokens: Array  # [T] int64
+    forks: int  # 0 for a leaf
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt in one step of the run."""
+
+    step: int
+    prompt: list[int]
+    seed: int
+    parts: dict[BranchId, Part]
+    again: bool
+    """Whether the prompt had come before."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all responses, each in full."""
+        return sum(len(part.tokens) for part in self.parts.values() if not part.forks)
+
+    @property
+    def texts(self) -> Iterator[Text]:
+        """Every sampled token once."""
+        prompt, nothing = np.array(self.prompt, np.int32), np.zeros(0, np.int64)
+        for branch, part in self.parts.items():
+            above = len(self.parts.get(branch[:-1], Part(nothing, 0)).tokens)
+            if len(part.tokens) > above:
+                yield Text(prompt, part.tokens[:above].astype(np.int32), part.tokens[above:].astype(np.int32))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    model: Any
+    tokenizer: Any
+    directory: Path
+    config: TrainConfig
+    history: list[Group]
+    """What is known before the first batch."""
+    batches: list[list[Group]]
+    drafters: list[HistoryDrafter] = field(default_factory=list)
+
+
+class Followed(RolloutProgram):
+    """Forks and ends as the recording did, which is the context."""
+
+    def start(self, group: GroupState) -> int:
+        self.segment_tokens = self._next((), 0)
+        return int(self.context[()].forks)
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterator[Action]:
+        for segment in finished:
+            part = self.context[segment.branch]
+            if segment.status is not None:
+                continue  # a token, a text or the limit has ended it
+            if segment.length < len(part.tokens):
+                yield Fork(segment.branch, 1, segment_tokens=len(part.tokens) - segment.length)
+            elif part.forks:
+                yield Fork(segment.branch, part.forks, segment_tokens=self._next(segment.branch, segment.length))
+            else:
+                yield Finish(segment.branch)
+
+    def _next(self, branch: BranchId, begin: int) -> int:
+        """To where the first of the branch's children forks or ends."""
+        children = [self.context[(*branch, i)] for i in range(self.context[branch].forks)]
+        return min(len(child.tokens) for child in children) - begin
+
+
+class FollowedToTheEnd(Followed):
+    """The same where independent responses end by themselves, at a token, a text or their limit."""
+
+    def _next(self, branch: BranchId, begin: int) -> int:
+        return WHOLE
+
+
+class Reader:
+    """Stands before an engine's runner: the model computes, and what is sampled is read."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._run = engine.loop.runner.run
+        self._order = np.full(0, -1, np.int64)  # by slot: the branch that it has the text of
+        self._text: Array = np.zeros((0, 0), np.int64)
+        engine.loop.runner.run = self  # type: ignore[method-assign]
+
+    def __call__(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
+        sampled = self._run(step, rows, samples, seeds)
+        slots, offset = np.repeat(step.sample_slots, samples), np.repeat(step.sample_offset, samples)
+        if len(self._order) < len(rows.order):
+            more = len(rows.order) - len(self._order)
+            self._order = np.pad(self._order, (0, more), constant_values=-1)
+            self._text = np.pad(self._text, ((0, more), (0, 0)))
+        forks = rows.forks[slots]
+        for slot in np.unique(slots[(forks == 0) & (self._order[slots] != rows.order[slots])]).tolist():
+            text = _part(rows, slot).tokens
+            self._text = np.pad(self._text, ((0, 0), (0, max(0, len(text) + 1 - self._text.shape[1]))))
+            self._text[slot] = -1
+            self._text[slot, : len(text)] = text
+            self._order[slot] = rows.order[slot]
+        place = rows.length[slots] + offset
+        token = self._text[slots, np.minimum(place, self._text.shape[1] - 1)] if self._text.size else place * 0 - 1
+        child = np.arange(len(slots)) - np.repeat(np.cumsum(samples) - samples, samples)
+        for i in np.flatnonzero(forks).tolist():
+            branch = rows.branch[slots[i]]
+            assert branch is not None
+            alone = forks[i] == 1 and branch.node.parent is not None
+            below = branch.id if alone else (*branch.id, int(child[i]))
+            token[i] = branch.request.program.context[below].tokens[place[i]]
+        assert (token[offset == 0] >= 0).all(), "the engine goes on where the recording ends"
+        return sampled._replace(token=np.maximum(token, 0))  # what stands behind a wrong draft counts for nothing
+
+
+def _part(rows: RowTable, slot: int) -> Part:
+    branch = rows.branch[slot]
+    assert branch is not None
+    part: Part = branch.request.program.context[branch.id]
+    return part
+
+
+def read_groups(run: Path, config: TrainConfig) -> list[Group]:
+    """What a run recorded, in its order.
+
+    Raises:
+        UserError: there are no rollouts, they lack a column, or hold what was not sampled.
+    """
+    files, groups = sorted((run / "rollouts").glob("step_*.parquet")), []
+    seen: set[bytes] = set()
+    for file in files:
+        table = pq.read_table(file)
+        if missing := [name for name in COLUMNS if name not in table.column_names]:
+            raise UserError(f"'{file}' has no column {missing[0]}; record the run again with this version.")
+        rows = table.select(COLUMNS).to_pylist()
+        for ticket, some in itertools.groupby(rows, key=lambda row: row["group"]):
+            leaves = list(some)
+            if any(set(leaf["origin"]) - {int(Origin.SAMPLED)} for leaf in leaves):
+                raise UserError(
+                    f"'{file}' holds tokens that were not sampled, such as a tool's; such runs are not read."
+                )
+            prompt = np.array(leaves[0]["prompt_ids"], np.int32)
+            parts = _parts([leaf["response_ids"] for leaf in leaves], [leaf["node_ids"] for leaf in leaves])
+            seed = _seed(config, ticket)
+            again = prompt.tobytes() in seen
+            seen.add(prompt.tobytes())
+            groups.append(Group(leaves[0]["step"], prompt.tolist(), seed, parts, again))
+    if not groups:
+        raise UserError(f"'{run}' has no rollouts/step_*.parquet; give the directory of a run.")
+    return groups
+
+
+def _seed(config: TrainConfig, ticket: int) -> int:
+    """See `Controller._seed`; that of a group which was not begun anew."""
+    block, index = divmod(ticket, config.trainer.prompts_per_step)
+    state = np.random.SeedSequence([config.seed, block + 1]).generate_state(config.trainer.prompts_per_step, np.uint64)
+    return int(state.astype(np.int64)[index])
+
+
+def _parts(responses: list[list[int]], nodes: list[list[int]]) -> dict[BranchId, Part]:
+    """A group's tree by its branches, leaves in depth-first order."""
+    parts: dict[BranchId, Part] = {}
+
+    def grow(branch: BranchId, leaves: list[int], begin: int) -> None:
+        end, first = begin, nodes[leaves[0]]
+        while len(leaves) > 1 and all(len(nodes[i]) > end and nodes[i][end] == first[end] for i in leaves):
+            end += 1
+        if len(leaves) == 1:
+            parts[branch] = Part(np.array(responses[leaves[0]], np.int64), 0)
+            return
+        if any(len(nodes[i]) == end for i in leaves):
+            raise UserError("A recorded response ends where another one goes on; such runs are not read.")
+        below = [list(some) for _, some in itertools.groupby(leaves, key=lambda i: nodes[i][end])]
+        parts[branch] = Part(np.array(responses[leaves[0]][:end], np.int64), len(below))
+        for i, some in enumerate(below):
+            grow((*branch, i), some, end)
+
+    below = [list(some) for _, some in itertools.groupby(range(len(nodes)), key=lambda i: nodes[i][:1])]
+    parts[()] = Part(np.zeros(0, np.int64), len(below))
+    for i, some in enumerate(below):
+        grow((i,), some, 0)
+    return parts
+
+
+def cases(
+    run: Path, config: TrainConfig, groups: list[Group], directory: Path, device: torch.device, quick: bool
+) -> Iterator[Case]:
+    """One, eight and as many prompts as the run's steps have at a time, first and later epochs."""
+    dtype = getattr(torch, config.model.dtype)
+    load = cache(lambda: (load_model(directory, dtype=dtype, device=device).eval(), load_tokenizer(str(directory))))
+    n = config.rollout.n
+    for width in WIDTHS[:1] if quick else sorted({*WIDTHS, config.trainer.prompts_per_step}):
+        for again in (False, True):
+            some = [group for group in groups if group.again == again]
+            before = groups[: groups.index(some[0])] if some and again else []
+            batches = [some[i : i + width] for i in range(0, len(some) - width + 1, width)]
+            make = partial(_inputs, load, directory, config, before, batches)
+            yield Case(f"{width} x {n} rows of {run.name}, {'later' if again else 'first'} epochs", make)
+
+
+def _weights(run: Path, config: TrainConfig) -> Path:
+    for path in (run / "export", Path(config.model.path)):
+        if (path / "config.json").is_file():
+            return path
+    raise UserError(f"'{run}' has no model in export, and there is none in '{config.model.path}'.")
+
+
+def _inputs(
+    load: Any, directory: Path, config: TrainConfig, history: list[Group], batches: list[list[Group]]
+) -> Inputs:
+    if not batches:
+        raise UnsupportedError("the run has too few such groups; give one whose prompts come more than once")
+    model, tokenizer = load()
+    return Inputs(model, tokenizer, directory, config, history, batches)
+
+
+def _calls(x: Inputs, drafts: int) -> Calls:
+    rollout = x.config.rollout
+    engine = NativeEngine(
+        x.model,
+        x.tokenizer,
+        EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, drafts=drafts),
+    )
+    Reader(engine)
+    program = FollowedToTheEnd() if rollout.program == "flat" else Followed()
+    params, turns = sampling_params(rollout), itertools.count()
+
+    def begin_again() -> None:
+        """Nothing is known but what was before the first batch, and what steps cost."""
+        if isinstance(before := engine.loop.drafter, HistoryDrafter):
+            engine.loop.drafter = drafter = HistoryDrafter(drafts, AGE)
+            drafter.cost = before.cost
+            x.drafters.append(drafter)
+            for group in x.history:
+                engine.remember(group.texts, group.step - 1)
+
+    def batch() -> None:
+        turn = next(turns) % len(x.batches)
+        if turn == 0:
+            begin_again()
+        groups = x.batches[turn]
+        engine.forget_prefixes()
+        engine.policy_version = groups[0].step - 1
+        trees = engine.generate(
+            [group.prompt for group in groups],
+            params,
+            program,
+            seeds=[group.seed for group in groups],
+            contexts=[group.parts for group in groups],
+        )
+        assert sum(int(tree.response_length.sum()) for tree in trees) == sum(group.tokens for group in groups)
+
+    return {"generate": batch}
+
+
+def vllm(x: Inputs, method: str | None = None) -> Calls:
+    """vLLM as its users call it, with one of its own ways to draft from texts; none of them needs a draft model."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm
+
+    if method == "suffix":
+        importlib.import_module("arctic_inference")
+
+    from rolltree.engine.integrations.vllm import VllmEngine
+
+    rollout, longest = x.config.rollout, x.config.data.max_prompt_tokens + x.config.rollout.max_new_tokens
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.5} if x.model.device.type == "cuda" else {}
+    if not options:
+        options = {"kv_cache_memory_bytes": 1 << 30, "dtype": x.config.model.dtype, "enable_chunked_prefill": True}
+    if method is not None:
+        own = {"num_speculative_tokens": 5, "prompt_lookup_max": 4} if method == "ngram" else {}
+        options["speculative_config"] = {"method": method, **own}
+    llm = VllmEngine(str(x.directory), max_model_len=longest, max_num_seqs=rollout.max_batch_rows, **options).llm
+    turns = itertools.count()
+
+    def generate(groups: Sequence[Group], turn: int) -> None:
+        llm.reset_prefix_cache()
+        params = [
+            vllm.SamplingParams(
+                n=rollout.n,
+                max_tokens=rollout.max_new_tokens,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                stop=list(rollout.stop),
+                seed=(group.seed + turn) % 2**31,
+                logprobs=0,
+            )
+            for group in groups
+        ]
+        prompts: list[Any] = [{"prompt_token_ids": group.prompt} for group in groups]
+        llm.generate(prompts, params, use_tqdm=False)
+
+    if method is not None and x.history:
+        generate(x.history, 0)
+
+    def batch() -> None:
+        turn = next(turns)
+        generate(x.batches[turn % len(x.batches)], turn)
+
+    return {"generate": batch}
+
+
+def bench(run: Path, own: Bench) -> Bench:
+    """`own`, the benchmark of drafts, over what ``run`` recorded.
+
+    Raises:
+        UserError: the run cannot be read.
+    """
+    config = load_config(run / "config.toml")
+    parts = config, read_groups(run, config), _weights(run, config)
+    providers: dict[str, Callable[[Any], Calls]] = {
+        "rolltree": partial(_calls, drafts=1 << 20),
+        NONE: partial(_calls, drafts=0),
+        "vllm suffix": partial(vllm, method="suffix"),
+        "vllm ngram": partial(vllm, method="ngram"),
+        "vllm": vllm,
+    }
+    return replace(own, cases=partial(cases, run, *parts), providers=providers)
