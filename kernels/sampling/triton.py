@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096  # tokens of a program; part of the summation order, so not tuned by shape
+GROUPS = 16  # of a block's tokens, each with a bound of its own
 ROUND = 2048  # tokens that a search handles at once
 INFINITY = tl.constexpr(float("inf"))
 TINY = tl.constexpr(1.1754943508222875e-38)
@@ -51,13 +52,43 @@ def load_block(row, begin, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def uniforms(seed, step, begin, BLOCK: tl.constexpr):
-    """t of tokens ``begin`` to ``begin + BLOCK - 1``: four tokens share a Philox counter."""
-    group = (begin // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    step_lo = (step & 0xFFFFFFFF).to(tl.uint32)
-    step_hi = ((step >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    r0, r1, r2, r3 = tl.philox(seed, group, 0, step_lo, step_hi)
-    words = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+def multiply(a, by):
+    """High and low word of a product of 32-bit words: one wide multiplication, where `tl.philox` makes two."""
+    product = a.to(tl.uint64) * by
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def philox(seed, step, counter):
+    """The four words of each counter, as in :mod:`.reference`."""
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0 = counter.to(tl.uint32)
+    c1 = tl.zeros_like(c0)
+    c2, c3 = c1 + (step & 0xFFFFFFFF).to(tl.uint32), c1 + ((step >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(10):
+        hi0, lo0 = multiply(c0, 0xD2511F53)
+        hi1, lo1 = multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def words_of(seed, step, begin, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """The words of tokens ``begin`` to ``begin + BLOCK - 1``, in the threads that hold WIDTH tokens in 16 bytes."""
+    if WIDTH == 8:
+        counter = begin // 4 + 2 * tl.arange(0, BLOCK // 8)
+        a0, a1, a2, a3 = philox(seed, step, counter)
+        b0, b1, b2, b3 = philox(seed, step, counter + 1)
+        r0, r1, r2, r3 = tl.interleave(a0, b0), tl.interleave(a1, b1), tl.interleave(a2, b2), tl.interleave(a3, b3)
+    else:
+        r0, r1, r2, r3 = philox(seed, step, begin // 4 + tl.arange(0, BLOCK // 4))
+    return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+
+
+@triton.jit
+def uniforms(words):
     return tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
 
 
@@ -91,20 +122,28 @@ def log2_weights(x, best, scale):
 
 
 @triton.jit
-def race(x, z, w, best, greedy, seed, step, begin, at, score, chosen, least, last, BLOCK: tl.constexpr):
-    """Of tokens with weights w = 2^z: the least E / w and its lowest index; the least logit drawn from, its highest."""
-    index = begin + tl.arange(0, BLOCK)
-    if greedy:  # noqa: SIM108 (a branch: only one of them is computed)
-        lane = tl.where(x == best, 0.0, 1.0)
-    else:
-        lane = arrival(uniforms(seed, step, begin, BLOCK)) * tl.exp2(-z)
-    first = tl.min(lane, 0)
-    tl.store(score + at, first)
-    tl.store(chosen + at, tl.min(tl.where(lane == first, index, MAX_INDEX), 0))
-    drawn = tl.where(w >= TINY, x, INFINITY)
-    bottom = tl.min(drawn, 0)
-    tl.store(least + at, bottom)
-    tl.store(last + at, tl.max(tl.where(drawn == bottom, index, -1), 0))
+def least_bounds(words, w, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """[GROUPS] int32: what no score E / w of a group of tokens lies below, see `log2_bound`.
+
+    For the float bits I(a) of a > 0, I(a) / 2^23 - 127 lies below log2 a, by 0.0861 at most. So the bits of the word
+    less those of the weight are a quotient's logarithm, for one instruction and no exponential.
+    """
+    bound = words.to(tl.float32).to(tl.int32, bitcast=True) - w.to(tl.int32, bitcast=True)
+    bound = tl.min(tl.reshape(bound, (4, BLOCK // 4)), 0)
+    return tl.min(tl.reshape(bound, (GROUPS, BLOCK // 4 // GROUPS)), 1)
+
+
+@triton.jit
+def log2_bound(bound):
+    """A number below the log2 of every score of a group, as they are computed, unless one has no weight.
+
+    E = -log(1 - t) >= t, and t >= word / 2^32, or is cut at 1 - 2^-24, where E is 16.6 and word / 2^32 at most 1. So
+    log2(E / w) >= log2(word) - 32 - log2(w) >= bound / 2^23 - 32 - 0.0861 (word 0: its bits say 2^-127, and t is
+    2^-33). The rest of 0.1, a hundredth of the score, is for what is rounded: word, E, w, exp2, ``bound`` itself and z
+    beside two bests (1.5e-5) are together wrong by less than 1e-4. A weight of 0 has a bound above 2^94 (unless its
+    word is 0, which makes it too low), and cannot win.
+    """
+    return bound.to(tl.float32) * 1.1920928955078125e-07 - 32.1
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -117,28 +156,38 @@ def scan_kernel(
     mass,  # [N, C] float32, out: sum of w = exp((x - best of the block) / T)
     moment,  # [N, C] float32, out: sum of w log2 w
     raw,  # [N, C] float32, out: the mass at T = 1
-    score, chosen, least, last,  # [N, C] out: see `race`; without filters only (float32, int32, float32, int32)
+    least,  # [N, C] float32, out: the least logit that has a weight beside the block's best; or None, with filters
+    bound,  # [N, C, GROUPS] int32, out: see `least_bounds`; not of greedy rows; or None, with filters
     row_stride, vocab,
-    BLOCK: tl.constexpr, RACE: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     n, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     at = n * tl.num_programs(1) + tl.program_id(1)
     greedy, scale = scale_of(tl.load(temperature + n))
     x = load_block(logits + n * row_stride, begin, vocab, BLOCK)
-    top = tl.max(tl.where(x < INFINITY, x, INFINITY), 0)
+    top, low = tl.max(x, 0), tl.min(x, 0)
     base = tl.where(top == -INFINITY, 0.0, top)
-    z = log2_weights(x, base, scale)
+    z = (x - base) * scale
+    if (low - base) * scale < -125.0:  # only then is there a token without a weight
+        z = tl.maximum(z, NOTHING, propagate_nan=tl.PropagateNan.ALL)
+        if least is not None:
+            low = tl.min(tl.where(tl.exp2(z) >= TINY, x, INFINITY), 0)
     w = tl.exp2(z)
-    total = tl.sum(w, 0)
-    tl.store(best + at, top)
+    total = tl.sum(w, 0)  # NaN where a logit is NaN or +inf
+    tl.store(best + at, tl.where(total == total, top, INFINITY))
     tl.store(mass + at, total)
     tl.store(moment + at, tl.sum(w * z, 0))
     if scale != LOG2E:
         tl.store(raw + at, tl.sum(tl.exp2((x - base) * LOG2E), 0))
     else:
         tl.store(raw + at, total)
-    if RACE:
-        race(x, z, w, top, greedy, tl.load(seed + n), tl.load(step + n), begin, at, score, chosen, least, last, BLOCK)
+    if least is not None:
+        tl.store(least + at, low)
+        if not greedy:
+            words = words_of(
+                tl.load(seed + n), tl.load(step + n), begin, BLOCK, 128 // logits.dtype.element_ty.primitive_bitwidth
+            )
+            tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
 
 
 @triton.jit
@@ -307,31 +356,82 @@ def mass_above(row, best, scale, value, vocab, ROUND: tl.constexpr):
     return tl.sum(lanes, 0)
 
 
+@triton.jit
+def stay(x, w, index, n, min_p, cut, cut_index):
+    """Which tokens min_p and the cut of top-k and top-p leave."""
+    kept = index >= 0
+    if min_p is not None:  # the best token, of weight 1, always stays
+        kept &= w >= tl.minimum(tl.load(min_p + n), 1.0)
+    if cut is not None:
+        value = tl.load(cut + n)
+        kept &= (x > value) | ((x == value) & (index <= tl.load(cut_index + n)))
+    return kept
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def race_kernel(
     logits, temperature, min_p, seed, step,  # as in `sample_triton`
     best,  # [N, C], of `scan_kernel`
     cut, cut_index,  # [N], of `select_kernel`, or None
     kept,  # [N, C] float32, out: sum of w = exp((x - best of the row) / T) over the tokens that are kept
-    score, chosen, least, last,  # [N, C] out: see `race`
+    least, bound,  # out: as of `scan_kernel`, of the tokens that are kept, beside the row's best
     row_stride, vocab,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     n, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     blocks = tl.num_programs(1)
     at = n * blocks + tl.program_id(1)
-    greedy, scale = scale_of(tl.load(temperature + n))
+    _, scale = scale_of(tl.load(temperature + n))
     top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
     x = load_block(logits + n * row_stride, begin, vocab, BLOCK)
-    z = log2_weights(x, top, scale)
-    if min_p is not None:  # the best token, of weight 1, always stays
-        z = tl.where(tl.exp2(z) >= tl.minimum(tl.load(min_p + n), 1.0), z, NOTHING)
-    if cut is not None:
-        value, index = tl.load(cut + n), begin + tl.arange(0, BLOCK)
-        z = tl.where((x > value) | ((x == value) & (index <= tl.load(cut_index + n))), z, NOTHING)
-    w = tl.exp2(z)
+    w = tl.exp2(log2_weights(x, top, scale))
+    w = tl.where(stay(x, w, begin + tl.arange(0, BLOCK), n, min_p, cut, cut_index), w, 0.0)
     tl.store(kept + at, tl.sum(w, 0))
-    race(x, z, w, top, greedy, tl.load(seed + n), tl.load(step + n), begin, at, score, chosen, least, last, BLOCK)
+    tl.store(least + at, tl.min(tl.where(w >= TINY, x, INFINITY), 0))
+    words = words_of(
+        tl.load(seed + n), tl.load(step + n), begin, BLOCK, 128 // logits.dtype.element_ty.primitive_bitwidth
+    )
+    tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
+
+
+@triton.jit
+def winner(
+    row, n, top, scale, seed, step, min_p, cut, cut_index, best, bound, vocab, blocks,
+    FILTERED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The token of the least E / w, the lowest index among equals.
+
+    Groups of tokens are judged in the order of their bounds, until the next one's lies above the best score.
+    """
+    SPAN: tl.constexpr = BLOCK // 4 // GROUPS  # a group: four spans, a quarter of the block apart
+    group = tl.arange(0, BLOCKS * GROUPS)
+    inside = group < blocks * GROUPS
+    low = log2_bound(tl.load(bound + n * blocks * GROUPS + group, mask=inside, other=0))
+    if not FILTERED:  # weights are those beside the block's best
+        low -= log2_weights(tl.load(best + n * blocks + group // GROUPS, mask=inside, other=0.0), top, scale)
+    low = tl.where(inside, low, INFINITY)
+    score = tl.full((), INFINITY, tl.float32)
+    first = tl.full((), MAX_INDEX, tl.int32)
+    lowest = tl.min(low, 0)
+    while (lowest < INFINITY) & (lowest <= tl.log2(score)):
+        this = tl.min(tl.where(low == lowest, group, MAX_INDEX), 0)
+        begin = this // GROUPS * BLOCK + this % GROUPS * SPAN
+        i, c = tl.arange(0, 4 * SPAN), 4 * tl.arange(0, SPAN)
+        index = begin + i // SPAN * (BLOCK // 4) + i % SPAN
+        x = tl.load(row + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+        z = log2_weights(x, top, scale)
+        r0, r1, r2, r3 = philox(seed, step, (begin + c // SPAN * (BLOCK // 4) + c % SPAN) // 4)
+        words = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+        scores = arrival(uniforms(words)) * tl.exp2(-z)
+        if FILTERED:
+            scores = tl.where(stay(x, tl.exp2(z), index, n, min_p, cut, cut_index), scores, INFINITY)
+        here = tl.min(scores, 0)
+        at = tl.min(tl.where(scores == here, index, MAX_INDEX), 0)
+        first = tl.where(here < score, at, tl.where(here == score, tl.minimum(at, first), first))
+        score = tl.minimum(here, score)
+        low = tl.where(group == this, INFINITY, low)
+        lowest = tl.min(low, 0)
+    return first
 
 
 @triton.jit
@@ -349,13 +449,14 @@ def last_drawn(row, best, scale, vocab, ROUND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def finish_kernel(
-    logits, temperature, top_p, min_p,  # as in `sample_triton`
+    logits, temperature, top_p, min_p, seed, step,  # as in `sample_triton`
     best, mass, moment, raw,  # [N, C], of `scan_kernel`
+    cut, cut_index,  # [N], of `select_kernel`, or None
     kept,  # [N, C], of `race_kernel`, or None without filters
-    score, chosen, least, last,  # [N, C], of either
+    least, bound,  # of either
     token, logprob, raw_logprob, entropy, last_kept,  # [N] out
     row_stride, vocab, blocks,
-    BLOCKS: tl.constexpr, ROUND: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row = logits + n * row_stride
@@ -372,25 +473,34 @@ def finish_kernel(
         if scale != LOG2E:
             _, raw_factor = rescale(tops, top, LOG2E)
             raw_total = tl.sum(load_blocks(raw, n, blocks, 0.0, BLOCKS) * raw_factor, 0)
-
-        scores = load_blocks(score, n, blocks, INFINITY, BLOCKS)
-        bottoms = load_blocks(least, n, blocks, INFINITY, BLOCKS)
+        kept_total = total
         if kept is not None:
             kept_total = tl.sum(load_blocks(kept, n, blocks, 0.0, BLOCKS), 0)
+
+        number = tl.arange(0, BLOCKS)
+        if greedy:
+            begin = tl.min(tl.where(tops == top, number, MAX_INDEX), 0) * BLOCK
+            found = load_block(row, begin, vocab, BLOCK) == top
+            first = tl.min(tl.where(found, begin + tl.arange(0, BLOCK), MAX_INDEX), 0)
+            last = first
         else:
-            kept_total = total
-            scores = tl.where(greedy, tl.where(tops == top, 0.0, 1.0), scores * tl.exp2(-d))
-        won = scores == tl.min(scores, 0)
-        first = tl.min(tl.where(won, load_blocks(chosen, n, blocks, MAX_INDEX, BLOCKS), MAX_INDEX), 0)
-        bottom = tl.min(bottoms, 0)
-        last_of_all = tl.max(tl.where(bottoms == bottom, load_blocks(last, n, blocks, -1, BLOCKS), -1), 0)
-        if kept is None:  # noqa: SIM102 (the first is decided when compiling)
-            # A block judged by its own best token, beside which more have a weight than beside the row's.
-            if tl.exp2((bottom - top) * scale) < TINY:
-                last_of_all = last_drawn(row, top, scale, vocab, ROUND)
+            first = winner(
+                row, n, top, scale, tl.load(seed + n), tl.load(step + n), min_p, cut, cut_index, best, bound, vocab,
+                blocks, kept is not None, BLOCKS, BLOCK, GROUPS,
+            )  # fmt: skip
+            bottoms = load_blocks(least, n, blocks, INFINITY, BLOCKS)
+            bottom = tl.min(bottoms, 0)
+            begin = tl.max(tl.where(bottoms == bottom, number, 0), 0) * BLOCK
+            index, x = begin + tl.arange(0, BLOCK), load_block(row, begin, vocab, BLOCK)
+            found = (x == bottom) & stay(x, x, index, n, None, cut, cut_index)
+            last = tl.max(tl.where(found, index, -1), 0)
+            if kept is None:  # noqa: SIM102 (the first is decided when compiling)
+                # A block judged by its own best token, beside which more have a weight than beside the row's.
+                if tl.exp2((bottom - top) * scale) < TINY:
+                    last = last_drawn(row, top, scale, vocab, ROUND)
         below = tl.load(row + first).to(tl.float32) - top
         tl.store(token + n, first.to(tl.int64))
-        tl.store(last_kept + n, tl.where(greedy, first, last_of_all).to(tl.int64))
+        tl.store(last_kept + n, last.to(tl.int64))
         tl.store(logprob + n, tl.where(greedy, 0.0, tl.div_rn(below, t) - tl.log(kept_total)))
         tl.store(raw_logprob + n, below - tl.log(raw_total))
         tl.store(entropy + n, tl.where(greedy, 0.0, tl.log(total) - LN2 * (tl.sum(moments, 0) / total)))
@@ -420,28 +530,30 @@ def sample_triton(
     blocks = triton.cdiv(vocab, BLOCK)
     many = triton.next_power_of_2(blocks)
     room = triton.cdiv(rows * blocks, 4) * 4  # each begins at 16 bytes: elsewhere it would be another kernel to compile
-    best, mass, moment, raw, kept, score, least = logits.new_empty((7, room), dtype=torch.float32)
-    chosen, last = logits.new_empty((2, room), dtype=torch.int32)
-    winners, size = (score, chosen, least, last), (logits.stride(0), vocab)
+    best, mass, moment, raw, kept, least = logits.new_empty((6, room), dtype=torch.float32)
+    bound = logits.new_empty((rows, blocks, GROUPS), dtype=torch.int32)
+    size = (logits.stride(0), vocab)
     plain = top_k is None and top_p is None and min_p is None
     scan_kernel[(rows, blocks)](
-        logits, temperature, seed, step, best, mass, moment, raw, *winners, *size, BLOCK=BLOCK, RACE=plain, num_warps=4
-    )
+        logits, temperature, seed, step, best, mass, moment, raw, *((least, bound) if plain else (None, None)), *size,
+        BLOCK=BLOCK, GROUPS=GROUPS, num_warps=4,
+    )  # fmt: skip
+    cut = cut_index = None
     if not plain:
-        cut = cut_index = None
         if top_k is not None or top_p is not None:
-            cut, cut_index = torch.empty_like(temperature), last.new_empty(rows)
+            cut, cut_index = torch.empty_like(temperature), bound.new_empty(rows)
             filters = (temperature, top_k, top_p, min_p)
             select_kernel[(rows,)](
                 logits, *filters, best, mass, cut, cut_index, *size, blocks, BLOCKS=many, ROUND=ROUND, num_warps=8
             )
         race_kernel[(rows, blocks)](
-            logits, temperature, min_p, seed, step, best, cut, cut_index, kept, *winners, *size,
-            BLOCKS=many, BLOCK=BLOCK, num_warps=4,
+            logits, temperature, min_p, seed, step, best, cut, cut_index, kept, least, bound, *size,
+            BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, num_warps=4,
         )  # fmt: skip
     found = (token, logprob, raw_logprob, entropy, last_kept)
     finish_kernel[(rows,)](
-        logits, temperature, top_p, min_p, best, mass, moment, raw, None if plain else kept, *winners, *found, *size,
-        blocks, BLOCKS=many, ROUND=ROUND, num_warps=4,
+        logits, temperature, top_p, min_p, seed, step, best, mass, moment, raw, cut, cut_index,
+        None if plain else kept, least, bound, *found, *size, blocks,
+        BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, ROUND=ROUND, num_warps=4,
     )  # fmt: skip
     return token, logprob, raw_logprob, entropy, last_kept

@@ -46,13 +46,19 @@ def test_triton_decode() -> None:
 
 @pytest.mark.slow
 def test_sampling() -> None:
-    """Logits come 16 bytes a thread; each token of a row takes few instructions, and nothing is spilled."""
+    """Logits come 16 bytes a thread; each token of a row takes few instructions, and nothing is spilled.
+
+    29 instructions a token are 60 % of 3.35 TB/s in bf16, 57 in fp32: 132 x 128 lanes at 1.755 GHz issue 29.6e12.
+    """
     found = {row["case"]: row for row in run("tests.kernels.aot.sampling")}
-    for dtype in ("bf16", "fp32"):
+    for dtype, shortest in (("bf16", 28.7), ("fp32", 27.8)):
         scan = found[f"sample scan {dtype} race"]
-        assert scan["instructions_a_token"] <= 80  # both ways of loading and all branches counted
+        assert scan["a_token"][0] <= shortest
+        assert scan["a_token"][1] <= 38.1
         assert scan["wide_loads"] > 0
-        assert found[f"sample scan {dtype}"]["instructions_a_token"] <= 36
+        assert scan["ctas"] >= 4
+        assert found[f"sample scan {dtype}"]["a_token"][1] <= 19.5
+        assert found[f"sample race {dtype}"]["a_token"][1] <= 39.9
         assert max(found[f"sample select {dtype}"]["loops_a_token"]) <= 42
     assert all(row["local"] == 0 for row in found.values())
 

@@ -60,10 +60,14 @@ def of_step(terms: list[LossTerm], max_tokens: int = 10_000, on_policy: bool = F
 
 @pytest.mark.parametrize(
     ("terms", "max_tokens"),
-    [([POLICY], 10_000), ([POLICY], 30), ([SEQUENCES], 10_000), ([POLICY, PAIRS], 10_000), ([POLICY], 10)],
-    ids=["tokens", "three batches", "sequences", "pairs", "pieces"],
-)
+    [
+        ([POLICY], 10_000), ([POLICY], 30), ([SEQUENCES], 10_000), ([POLICY, PAIRS], 10_000), ([POLICY], 10),
+        ([SEQUENCES], 10), ([POLICY, PAIRS], 10),
+    ],
+    ids=["tokens", "three batches", "sequences", "pairs", "pieces", "sequences in pieces", "pairs in pieces"],
+)  # fmt: skip
 def test_a_step_waits_once(terms: list[LossTerm], max_tokens: int) -> None:
+    """The first update, before which no share of clipped tokens is known, as much as any."""
     assert of_step(terms, max_tokens) == ONCE
 
 

@@ -39,7 +39,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,7 @@ class Instruction:
     address: int
     opcode: str  # with its modifiers: LDGSTS.E.BYPASS.128
     operands: str
+    predicate: str = ""
 
     @property
     def name(self) -> str:
@@ -216,6 +217,7 @@ class Kernel:
     name: str
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]  # the innermost ones, by address
+    labels: Mapping[str, int]  # index of the instruction that follows
     registers: int  # a thread
     stack: int  # bytes a thread
 
@@ -227,6 +229,25 @@ class Kernel:
     def spills(self) -> bool:
         """Whether registers are spilled inside a loop, or anywhere in a kernel without one."""
         return any(loop.local for loop in self.loops) if self.loops else self.stack > 0
+
+    def ways(self) -> Iterator[tuple[Instruction, ...]]:
+        """What a warp executes on every way through the kernel: both sides of each branch, each loop once."""
+        waiting = [(0, tuple[Instruction, ...]())]
+        while waiting:
+            at, done = waiting.pop()
+            while at < len(self.instructions):
+                this = self.instructions[at]
+                done, at = (*done, this), at + 1
+                target = _target(this, self.labels, at - 1)
+                uniform = this.operands.startswith(("UP", "!UP"))
+                if this.name == "EXIT" and this.predicate in ("", "PT"):
+                    break
+                if target is not None and target >= at:
+                    if this.predicate or uniform:
+                        waiting.append((target, done))
+                    else:
+                        at = target
+            yield done
 
 
 def tool(name: str) -> str:
@@ -256,9 +277,9 @@ def parse(code: str, usage: str) -> list[Kernel]:
         raise ValueError("the cubin has no kernel that cuobjdump can read; is it of a newer CUDA than the tools?")
     kernels = []
     for name, lines in _functions(code):
-        instructions, loops = _loops(lines)
+        instructions, loops, labels = _loops(lines)
         use = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", resources[name])}
-        kernels.append(Kernel(name, instructions, loops, use["REG"], use["STACK"] + use["LOCAL"]))
+        kernels.append(Kernel(name, instructions, loops, labels, use["REG"], use["STACK"] + use["LOCAL"]))
     return kernels
 
 
@@ -279,22 +300,28 @@ def _functions(code: str) -> Iterator[tuple[str, list[str]]]:
         yield name, lines
 
 
-def _loops(lines: list[str]) -> tuple[tuple[Instruction, ...], tuple[Loop, ...]]:
+def _target(instruction: Instruction, labels: Mapping[str, int], default: int) -> int | None:
+    """Where a branch leads, None if it is none."""
+    found = re.search(r"`\((\.L_x_\d+)\)", instruction.operands) if instruction.name == "BRA" else None
+    return labels.get(found[1], default) if found else None
+
+
+def _loops(lines: list[str]) -> tuple[tuple[Instruction, ...], tuple[Loop, ...], Mapping[str, int]]:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}  # index of the instruction that follows
     for line in lines:
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif m := _INSTRUCTION.match(line):
-            instructions.append(Instruction(int(m[1], 16), m[3], m[4]))
+            instructions.append(Instruction(int(m[1], 16), m[3], m[4], m[2] or ""))
     bodies: dict[int, int] = {}  # begin -> last branch back to it
     for at, instruction in enumerate(instructions):
-        target = re.search(r"`\((\.L_x_\d+)\)", instruction.operands) if instruction.name == "BRA" else None
-        if target and labels.get(target[1], at) < at:  # a branch to itself only ends the program
-            bodies[labels[target[1]]] = at
+        target = _target(instruction, labels, at)
+        if target is not None and target < at:  # a branch to itself only ends the program
+            bodies[target] = at
     spans = sorted(bodies.items())
     inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
-    return tuple(instructions), tuple(Loop(tuple(instructions[a : b + 1])) for a, b in inner)
+    return tuple(instructions), tuple(Loop(tuple(instructions[a : b + 1])) for a, b in inner), labels
 
 
 def ctas_per_sm(registers: int, shared: int, warps: int) -> int:

@@ -3,7 +3,15 @@
 import json
 from unittest import mock
 
-from rolltree.kernels.sampling.triton import BLOCK, ROUND, finish_kernel, race_kernel, scan_kernel, select_kernel
+from rolltree.kernels.sampling.triton import (
+    BLOCK,
+    GROUPS,
+    ROUND,
+    finish_kernel,
+    race_kernel,
+    scan_kernel,
+    select_kernel,
+)
 
 from . import machine_code
 from .harness import AotCase, compile_case
@@ -13,16 +21,15 @@ ROWS = {"temperature": "*fp32", "seed": "*i64", "step": "*i64"}
 FILTERS = {"top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
 SIZES = {"row_stride": "i32:16", "vocab": "i32"}
 SUMS = dict.fromkeys(("best", "mass", "moment", "raw"), "*fp32")
-WINNERS = {"score": "*fp32", "chosen": "*i32", "least": "*fp32", "last": "*i32"}
+RACE = {"least": "*fp32", "bound": "*i32"}
 OUTPUTS = {"token": "*i64", "logprob": "*fp32", "raw_logprob": "*fp32", "entropy": "*fp32", "last_kept": "*i64"}
 CUT = {"cut": "*fp32", "cut_index": "*i32"}
 
 
 def scan(dtype: str, race: bool) -> AotCase:
-    signature = {"logits": f"*{dtype}", **ROWS, **SUMS, **WINNERS, **SIZES}
-    return AotCase(
-        f"sample scan {dtype}{' race' if race else ''}", scan_kernel, signature, {"BLOCK": BLOCK, "RACE": race}
-    )
+    signature = {"logits": f"*{dtype}", **ROWS, **SUMS, **(RACE if race else {}), **SIZES}
+    constants = {"BLOCK": BLOCK, "GROUPS": GROUPS, **({} if race else dict.fromkeys(RACE))}
+    return AotCase(f"sample scan {dtype}{' race' if race else ''}", scan_kernel, signature, constants)
 
 
 def select(dtype: str) -> AotCase:
@@ -33,17 +40,19 @@ def select(dtype: str) -> AotCase:
 
 def race(dtype: str) -> AotCase:
     given = {"logits": f"*{dtype}", **ROWS, "min_p": "*fp32", "best": "*fp32", **CUT}
-    signature = {**given, "kept": "*fp32", **WINNERS, **SIZES}
-    return AotCase(f"sample race {dtype}", race_kernel, signature, {"BLOCKS": BLOCKS, "BLOCK": BLOCK})
+    signature = {**given, "kept": "*fp32", **RACE, **SIZES}
+    constants = {"BLOCKS": BLOCKS, "BLOCK": BLOCK, "GROUPS": GROUPS}
+    return AotCase(f"sample race {dtype}", race_kernel, signature, constants)
 
 
 def finish(filtered: bool) -> AotCase:
-    given = {"logits": "*fp32", "temperature": "*fp32", **SUMS, **WINNERS, **OUTPUTS, **SIZES, "blocks": "i32"}
-    constants = {"BLOCKS": BLOCKS, "ROUND": ROUND}
+    given = {"logits": "*fp32", **ROWS, **SUMS, **RACE, **OUTPUTS, **SIZES, "blocks": "i32"}
+    constants = {"BLOCKS": BLOCKS, "BLOCK": BLOCK, "GROUPS": GROUPS, "ROUND": ROUND}
+    filters = {"top_p": "*fp32", "min_p": "*fp32", **CUT, "kept": "*fp32"}
     if filtered:
-        given |= {"top_p": "*fp32", "min_p": "*fp32", "kept": "*fp32"}
+        given |= filters
     else:
-        constants |= dict.fromkeys(("top_p", "min_p", "kept"))
+        constants |= dict.fromkeys(filters)
     return AotCase(f"sample finish{' filtered' if filtered else ''}", finish_kernel, given, constants)
 
 
@@ -56,8 +65,21 @@ CASES = [
 ]
 
 
+def _wide_loads(way: tuple[machine_code.Instruction, ...]) -> int:
+    return sum(i.name == "LDG" and i.bytes == 16 for i in way)
+
+
+def _wide_products(way: tuple[machine_code.Instruction, ...]) -> int:
+    return sum(i.name == "IMAD" and ".WIDE" in i.opcode for i in way)
+
+
 def figures(case: AotCase) -> dict[str, object]:
-    """Instructions a token on sm_90, of a whole kernel and of each loop; 16-byte loads; spilled registers."""
+    """Instructions a token on sm_90; 16-byte loads; spilled registers.
+
+    ``instructions_a_token`` is the whole text, ``a_token`` the shortest and the longest way through it for a whole
+    block (temperature 1 and all tokens with a weight; another temperature and some without), ``loops_a_token`` each
+    loop.
+    """
     read: list[machine_code.Kernel] = []
 
     def keep(cubin: bytes) -> list[machine_code.Kernel]:
@@ -71,10 +93,15 @@ def figures(case: AotCase) -> dict[str, object]:
         raise RuntimeError(result.line())
     (kernel,) = read
     tokens = (BLOCK if "BLOCK" in case.constexprs else ROUND) // (32 * case.num_warps)  # of a thread
-    wide = sum(i.name == "LDG" and i.bytes == 16 for i in kernel.instructions)
+    wide = _wide_loads(kernel.instructions)
+    ways = [kernel.instructions]
+    if not kernel.loops:  # those that load a whole block, and draw from it where any does
+        products = max(map(_wide_products, kernel.ways()))
+        ways = [way for way in kernel.ways() if _wide_loads(way) == wide and _wide_products(way) == products]
     return {
         "case": case.name,
         "instructions_a_token": len(kernel.instructions) / tokens,
+        "a_token": [choice(map(len, ways)) / tokens for choice in (min, max)],
         "loops_a_token": [loop.count / tokens for loop in kernel.loops],
         "wide_loads": wide,
         "local": sum(i.name in ("LDL", "STL") for i in kernel.instructions),
