@@ -402,6 +402,7 @@ def test_anything_may_come_between(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("products", ["of all rows at once", "row by row"])
 def test_a_million_tokens_of_later_epochs(products: str, request: pytest.FixtureRequest) -> None:
     """How many fall the other way. 512 rows decode side by side with the drafter itself and without; where a response
