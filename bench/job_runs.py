@@ -183,6 +183,11 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
     from rolltree.engine.integrations.trl import accelerate
     from rolltree.engine.integrations.trl.objective import objective
 
+    if vllm and recorder.device.type == "cpu":
+        raise UnsupportedError(
+            "on a CPU vLLM packs its weights and drops the parameters, into which TRL would load those of every update "
+            "(VLLMGeneration.sync_weights); it needs a GPU"
+        )
     loss = Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
     check(config, loss)
     model, tokenizer = load(config)

@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from .rollout import make_model
 from .runner import Bench, Calls, Case
@@ -38,15 +39,34 @@ class Inputs:
     """Share of the decoder's rows, by provider."""
 
 
+def smollm2(device: torch.device) -> LlamaForCausalLM:
+    """The shape of SmolLM2-135M, of random weights: no length depends on them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).to(device).eval()
+
+
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """On the CPU a model of 3.6 M parameters, whose step costs as much as it has rows, and one of 135 M."""
     small = device.type == "cpu"
     model = cache(partial(make_model, device, small=small))
-    shapes = (
-        [(2, 16, 2, 8, 32, 8)] if quick else [(4, 32, 4, 24, 384, 16)] if small else [(16, 512, 16, 512, 8192, 512)]
-    )
-    for prompts, prompt, width, median, longest, rows in shapes:
-        name = f"{prompts} x {width}, P={prompt}, lengths log-normal, median {median}, at most {longest}, {rows} rows"
-        yield Case(name, partial(Inputs, model, prompts, prompt, width, median, longest, rows))
+    of_model: list[tuple[str, Callable[[], Any]]] = [("", model)]
+    if small and not quick:
+        of_model.append(("SmolLM2-135M, ", cache(partial(smollm2, device))))
+    shape = (2, 16, 2, 8, 32, 8) if quick else (4, 32, 4, 24, 384, 16) if small else (16, 512, 16, 512, 8192, 512)
+    prompts, prompt, width, median, longest, rows = shape
+    name = f"{prompts} x {width}, P={prompt}, lengths log-normal, median {median}, at most {longest}, {rows} rows"
+    for of, make in of_model:
+        yield Case(of + name, partial(Inputs, make, prompts, prompt, width, median, longest, rows))
 
 
 def _provider(name: str, **loop: Any) -> Callable[[Inputs], Calls]:

@@ -9,15 +9,15 @@
   moves 6, its exponentials, and the statistics of their tiles; ``worst`` also adds the clocks in which its first
   product's epilogue, whose instructions bench/results/static-sm_90 has, would keep a multiprocessor from multiplying;
 - attention: the tiles that the lists of blocks hold, times the clocks of a round of each kernel's main loops, full ones
-  and masked ones, which bench/results/static-sm_90 has from machine code; all multiprocessors busy, no tail;
-- decode: bytes of the keys and values that one step reads, at `STREAM_SHARE` of the memory's rate; ``worst`` adds the
-  partial outputs that are written and read again.
+  and masked ones, which bench/results/static-sm_90 has from machine code; all multiprocessors busy, no tail.
+
+Decoding is modelled_decode's, drafts are modelled_drafts's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def _head(H: int, V: int) -> Iterator[Predicted]:
             yield Predicted("head", case, backend, direction, gpu, 1e3 * best, 1e3 * worst)
 
 
-def _static() -> Iterator[dict[str, Any]]:
+def static_rows() -> Iterator[dict[str, Any]]:
     """The rows of bench/results/static-sm_90."""
     for file in sorted((RESULTS / "static-sm_90").glob("*.jsonl")):
         yield from map(json.loads, file.read_text().splitlines())
@@ -93,7 +93,7 @@ def _static() -> Iterator[dict[str, Any]]:
 def _epilogue(kernel: str, tile: int) -> float:
     """Clocks in which the four schedulers issue what the first product of backend cute executes beside its main loop:
     at most, as warps that only copy have some of it."""
-    (row,) = (row for row in _static() if row["case"] == f"head {kernel} tile {tile} bf16")
+    (row,) = (row for row in static_rows() if row["case"] == f"head {kernel} tile {tile} bf16")
     warps = 4 if tile <= exponentials.PINGPONG else 8  # of one tile
     return (row["instructions"] - sum(loop["instructions"] for loop in row["loops"])) * warps / 4
 
@@ -112,7 +112,7 @@ def _blocks(ends: np.ndarray, size: int = 128) -> tuple[int, int]:
 def _clocks() -> dict[str, tuple[list[float], list[float]]]:
     """Kernel -> clocks of a round of its full and of its masked loop, [overlapped, in turn]."""
     found = {}
-    for row in _static():
+    for row in static_rows():
         if row["case"].endswith("D128 bf16"):
             loops = sorted(row["loops"], key=lambda loop: loop["instructions"])
             found[row["case"].removesuffix(" D128 bf16")] = loops[0]["modelled"], loops[-1]["modelled"]
@@ -141,22 +141,6 @@ def _attention(name: str, tree: TokenTree, heads: int = 32) -> Iterator[Predicte
                 yield Predicted("tree_attention", case, backend, direction, gpu, times[0], times[1])
 
 
-def _decode(groups: int, rows: int, prefix: int, own: int) -> Iterator[Predicted]:
-    """One step of ``groups`` prompts with ``rows`` answers each; 32 query heads, 8 key heads, D = 128, bf16."""
-    a_token = 2 * 2 * 8 * 128
-    partials = 2 * 4 * 32 * (128 + 1) * groups * rows * 2  # written and read, of both nodes of a row
-    read = {
-        "triton": groups * (prefix + rows * own) * a_token,
-        "every row its own": groups * rows * (prefix + own) * a_token,
-    }
-    for gpu, rate in MEMORY.items():
-        for backend, size in read.items():
-            best = size / (STREAM_SHARE * rate)
-            worst = (size + (partials if backend == "triton" else 0)) / (STREAM_SHARE * rate)
-            case = f"{groups} x ({prefix} + {rows} x {own}) heads 32/8 D=128 bf16"
-            yield Predicted("tree_decode", case, backend, "step", gpu, 1e3 * best, 1e3 * worst)
-
-
 def predictions() -> Iterator[Predicted]:
     for H in (1024, 2048, 4096):
         for V in (49152, 131072, 151936):
@@ -168,13 +152,17 @@ def predictions() -> Iterator[Predicted]:
     }
     for name, tree in trees.items():
         yield from _attention(name, tree)
-    for groups, rows, prefix, own in ((8, 16, 4096, 1024), (32, 8, 1024, 2048), (1, 128, 32768, 512)):
-        yield from _decode(groups, rows, prefix, own)
 
 
-def rows() -> list[dict[str, Any]]:
-    """The rows, times to three places."""
-    return [asdict(p) | {"best_ms": round(p.best_ms, 3), "worst_ms": round(p.worst_ms, 3)} for p in predictions()]
+def rows(of: Iterable[Predicted]) -> list[dict[str, Any]]:
+    """As they are written, times to four digits."""
+    return [asdict(p) | {name: float(f"{getattr(p, name):.4g}") for name in ("best_ms", "worst_ms")} for p in of]
+
+
+def write(of: list[dict[str, Any]], name: str) -> None:
+    """Into `FOLDER`."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in of))
 
 
 def table(of: list[dict[str, Any]]) -> str:
@@ -195,9 +183,8 @@ def table(of: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    of = rows()
-    (FOLDER / "model.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))
+    of = rows(predictions())
+    write(of, "model.jsonl")
     (FOLDER / "table.md").write_text(table(of))
 
 

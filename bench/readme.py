@@ -2,7 +2,8 @@
 
 A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary of
 a few between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, that of whole jobs between ``<!-- jobs FOLDER/job -->``
-and ``<!-- end -->``; a test fails where the rows say otherwise.
+and ``<!-- end -->``; a test fails where the rows say otherwise. The curves of these jobs are drawn into docs/job.svg,
+where matplotlib is there.
 """
 
 from __future__ import annotations
@@ -134,9 +135,22 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def draw_jobs() -> None:
+    """The last of the recorded jobs, accuracy over seconds and over tokens."""
+    import matplotlib
+
+    from . import plot
+
+    matplotlib.rcParams["svg.hashsalt"] = "rolltree"  # the same names, and so the same file, each time
+    _, points = plot.read(sorted(RESULTS.glob(f"*/job{plot.CURVES}")))
+    for _, figure in plot.curves(points):
+        figure.savefig(REPOSITORY / "docs" / "job.svg", format="svg", metadata={"Date": None})
+
+
 def main() -> None:
     for page in PAGES:
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+    draw_jobs()
 
 
 if __name__ == "__main__":

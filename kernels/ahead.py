@@ -1,13 +1,11 @@
-"""Compiles the kernels of a training step for a GPU that is not there, into the caches that a run reads.
+"""Compiles the kernels of rollouts and training for a GPU that is not there, into the caches that a run reads.
 
-    for built in build(TARGETS["90a"], Model(heads=16, kv_heads=8, head_dim=128, vocab=151936)):
+    for built in build(TARGETS["90a"], Model(heads=16, kv_heads=8, head_dim=128, vocab=151936), flash=False):
         print(built.name, built.seconds, built.compiled)
 
 Each op runs once on tensors that hold nothing, with launches replaced by compilation: the launch code itself decides
 what is compiled. Triton keeps its kernels in its own folder (``TRITON_CACHE_DIR``, ``~/.triton/cache``), flash-attn 4
 and quack in `kernel_cache.directory`; both names hold the versions of all that they are made from, Python's among them.
-A kernel compiled for a pointer on a multiple of 16 bytes is another one than for a pointer that is not: the row kernels
-of the head are built for both, as chunks of any size have them.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 
 ROWS, PREFIX = 600, 100  # tokens of what is launched; kernels do not depend on them
+LONG = 34 * 128  # so many that Triton's backward pass cuts a block of keys, and adds it up
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Model:
     softcap: float | None = None  # of attention
     window: bool = False  # whether some layers are sliding-window ones
     logit_softcap: float | None = None
+    page: int = 16  # keys of a page of the KV cache
 
 
 class Built(NamedTuple):
@@ -68,8 +68,17 @@ class Built(NamedTuple):
     compiled: int  # kernels that were not in a cache before
 
 
-def build(target: Target, model: Model, *, flash: bool) -> Iterator[Built]:
+Steps = Iterable[tuple[str, Callable[[], object]]]
+
+
+def build(
+    target: Target, model: Model, *, flash: bool, filters: Sequence[tuple[str, ...]] = ((),), losses: Steps = ()
+) -> Iterator[Built]:
     """Fill the caches; with ``flash`` those of flash-attn 4 and quack too, which must be installed.
+
+    Args:
+        filters: of `sample_tokens`, by name: each combination that is sampled with.
+        losses: what else to launch, by name, on tensors of the CPU; see `head_of`.
 
     Raises:
         RuntimeError: this process has imported CuTe DSL for another target, or interprets Triton.
@@ -78,22 +87,30 @@ def build(target: Target, model: Model, *, flash: bool) -> Iterator[Built]:
 
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET is set: the interpreter replaces the compiler; unset it.")
-    with _triton_compiles(target) as compiled:
-        steps: list[tuple[str, Callable[[], object]]] = [
-            ("head", lambda: _head(model)),
-            ("policy loss", _loss),
-            *((f"attention, triton{name}", step) for name, step in _attention(target, model)),
-        ]
-        if flash:
-            steps += [("attention, flash: lists", lambda: _lists(target, model))]
-        for name, step in steps:
+    with launching_nothing(target) as compiled:
+        for name, step in steps(target, model, flash=flash, filters=filters, losses=losses):
             yield _timed(name, step, compiled)
     if flash:
         yield from build_hopper(target, model)
 
 
-def build_hopper(target: Target, model: Model) -> Iterator[Built]:
-    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs, alone."""
+def steps(
+    target: Target, model: Model, *, flash: bool, filters: Sequence[tuple[str, ...]] = ((),), losses: Steps = ()
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What launches each of Triton's kernels, once; as `build`."""
+    yield "head", functools.partial(_head, model)
+    yield from losses
+    for name, step in _attention(target, model):
+        yield f"attention, triton{name}", step
+    if flash:
+        yield "attention, flash: lists", functools.partial(_lists, target, model)
+    yield "decode attention", functools.partial(_decode, model)
+    for names in filters:
+        yield f"sampling{''.join(f', {name}' for name in names)}", functools.partial(_sample, model, names)
+
+
+def build_hopper(target: Target, model: Model, among: Collection[str] = ()) -> Iterator[Built]:
+    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs; of steps ``among`` these, or of all."""
     if "cutlass" in sys.modules and os.environ.get("CUTE_DSL_ARCH") != target.arch:
         raise RuntimeError(f"CuTe DSL is imported for another GPU than {target.arch}; build in a process of its own.")
     os.environ |= {  # read once, at the import
@@ -103,10 +120,11 @@ def build_hopper(target: Target, model: Model) -> Iterator[Built]:
         "QUACK_ARCH": target.arch,
     }
     with _cute_compiles(target) as compiled:
-        for name, step in _products(target, model):
-            yield _timed(f"head, cute{name}", step, compiled)
-        for name, step in _flash(target, model):
-            yield _timed(f"attention, flash{name}", step, compiled)
+        named = [(f"head, cute{name}", step) for name, step in _products(target, model)]
+        named += [(f"attention, flash{name}", step) for name, step in _flash(target, model)]
+        for name, step in named:
+            if not among or name in among:
+                yield _timed(name, step, compiled)
 
 
 def _timed(name: str, step: Callable[[], object], compiled: list[str]) -> Built:
@@ -116,12 +134,16 @@ def _timed(name: str, step: Callable[[], object], compiled: list[str]) -> Built:
 
 
 @contextmanager
-def _triton_compiles(target: Target) -> Iterator[list[str]]:
-    """Launches of Triton kernels compile for ``target`` and do no more; yields the names of those not cached before."""
+def launching_nothing(target: Target) -> Iterator[list[str]]:
+    """Ops run on Triton, whose launches compile for ``target`` and do no more; the head's products leave their results
+    as they are. Yields the names of the kernels that were not in a cache."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
+    from . import dispatch
+    from .linear_logprob import chunked
+    from .linear_logprob.head import Head, HeadGradient
     from .tree_attention import blocks, triton
 
     compiled: list[str] = []
@@ -143,7 +165,22 @@ def _triton_compiles(target: Target) -> Iterator[list[str]]:
     def tiles(q: Tensor, softcap: float | None) -> blocks.Tiles:
         return blocks.tiles_for(q.shape[2], q.dtype, major=target.major, softcap=softcap is not None)
 
+    made = Head.__init__
+
+    def as_on_a_gpu(self: Head, weight: Tensor, *rest: Any) -> None:
+        made(self, weight, *rest)
+        self.tiles, self.dtype = False, weight.dtype
+
     with ExitStack() as stack:
+        stack.enter_context(dispatch.use_backend("triton"))
+        stack.enter_context(mock.patch.object(dispatch, "_unusable", return_value=None))
+        stack.enter_context(mock.patch.object(Head, "__init__", as_on_a_gpu))
+        stack.enter_context(mock.patch.object(Head, "logits", lambda self, hidden, out: out))
+        stack.enter_context(mock.patch.object(Head, "to_hidden", return_value=None))
+        stack.enter_context(mock.patch.object(HeadGradient, "add", return_value=None))
+        stack.enter_context(
+            mock.patch.object(chunked, "rows_with_gradient", return_value=None)
+        )  # a CPU leaves rows out
         stack.enter_context(mock.patch.object(driver, "_active", active))
         stack.enter_context(mock.patch.object(jit.JITFunction, "run", compile_only))
         stack.enter_context(mock.patch.object(knobs.compilation, "listener", listener))
@@ -151,35 +188,45 @@ def _triton_compiles(target: Target) -> Iterator[list[str]]:
         yield compiled
 
 
+def head_of(model: Model, rows: int = 16) -> tuple[Tensor, Tensor]:
+    """Hidden states and the head's weight, of a width that its kernels do not see."""
+    weight = torch.empty(model.vocab, 8, dtype=model.dtype, requires_grad=True)
+    return torch.empty(rows, 8, dtype=model.dtype, requires_grad=True), weight
+
+
 def _head(model: Model) -> None:
-    """The row kernels, on tiles as a GPU has them: fp32 logits, their gradient in the head's dtype."""
-    from .linear_logprob import chunked, triton
-    from .linear_logprob.head import Head
+    """Scoring, with entropies and without, and the gradient of either."""
+    from .linear_logprob import linear_logprob
 
-    head = Head(torch.empty(model.vocab, 1, dtype=model.dtype), None, None, torch.float32)
-    head.mixed, head.dtype = model.dtype != torch.float32, model.dtype
-    softcap = model.logit_softcap or 0.0
-    for C in (16, 15):
-        tile, d_tile = chunked.new_tiles(triton, head, C)
-        temperature, start, target = torch.ones(C), torch.arange(C + 1), torch.zeros(C, dtype=torch.long)
-        logsumexp, correction, entropy = tile.new_empty(3, C)
-        logprob, nothing = torch.empty(C), torch.empty(0)
-        scaling = (tile, head.bias, temperature, softcap, start, target)
-        for of_entropy in (entropy, nothing):
-            triton.statistics(*scaling, logprob, logsumexp, correction, of_entropy, nothing)
-            triton.gradient(*scaling, logsumexp, correction, logprob, logprob, of_entropy, nothing, d_tile)
+    hidden, weight = head_of(model)
+    target = torch.zeros(len(hidden), dtype=torch.long)
+    for want in ((), ("entropy",)):
+        out = linear_logprob(hidden, weight, target, softcap=model.logit_softcap, want=want)
+        torch.stack([t.sum() for t in (out.logprob, out.entropy) if t is not None]).sum().backward()
 
 
-def _loss() -> None:
-    """GRPO's terms, with old log-probs and without."""
-    from . import dispatch
-    from .policy_loss import Objective, PolicyFields, policy_loss
+def _decode(model: Model) -> None:
+    """A shared page, and one of each row."""
+    import numpy as np
 
-    with mock.patch.object(dispatch, "_unusable", return_value=None), dispatch.use_backend("triton"):
-        for old in (torch.zeros(ROWS), None):
-            sequences = torch.tensor([0, ROWS])
-            fields = PolicyFields.flat(torch.ones(ROWS), old_logprob=old, cu_seqlens=sequences)
-            policy_loss(torch.zeros(ROWS), fields, Objective.preset("grpo"), normalizer=1.0)
+    from .tree_decode import DecodePlan, tree_decode_attention
+
+    columns = ([0, 1, 2, 3], [0, 1, 2], [0, 0, 0], [3, 1, 2], [0, 3, 3], [0, 0, 1], [2, 1, 2], [3, 4])
+    plan = DecodePlan.from_host(
+        [np.array(column, np.int32) for column in columns], torch.device("cpu"), [model.heads // model.kv_heads]
+    )
+    q = torch.empty(2, model.heads, model.head_dim, dtype=model.dtype)
+    pages = torch.empty(3, model.page, model.kv_heads, model.head_dim, dtype=model.dtype)
+    for window in _windows(model):
+        tree_decode_attention(q, pages, pages, plan, window=window, softcap=model.softcap)
+
+
+def _sample(model: Model, filters: tuple[str, ...]) -> None:
+    from .sampling import sample_tokens
+
+    rows, some = torch.zeros(2, dtype=torch.long), torch.ones(2)
+    given: dict[str, Any] = {name: some.int() if name == "top_k" else some for name in filters}
+    sample_tokens(torch.empty(2, model.vocab), temperature=some, seed=rows, step=rows, **given)
 
 
 def _attention(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -187,9 +234,9 @@ def _attention(target: Target, model: Model) -> Iterator[tuple[str, Callable[[],
     from .tree_attention import triton
 
     def both(heads: int, kv_heads: int, window: int | None) -> None:
-        shapes = [(ROWS, heads, model.head_dim), *[(ROWS, kv_heads, model.head_dim)] * 2]
+        shapes = [(LONG, heads, model.head_dim), *[(LONG, kv_heads, model.head_dim)] * 2]
         q, k, v = (torch.empty(s, dtype=model.dtype) for s in shapes)
-        ends = torch.full((ROWS,), ROWS, dtype=torch.int32)
+        ends = torch.full((LONG,), LONG, dtype=torch.int32)
         options = (ends, torch.zeros_like(ends) if window else None, 1.0, window, model.softcap)
         out, lse = triton.tree_attention_forward(q, k, v, *options)
         triton.tree_attention_backward(q, q, k, v, out, lse, *options)

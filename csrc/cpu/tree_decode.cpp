@@ -4,10 +4,10 @@
 // of 64 keys counted from the node's first key, and folds every tile into the running softmax of the rows that see it. Tiles
 // depend on the node alone and a row's arithmetic does not depend on the rows beside it (attention_tiles.h), so a row's
 // result is the same bits whoever else is in the batch. fp32 keys and values are used where they lie, others widened first.
+#include "tree_decode.h"
+
 #include <torch/csrc/stable/library.h>
 
-#include <optional>
-#include <tuple>
 #include <vector>
 
 #include "attention_tiles.h"
@@ -93,6 +93,8 @@ void mask_positions(float* scores, const int32_t* query_position, int64_t rows, 
     }
   }
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, const Tensor& v_pages, const Tensor& page_indptr,
                                        const Tensor& page_ids, const Tensor& node_offset, const Tensor& node_length,
@@ -231,7 +233,6 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
   return {out, lse};
 }
 
-}  // namespace
 }  // namespace rolltree
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
-    if rest and args.command not in ("train", "rollout"):
+    if rest and args.command not in ("train", "rollout", "kernels"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     run: Callable[[argparse.Namespace, list[str]], int] = args.run
@@ -138,11 +138,14 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--out", type=Path, metavar="FILE", help="where the page on several runs goes (default comparison.html)"
     )
-    kernels = command("kernels", _kernels, "Compile a model's kernels ahead of time; needs no GPU.")
+    kernels = command("kernels", _kernels, "Compile a run's kernels ahead of time; needs no GPU.")
     kernels.add_argument("action", choices=["build"])
-    kernels.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face directory")
+    kernels.add_argument(
+        "config", metavar="CONFIG", type=Path, help="TOML file, or a Hugging Face directory for GRPO's"
+    )
     kernels.add_argument("--arch", required=True, choices=["90a", "100a"], help="Hopper or Blackwell")
-    kernels.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    kernels.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="of a directory (bfloat16)")
+    kernels.epilog = keys
     command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
     command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     commands.add_parser("bench", help="Time the ops beside their peers and limits; see `rolltree bench --help`.")
@@ -257,10 +260,10 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _kernels(args: argparse.Namespace, _: list[str]) -> int:
-    from .compile import compile_kernels
+def _kernels(args: argparse.Namespace, overrides: list[str]) -> int:
+    from .compile import compile_kernels, job_of
 
-    compile_kernels(args.model, args.arch, args.dtype)
+    compile_kernels(job_of(args.config, overrides, args.dtype), args.arch)
     return 0
 
 

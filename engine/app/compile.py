@@ -1,34 +1,82 @@
-"""``rolltree kernels build``: a model's kernels, compiled ahead of time for a GPU that need not be there."""
+"""``rolltree kernels build``: a run's kernels, compiled ahead of time for a GPU that need not be there."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from rolltree.kernels import ahead, kernel_cache
+from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, plan_terms_loss
 
+from ..data.batch import FIELDS, pack
+from ..data.columns import COLUMNS
+from ..data.segment import LeafStatus, Segment
+from ..data.tree import TokenTree
 from ..errors import UserError
+from ..loop import setup
+from ..rollout.draws import FILTERS
+from ..rollout.native import EngineConfig
+from ..train.terms import LossTerm, TokenTerm
+from .config import load_config
 
 
-def compile_kernels(path: Path, arch: str, dtype: str) -> None:
-    """Fill the caches that a training run of the model at ``path`` reads on a GPU of ``arch``.
+@dataclass(frozen=True)
+class Job:
+    """What a run needs kernels for."""
+
+    model: ahead.Model
+    terms: Sequence[LossTerm]
+    columns: frozenset[str]  # of tokens that a role fills, beside those that the terms ask for
+    filters: tuple[str, ...]  # of sampling, by name; a greedy evaluation has none
+
+
+def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
+    """The job of the run that the TOML file at ``path`` describes; of a model's folder GRPO's, sampled without filters.
 
     Raises:
-        UserError: no model is at ``path``, or Triton is missing or interprets.
+        UserError: the file or the model's configuration cannot be read; a ``dtype`` beside a file, which has its own;
+            or overrides beside a folder.
+    """
+    if path.is_dir():
+        if overrides:
+            raise UserError(f"A model's folder has no key to change by {overrides[0]}; give the TOML file of a run.")
+        model = kernels_model(path, dtype or "bfloat16")
+        return Job(model, [TokenTerm(Objective.preset("grpo"))], frozenset(), ())
+    config = load_config(path, overrides)
+    if dtype is not None:
+        raise UserError("--dtype is for a model's folder; of a run it is --model.dtype.")
+    columns = {f"{name}_logprob" for name, role in (("ref", "reference"), ("teacher", "teacher"))
+               if getattr(config.roles, role) is not None}  # fmt: skip
+    params = setup.sampling_params(config.rollout)
+    return Job(
+        kernels_model(Path(config.model.path), config.model.dtype),
+        [term for term, _ in setup.loss_terms(config)],
+        frozenset(columns),
+        tuple(name for name, off in FILTERS.items() if (getattr(params, name) or off) != off),
+    )
+
+
+def compile_kernels(job: Job, arch: str) -> None:
+    """Fill the caches that the run reads on a GPU of ``arch``.
+
+    Raises:
+        UserError: Triton is missing or interprets.
     """
     if importlib.util.find_spec("triton") is None:
         raise UserError("There is no Triton here to compile with; install rolltree on Linux.")
-    model = kernels_model(path, dtype)
     versions = kernel_cache.versions()
     flash = "flash-attn-4" in versions
     if not flash:
         print("flash-attn 4 is not installed, so only Triton's kernels are built; rolltree[hopper] brings it.")
     count = seconds = 0.0
     try:
-        for built in ahead.build(ahead.TARGETS[arch], model, flash=flash):
+        for built in ahead.build(ahead.TARGETS[arch], job.model, flash=flash, **launched(job)):
             count, seconds = count + built.compiled, seconds + built.seconds
             print(f"{built.name:<48} {built.compiled:>3} compiled {built.seconds:>6.1f} s", flush=True)
     except RuntimeError as error:
@@ -39,6 +87,50 @@ def compile_kernels(path: Path, arch: str, dtype: str) -> None:
 
     folders = [knobs.cache.dir] + ([kernel_cache.directory()] if flash else [])
     print(f"They travel in {' and '.join(map(str, folders))}.")
+
+
+def launched(job: Job) -> dict[str, Any]:
+    """What `ahead.build` is told of a run, beside its model."""
+    return {"filters": tuple(dict.fromkeys([(), job.filters])), "losses": losses(job)}
+
+
+def losses(job: Job) -> Iterator[tuple[str, Any]]:
+    """Loss and gradient of a batch: of trees whose responses share what they sampled, and of others; with the log-probs
+    of the sampler, and without."""
+    for forked in (True, False):
+        for on_policy in (True, False):
+            name = f"loss, {'forks' if forked else 'prompts'}{', on policy' if on_policy else ''}"
+            yield name, functools.partial(update, job, tree(forked), on_policy)
+
+
+def tree(forked: bool, length: int = 3) -> TokenTree:
+    """Two responses of ``length`` tokens, a good and a bad one; ``forked``: they share as many before."""
+
+    def some(n: int) -> Segment:
+        return Segment.sampled(np.zeros(n, np.int32), np.full(n, -1.0))
+
+    parts = [Segment.prompt(np.zeros(5, np.int32)), some(length if forked else 0), some(length), some(length)]
+    found = TokenTree.from_nodes([-1, 0, 1, 1], parts, [2, 3], [LeafStatus.STOP] * 2)
+    found.advantage[:] = 1.0, -1.0
+    return found
+
+
+def update(job: Job, of: TokenTree, on_policy: bool) -> None:
+    """What the trainer runs of the head for a batch of one tree."""
+    asked = {name for term in job.terms if isinstance(term, TokenTerm) for name in term.objective.needs_fields}
+    for name in (asked | job.columns) & FIELDS & COLUMNS.keys():
+        of.set(name, 0.5)
+    for term in job.terms:
+        term.prepare([of])
+    (batch,) = pack([of], max_tokens=of.num_tokens)
+    terms = [term.on(batch, 1.0, on_policy, 1.0) for term in job.terms]
+    hidden, weight = ahead.head_of(job.model, batch.num_tokens)
+    plan = plan_terms_loss(
+        terms, num_rows=len(hidden), vocabulary=len(weight), hidden_size=hidden.shape[1], device=hidden.device,
+        row=batch.row,
+    )  # fmt: skip
+    options: dict[str, Any] = {"softcap": job.model.logit_softcap, "plan": plan}
+    linear_terms_loss(hidden, weight, batch.target, terms, row=batch.row, **options).loss.backward()
 
 
 def kernels_model(path: Path, dtype: str) -> ahead.Model:
@@ -61,4 +153,5 @@ def kernels_model(path: Path, dtype: str) -> ahead.Model:
         softcap=getattr(config, "attn_logit_softcapping", None),
         window=sliding,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
+        page=EngineConfig.page_size,
     )

@@ -29,6 +29,7 @@ from rolltree.kernels.policy_loss.presets import PRESETS
 
 from ..data.tree import TokenTree
 from ..methods.credit import ADVANTAGES
+from ..model.sharding import whole
 
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -147,7 +148,7 @@ def fused_head(
         raise ValueError(f"rolltree: the fused head has no reduction '{reduction}'; verl's models ask for 'none'.")
     out = linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]),
-        weight,
+        whole(weight),  # FSDP2 shards a head that is not tied, and verl's models do not call it
         labels.reshape(-1),
         temperature=temperature.reshape(-1).float() if isinstance(temperature, Tensor) else float(temperature),
         want=("entropy",),

@@ -35,6 +35,7 @@ from ..settings import TrainConfig
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
+from .cores import Cores
 from .judging import Judging, no_trace
 from .metrics import Stopwatch
 from .progress import Progress
@@ -84,11 +85,13 @@ class Controller:
         self._dropped_before = 0  # groups dropped when the step began
         self.trace = no_trace
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
+        on_cpu = isinstance(engine, NativeEngine) and engine.model.device.type == "cpu"
+        self.cores = Cores(shared=self.overlaps and on_cpu)
 
     @contextmanager
     def running(self, rewards: Rewards) -> Iterator[None]:
         """While it may be asked for batches; ``rewards`` judges."""
-        with self.judging.running(rewards):
+        with self.judging.running(rewards), self.cores.left_to_caller():
             try:
                 yield
             finally:
@@ -110,12 +113,13 @@ class Controller:
         if self.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
-        while True:
-            with self._changed:
-                if (batch := self.buffer.batch()) is not None:
-                    self.source.observe([group.tree for group in batch])
-                    return batch
-            self._advance() if self._thread is None else self._await_change()
+        with self.cores.left_to_sampler():
+            while True:
+                with self._changed:
+                    if (batch := self.buffer.batch()) is not None:
+                        self.source.observe([group.tree for group in batch])
+                        return batch
+                self._advance() if self._thread is None else self._await_change()
 
     def end_step(self, batch: Sequence[Group], weights: Mapping[str, Tensor] | None, version: int) -> None:
         """``batch`` has been trained; ``weights`` are the policy's, None where it did not change."""
@@ -136,7 +140,8 @@ class Controller:
                 self._changed.wait()
         self._synchronize()
         try:
-            yield
+            with self.cores.left_to_caller():
+                yield
         finally:
             self._synchronize()
             with self._changed:
@@ -278,6 +283,8 @@ class Controller:
     def _step_engine(self) -> None:
         counts = self.engine.loop.counts
         before, begin = Counter({name: counts[name] for name in WORK}), time.perf_counter()
+        if self._thread is not None:
+            self.cores.take()
         self.engine.step()
         end = time.perf_counter()
         self.work.update({name: counts[name] - before[name] for name in WORK})

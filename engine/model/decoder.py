@@ -206,7 +206,7 @@ def target_logprob(
     target: Tensor,  # [M]
     head_row: Tensor,  # [R]
     head_index: Tensor,  # [M]
-    temperature: float,
+    temperature: float | Tensor,  # or [R]
     want: Sequence[str],
 ) -> LogprobOutput:
     """What the head says of ``target``, predicted by the rows ``head_row[head_index]``; all values are per target."""

@@ -19,7 +19,7 @@ from ..integrations.transformers import MASK_STUB
 from ..model.decoder import head
 from .branch import Branch
 from .draws import Drawn, Draws, draw, numbers_of
-from .fused_layers import FusedLayers
+from .fused_decoder import FusedDecoder
 from .graphs import DecodeGraphs
 from .kv_cache import KvCache
 from .layers import CompiledLayers
@@ -38,7 +38,7 @@ class Runner:
     Args:
         use_adapter: called with the number of the adapter that a step needs.
         compiled: let torch.compile fuse what lies between a layer's matrix products, the writing of new keys included.
-        fused: on a CPU, layers that are not compiled run with single passes between their products, to the same bits.
+        fused: on a CPU, layers that are not compiled are one call each.
         cuda_graphs: replay steps that only decode, on a CUDA device.
     """
 
@@ -60,11 +60,10 @@ class Runner:
         self._use_adapter = use_adapter
         self.vocabulary = len(weight)
         self._compiled = compiled
-        self._layers: CompiledLayers | FusedLayers | None = None
-        if compiled:
-            self._layers = CompiledLayers(self._decoder, cache)
-        elif fused and self._device.type == "cpu":
-            self._layers = FusedLayers(self._decoder, cache)
+        self._layers = CompiledLayers(self._decoder, cache) if compiled else None
+        self._fused: FusedDecoder | None = None
+        if fused and not compiled and self._device.type == "cpu":
+            self._fused = FusedDecoder(self._decoder, cache)
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
@@ -103,6 +102,10 @@ class Runner:
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
         # a layer's pages, and the groups of its heads, become known when it first runs, as it is
+        if self._fused is not None and self._cache.ready:
+            hidden = self._fused.run(input_ids, position_ids)
+            if hidden is not None:
+                return hidden
         layers = self._layers if self._cache.ready else None
         with layers.substituted() if layers is not None else nullcontext():
             output = self._decoder(

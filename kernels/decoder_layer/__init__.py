@@ -1,5 +1,5 @@
-"""What a decoder layer does between its products where it decodes."""
+"""Decoder layers where they decode, and what they do between their products."""
 
-from .api import add_rms_norm_, rotate_and_store_
+from .api import LayerWeights, add_rms_norm_, decoder_layers_, rotate_and_store_
 
-__all__ = ["add_rms_norm_", "rotate_and_store_"]
+__all__ = ["LayerWeights", "add_rms_norm_", "decoder_layers_", "rotate_and_store_"]

@@ -1,18 +1,21 @@
-"""Public entry of the passes between a decoder layer's products.
+"""Public entry of a decoder layer, and of the passes between its products.
 
-Both change tensors in place, as their names say, and have no gradient: they are for generation. Their arithmetic is
-that of :mod:`.reference`, rounding by rounding; what they save is passes over the rows.
+All change tensors in place, as their names say, and have no gradient: they are for generation. Between the products
+their arithmetic is that of :mod:`.reference`, rounding by rounding; what they save is passes over the rows, and calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
 from ..checks import Arguments
+from ..tree_decode import DecodePlan
+from ..tree_decode.api import check_plan
 from . import cpu, reference
 
 _ADD_RMS_NORM: Mapping[str, Callable[..., Tensor]] = {"cpu": cpu.add_rms_norm, "reference": reference.add_rms_norm}
@@ -20,6 +23,7 @@ _ROTATE_AND_STORE: Mapping[str, Callable[..., None]] = {
     "cpu": cpu.rotate_and_store,
     "reference": reference.rotate_and_store,
 }
+_DECODER_LAYER: Mapping[str, Callable[..., None]] = {"cpu": cpu.decoder_layer, "reference": reference.decoder_layer}
 DTYPES = (torch.float32, torch.float64)
 LONGEST_HEAD = 1024
 
@@ -97,11 +101,148 @@ def rotate_and_store_(
     given["slots"] = check.tensor("slots", slots, (N,))
     check.require(slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}")
     _contiguous(check, given)
-    if N and slots.device.type == "cpu":
-        least, most = (int(value) for value in slots.aminmax())
-        check.require(least >= 0 and most < P * page, f"slots must be in 0..{P * page - 1}, got {least}..{most}")
+    _in_pages(check, slots, P * page)
     run = _choose("rotate_and_store_", _ROTATE_AND_STORE, q)
     run(q, k, v, q_weight, k_weight, check.number("eps", eps, least=0.0), cos, sin, slots, k_pages, v_pages)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """What a layer of the Llama family multiplies with and norms by; of one dtype, contiguous.
+
+    H is the width of the residual, D that of a head, F that of the gated unit.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype or device that does not fit, or a weight that is not contiguous.
+    """
+
+    input_norm: Tensor  # [H]
+    q: Tensor  # [Hq D, H]
+    q_bias: Tensor | None  # [Hq D]
+    k: Tensor  # [Hkv D, H]
+    k_bias: Tensor | None  # [Hkv D]
+    v: Tensor  # [Hkv D, H]
+    v_bias: Tensor | None  # [Hkv D]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    o: Tensor  # [H, Hq D]
+    o_bias: Tensor | None  # [H]
+    mlp_norm: Tensor  # [H]
+    gate: Tensor  # [F, H]
+    up: Tensor  # [F, H]
+    down: Tensor  # [H, F]
+
+    def __post_init__(self) -> None:
+        check = Arguments("LayerWeights", "input_norm", self.input_norm)
+        (H,) = check.floats("input_norm", self.input_norm, ("H",), dtypes=DTYPES).shape
+        same = (self.input_norm.dtype,)
+        queries, keys = (len(check.floats(name, t, ("*", H), "", same)) for name, t in (("q", self.q), ("k", self.k)))
+        wide = len(check.floats("gate", self.gate, ("F", H), "", same))
+        shapes: dict[str, tuple[int | str, ...]] = {
+            "v": (keys, H),
+            "o": (H, queries),
+            "mlp_norm": (H,),
+            "up": (wide, H),
+            "down": (H, wide),
+            "q_bias": (queries,),
+            "k_bias": (keys,),
+            "v_bias": (keys,),
+            "o_bias": (H,),
+            "q_norm": ("D",),
+            "k_norm": ("D",),
+        }
+        for name, shape in shapes.items():
+            if (tensor := getattr(self, name)) is not None or not name.endswith(("_bias", "q_norm", "k_norm")):
+                check.floats(name, tensor, shape, " like input_norm", same)
+        _contiguous(check, {name: tensor for name, tensor in vars(self).items() if tensor is not None})
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(vars(self).values())
+
+    def does_not_fit(self, H: int, heads: int, D: int, residual: Tensor) -> str | None:
+        """Why they are not those of a layer of rows like ``residual`` and pages of as many heads, if they are not."""
+        if self.q.shape[1] != H or self.q.dtype != residual.dtype or self.q.device != residual.device:
+            return f"layers must take rows of {H} {residual.dtype} numbers on {residual.device} like residual"
+        queries, keys = len(self.q), len(self.k)
+        if keys != heads * D or queries % keys:
+            return (
+                f"layers must make keys of {heads} x {D} numbers and a multiple for queries, not {keys} and {queries}"
+            )
+        if any(norm is not None and len(norm) != D for norm in (self.q_norm, self.k_norm)):
+            return f"norms of heads must have {D} numbers"
+        return None
+
+
+def decoder_layers_(
+    residual: Tensor,  # [N, H] float32
+    layers: Sequence[LayerWeights],
+    cos: Tensor,  # [N, D]
+    sin: Tensor,  # [N, D]
+    slots: Tensor,  # [N] int64
+    pages: Sequence[tuple[Tensor, Tensor]],
+    plan: DecodePlan,
+    *,
+    eps: float,
+    scale: float,
+    windows: Sequence[int | None],
+) -> None:
+    """Layers of the Llama family on the rows of a step: attention over the pages, which get the rows' keys and values
+    before, and the gated unit; both are added to ``residual``.
+
+    The norms are :func:`add_rms_norm_`'s, turning and storing :func:`rotate_and_store_`'s, attention is
+    `rolltree.kernels.tree_decode_attention`. On a CPU the products of up to 64 rows are made by a kernel of our own, by
+    which a row's result does not depend on the rows beside it. (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
+
+    Args:
+        pages: each layer's keys and values, [P, page, Hkv, D].
+        plan: what the rows see, their own keys included.
+        eps: of all norms.
+        scale, windows: as of `tree_decode_attention`, the window of each layer.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or number that does not fit, a tensor that is not contiguous, or
+            slots outside of the pages.
+    """
+    check = Arguments("decoder_layers_", "residual", residual)
+    check.require(
+        0 < len(layers) == len(pages) == len(windows),
+        f"there must be as many layers as pages and windows, not {len(layers)}, {len(pages)} and {len(windows)}",
+    )
+    N, H = check.floats("residual", residual, ("N", "H"), dtypes=DTYPES).shape
+    same = (residual.dtype,)
+    P, page, heads, D = check.floats("pages", pages[0][0], ("P", "page", "Hkv", "D"), " like residual", same).shape
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check.floats(name, tensor, (N, D), " like residual", same)
+    slots = check.tensor("slots", slots, (N,))
+    check.require(slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}")
+    check.require(
+        D % 2 == 0 and D <= LONGEST_HEAD, f"heads must be even and of at most {LONGEST_HEAD} numbers, not {D}"
+    )
+    _contiguous(check, {"residual": residual, "cos": cos, "sin": sin, "slots": slots})
+    for weights, own, window in zip(layers, pages, windows, strict=True):
+        if not isinstance(weights, LayerWeights):
+            check.wrong_type("layers", "LayerWeights", weights)
+        wrong = weights.does_not_fit(H, heads, D, residual)
+        if wrong is not None:
+            check.require(False, wrong)
+        for tensor in own:
+            if tensor.shape != pages[0][0].shape or tensor.dtype != residual.dtype or not tensor.is_contiguous():
+                check.floats("pages", tensor, (P, page, heads, D), " like the first", same)
+                check.require(False, f"pages must be contiguous, got strides {list(tensor.stride())}")
+        check.window(window)
+    check_plan(check, plan, N, P, page)
+    _in_pages(check, slots, P * page)
+    run = _choose("decoder_layers_", _DECODER_LAYER, residual)
+    eps, scale = check.number("eps", eps, least=0.0), check.number("scale", scale)
+    for weights, (k_pages, v_pages), window in zip(layers, pages, windows, strict=True):
+        run(residual, weights, cos, sin, slots, k_pages, v_pages, plan, eps, scale, window)
+
+
+def _in_pages(check: Arguments, slots: Tensor, places: int) -> None:
+    if len(slots) and slots.device.type == "cpu":
+        least, most = (int(value) for value in slots.aminmax())
+        check.require(least >= 0 and most < places, f"slots must be in 0..{places - 1}, got {least}..{most}")
 
 
 def _choose(op: str, table: Mapping[str, dispatch.Fn], first: Tensor) -> dispatch.Fn:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from ..tree_decode import DecodePlan
+
+if TYPE_CHECKING:
+    from .api import LayerWeights
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
@@ -24,3 +31,20 @@ def rotate_and_store(
     v_pages: Tensor,  # [P, page, Hkv, D]
 ) -> None:
     torch.ops.rolltree_cpu.rotate_and_store(q, k, v, q_weight, k_weight, eps, cos, sin, slots, k_pages, v_pages)
+
+
+def decoder_layer(
+    residual: Tensor,  # [N, H]
+    w: LayerWeights,
+    cos: Tensor,  # [N, D]
+    sin: Tensor,  # [N, D]
+    slots: Tensor,  # [N] int64
+    k_pages: Tensor,  # [P, page, Hkv, D]
+    v_pages: Tensor,  # [P, page, Hkv, D]
+    plan: DecodePlan,
+    eps: float,
+    scale: float,
+    window: int | None,
+) -> None:
+    step = (cos, sin, slots, k_pages, v_pages, *plan.tensors().values())
+    torch.ops.rolltree_cpu.decoder_layer(residual, *w.tensors, eps, *step, scale, window)

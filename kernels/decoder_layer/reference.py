@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from ..tree_decode import DecodePlan
+from ..tree_decode import reference as attention
+
+if TYPE_CHECKING:
+    from .api import LayerWeights
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
@@ -28,6 +37,31 @@ def rotate_and_store(
     q.copy_(_rotated(q, q_weight, eps, cos, sin))
     k_pages.view(-1, *k.shape[1:]).index_copy_(0, slots, _rotated(k, k_weight, eps, cos, sin))
     v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+
+def decoder_layer(
+    residual: Tensor,  # [N, H]
+    w: LayerWeights,
+    cos: Tensor,  # [N, D]
+    sin: Tensor,  # [N, D]
+    slots: Tensor,  # [N] int64
+    k_pages: Tensor,  # [P, page, Hkv, D]
+    v_pages: Tensor,  # [P, page, Hkv, D]
+    plan: DecodePlan,
+    eps: float,
+    scale: float,
+    window: int | None,
+) -> None:
+    N, D = cos.shape
+    x = _rms_norm(residual, w.input_norm, eps)
+    q, k, v = (
+        F.linear(x, weight, bias).view(N, -1, D) for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
+    )
+    rotate_and_store(q, k, v, w.q_norm, w.k_norm, eps, cos, sin, slots, k_pages, v_pages)
+    tail: tuple[Any, ...] = *plan.tensors().values(), None, None, 0, scale, window, None
+    seen, _ = attention.tree_decode(q, k_pages, v_pages, *tail)
+    x = add_rms_norm(residual, F.linear(seen.flatten(1), w.o, w.o_bias), w.mlp_norm, eps)
+    residual += F.linear(F.silu(F.linear(x, w.gate)) * F.linear(x, w.up), w.down)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

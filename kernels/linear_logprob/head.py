@@ -59,6 +59,8 @@ class Head:
             torch.ops.rolltree_cpu.bf16_logits(hidden.contiguous(), self.weight.contiguous(), out)
         elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
+        elif self.accumulator == torch.float32 and few_rows(hidden, self.operand, out):
+            torch.ops.rolltree_cpu.linear(hidden.float().contiguous(), self.operand, out)
         else:
             torch.mm(self._operand(hidden), self.operand.T, out=out)
         if self.lora is not None:
@@ -97,6 +99,19 @@ class Head:
             torch.addmm(out, left, right, out_dtype=self.accumulator, out=out)
         else:
             out.addmm_(left, right)
+
+
+FEW_ROWS = 64  # as in csrc/cpu/few_rows.h
+
+
+def few_rows(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
+    """Whether the product is made by our own kernel for few rows on a CPU."""
+    return (
+        len(hidden) <= FEW_ROWS
+        and weight.is_contiguous()
+        and out.stride(1) == 1
+        and dispatch.usable("cpu", weight.device)
+    )
 
 
 def has_bf16_gemm(weight: Tensor) -> bool:

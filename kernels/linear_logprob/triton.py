@@ -27,6 +27,11 @@ from torch import Tensor
 
 MAX_BLOCK = 4096
 ROW_MULTIPLE = 16
+UNALIGNED = (
+    "temperature", "start", "target", "logprob", "logsumexp", "correction", "entropy", "sum_p2", "grad_logprob",
+    "constant", "per_log", "per_p",
+)  # fmt: skip
+"""Read or written one number a row: a chunk of rows begins anywhere, and all are to be one kernel."""
 
 
 @triton.jit
@@ -46,7 +51,7 @@ def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl
     return u * inverse_temperature, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_stride"], do_not_specialize_on_alignment=UNALIGNED)
 def _statistics(
     logits,  # [C, V] fp32, bf16 or fp16
     stride,  # of a row, V or more; what lies between belongs to the tile
@@ -129,7 +134,7 @@ def _statistics(
         tl.store(logprob + place, (z - shift) - log_sum, mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_stride"], do_not_specialize_on_alignment=UNALIGNED)
 def _gradient(
     logits,  # [C, V] fp32, bf16 or fp16
     stride,

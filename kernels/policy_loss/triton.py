@@ -125,9 +125,11 @@ def compiled(formula: Callable[..., Any]) -> Any:
 
 
 _losses = compiled(losses)
+UNALIGNED = (*Elements._fields, "d_logprob", "d_entropy", "partial")
+"""A chunk of targets begins anywhere: one kernel for all, not one for each way in which 16 bytes can be missed."""
 
 
-@triton.jit(do_not_specialize=["M", "blocks"])
+@triton.jit(do_not_specialize=["M", "blocks"], do_not_specialize_on_alignment=UNALIGNED)
 def _terms(
     logprob,  # [M] fp32, like all but mask; None where absent
     adv_pos,

@@ -419,8 +419,9 @@ def sample_triton(
         return token, logprob, raw_logprob, entropy, last_kept
     blocks = triton.cdiv(vocab, BLOCK)
     many = triton.next_power_of_2(blocks)
-    best, mass, moment, raw, kept, score, least = logits.new_empty((7, rows, blocks), dtype=torch.float32)
-    chosen, last = logits.new_empty((2, rows, blocks), dtype=torch.int32)
+    room = triton.cdiv(rows * blocks, 4) * 4  # each begins at 16 bytes: elsewhere it would be another kernel to compile
+    best, mass, moment, raw, kept, score, least = logits.new_empty((7, room), dtype=torch.float32)
+    chosen, last = logits.new_empty((2, room), dtype=torch.int32)
     winners, size = (score, chosen, least, last), (logits.stride(0), vocab)
     plain = top_k is None and top_p is None and min_p is None
     scan_kernel[(rows, blocks)](

@@ -157,7 +157,8 @@ def visible_blocks(
         if by_key:
             count, others = others, count
         blocks = subtree_end.new_empty((count, others + 1))
-        full_count, partial_count = subtree_end.new_empty((2, count)).unbind()
+        room = triton.cdiv(count, 4) * 4  # both begin at 16 bytes: elsewhere they would be other kernels to compile
+        full_count, partial_count = subtree_end.new_empty((2, room))[:, :count].unbind()
         list_blocks_kernel[(count,)](
             low, high, *spans, blocks, full_count, partial_count, tokens, offset, window or 0, others + 1,
             ROWS=tile.rows, KEYS=tile.keys, BY_KEY=by_key, HAS_WINDOW=window is not None, SPAN=SPAN, num_warps=4,

@@ -138,11 +138,18 @@ def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: 
         kv_heads > 0 and heads % max(kv_heads, 1) == 0,
         f"the query heads must be a multiple of the key heads, not {heads} and {kv_heads}",
     )
+    check_plan(check, plan, N, pages, page)
+    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        check.last_contiguous(name, x)
+
+
+def check_plan(check: Arguments, plan: DecodePlan, rows: int, pages: int, page: int) -> None:
+    """That it is for ``rows`` rows, and reads no more than ``pages`` pages of ``page`` keys."""
     if not isinstance(plan, DecodePlan):
         check.wrong_type("plan", "a DecodePlan", plan)
-    rows = plan.query_position.numel()
-    if rows != N:  # not in the call: a compiler cannot read messages with its numbers in them
-        check.require(False, f"the plan has {rows} query positions, q has {N} rows; plan this step")
+    positions = plan.query_position.numel()
+    if positions != rows:  # not in the call: a compiler cannot read messages with its numbers in them
+        check.require(False, f"the plan has {positions} query positions, q has {rows} rows; plan this step")
     check.tensor("the plan", plan.page_ids)
     if plan.extent is not None and not (plan.extent[0] <= pages and plan.extent[1] <= page):
         check.require(
@@ -150,5 +157,3 @@ def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: 
             f"the plan reads {plan.extent[0]} pages of at least {plan.extent[1]} keys, there are {pages} of {page}; "
             "plan with these pages",
         )
-    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
-        check.last_contiguous(name, x)

@@ -157,6 +157,13 @@ def test_what_trl_has_no_option_for_is_refused(key: str, value: str, named: str,
         job_runs.trl(config, Recorder(tmp_path, config))
 
 
+def test_trl_with_vllm_needs_a_gpu(toml: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: pip install rolltree[trl]")
+    config = load_config(toml, [*OVERRIDES, "--model.device", "cpu"])
+    with pytest.raises(UnsupportedError, match=r"on a CPU vLLM packs its weights .* it needs a GPU"):
+        job_runs.PROVIDERS["trl+vllm"](config, Recorder(tmp_path, config))
+
+
 def test_micro_batches_of_trl_are_whole_groups(toml: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: pip install rolltree[trl]")
     config = load_config(toml, OVERRIDES)  # 6 prompts of 4 responses, 256 tokens a micro-batch

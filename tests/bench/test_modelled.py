@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 
-from rolltree.bench import modelled, modelled_drafts, workloads
+from rolltree.bench import modelled, modelled_decode, modelled_drafts, workloads
 
 
 def test_the_files_are_what_the_model_says_and_name_it() -> None:
-    rows = modelled.rows()
+    rows = modelled.rows(modelled.predictions())
     written = [json.loads(line) for line in (modelled.FOLDER / "model.jsonl").read_text().splitlines()]
     assert written == rows
     assert (modelled.FOLDER / "table.md").read_text() == modelled.table(rows)
@@ -39,3 +39,29 @@ def test_the_model_of_drafts() -> None:
     few, many = ([modelled_drafts.step_seconds(rows, 4096, k, memory) for k in (4, 5)] for rows in (1, 1024))
     assert few[1] == few[0]
     assert abs((many[1] - modelled_drafts.HOST) / (many[0] - modelled_drafts.HOST) - 6 / 5) < 1e-9
+
+
+def test_the_model_of_decoding() -> None:
+    rows = modelled.rows(modelled_decode.predictions())
+    written = [json.loads(line) for line in (modelled.FOLDER / "decode.jsonl").read_text().splitlines()]
+    assert written == rows
+    assert (modelled.FOLDER / "decode.md").read_text() == modelled_decode.table(rows)
+    assert {row["kind"] for row in rows} == {"model"}
+    assert all(0 < row["best_ms"] <= row["worst_ms"] for row in rows)
+    rate = modelled.STREAM_SHARE * modelled.MEMORY["H100"]
+    nodes = modelled_decode.shared(4096, 2048, 16, 16)
+    unique = 16 * (4096 + 16 * 2048) * 2 * 2 * 8 * 128
+    step = modelled_decode.triton(nodes, 128)
+    assert step.reading[0].unique == unique
+    # 512 keys of 2 x 128 bf16 for each key head; the prefix is read once for its 32 queries
+    assert sum(item.times for item in step.reading[0].items) == 8 * (16 * 8 + 256 * 4)
+    assert sum(item.keys * item.times for item in step.reading[0].items) * 4 * 128 == unique
+    best, _ = modelled_decode.seconds(step, 128, modelled.MEMORY["H100"])
+    assert best == unique / rate + 2 * modelled_decode.LAUNCH  # many keys: the memory's rate alone
+
+
+def test_a_tile_of_more_queries_reads_a_node_once() -> None:
+    nodes = modelled_decode.shared(4096, 128, 64, 1)
+    tiles = {rows: modelled_decode._flash(nodes, 128, rows, 512).reading[0].items for rows in (64, 128)}
+    read = {rows: sum(item.keys * item.times for item in items) for rows, items in tiles.items()}
+    assert read[64] - read[128] == 8 * 4096

@@ -1,15 +1,17 @@
-"""The passes between a decoder layer's products: against float64, PyTorch's own roundings, and wrong arguments."""
+"""A decoder layer and the passes between its products: against float64, PyTorch's roundings, and wrong arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rolltree.kernels import dispatch, use_backend
-from rolltree.kernels.decoder_layer import add_rms_norm_, rotate_and_store_
+from rolltree.kernels import DecodePlan, dispatch, use_backend
+from rolltree.kernels.decoder_layer import LayerWeights, add_rms_norm_, decoder_layers_, rotate_and_store_
+from rolltree.kernels.linear_logprob.head import FEW_ROWS, Head
 
 BACKENDS = [
     pytest.param("reference"),
@@ -176,3 +178,162 @@ WRONG_HEADS = [
 def test_wrong_arguments_of_the_turn(name: str, value: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         rotate_and_store_(**{**heads(4, 4, 2, 32), name: value})
+
+
+def layer(
+    H: int, heads: int, kv_heads: int, D: int, F: int, *, biased: bool = False, normed: bool = False
+) -> dict[str, Tensor | None]:
+    """Weights of about unit gain; norms that are not all ones."""
+    torch.manual_seed(H + F)
+    q, k = heads * D, kv_heads * D
+    shapes = {"q": (q, H), "k": (k, H), "v": (k, H), "o": (H, q), "gate": (F, H), "up": (F, H), "down": (H, F)}
+    some: dict[str, Tensor | None] = {name: torch.randn(shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    some |= {name: 1 + 0.3 * torch.randn(H) for name in ("input_norm", "mlp_norm")}
+    some |= {f"{name}_norm": 1 + 0.3 * torch.randn(D) if normed else None for name in ("q", "k")}
+    some |= {f"{n}_bias": torch.randn(size) if biased else None for n, size in (("q", q), ("k", k), ("v", k), ("o", H))}
+    return some
+
+
+def rows_of_a_prompt(N: int, H: int, kv_heads: int, D: int, page: int = 16) -> dict[str, Any]:
+    """A prompt of N tokens, each of which sees those before it."""
+    torch.manual_seed(N)
+    pages = (N + page - 1) // page + 1
+    angle = torch.rand(N, D // 2).repeat(1, 2) * 6
+    arrays = [[0, pages - 1], range(1, pages), [0], [N], [0], [0], [N], range(N)]
+    return {
+        "residual": torch.randn(N, H),
+        "cos": angle.cos(),
+        "sin": angle.sin(),
+        "slots": torch.arange(page, page + N),
+        "k_pages": torch.zeros(pages, page, kv_heads, D),
+        "v_pages": torch.zeros(pages, page, kv_heads, D),
+        "plan": DecodePlan.from_host([np.array(a, np.int32) for a in arrays], torch.device("cpu")),
+    }
+
+
+def run_layer(weights: Any, window: int | None = None, **given: Any) -> None:
+    pages = [(given.pop("k_pages"), given.pop("v_pages"))]
+    decoder_layers_(layers=[weights], pages=pages, windows=[window], **given)
+
+
+def doubled(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in given.items()}
+
+
+LAYERS = [  # N, H, heads, kv_heads, D, F, biased, normed, window
+    (1, 48, 4, 2, 16, 80, False, True, None),
+    (7, 50, 3, 1, 10, 33, True, False, None),  # nothing is a whole vector
+    (64, 64, 4, 4, 16, 96, False, False, 9),
+    (65, 64, 4, 2, 16, 96, True, True, None),  # more than few
+    (20, 129, 5, 1, 6, 257, False, True, None),
+]
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("shape", LAYERS)
+def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnitude: float) -> None:
+    N, H, heads, kv_heads, D, wide, biased, normed, window = shape
+    weights, options = layer(H, heads, kv_heads, D, wide, biased=biased, normed=normed), {"eps": 1e-6, "window": window}
+    outs = {}
+    for name in ("oracle", "reference", "cpu"):
+        given = rows_of_a_prompt(N, H, kv_heads, D)
+        given["residual"] *= magnitude
+        own = {k: None if t is None else t.clone() for k, t in weights.items()}
+        if name == "oracle":
+            given, own = doubled(given), doubled(own)
+        elif name == "cpu" and not dispatch.load_library("cpu"):
+            pytest.skip("the C++ kernels are not built")
+        with use_backend("reference" if name == "oracle" else name):  # type: ignore[arg-type]
+            run_layer(weights=LayerWeights(**own), **given, scale=D**-0.5, **options)  # type: ignore[arg-type]
+        outs[name] = torch.cat([given[part].double().flatten() for part in ("residual", "k_pages", "v_pages")])
+    scale = outs["oracle"].abs().max()
+    plain, ours = ((outs[name] - outs["oracle"]).abs().max() / scale for name in ("reference", "cpu"))
+    assert ours <= 2 * plain + 2**-23
+
+
+@pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+def test_a_row_of_a_layer_is_the_same_in_any_batch() -> None:
+    weights = LayerWeights(**layer(100, 4, 2, 16, 90, normed=True))  # type: ignore[arg-type]
+    whole = rows_of_a_prompt(FEW_ROWS, 100, 2, 16)
+    expected = whole["residual"].clone()
+    alone = rows_of_a_prompt(FEW_ROWS, 100, 2, 16)
+    options = {"eps": 1e-6, "scale": 0.25}
+    run_layer(weights=weights, **whole, **options)
+    for begin, end in ((0, 1), (1, 6), (6, 13), (13, 64)):
+        arrays = [[0, 4], range(1, 5), [0], [end], [0], [0], [end - begin], range(begin, end)]
+        plan = DecodePlan.from_host([np.array(a, np.int32) for a in arrays], torch.device("cpu"))
+        part = {name: alone[name][begin:end].clone() for name in ("residual", "cos", "sin", "slots")}
+        pages = {name: alone[name] for name in ("k_pages", "v_pages")}
+        run_layer(weights=weights, **part, **pages, plan=plan, **options)
+        assert torch.equal(part["residual"], whole["residual"][begin:end]), (begin, end)
+    assert not torch.equal(whole["residual"], expected)
+    assert torch.equal(alone["k_pages"], whole["k_pages"])
+
+
+@pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("depth", [1, 15, 16, 100, 513])
+@pytest.mark.parametrize("width", [1, 3, 50, 5000])
+def test_products_of_few_rows(width: int, depth: int) -> None:
+    """Logits: a part of a wider tensor, one row as many, what is not finite in its own row and column."""
+    torch.manual_seed(depth)
+    x, weight = torch.randn(FEW_ROWS, depth), torch.randn(width, depth)
+    head, most = Head(weight, None, None, torch.float32), torch.full((FEW_ROWS, width + 5), 7.0)
+    out = head.logits(x, most[:, :width])
+    exact, size = x.double() @ weight.double().T, x.abs().double() @ weight.abs().double().T
+    assert ((out - exact).abs() <= depth * 2**-24 * size).all()
+    assert (most[:, width:] == 7).all()
+    for rows in (1, 2, 5, 6, 7, 63):
+        assert torch.equal(head.logits(x[-rows:], torch.empty(rows, width)), out[-rows:]), rows
+    x[3, 0], weight[-1, -1] = torch.nan, torch.inf
+    with_nan = head.logits(x, torch.empty(FEW_ROWS, width))
+    assert with_nan[3].isnan().all()
+    keep = torch.arange(FEW_ROWS) != 3
+    assert not with_nan[keep, -1].isfinite().any()
+    assert torch.equal(with_nan[keep, :-1], out[keep, :-1])
+
+
+WRONG_LAYERS: list[tuple[dict[str, Any], str]] = [
+    ({"residual": torch.randn(5, 47)}, "rows of 47"),
+    ({"residual": torch.randn(48, 5).T}, "contiguous"),
+    ({"weights": 3}, "LayerWeights"),
+    ({"k_pages": torch.zeros(2, 16, 3, 16), "v_pages": torch.zeros(2, 16, 3, 16)}, "keys of 3 x 16"),
+    ({"slots": torch.arange(30, 35)}, "slots must be in 0..31"),
+    ({"slots": torch.arange(5).int()}, "int64"),
+    ({"plan": rows_of_a_prompt(4, 48, 2, 16)["plan"]}, "4 query positions"),
+    ({"plan": rows_of_a_prompt(5, 48, 2, 16, page=32)["plan"], "k_pages": torch.zeros(1, 4, 2, 16)}, "pages must be"),
+    ({"eps": -1.0}, "eps"),
+    ({"scale": float("nan")}, "scale"),
+    ({"window": 0}, "window"),
+]
+
+
+def test_several_layers_are_one_after_the_other() -> None:
+    several = [LayerWeights(**layer(48, 4, 2, 16, 80 + i)) for i in range(3)]  # type: ignore[arg-type]
+    together, one_by_one = (rows_of_a_prompt(9, 48, 2, 16) for _ in range(2))
+    pages = [(torch.zeros(2, 16, 2, 16), torch.zeros(2, 16, 2, 16)) for _ in several]
+    own = {name: together[name] for name in ("residual", "cos", "sin", "slots", "plan")}
+    options = {"eps": 1e-6, "scale": 0.25}
+    decoder_layers_(layers=several, pages=pages, windows=[None, 4, None], **own, **options)
+    for weights, window, (k_pages, _) in zip(several, [None, 4, None], pages, strict=True):
+        run_layer(weights, window, **one_by_one, **options)
+        assert torch.equal(one_by_one["k_pages"], k_pages)
+    assert torch.equal(together["residual"], one_by_one["residual"])
+    with pytest.raises(ValueError, match="as many layers as pages and windows, not 3, 3 and 1"):
+        decoder_layers_(layers=several, pages=pages, windows=[None], **own, **options)
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_LAYERS)
+def test_wrong_arguments_of_a_layer(wrong: dict[str, Any], message: str) -> None:
+    weights = LayerWeights(**layer(48, 4, 2, 16, 80))  # type: ignore[arg-type]
+    right = {**rows_of_a_prompt(5, 48, 2, 16), "weights": weights, "eps": 1e-6, "scale": 0.25}
+    with pytest.raises((ValueError, TypeError), match=message):
+        run_layer(**{**right, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("o", torch.randn(48, 63)), ("up", torch.randn(48, 80).T), ("v", None), ("k_bias", torch.randn(3)), ("down", 4)],
+)
+def test_wrong_weights(name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        LayerWeights(**{**layer(48, 4, 2, 16, 80), name: value})  # type: ignore[arg-type]

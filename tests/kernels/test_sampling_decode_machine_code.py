@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from . import decode_figures
 from .aot import machine_code
-from .aot.harness import AotResult
+from .aot.harness import AotResult, worse
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,12 +60,7 @@ def test_sampling() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 def test_cuda_decode(tmp_path: Path) -> None:
     """Every variant of the C++ kernel: a tile in flight, every product needed, no spill or small copy in the loop."""
-    cubin, home = tmp_path / "tree_decode.cubin", Path(torch.__file__).parent / "include"
-    flags = ["-O3", "-std=c++20", "--use_fast_math", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    includes = [f"-I{home}", f"-I{home / 'torch' / 'csrc' / 'api' / 'include'}"]
-    source = ROOT / "csrc" / "cuda" / "tree_decode.cu"
-    subprocess.run(["nvcc", *flags, *includes, "-arch=sm_90a", "-cubin", str(source), "-o", str(cubin)], check=True)
-    kernels = [kernel for kernel in machine_code.read(cubin.read_bytes()) if "partial_kernel" in kernel.name]
+    kernels = [kernel for kernel in decode_figures.cuda_kernels(tmp_path) if "partial_kernel" in kernel.name]
     assert len(kernels) == 24
     for kernel in kernels:
         dim = next(d for d in (64, 128, 256) if f"Li{d}E" in kernel.name)
@@ -77,3 +72,6 @@ def test_cuda_decode(tmp_path: Path) -> None:
         assert machine_code.ctas_per_sm(kernel.registers, shared, 4) >= (3 if dim == 64 else 2), kernel.name
         plain = "ELb0ELb0E" in kernel.name
         assert not plain or loop.count <= {64: 610, 128: 815, 256: 750}[dim], (kernel.name, loop.count)
+    written = {row["case"]: AotResult.of(row) for row in map(json.loads, decode_figures.TABLE.read_text().splitlines())}
+    for found in decode_figures.cuda_figures(kernels):  # what bench/modelled_decode.py takes
+        assert worse(found, written[found.case]) == []

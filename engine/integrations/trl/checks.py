@@ -10,7 +10,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ...errors import UserError
-from ...model.decoder import LAYER_KINDS, RECURRENT, TREE_LAYERS, head
+from ...model.decoder import head
+from ..trees import odd_layers
 
 log = logging.getLogger("rolltree.trl")
 TRL = (1, 16)
@@ -49,13 +50,9 @@ def trainer(trainer: Any) -> None:
 def tree_layers(model: PreTrainedModel) -> None:
     """Raises UserError where the model's layers cannot be computed on trees."""
     config = model.config.get_text_config()
-    kinds = {kind for name in LAYER_KINDS for kind in getattr(config, name, None) or ()} - set(TREE_LAYERS)
-    kinds = kinds or {type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)}
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        kinds.add("attention sinks")
-    if kinds:
+    if kinds := odd_layers(model):
         raise UserError(
-            f"{type(model).__name__} has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); pass "
+            f"{type(model).__name__} has layers that cannot be tree-masked ({', '.join(kinds)}); pass "
             "tree=False and rollouts=False."
         )
     if getattr(config, "rope_parameters", None) is None:

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.batch import pack
-from ...data.tree import TokenTree
-from ..transformers import MASK_STUB
+from ..trees import packed as trees_of
 from .fused_head import Scored
 
 
@@ -45,28 +43,19 @@ def packed(
     """The trees of the batch: every prompt once, however many completions it has.
 
     Raises:
-        ValueError: a prompt is not padded on the left, or a completion not on the right.
+        ValueError: a prompt is empty or not padded on the left, or a completion not on the right.
     """
     device = input_ids.device
     ids, mask = input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0
     P = ids.shape[1] - completion
     prompt, response = mask[:, :P].sum(1), mask[:, P:].sum(1)
     columns = np.arange(ids.shape[1])
-    if (mask != ((columns >= P - prompt[:, None]) & (columns < P + response[:, None]))).any():
-        raise ValueError("Trees need prompts padded on the left and completions on the right; pass tree=False.")
-    trees, members = TokenTree.forest(
-        [row[P - n : P].tolist() for row, n in zip(ids, prompt, strict=True)],
-        [row[P : P + n].tolist() for row, n in zip(ids, response, strict=True)],
-    )
-    (batch,) = pack(trees, max_tokens=sum(tree.num_tokens for tree in trees), device=device)
-    row, first = np.zeros((len(ids), completion), np.int64), 0
-    for tree, index in zip(batch.trees, batch.tree_index, strict=True):
-        for leaf, sample in enumerate(members[index]):
-            row[sample, : response[sample]] = tree.parent_row[tree.response_rows(leaf)] + first
-        first += tree.num_tokens
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    inputs |= {"attention_mask": MASK_STUB.to(device), "subtree_end": batch.subtree_end}
-    if batch.cu_seqlens is not None:
-        inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+    in_place = mask == ((columns >= P - prompt[:, None]) & (columns < P + response[:, None]))
+    if not in_place.all() or not prompt.all():
+        raise ValueError("Trees need prompts, padded on the left, and completions on the right; pass tree=False.")
+    trees = trees_of([row[m] for row, m in zip(ids, mask, strict=True)], device)
+    row = np.zeros((len(ids), completion), np.int64)
+    for sample, (rows, n) in enumerate(zip(trees.rows, prompt, strict=True)):
+        row[sample, : response[sample]] = rows[n - 1 : -1]
     valid = attention_mask[:, P:].bool()
-    return Batch(inputs, torch.from_numpy(row).to(device), valid, input_ids[:, P:], batch.copies)
+    return Batch(trees.inputs, torch.from_numpy(row).to(device), valid, input_ids[:, P:], trees.copies)

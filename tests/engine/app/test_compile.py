@@ -1,9 +1,10 @@
-"""`rolltree kernels build`: what it takes from a model's configuration, what it says."""
+"""`rolltree kernels build`: what it takes from a run's and a model's configuration, what it says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from transformers import Gemma2Config, Qwen3Config
 
 from rolltree.engine.app import compile as command
 from rolltree.engine.app.cli import main
+from rolltree.engine.errors import UserError
+from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import ahead
 
 
@@ -26,8 +29,10 @@ def test_what_kernels_depend_on(tmp_path: Path) -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
 
-    def build(target: ahead.Target, model: ahead.Model, *, flash: bool) -> Iterator[ahead.Built]:
+    def build(target: ahead.Target, model: ahead.Model, *, flash: bool, **rest: Any) -> Iterator[ahead.Built]:
         assert (target, model, flash) == (ahead.TARGETS["90a"], ahead.Model(8, 4, 128, 99), False)
+        assert rest["filters"] == ((),)
+        assert len(list(rest["losses"])) == 4
         yield ahead.Built("head", 2.0, 3)
         yield ahead.Built("policy loss", 1.0, 0)
 
@@ -43,5 +48,24 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
 
     monkeypatch.setattr(ahead, "build", refuse)
     assert main(["kernels", "build", str(tmp_path), "--arch", "90a"]) == 2
+    (tmp_path / "none").mkdir()
     assert main(["kernels", "build", str(tmp_path / "none"), "--arch", "90a"]) == 2
     assert "has no configuration that can be read" in capsys.readouterr().err
+    assert main(["kernels", "build", str(tmp_path), "--arch", "90a", "--seed", "1"]) == 2
+    assert "has no key to change by --seed" in capsys.readouterr().err
+
+
+def test_what_a_run_needs(tmp_path: Path) -> None:
+    Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
+    text = (Path(__file__).parents[3] / "examples" / "grpo_kl_cpu.toml").read_text()
+    (tmp_path / "run.toml").write_text(text)
+    given = ["--model.path", str(tmp_path), "--algorithm.objective", "gspo", "--rollout.top_p", "0.9"]
+    job = command.job_of(tmp_path / "run.toml", given, None)
+    assert job.model == ahead.Model(8, 4, 128, 99, torch.float32)
+    (term,) = job.terms
+    assert isinstance(term, TokenTerm)
+    assert term.objective.ratio_level == "sequence"
+    assert job.columns == {"ref_logprob"}
+    assert command.launched(job)["filters"] == ((), ("top_p",))
+    with pytest.raises(UserError, match=r"of a run it is --model\.dtype"):
+        command.job_of(tmp_path / "run.toml", given, "bfloat16")

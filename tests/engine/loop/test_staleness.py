@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop import setup
 from rolltree.engine.loop.budget import Budget, StalenessError
+from rolltree.engine.loop.cores import Cores
 from rolltree.engine.loop.metrics import Sums
 
 from ..tiny import write_run
@@ -108,6 +111,68 @@ def test_behaviour_is_that_of_the_weights_that_sampled(toml: Path, tmp_path: Pat
     for name, parameter in theirs.items():
         assert parameter is not ours[name]
         assert torch.equal(parameter, ours[name])  # the last update has reached the sampler
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("overlap", "own", "sampling"), [("true", 2, {2, 4}), ("false", 4, {4})])
+def test_updates_and_sampling_divide_the_cores_while_both_compute(
+    toml: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    four_threads: None,
+    overlap: str,
+    own: int,
+    sampling: set[int],
+) -> None:
+    run = Run(toml, tmp_path, "--loop.staleness=1", f"--loop.overlap={overlap}", "--trainer.steps=3")
+    seen: dict[str, set[int]] = {"update": set(), "step": set(), "weights": set()}
+
+    def noting(name: str, function: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen[name].add(torch.get_num_threads())
+            return function(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(run.loop.learner, "update", noting("update", run.loop.learner.update))
+    monkeypatch.setattr(run.loop.engine, "step", noting("step", run.loop.engine.step))
+    monkeypatch.setattr(run.loop.engine, "update_weights", noting("weights", run.loop.engine.update_weights))
+    run.run()
+    assert seen["update"] == {own}
+    assert seen["step"] <= sampling
+    assert 4 in seen["step"]  # for the first batch it is alone
+    assert seen["weights"] == {4}
+    assert torch.get_num_threads() == 4
+
+
+def test_who_waits_leaves_its_cores_to_the_other(four_threads: None) -> None:
+    cores, turns = Cores(shared=True), ThreadPoolExecutor(1)
+
+    def sampler() -> int:
+        cores.take()
+        return torch.get_num_threads()
+
+    with turns:
+        assert turns.submit(sampler).result() == 4
+        with cores.left_to_sampler():
+            assert turns.submit(sampler).result() == 4
+        assert (turns.submit(sampler).result(), torch.get_num_threads()) == (2, 2)
+        with cores.left_to_caller():
+            assert torch.get_num_threads() == 4
+        assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    one = Cores(shared=True)
+    with one.left_to_sampler():
+        pass
+    one.take()
+    assert torch.get_num_threads() == 1
 
 
 def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path) -> None:

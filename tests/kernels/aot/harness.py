@@ -34,7 +34,8 @@ class AotCase:
 
     ``signature`` maps every run-time argument to its type (``"*bf16"``, ``"i32"``, ``"fp32"``); ``constexprs`` maps the
     others to their values (None for an absent pointer). Pointers are taken as aligned to 16 bytes, as torch's allocator
-    gives them; an integer that a launch would see as a multiple of 16 is written ``"i32:16"``.
+    gives them, but for those that the kernel takes as they come; an integer that a launch would see as a multiple of 16
+    is written ``"i32:16"``.
     """
 
     name: str
@@ -119,7 +120,11 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
         if missing:
             raise ValueError(f"arguments named only by the kernel or only by the case: {', '.join(sorted(missing))}")
         types = {a: case.signature.get(a, "constexpr").partition(":") for a in fn.arg_names}
-        aligned = [i for i, a in enumerate(fn.arg_names) if types[a][0].startswith("*") or types[a][2] == "16"]
+        anywhere = fn.do_not_specialize_on_alignment
+        aligned = [
+            i for i, a in enumerate(fn.arg_names)
+            if (types[a][0].startswith("*") and a not in anywhere) or types[a][2] == "16"
+        ]  # fmt: skip
         source = ASTSource(
             fn,
             {a: t[0] for a, t in types.items()},

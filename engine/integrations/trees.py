@@ -1,0 +1,60 @@
+"""Sequences of a trainer's flat batch as packed trees, for trainers that lay out their batches themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..data.batch import pack
+from ..data.tree import TokenTree
+from ..model.decoder import LAYER_KINDS, RECURRENT, TREE_LAYERS
+from .transformers import MASK_STUB
+
+
+class Packed(NamedTuple):
+    """What a model with the attention "rolltree" is called with, and where it computes what."""
+
+    inputs: dict[str, Any]
+    rows: list[npt.NDArray[np.int64]]  # of each sequence's tokens [n], their rows among the packed ones
+    copies: Tensor  # [T] int64, how often a flat batch would hold each packed token
+
+
+def packed(
+    sequences: Sequence[npt.NDArray[Any]],  # [n] token ids each, n >= 1
+    device: torch.device | str,
+) -> Packed:
+    """The trees of the sequences: every prefix once, however many sequences begin with it.
+
+    Raises:
+        ValueError: a sequence has no token.
+    """
+    whole: list[Any] = list(sequences)
+    trees, members = TokenTree.forest([ids[:1] for ids in whole], [ids[1:] for ids in whole])
+    (batch,) = pack(trees, max_tokens=sum(tree.num_tokens for tree in trees), device=device)
+    rows: dict[int, npt.NDArray[np.int64]] = {}
+    first = 0
+    for tree, index in zip(batch.trees, batch.tree_index, strict=True):
+        paths = np.split(tree.all_path_rows + first, np.cumsum(tree.path_length)[:-1])
+        rows.update(zip(members[index].tolist(), paths, strict=True))
+        first += tree.num_tokens
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    inputs |= {"attention_mask": MASK_STUB.to(device), "subtree_end": batch.subtree_end}
+    if batch.cu_seqlens is not None:
+        inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+    return Packed(inputs, [rows[i] for i in range(len(sequences))], batch.copies)
+
+
+def odd_layers(model: PreTrainedModel) -> list[str]:
+    """The kinds of the model's layers that no tree mask fits."""
+    config = model.config.get_text_config()
+    kinds = {kind for name in LAYER_KINDS for kind in getattr(config, name, None) or ()} - set(TREE_LAYERS)
+    kinds = kinds or {type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)}
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        kinds.add("attention sinks")
+    return sorted(kinds)

@@ -1,0 +1,306 @@
+"""verl's FSDP workers on packed trees: ``model.external_lib=rolltree.engine.integrations.verl_trees``.
+
+verl imports the module named there before it makes a model's engine, and its `EngineRegistry` then gives that model, be
+it actor, reference or critic, one of the engines below. They are verl's own FSDP engines but for two things: a
+micro-batch goes to the model as trees, every shared prefix once, and `linear_logprob` scores the rows that predict
+responses. What comes back has verl's layout, so losses, metrics, optimizer, checkpoints and the weights that rollouts
+get are verl's code.
+
+Sequences share what they share within a micro-batch; those of one prompt are therefore put side by side before verl
+cuts the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name, get_vendor
+from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.seqlen_balancing import restore_dynamic_batch
+from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from rolltree.kernels.dispatch import log_once
+
+from ..errors import UserError
+from ..model.decoder import head, target_logprob
+from .transformers import NAME
+from .trees import odd_layers, packed
+
+Array = npt.NDArray[Any]
+FSDP = ("fsdp", "fsdp2")
+OTHERS = ("fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel")
+"""Backends of verl that lay out their batches elsewhere."""
+OUTPUTS = {"calculate_entropy": ("entropy", "entropy"), "calculate_sum_pi_squared": ("sum_p2", "sum_pi_squared")}
+"""What verl may ask for besides log-probs: its key, our name and its own."""
+
+NOTHING_SHARED = (
+    "The sequences of a rank's batch have as many prompts, so that no prompt is computed once for several: verl's "
+    "trainer has given a prompt's samples to different ranks, or there is one of each (docs/verl.md)."
+)
+COLDEST = 1e-8
+"""The temperature that verl computes with below it."""
+
+
+class Wanted:
+    """What the head is asked for. No dataclass and no tuple: FSDP rounds the tensors that it finds in those."""
+
+    def __init__(
+        self, row: Tensor, place: Tensor, target: Tensor, temperature: float | Tensor, want: list[str]
+    ) -> None:
+        self.row = row  # [R] int64, of the packed tokens; distinct but where temperatures differ
+        self.place = place  # [M] int64, of each target's row among them
+        self.target = target  # [M] int64
+        self.temperature = temperature  # or [R] float32
+        self.want = want
+
+
+class Flat(NamedTuple):
+    """A micro-batch as verl holds it, on the host: its sequences end to end."""
+
+    ids: Array  # [N] int64
+    ends: Array  # [B] int64
+    length: Array  # [B] int64
+
+    @classmethod
+    def of(cls, micro_batch: Any) -> Flat:
+        """Raises UserError for what is not text, and for positions that are not a token's place in its sequence."""
+        positions = micro_batch["position_ids"]
+        images = bool(extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", [])))
+        refuse({"multi_modal_inputs": images, "position_ids of several axes": positions.dim() > 2})
+        ids = micro_batch["input_ids"]
+        ends = ids.offsets()[1:].cpu().numpy()
+        flat = cls(ids.values().cpu().numpy(), ends, np.diff(ends, prepend=0))
+        counted = np.arange(len(flat.ids)) - np.repeat(flat.ends - flat.length, flat.length)
+        refuse({"position_ids that do not count from 0": (positions.values().cpu().numpy() != counted).any()})
+        return flat
+
+    def scored(self, micro_batch: Any) -> Array:  # [M] int64
+        """The tokens whose log-probs verl reads: of responses, or where there are none, those its loss mask selects."""
+        response = response_length(micro_batch)
+        if response is None:
+            some = micro_batch["loss_mask"].values().cpu().numpy() != 0
+        else:
+            to_end = np.repeat(self.ends, self.length) - np.arange(len(self.ids))
+            some = to_end <= np.repeat(response, self.length)
+        some[self.ends - self.length] = False  # nothing predicts a first token
+        return np.flatnonzero(some)
+
+
+class TreeEngine(FSDPEngineWithLMHead):
+    """verl's FSDP engine, on trees.
+
+    Raises:
+        UserError: an option, a model or a batch is not computed on trees; the message names it.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        refuse(
+            {
+                "ulysses_sequence_parallel_size > 1": engine_config.ulysses_sequence_parallel_size > 1,
+                "pad_to_length": engine_config.pad_to_length,
+                "qat": engine_config.qat is not None and engine_config.qat.enable,
+                "a model of images": hasattr(model_config.hf_config, "vision_config"),
+            }
+        )
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def _build_module(self) -> Any:
+        self.model_config.hf_config._attn_implementation = NAME  # the default asks for flash-attn to be installed
+        module = super()._build_module()
+        refuse({"a critic with trl's value head": not isinstance(module, PreTrainedModel)})
+        refuse({f"layers of the kind {kind}": True for kind in odd_layers(module)})
+        module.set_attn_implementation(NAME)  # verl names one of its own when it loads a critic
+        return module
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+        """verl's, of the batch with the sequences of a prompt side by side; outputs have the order of ``data``."""
+        prompts = prompt_of(data)
+        if prompts is None or tu.get_non_tensor_data(data=data, key="force_group_size", default=1) > 1:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        if len(prompts) == prompts.max() + 1 > 1:
+            log_once(NOTHING_SHARED)
+        order = np.argsort(prompts, kind="stable")
+        data = tu.index_select_tensor_dict(data, torch.from_numpy(order))
+        if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+            tu.assign_non_tensor(data, force_group_size=self._together(data, prompts[order]))
+        out = super().forward_backward_batch(data, loss_function, forward_only)
+        found = out["model_output"]
+        out["model_output"] = {name: restore_dynamic_batch(values, [order.tolist()]) for name, values in found.items()}
+        return out
+
+    def _together(self, data: Any, prompts: Array) -> int:
+        """How many sequences in a row verl shall keep in one micro-batch: up to a prompt's, within its token budget.
+
+        verl wants as many micro-batches of every rank, and finds them where the ranks agree on this.
+        """
+        length = data["input_ids"].offsets().diff().cpu().numpy()
+        budget = tu.get(data, "max_token_len_per_gpu")
+        divisors = [n for n in range(1, int(np.bincount(prompts).max()) + 1) if len(length) % n == 0]
+        fitting = {n for n in divisors if length.reshape(-1, n).sum(1).max() <= budget}
+        group = self.get_data_parallel_group()
+        ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, (len(length), fitting), group)
+        if len({size for size, _ in ranks}) > 1:
+            return 1
+        return max(set.intersection(*(found for _, found in ranks)), default=1)
+
+
+class TreeEngineWithLMHead(TreeEngine):
+    """Of actors and references: log-probs and, on request, entropy, 0 at tokens that predict no response."""
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        install_head(module.get_base_model() if isinstance(module, PeftModel) else module)
+        return super()._build_fsdp_module(module)
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The micro-batch as trees, and what is wanted of them; the places of the answers in verl's layout."""
+        get = functools.partial(tu.get_non_tensor_data, data=micro_batch, default=False)
+        refuse({"distillation": get(key="distillation_use_topk") or get(key="distillation_only")})
+        flat, device = Flat.of(micro_batch), micro_batch["input_ids"].device
+        trees = packed(np.split(flat.ids, flat.ends[:-1]), device)
+        token = flat.scored(micro_batch)
+        row = np.concatenate(trees.rows)[token - 1]
+        given = micro_batch["temperature"]
+        temperature: float | Tensor
+        if isinstance(given, Tensor):  # one a sequence: a row that several share is scored at each of theirs
+            levels, level = np.unique(given.float().cpu().numpy(), return_inverse=True)
+            level = np.repeat(level, flat.length)[token]
+            (level, row), place = np.unique(np.stack([level, row]), axis=1, return_inverse=True)
+            temperature = torch.from_numpy(levels[level]).clamp(min=COLDEST).to(device)
+        else:
+            row, place = np.unique(row, return_inverse=True)
+            temperature = max(float(given), COLDEST)
+        at, where, target = (torch.from_numpy(x).to(device) for x in (row, place.reshape(-1), flat.ids[token]))
+        wanted = Wanted(at, where, target, temperature, [ours for key, (ours, _) in OUTPUTS.items() if get(key=key)])
+        return trees.inputs | {"wanted": wanted}, {"scored": torch.from_numpy(token - 1).to(device)}
+
+    def prepare_model_outputs(
+        self, output: dict[str, Tensor], output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """What the head said of each target, as verl's nested tensors of whole sequences."""
+        ids, theirs = micro_batch["input_ids"], {"logprob": "log_probs", **dict(OUTPUTS.values())}
+        flat = {
+            theirs[name]: values.new_zeros(len(ids.values())).index_put((output_args["scored"],), values)
+            for name, values in output.items()
+        }
+        return {name: torch.nested.nested_tensor_from_jagged(values, ids.offsets()) for name, values in flat.items()}
+
+
+class TreeEngineWithValueHead(TreeEngine):
+    """Of critics: the value at every token."""
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The micro-batch as trees; where the model computes each of its tokens."""
+        flat, device = Flat.of(micro_batch), micro_batch["input_ids"].device
+        trees = packed(np.split(flat.ids, flat.ends[:-1]), device)
+        return trees.inputs, {"row": torch.from_numpy(np.concatenate(trees.rows)).to(device)}
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """Values, as verl's nested tensors of whole sequences."""
+        values = output.logits.view(-1).index_select(0, output_args["row"])
+        return {"values": torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())}
+
+
+def response_length(data: Any) -> Array | None:  # [B] int64
+    """Of each sequence, how many tokens at its end are a response; None for data without responses."""
+    if "responses" not in data:
+        return None
+    if data["responses"].is_nested:
+        length = data["responses"].offsets().diff()
+    else:
+        length = data["attention_mask"][:, data["prompts"].shape[1] :].sum(1)
+    return np.asarray(length.cpu().numpy())
+
+
+def prompt_of(data: Any) -> Array | None:  # [B] int64
+    """Which prompt each sequence has, numbered as they come; None for data without responses."""
+    response = response_length(data)
+    if response is None:
+        return None
+    seen: dict[bytes, int] = {}
+    ids, ends = (t.cpu().numpy() for t in (data["input_ids"].values(), data["input_ids"].offsets()[1:]))
+    prompts = (row[: len(row) - n].tobytes() for row, n in zip(np.split(ids, ends[:-1]), response, strict=True))
+    return np.array([seen.setdefault(prompt, len(seen)) for prompt in prompts])
+
+
+def install_head(model: Any) -> None:
+    """Let ``model(..., wanted=...)`` score; the head does so in its own forward, where FSDP has its weights."""
+    try:
+        head(model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    layer = model.get_output_embeddings()
+    whole, logits = model.forward, layer.forward
+
+    @functools.wraps(logits)
+    def score(hidden: Tensor, wanted: Wanted | None = None) -> Any:  # hidden [1, T, H]
+        if wanted is None:
+            return logits(hidden)
+        out = target_logprob(
+            model, hidden[0], wanted.target, wanted.row, wanted.place, wanted.temperature, wanted.want
+        )._asdict()
+        return {name: out[name] for name in ("logprob", *wanted.want)}
+
+    @functools.wraps(whole)
+    def forward(*args: Any, wanted: Wanted | None = None, **kwargs: Any) -> Any:
+        if wanted is None:
+            return whole(*args, **kwargs)
+        return layer(model.get_decoder()(*args, **kwargs).last_hidden_state, wanted)
+
+    layer.forward, model.forward = score, forward
+
+
+def refuse(found: dict[str, bool]) -> None:
+    """Raises UserError naming the first thing that was found."""
+    for name, there in found.items():
+        if there:
+            raise UserError(
+                f"rolltree does not compute {name} on trees; change that, or take {__name__} out of external_lib."
+            )
+
+
+def choice(theirs: type[BaseEngine], ours: type[TreeEngine] | None, backend: str) -> type[BaseEngine]:
+    """An engine class that becomes ``ours`` for models that name this module, and stays verl's for all others."""
+
+    class Chosen(BaseEngine):
+        def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+            named = model_config.external_lib
+            if __name__ not in (named if isinstance(named, list) else [named]):
+                return theirs(model_config, *args, **kwargs)
+            refuse({f"batches of the strategy {backend}": ours is None})
+            assert ours is not None
+            return ours(model_config, *args, **kwargs)
+
+    return Chosen
+
+
+def register() -> None:
+    """Enter the choice into verl's registry, before its own engines there; importing this module does it."""
+    device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()  # as the registry looks engines up
+    vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
+    trees = {"language_model": TreeEngineWithLMHead, "value_model": TreeEngineWithValueHead}
+    for model_type, ours in trees.items():
+        for backend in (*FSDP, *OTHERS):
+            try:
+                theirs = EngineRegistry.get_engine_cls(model_type, backend)
+            except (AssertionError, ValueError):  # no such engine on this machine
+                continue
+            entered = choice(theirs, ours if backend in FSDP else None, backend)
+            EngineRegistry.register(model_type, backend, device=device, vendor=vendor)(entered)
+
+
+register()

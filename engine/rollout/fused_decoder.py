@@ -1,0 +1,185 @@
+"""A decoder on a CPU whose layers are each one call of `rolltree.kernels.decoder_layer`.
+
+A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding. Where an
+adapter stands in a product's place, the products are the layers' own modules and only what lies between them is fused.
+Modules are only read: they are also the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rolltree.kernels.decoder_layer import LayerWeights, add_rms_norm_, decoder_layers_, rotate_and_store_
+from rolltree.kernels.tree_decode import tree_decode_attention
+
+from .kv_cache import KvCache
+from .layers import layer_number
+
+FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")
+"""Of Transformers, whose decoders are computed as here."""
+
+
+@dataclass
+class Found:
+    """What a decoder was when it was looked at."""
+
+    parts: list[tuple[dict[str, Any], str, Any]]
+    """Where each module and weight was found, which may come to hold another."""
+    hooks: list[dict[Any, Any]]
+    """Of modules that are passed over, which must stay empty."""
+    known: bool
+    """Whether it is computed as here."""
+    layers: list[LayerWeights] | None
+    """None where a product is not a plain one."""
+
+    def holds(self) -> bool:
+        return all(place.get(name) is part for place, name, part in self.parts) and not any(self.hooks)
+
+
+class FusedDecoder:
+    """The decoder of a model, over the pages of ``cache``, which must have all layers'."""
+
+    def __init__(self, decoder: Any, cache: KvCache) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._found: Found | None = None
+
+    def run(self, input_ids: Tensor, position_ids: Tensor) -> Tensor | None:  # [N], [N] -> [N, H]
+        """The last hidden states; None where the decoder has to run as it is."""
+        if self._found is None or not self._found.holds():
+            self._found = _look_at(self._decoder)
+        if not self._found.known or torch.is_autocast_enabled("cpu"):
+            return None
+        decoder, norm = self._decoder, self._decoder.norm
+        hidden = F.embedding(input_ids, decoder.embed_tokens.weight)
+        cos, sin = (part[0] for part in decoder.rotary_emb(hidden[None], position_ids[None]))
+        if cos.shape[1] != decoder.layers[0].self_attn.head_dim:
+            return None
+        if self._found.layers is None:
+            for layer in decoder.layers:
+                hidden = self._with_modules(layer, hidden, cos, sin)
+        else:
+            steps = [self._cache.layer(_number(layer)) for layer in decoder.layers]
+            decoder_layers_(
+                hidden,
+                self._found.layers,
+                cos,
+                sin,
+                steps[0].slots,
+                [(step.k, step.v) for step in steps],
+                steps[0].plan,
+                eps=norm.variance_epsilon,
+                scale=decoder.layers[0].self_attn.scaling,
+                windows=[_window(layer) for layer in decoder.layers],
+            )
+        return add_rms_norm_(hidden, None, norm.weight, norm.variance_epsilon)
+
+    def _with_modules(self, layer: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H], [N, D]
+        attention, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
+        step = self._cache.layer(_number(layer))
+        x = add_rms_norm_(residual, None, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+        q, k, v = (
+            product(x).view(len(x), -1, attention.head_dim)
+            for product in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        norms: dict[str, Any] = {}
+        if hasattr(attention, "q_norm"):
+            norms = {"q_weight": attention.q_norm.weight, "k_weight": attention.k_norm.weight}
+            norms["eps"] = attention.q_norm.variance_epsilon
+        rotate_and_store_(q, k, v, cos, sin, step.slots, step.k, step.v, **norms)
+        seen, _ = tree_decode_attention(q, step.k, step.v, step.plan, scale=attention.scaling, window=_window(layer))
+        x = add_rms_norm_(residual, attention.o_proj(seen.flatten(1)), after.weight, after.variance_epsilon)
+        return residual.add_(mlp.down_proj(F.silu(mlp.gate_proj(x), inplace=True).mul_(mlp.up_proj(x))))
+
+
+def _number(layer: Any) -> int:
+    number = layer_number(layer)
+    assert number is not None
+    return number
+
+
+def _window(layer: Any) -> int | None:
+    return getattr(layer.self_attn, "sliding_window", None)
+
+
+def _look_at(decoder: Any) -> Found:
+    """Which layers it has, and whether it is what Transformers made, in fp32, with nobody listening to a part."""
+    named = f"{type(decoder).__module__}.{type(decoder).__qualname__}"
+    family = next((f for f in FAMILIES if named == f"transformers.models.{f}Model"), None)
+    if family is None:
+        return Found([], [], False, None)
+    passed_over = [decoder, decoder.embed_tokens, decoder.norm, *_passed_over(decoder.layers)]
+    products = [product for layer in decoder.layers for product in _products(layer)]
+    parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
+    weighted = [m for m in (*passed_over, *products) if m._parameters]
+    parts += [(m._parameters, name, part) for m in weighted for name, part in m._parameters.items()]
+    hooks = [hooks for m in passed_over for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    known = not any(hooks) and _is_plain(decoder, f"transformers.models.{family}")
+    plain = all(type(p) is nn.Linear and not p._forward_hooks and not p._forward_pre_hooks for p in products)
+    biased = any(p.bias is not None for layer in decoder.layers for p in _products(layer)[4:]) if plain else False
+    layers = [_weights(layer) for layer in decoder.layers] if known and plain and not biased else None
+    if layers is not None:  # else they may have any hooks
+        hooks += [hooks for p in products for hooks in (p._forward_hooks, p._forward_pre_hooks)]
+    return Found(parts, hooks, known, layers)
+
+
+def _passed_over(layers: Any) -> Iterator[Any]:
+    """The modules of layers that are not called."""
+    for layer in layers:
+        yield from (layer, layer.self_attn, layer.mlp, layer.mlp.act_fn)
+        yield from _norms(layer)
+
+
+def _norms(layer: Any) -> list[Any]:
+    attention = layer.self_attn
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    return norms + ([attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else [])
+
+
+def _products(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    own = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def _is_plain(decoder: Any, family: str) -> bool:
+    norm = type(decoder.norm)
+    norms = [decoder.norm, *(norm for layer in decoder.layers for norm in _norms(layer))]
+    first = decoder.layers[0]
+    return (
+        type(decoder.embed_tokens) is nn.Embedding
+        and decoder.embed_tokens.max_norm is None
+        and f"{norm.__module__}.{norm.__qualname__}" == f"{family}RMSNorm"
+        and all(type(n) is norm and n.variance_epsilon == decoder.norm.variance_epsilon for n in norms)
+        and all(f"{type(la).__module__}.{type(la).__qualname__}" == f"{family}DecoderLayer" for la in decoder.layers)
+        and all(
+            isinstance(la.mlp.act_fn, nn.SiLU) or type(la.mlp.act_fn).__name__ == "SiLUActivation"
+            for la in decoder.layers
+        )
+        and all(la.self_attn.scaling == first.self_attn.scaling for la in decoder.layers)
+        and all(p.dtype == torch.float32 for p in decoder.parameters())
+        and all(p.is_contiguous() for p in decoder.parameters())
+    )
+
+
+def _weights(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms: dict[str, Any] = {"q_norm": None, "k_norm": None}
+    if hasattr(attention, "q_norm"):
+        norms = {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
+    named = ((name, getattr(attention, f"{name}_proj")) for name in "qkvo")
+    own = {key: value for name, p in named for key, value in ((name, p.weight), (f"{name}_bias", p.bias))}
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate=mlp.gate_proj.weight,
+        up=mlp.up_proj.weight,
+        down=mlp.down_proj.weight,
+        **own,
+        **norms,
+    )

@@ -1,0 +1,166 @@
+"""Fused layers sample what layers as they are sample: to the last bit but for their products, to rounding with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout import fused_decoder
+from rolltree.engine.rollout.fused_decoder import FusedDecoder
+from rolltree.kernels.decoder_layer import decoder_layers_
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+    "qwen2 with a window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=12, max_window_layers=1)
+    ),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of steps: whether the decoder ran fused."""
+    ran: list[bool] = []
+    run = FusedDecoder.run
+
+    def counted(self: FusedDecoder, *ids: Any) -> Any:
+        hidden = run(self, *ids)
+        ran.append(hidden is not None)
+        return hidden
+
+    monkeypatch.setattr(FusedDecoder, "run", counted)
+    return ran
+
+
+def sample(model: Any, ready: bool = False, **config: Any) -> list[tuple[list[int], bytes]]:
+    """Tokens, and the bits of their log-probs."""
+    engine = NativeEngine(model, config=EngineConfig(**{"kv_tokens": 2048, "max_prefill_tokens": 16, **config}))
+    prompts = np.random.default_rng(0).integers(97, size=(3, 25)).tolist()
+    if ready:
+        engine.generate([[1]], SamplingParams(n=1, max_new_tokens=1))  # an engine's first step runs layers as they are
+    trees = engine.generate(prompts, SamplingParams(n=5, max_new_tokens=20, ignore_eos=True))
+    return [(tree.token_id.tolist(), tree.behaviour_logprob.tobytes()) for tree in trees]
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():  # norms that are not all ones, biases that are not zero
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+class Linear(nn.Linear):
+    """Stands for what an adapter puts in the place of a product."""
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the steps whose layers were one call each."""
+    rows: list[int] = []
+
+    def counted(residual: Any, *args: Any, **kwargs: Any) -> None:
+        rows.append(len(residual))
+        decoder_layers_(residual, *args, **kwargs)
+
+    monkeypatch.setattr(fused_decoder, "decoder_layers_", counted)
+    return rows
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_samples(name: str, calls: list[bool], whole: list[int]) -> None:
+    model = made(name)
+    plain = sample(model, debug=True)  # also compares every layer's attention with the reference
+    assert not calls
+    fused = sample(model)
+    assert all(calls)
+    assert len(whole) == len(calls) > 0
+    for (tokens, bits), (same, others) in zip(plain, fused, strict=True):
+        assert tokens == same
+        np.testing.assert_allclose(
+            np.frombuffer(bits, np.float32), np.frombuffer(others, np.float32), rtol=2e-5, atol=2e-6
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_where_the_products_are_the_layers_own(name: str, calls: list[bool], whole: list[int]) -> None:
+    model = made(name)
+    plain = sample(model, debug=True)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Linear
+    assert sample(model) == plain
+    assert calls
+    assert all(calls)
+    assert not whole
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_is_the_same_in_any_batch(name: str) -> None:
+    """Up to 64 rows at once: nothing of a response, nor of a prompt in pieces, depends on what else is in the step."""
+    model = made(name)
+    alone = sample(model, True, max_batch_rows=1, max_prefill_tokens=5)
+    assert sample(model, True, max_batch_rows=4) == alone
+    assert sample(model, True, max_batch_rows=15, max_prefill_tokens=40) == alone
+
+
+def test_weights_that_come_and_go_are_seen(whole: list[int]) -> None:
+    model = made("llama")
+    before = sample(model)
+    engine = NativeEngine(model, config=EngineConfig(kv_tokens=2048))
+    params = SamplingParams(n=1, max_new_tokens=8, ignore_eos=True)
+    engine.generate([[9]], params)
+    (first,) = engine.generate([[1, 2, 3]], params, seeds=[7])
+    layer = model.model.layers[1].mlp
+    kept, layer.up_proj.weight = layer.up_proj.weight, nn.Parameter(-layer.up_proj.weight.detach())
+    engine.update_weights()
+    (second,) = engine.generate([[1, 2, 3]], params, seeds=[7])
+    assert not np.array_equal(first.behaviour_logprob, second.behaviour_logprob, equal_nan=True)
+    layer.up_proj.weight = kept
+    engine.update_weights()
+    (third,) = engine.generate([[1, 2, 3]], params, seeds=[7])
+    assert np.array_equal(first.behaviour_logprob, third.behaviour_logprob, equal_nan=True)
+    assert sample(model) == before
+    assert whole
+
+
+def test_what_is_not_known_runs_as_it_is(calls: list[bool]) -> None:
+    torch.manual_seed(0)
+    mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)).eval()
+    sample(mistral)
+    low = MODELS["qwen3"]().to(torch.bfloat16).eval()
+    sample(low)
+    with torch.autocast("cpu", torch.bfloat16):  # as trainers sample
+        sample(MODELS["qwen3"]().eval())
+    listened = MODELS["qwen3"]().eval()
+    heard: list[int] = []
+    for layer in listened.model.layers:
+        layer.mlp.register_forward_hook(lambda module, given, out: heard.append(len(out)))
+    sample(listened)
+    assert heard
+    assert calls
+    assert not any(calls)
