@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..data.segment import Text
 from .branch import Node
+from .drafts import after_any
 from .rows import RowTable
 from .step_cost import StepCost
 
@@ -34,8 +35,9 @@ MOST = 32  # tokens of one draft
 LEAST = 0.05  # probability of being right, below which nothing is drafted
 MEMORY = 2000  # drafted tokens of a kind after which the counts are halved
 PRIOR, GUESS = 4.0, np.array([0.3, 0.5, 0.7])  # rates at first, by share of the votes: as if so many had been drafted
-UNTRIED = 16  # tokens of a kind that may be drafted in a step beyond as many as there have been
+UNTRIED = 16  # drafted tokens that tell how right a kind is; until then a step drafts no more of it, whatever it brings
 MARGIN = 1.05  # how much faster a step with drafts must be: estimates are estimates
+ANY = 1 << 40  # no limit
 PATIENCE, PAUSE = 8, 8  # steps that found nothing to draft, after which only one in so many looks
 
 
@@ -87,7 +89,7 @@ class HistoryDrafter:
             rows.seed,
             rows.temperature,
             MOST,
-            *self._rates(),
+            *(rates := self._rates()),
             least,
         )
         if not len(tokens):
@@ -99,9 +101,13 @@ class HistoryDrafter:
         value = survival * (1 + length / max(int(length.max()), 1))[owner]
         ranked = np.argsort(-value, kind="stable")[:room]
         speed = (len(slots) + worth * np.cumsum(survival[ranked])) / (plain + row * np.arange(1, len(ranked) + 1))
-        if speed.max() <= MARGIN * len(slots) / plain:
+        if speed.max() > MARGIN * len(slots) / plain:
+            chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
+        else:
+            known = rates[1][kinds] > UNTRIED
+            chosen = np.flatnonzero(~after_any(known, (np.cumsum(counts) - counts)[owner], inclusive=True))[:room]
+        if not len(chosen):
             return none
-        chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
         self._token, self._kind = tokens[chosen], kinds[chosen]
         counts = np.bincount(owner[chosen], minlength=len(slots))
         self._begin, self._count = np.zeros((2, len(rows.order)), np.int64)
@@ -150,12 +156,12 @@ class HistoryDrafter:
     def _rates(self) -> tuple[Array, Array]:  # [kinds] each
         """How likely a token is right by its kind: as counted, and where little was, as in its source and share of the
         votes, whatever the length of its context. And how many of each kind a step may draft, lest a large batch tries
-        at once what has not been tried."""
+        at once what has hardly been tried."""
         if self._known_rates is None:
             tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
             alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
             rates = (self._hits + PRIOR * alike) / (self._tries + PRIOR)
-            self._known_rates = rates.ravel().astype(np.float32), self._tries.ravel().astype(np.int64) + UNTRIED
+            self._known_rates = rates.ravel().astype(np.float32), np.where(self._tries.ravel() < UNTRIED, UNTRIED, ANY)
         return self._known_rates
 
     def _catch_up(self, rows: RowTable, slots: list[int], new: list[int]) -> None:

@@ -431,7 +431,7 @@ def test_a_million_tokens_of_later_epochs(products: str, request: pytest.Fixture
     params = SamplingParams(n=16, max_new_tokens=64, temperature=0.4, ignore_eos=True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 211, int(n)).tolist() for n in rng.integers(4, 24, 32)]
-    sizes = {"page_size": 16, "kv_tokens": 1 << 17}
+    sizes = {"page_size": 16, "kv_tokens": 1 << 17, "max_batch_rows": 4096}
     plain, native = (NativeEngine(model("qwen3"), config=EngineConfig(**sizes, drafts=n)) for n in (0, 1 << 18))
     assert isinstance(native.loop.drafter, HistoryDrafter)
     native.loop.drafter.cost = FewerStepsAreFaster()
