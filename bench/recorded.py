@@ -133,25 +133,22 @@ class Reader:
     def __init__(self, engine: NativeEngine) -> None:
         self._run = engine.loop.runner.run
         self._order = np.full(0, -1, np.int64)  # by slot: the branch that it has the text of
-        self._text: Array = np.zeros((0, 0), np.int64)
+        self._text: Array = np.zeros((0, 1), np.int64)
         engine.loop.runner.run = self  # type: ignore[method-assign]
 
     def __call__(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
         sampled = self._run(step, rows, samples, seeds)
         slots, offset = np.repeat(step.sample_slots, samples), np.repeat(step.sample_offset, samples)
+        forks = rows.forks[slots]
         if len(self._order) < len(rows.order):
             more = len(rows.order) - len(self._order)
             self._order = np.pad(self._order, (0, more), constant_values=-1)
             self._text = np.pad(self._text, ((0, more), (0, 0)))
-        forks = rows.forks[slots]
-        for slot in np.unique(slots[(forks == 0) & (self._order[slots] != rows.order[slots])]).tolist():
-            text = _part(rows, slot).tokens
-            self._text = np.pad(self._text, ((0, 0), (0, max(0, len(text) + 1 - self._text.shape[1]))))
-            self._text[slot] = -1
-            self._text[slot, : len(text)] = text
-            self._order[slot] = rows.order[slot]
+        for slot in slots[(forks == 0) & (offset == 0)].tolist():
+            if self._order[slot] != rows.order[slot]:
+                self._read(rows, slot)
         place = rows.length[slots] + offset
-        token = self._text[slots, np.minimum(place, self._text.shape[1] - 1)] if self._text.size else place * 0 - 1
+        token = self._text[slots, np.minimum(place, self._text.shape[1] - 1)]
         child = np.arange(len(slots)) - np.repeat(np.cumsum(samples) - samples, samples)
         for i in np.flatnonzero(forks).tolist():
             branch = rows.branch[slots[i]]
@@ -162,12 +159,15 @@ class Reader:
         assert (token[offset == 0] >= 0).all(), "the engine goes on where the recording ends"
         return sampled._replace(token=np.maximum(token, 0))  # what stands behind a wrong draft counts for nothing
 
-
-def _part(rows: RowTable, slot: int) -> Part:
-    branch = rows.branch[slot]
-    assert branch is not None
-    part: Part = branch.request.program.context[branch.id]
-    return part
+    def _read(self, rows: RowTable, slot: int) -> None:
+        branch = rows.branch[slot]
+        assert branch is not None
+        text = branch.request.program.context[branch.id].tokens
+        if len(text) >= self._text.shape[1]:
+            self._text = np.pad(self._text, ((0, 0), (0, 1 + len(text))), constant_values=-1)
+        self._text[slot, : len(text)] = text
+        self._text[slot, len(text) :] = -1
+        self._order[slot] = rows.order[slot]
 
 
 def read_groups(run: Path, config: TrainConfig) -> list[Group]:

@@ -246,8 +246,9 @@ int DraftIndex::source(const Run& asking, uint32_t at) const {
 }
 
 Drafted DraftIndex::propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates,
-                            float least) const {
+                            const int64_t* limits, float least) const {
   Drafted out;
+  std::vector<int64_t> left(limits, limits + kKinds);
   out.count.assign(n, 0);
   Places places, next;
   std::vector<int32_t> text;
@@ -303,7 +304,8 @@ Drafted DraftIndex::propose(const int64_t* slots, int64_t n, const Branches& bra
       const int match = agrees < 3 ? 0 : agrees < 6 ? 1 : agrees < 12 ? 2 : agrees < 24 ? 3 : 4;
       const int kind = (source(run, won->best.at) * kMatches + match) * kShares + (share < 0.5f ? 0 : share < 0.9f ? 1 : 2);
       survival *= rates[kind];
-      if (survival < least) break;
+      if (survival < least || left[kind] < 1) break;
+      --left[kind];
       out.token.push_back(won->token);
       out.kind.push_back(kind);
       out.survival.push_back(survival);

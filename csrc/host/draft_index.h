@@ -67,8 +67,9 @@ class DraftIndex {
   int64_t capacity() const { return static_cast<int64_t>(token_.size()); }
 
   // Up to `most` tokens for each slot, as long as their survival is at least `least` and they lie inside the branch's
-  // segment; none where it forks. Rates are those of the kKinds kinds.
-  Drafted propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates, float least) const;
+  // segment; none where it forks. Of each of the kKinds kinds: its rate, and how many tokens of it there may be.
+  Drafted propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates,
+                  const int64_t* limits, float least) const;
   void check() const;  // throws std::logic_error
 
  private:

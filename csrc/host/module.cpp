@@ -50,13 +50,15 @@ py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
 }
 
 py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& segment_end, const Ids& length, const Ids& forks,
-                  const Ids& seed, const Floats& temperature, int64_t most, const Floats& rates, float least) {
+                  const Ids& seed, const Floats& temperature, int64_t most, const Floats& rates, const Ids& limits,
+                  float least) {
   check_slots(slots, segment_end, length);
   if (forks.size() != length.size() || seed.size() != length.size() || temperature.size() != length.size())
     throw std::invalid_argument("The columns of the branches must be of one length.");
-  if (rates.size() != DraftIndex::kKinds) throw std::invalid_argument("propose needs one rate a kind.");
+  if (rates.size() != DraftIndex::kKinds || limits.size() != DraftIndex::kKinds)
+    throw std::invalid_argument("propose needs a rate and a limit of each kind.");
   const rolltree::Branches branches{segment_end.data(), length.data(), forks.data(), seed.data(), temperature.data()};
-  rolltree::Drafted d = index.propose(slots.data(), slots.size(), branches, most, rates.data(), least);
+  rolltree::Drafted d = index.propose(slots.data(), slots.size(), branches, most, rates.data(), limits.data(), least);
   return py::make_tuple(to_numpy(std::move(d.count)), to_numpy(std::move(d.token)), to_numpy(std::move(d.kind)),
                         to_numpy(std::move(d.survival)));
 }
@@ -175,7 +177,7 @@ PYBIND11_MODULE(_host, m) {
            },
            py::arg("scope"), py::arg("group"), py::arg("version"), py::arg("before"), py::arg("tokens"))
       .def("propose", &propose, py::arg("slots"), py::arg("segment_end"), py::arg("length"), py::arg("forks"), py::arg("seed"),
-           py::arg("temperature"), py::arg("most"), py::arg("rates"), py::arg("least"))
+           py::arg("temperature"), py::arg("most"), py::arg("rates"), py::arg("limits"), py::arg("least"))
       .def("forget", &DraftIndex::forget, py::arg("version"))
       .def("knows", &DraftIndex::knows, py::arg("slot"))
       .def("check", &DraftIndex::check)

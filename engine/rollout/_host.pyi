@@ -78,6 +78,7 @@ class DraftIndex:
         temperature: Array,
         most: int,
         rates: Array,
+        limits: Array,
         least: float,
     ) -> tuple[Array, Array, Array, Array]: ...
     def forget(self, version: int) -> None: ...

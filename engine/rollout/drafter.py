@@ -4,7 +4,8 @@
 draws from the votes with the very random number that the token will be sampled with. How right such tokens are is
 counted by what spoke for them, how long steps take is measured; of both follows how much is drafted: as many tokens,
 likely ones first and those of long branches, as give the most sampled tokens a second, and none where that is no more
-than without.
+than without. A token drafted right saves its row later, but not its part of what a step costs beside the rows unless
+the other branches get ahead too: the slowest one decides how many steps there are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.segment import Text
+from .branch import Node
+from .drafts import after_any
 from .rows import RowTable
 from .step_cost import StepCost
 
@@ -32,7 +35,9 @@ MOST = 32  # tokens of one draft
 LEAST = 0.05  # probability of being right, below which nothing is drafted
 MEMORY = 2000  # drafted tokens of a kind after which the counts are halved
 PRIOR, GUESS = 4.0, np.array([0.3, 0.5, 0.7])  # rates at first, by share of the votes: as if so many had been drafted
-MARGIN = 1.02  # how much faster a step with drafts must be: estimates are estimates
+UNTRIED = 16  # drafted tokens that tell how right a kind is; until then a step drafts no more of it, whatever it brings
+MARGIN = 1.05  # how much faster a step with drafts must be: estimates are estimates
+ANY = 1 << 40  # no limit
 PATIENCE, PAUSE = 8, 8  # steps that found nothing to draft, after which only one in so many looks
 
 
@@ -45,7 +50,7 @@ class HistoryDrafter:
         self.age = age
         self._tries = np.zeros(DraftIndex.KINDS)  # tokens drafted, by their kind
         self._hits = np.zeros(DraftIndex.KINDS)  # and right
-        self._known_rates: Array | None = None
+        self._known_rates: tuple[Array, Array] | None = None
         self.drafted = np.zeros(len(SOURCES), np.int64)
         self.right = np.zeros(len(SOURCES), np.int64)
         self._version = 0
@@ -68,11 +73,12 @@ class HistoryDrafter:
         line = self.cost.line(len(slots))
         if line is None or room < 1:
             return none
-        for slot in self.index.behind(slots, rows.order, rows.position):
-            self._begin_text(rows, slot, 0)
+        if behind := self.index.behind(slots, rows.order, rows.position):
+            self._catch_up(rows, behind, [0] * len(behind))
         fixed, row = line
         plain = fixed + row * (len(slots) + others)
-        least = max(LEAST, len(slots) * row / plain)  # below, a token costs more than it brings
+        share = len(slots) * row / plain
+        least = max(LEAST, share)  # below, a token costs more than it brings
         if least >= 1:
             return none
         counts, tokens, kinds, survival = self.index.propose(
@@ -83,19 +89,25 @@ class HistoryDrafter:
             rows.seed,
             rows.temperature,
             MOST,
-            self._rates(),
+            *(rates := self._rates()),
             least,
         )
         if not len(tokens):
             return none
+        # a token drafted right saves its row later, and its part of the rest of a step where all others get ahead too
+        worth = share + (1 - share) * np.count_nonzero(counts) / len(slots)
         owner = np.repeat(np.arange(len(slots)), counts)
         length = rows.length[slots]
         value = survival * (1 + length / max(int(length.max()), 1))[owner]
         ranked = np.argsort(-value, kind="stable")[:room]
-        speed = (len(slots) + np.cumsum(survival[ranked])) / (plain + row * np.arange(1, len(ranked) + 1))
-        if speed.max() <= MARGIN * len(slots) / plain:
+        speed = (len(slots) + worth * np.cumsum(survival[ranked])) / (plain + row * np.arange(1, len(ranked) + 1))
+        if speed.max() > MARGIN * len(slots) / plain:
+            chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
+        else:
+            known = rates[1][kinds] > UNTRIED
+            chosen = np.flatnonzero(~after_any(known, (np.cumsum(counts) - counts)[owner], inclusive=True))[:room]
+        if not len(chosen):
             return none
-        chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
         self._token, self._kind = tokens[chosen], kinds[chosen]
         counts = np.bincount(owner[chosen], minlength=len(slots))
         self._begin, self._count = np.zeros((2, len(rows.order)), np.int64)
@@ -110,9 +122,7 @@ class HistoryDrafter:
             self._prompts.clear()
         if behind := self.index.follow(slots, token, rows.order, rows.position):
             written = token >= 0
-            new = np.bincount(slots[written], minlength=len(rows.order))
-            for slot in behind:
-                self._begin_text(rows, slot, int(new[slot]))
+            self._catch_up(rows, behind, np.bincount(slots[written], minlength=len(rows.order))[behind].tolist())
             written &= np.isin(slots, behind)
             self.index.append(slots[written], token[written])
         if not self._drafting:
@@ -143,29 +153,39 @@ class HistoryDrafter:
         self.drafted += drafted.reshape(len(SOURCES), -1).sum(1)
         self.right += hits.reshape(len(SOURCES), -1).sum(1)
 
-    def _rates(self) -> Array:  # [kinds]
+    def _rates(self) -> tuple[Array, Array]:  # [kinds] each
         """How likely a token is right by its kind: as counted, and where little was, as in its source and share of the
-        votes, whatever the length of its context."""
+        votes, whatever the length of its context. And how many of each kind a step may draft, lest a large batch tries
+        at once what has hardly been tried."""
         if self._known_rates is None:
             tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
             alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
-            self._known_rates = ((self._hits + PRIOR * alike) / (self._tries + PRIOR)).ravel().astype(np.float32)
+            rates = (self._hits + PRIOR * alike) / (self._tries + PRIOR)
+            self._known_rates = rates.ravel().astype(np.float32), np.where(self._tries.ravel() < UNTRIED, UNTRIED, ANY)
         return self._known_rates
 
-    def _begin_text(self, rows: RowTable, slot: int, new: int) -> None:
-        """Bring the index to where the branch stood ``new`` tokens ago."""
-        branch = rows.branch[slot]
-        assert branch is not None
-        position, known = int(rows.position[slot]) - new, self.index.position(slot, branch.order)
-        given = position - known if known >= 0 else 0
-        path = _last_tokens(rows, slot, new + max(DraftIndex.CONTEXT, given))
-        path = path[: len(path) - new]
-        if 0 < given <= len(path):  # a tool's answer, say
-            self.index.append(np.full(given, slot), path[len(path) - given :])
-            return
-        scope = self._scope(branch.request.number, branch.request.prompt)
-        number, context = branch.request.number, path[-DraftIndex.CONTEXT :]
-        self.index.begin(slot, scope, number, branch.order, self._version, position, context)
+    def _catch_up(self, rows: RowTable, slots: list[int], new: list[int]) -> None:
+        """Bring the index to where the branches in ``slots`` stood so many tokens ago."""
+        above: dict[Node, Array] = {}  # the last tokens up to a node, which siblings share
+        for slot, more in zip(slots, new, strict=True):
+            branch = rows.branch[slot]
+            assert branch is not None
+            order, position = branch.order, int(rows.position[slot]) - more
+            known, own = self.index.position(slot, order), 0 if branch.node.sealed else int(rows.fill[slot]) - more
+            given = position - known if known >= 0 else 0
+            node = branch.node if branch.node.sealed else branch.node.parent
+            assert node is not None
+            if given > 0 or own > 0:
+                path = _last_tokens(node, rows.records["token"][slot, :own], max(DraftIndex.CONTEXT, given))
+            else:
+                if node not in above:
+                    above[node] = _last_tokens(node, _NOTHING, DraftIndex.CONTEXT)
+                path = above[node]
+            if 0 < given <= len(path):  # a tool's answer, say
+                self.index.append(np.full(given, slot), path[len(path) - given :])
+                continue
+            number, scope = branch.request.number, self._scope(branch.request.number, branch.request.prompt)
+            self.index.begin(slot, scope, number, order, self._version, position, path[-DraftIndex.CONTEXT :])
 
     def _scope(self, request: int, prompt: Array) -> int:
         if request not in self._scopes:
@@ -183,13 +203,11 @@ def _scope_of(prompt: Array) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _last_tokens(rows: RowTable, slot: int, most: int) -> Array:  # [up to most] int32
-    """The end of a branch's path."""
-    branch = rows.branch[slot]
-    assert branch is not None
-    node = branch.node if branch.node.sealed else branch.node.parent
-    parts = [] if branch.node.sealed else [rows.records["token"][slot, : rows.fill[slot]][-most:]]
-    while node is not None and (wanted := most - sum(map(len, parts))) > 0:
+def _last_tokens(node: Node | None, own: Array, most: int) -> Array:  # [up to most]
+    """The end of a path: of the nodes up to ``node``, and of what stands behind them."""
+    parts, wanted = [own[-most:]], most - len(own)
+    while node is not None and wanted > 0:
         parts.append(node.records["token"][-wanted:])
+        wanted -= len(parts[-1])
         node = node.parent
     return np.concatenate(parts[::-1])

@@ -50,7 +50,7 @@ def fit(rows: RowTable, stops: Stops, slots: Array, counts: Array, tokens: Array
     most = np.where(rows.forks[slots] > 0, 0, rows.segment_end[slots] - rows.length[slots] - 1)
     bad = np.arange(len(tokens)) - first[owner] >= most[owner]
     bad |= stops.tokens(rows.stop_table[slots[owner]], tokens) != GO_ON
-    fits = ~_after_any(bad, first[owner]) & ~bad
+    fits = ~after_any(bad, first[owner]) & ~bad
     fits &= np.cumsum(fits) <= room
     return np.bincount(owner[fits], minlength=len(slots)), tokens[fits]
 
@@ -60,15 +60,15 @@ def on_path(token: Array, behind: Array, offset: Array) -> Array:  # each [E] ->
     ``offset[i]`` tokens of the draft stand before it, whose samples are the entries before i."""
     missed = np.zeros(len(token), np.bool_)
     missed[1:] = (offset[1:] > 0) & (token[:-1] != behind[1:])
-    return ~_after_any(missed, np.arange(len(token)) - offset, inclusive=True)
+    return ~after_any(missed, np.arange(len(token)) - offset, inclusive=True)
 
 
 def up_to_end(ends: Array, offset: Array) -> Array:  # [E] bool, [E] int64 -> [E] bool
     """The samples of each branch up to the first that ends it."""
-    return ~_after_any(ends, np.arange(len(ends)) - offset)
+    return ~after_any(ends, np.arange(len(ends)) - offset)
 
 
-def _after_any(marked: Array, first: Array, *, inclusive: bool = False) -> Array:  # [N] bool, [N] int64 -> [N] bool
+def after_any(marked: Array, first: Array, *, inclusive: bool = False) -> Array:  # [N] bool, [N] int64 -> [N] bool
     """Whether one is marked among the entries from ``first[i]`` up to i, itself left out unless ``inclusive``."""
     before = np.cumsum(marked) - marked
     return before + (marked if inclusive else 0) > before[first]

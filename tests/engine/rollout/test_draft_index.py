@@ -23,13 +23,13 @@ Text = tuple[int, list[int], list[int]]  # scope, context before it, its own tok
 
 
 def propose(
-    index: DraftIndex, slot: int, most: int, *, seed: int = 0, step: int = 0, greedy: bool = True
+    index: DraftIndex, slot: int, most: int, *, seed: int = 0, step: int = 0, greedy: bool = True, limit: int = 1000
 ) -> tuple[list[int], list[int]]:
     """Tokens and their kinds."""
     end, length, forks, own = (np.full(slot + 1, value) for value in (step + most + 1, step, 0, seed))
     temperature = np.full(slot + 1, 0.0 if greedy else 1.0, np.float32)
     count, token, kind, survival = index.propose(
-        np.array([slot]), end, length, forks, own, temperature, most, SURE, 0.0
+        np.array([slot]), end, length, forks, own, temperature, most, SURE, np.full(len(SURE), limit), 0.0
     )
     assert count.tolist() == [len(token)]
     assert (survival == 1).all()
@@ -154,6 +154,7 @@ def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
         index.append(np.full(6, 3), earlier[10:16])
         tokens, kinds = propose(index, 3, 400)
         assert tokens == earlier[16:]
+        assert max(Counter(propose(index, 3, 400, limit=9)[1]).values()) == 9, "so many of a kind, and no more"
         _, matches, shares = DraftIndex.KINDS
         assert {kind // (matches * shares) for kind in kinds} == {source}
         index.check()

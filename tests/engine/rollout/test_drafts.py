@@ -416,21 +416,22 @@ def test_anything_may_come_between(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("products", ["of all rows at once", "row by row"])
 def test_a_million_tokens_of_later_epochs(products: str, request: pytest.FixtureRequest) -> None:
     """How many fall the other way. 512 rows decode side by side with the drafter itself and without; where a response
     has parted, nothing behind is compared.
 
     Products of all rows round as their number is, so two tokens whose scores tie within rounding may change places:
-    with log-probs that agree to 1e-6 that is about one in a million. Where products do not depend on the other rows
+    with logits that agree to 1e-6 that is a few in a million. Where products do not depend on the other rows
     there is none, and no log-prob differs in a bit.
     """
     if products == "row by row":
         request.getfixturevalue("row_by_row")
-    params = SamplingParams(n=16, max_new_tokens=64, temperature=0.4, ignore_eos=True)
+    params = SamplingParams(n=16, max_new_tokens=64, temperature=0.1, ignore_eos=True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 211, int(n)).tolist() for n in rng.integers(4, 24, 32)]
-    sizes = {"page_size": 16, "kv_tokens": 1 << 17}
+    sizes = {"page_size": 16, "kv_tokens": 1 << 17, "max_batch_rows": 4096}
     plain, native = (NativeEngine(model("qwen3"), config=EngineConfig(**sizes, drafts=n)) for n in (0, 1 << 18))
     assert isinstance(native.loop.drafter, HistoryDrafter)
     native.loop.drafter.cost = FewerStepsAreFaster()
@@ -456,4 +457,4 @@ def test_a_million_tokens_of_later_epochs(products: str, request: pytest.Fixture
         assert (parted, most) == (0, 0.0)
     else:
         assert parted <= 3
-        assert most < 4e-6
+        assert most < 1e-6 / params.temperature
