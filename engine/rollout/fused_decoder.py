@@ -43,7 +43,7 @@ class Found:
 
 
 class FusedDecoder:
-    """The decoder of a model, over the pages of ``cache``, which must have all layers'."""
+    """The decoder of a model, over the pages of ``cache``."""
 
     def __init__(self, decoder: Any, cache: KvCache) -> None:
         self._decoder, self._cache = decoder, cache
@@ -60,6 +60,11 @@ class FusedDecoder:
         cos, sin = (part[0] for part in decoder.rotary_emb(hidden[None], position_ids[None]))
         if cos.shape[1] != decoder.layers[0].self_attn.head_dim:
             return None
+        if not self._cache.ready:
+            for layer in decoder.layers:
+                attention = layer.self_attn
+                keys = hidden.new_empty((0, attention.config.num_key_value_heads, attention.head_dim))
+                self._cache.make_pages(_number(layer), keys, attention.num_key_value_groups)
         if self._found.layers is None:
             for layer in decoder.layers:
                 hidden = self._with_modules(layer, hidden, cos, sin)

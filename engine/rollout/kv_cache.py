@@ -57,7 +57,7 @@ class KvCache:
     """Pages of keys and values for every layer, and the tree that owns them.
 
     The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go
-    and which nodes its rows read. A layer's pages are made when it first attends, as its heads are known only then.
+    and which nodes its rows read. A layer's pages are made when it first attends, or by who knows its heads before.
 
     With ``debug`` the attention of every layer and step is compared with the reference's. The keys of ``host_tokens``
     tokens that preemption dropped are kept in host memory.
@@ -107,10 +107,7 @@ class KvCache:
         softcap: float | None,
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values of a layer, then attend over every row's path."""
-        if layer_idx not in self._pages:
-            self._pages[layer_idx] = (self._new_pages(key), self._new_pages(value))
-            if (group := query.shape[1] // key.shape[1]) not in self.groups:
-                self.groups.append(group)
+        self.make_pages(layer_idx, key, query.shape[1] // key.shape[1])
         out = self.layer(layer_idx).attend(layer_idx, query, key, value, scale, window, softcap)
         if self._debug:
             assert self._plan is not None
@@ -121,8 +118,15 @@ class KvCache:
             _compare(layer_idx, out, expected)
         return out
 
+    def make_pages(self, layer_idx: int, like: Tensor, group: int) -> None:  # [N, Hkv, D]
+        """Pages for a layer, if it has none: for keys ``like`` these, each attended to by ``group`` query heads."""
+        if layer_idx not in self._pages:
+            self._pages[layer_idx] = (self._new_pages(like), self._new_pages(like))
+            if group not in self.groups:
+                self.groups.append(group)
+
     def layer(self, layer_idx: int) -> LayerPages:
-        """What a layer that has attended before needs for the step that has begun."""
+        """What a layer with pages needs for the step that has begun."""
         assert self._slots is not None
         assert self._plan is not None
         return LayerPages(*self._pages[layer_idx], self._slots, self._plan)

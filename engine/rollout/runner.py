@@ -101,11 +101,11 @@ class Runner:
             self.graphs.clear()
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
-        # a layer's pages, and the groups of its heads, become known when it first runs, as it is
-        if self._fused is not None and self._cache.ready:
+        if self._fused is not None:
             hidden = self._fused.run(input_ids, position_ids)
             if hidden is not None:
                 return hidden
+        # a layer's pages, and the groups of its heads, become known when it first runs, as it is
         layers = self._layers if self._cache.ready else None
         with layers.substituted() if layers is not None else nullcontext():
             output = self._decoder(

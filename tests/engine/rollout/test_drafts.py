@@ -190,19 +190,13 @@ def test_every_bit_is_the_same_where_the_decoder_is_fused() -> None:
 
 def every_bit_is_the_same(name: str) -> None:
     params, watched = SamplingParams(n=3, max_new_tokens=20, temperature=0.9, top_p=0.95), Watched()
-    native = drafting(begun(engine(name)), watched)
+    native = drafting(engine(name), watched)
     expected = finished(native, native.submit(PROMPTS[1:4], params, TREEPO))
     for sizes in ({}, {"kv_tokens": 88}):
-        native = drafting(begun(engine(name, **sizes)), Told(watched.known, 0.2))
+        native = drafting(engine(name, **sizes), Told(watched.known, 0.2))
         assert_same(finished(native, native.submit(PROMPTS[1:4], params, TREEPO)), expected, 0.0)
         assert native.stats["accepted_tokens"] > 0
         assert (native.stats["preemptions"] > 0) == bool(sizes)
-
-
-def begun(native: NativeEngine) -> NativeEngine:
-    """An engine's first step runs the layers as they are."""
-    native.generate([[1]], SamplingParams(n=1, max_new_tokens=1))
-    return native
 
 
 misread: list[list[int]] = []

@@ -57,12 +57,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return ran
 
 
-def sample(model: Any, ready: bool = False, **config: Any) -> list[tuple[list[int], bytes]]:
+def sample(model: Any, **config: Any) -> list[tuple[list[int], bytes]]:
     """Tokens, and the bits of their log-probs."""
     engine = NativeEngine(model, config=EngineConfig(**{"kv_tokens": 2048, "max_prefill_tokens": 16, **config}))
     prompts = np.random.default_rng(0).integers(97, size=(3, 25)).tolist()
-    if ready:
-        engine.generate([[1]], SamplingParams(n=1, max_new_tokens=1))  # an engine's first step runs layers as they are
     trees = engine.generate(prompts, SamplingParams(n=5, max_new_tokens=20, ignore_eos=True))
     return [(tree.token_id.tolist(), tree.behaviour_logprob.tobytes()) for tree in trees]
 
@@ -123,9 +121,9 @@ def test_the_same_bits_where_the_products_are_the_layers_own(name: str, calls: l
 def test_a_row_is_the_same_in_any_batch(name: str) -> None:
     """Up to 64 rows at once: nothing of a response, nor of a prompt in pieces, depends on what else is in the step."""
     model = made(name)
-    alone = sample(model, True, max_batch_rows=1, max_prefill_tokens=5)
-    assert sample(model, True, max_batch_rows=4) == alone
-    assert sample(model, True, max_batch_rows=15, max_prefill_tokens=40) == alone
+    alone = sample(model, max_batch_rows=1, max_prefill_tokens=5)
+    assert sample(model, max_batch_rows=4) == alone
+    assert sample(model, max_batch_rows=15, max_prefill_tokens=40) == alone
 
 
 def test_weights_that_come_and_go_are_seen(whole: list[int]) -> None:
@@ -133,7 +131,6 @@ def test_weights_that_come_and_go_are_seen(whole: list[int]) -> None:
     before = sample(model)
     engine = NativeEngine(model, config=EngineConfig(kv_tokens=2048))
     params = SamplingParams(n=1, max_new_tokens=8, ignore_eos=True)
-    engine.generate([[9]], params)
     (first,) = engine.generate([[1, 2, 3]], params, seeds=[7])
     layer = model.model.layers[1].mlp
     kept, layer.up_proj.weight = layer.up_proj.weight, nn.Parameter(-layer.up_proj.weight.detach())

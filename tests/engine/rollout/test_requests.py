@@ -114,7 +114,6 @@ def test_no_bit_depends_on_neighbours_in_steps_of_few_rows() -> None:
         ([*crowd[:25], PROMPTS[3]], [*range(25), 77], {"max_prefill_tokens": 24, "kv_tokens": 400}),
     ):
         native = engine(max_batch_rows=40, **sizes)
-        native.generate([[1]], PARAMS)  # an engine's first step runs the layers as they are
         tree = native.generate(prompts, PARAMS, seeds=seeds)[seeds.index(77)]
         assert (native.stats["preemptions"] > 0) == ("kv_tokens" in sizes)
         found.append([(leaf.response, leaf.behaviour_logprob.tobytes()) for leaf in tree.flatten()])
