@@ -355,7 +355,9 @@ def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
         seeds = [100 * epoch + i for i in range(len(PROMPTS))]
         expected = finished(plain, plain.submit(PROMPTS, params, TREEPO, seeds=seeds))
         before = native.stats["accepted_tokens"]
-        assert_same(finished(native, native.submit(PROMPTS, params, TREEPO, seeds=seeds)), expected, 2e-6)
+        # drafts make steps of more than 64 rows, whose products are a library's; at temperature 0.1 their rounding
+        # counts tenfold
+        assert_same(finished(native, native.submit(PROMPTS, params, TREEPO, seeds=seeds)), expected, 1e-5)
         accepted.append(native.stats["accepted_tokens"] - before)
         drafter.index.check()
     assert native.loop.counts["row_steps"] == plain.loop.counts["row_steps"] - sum(accepted)
