@@ -2,8 +2,8 @@
 
 A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary of
 a few between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, that of whole jobs between ``<!-- jobs FOLDER/job -->``
-and ``<!-- end -->``; a test fails where the rows say otherwise. The curves of these jobs are drawn into docs/job.svg,
-where matplotlib is there.
+and ``<!-- end -->``; a test fails where the rows say otherwise. The curves of these jobs are drawn into docs/job.svg
+by matplotlib.
 """
 
 from __future__ import annotations

@@ -33,13 +33,19 @@ class Found:
     """Where each module and weight was found, which may come to hold another."""
     hooks: list[dict[Any, Any]]
     """Of modules that are passed over, which must stay empty."""
+    weights: list[Tensor]
+    """Whose numbers may come to lie elsewhere, and otherwise."""
     known: bool
     """Whether it is computed as here."""
     layers: list[LayerWeights] | None
     """None where a product is not a plain one."""
 
     def holds(self) -> bool:
-        return all(place.get(name) is part for place, name, part in self.parts) and not any(self.hooks)
+        return (
+            all(place.get(name) is part for place, name, part in self.parts)
+            and all(weight.dtype == torch.float32 and weight.is_contiguous() for weight in self.weights)
+            and not any(self.hooks)
+        )
 
 
 class FusedDecoder:
@@ -117,7 +123,7 @@ def _look_at(decoder: Any) -> Found:
     named = f"{type(decoder).__module__}.{type(decoder).__qualname__}"
     family = next((f for f in FAMILIES if named == f"transformers.models.{f}Model"), None)
     if family is None:
-        return Found([], [], False, None)
+        return Found([], [], [], False, None)
     passed_over = [decoder, decoder.embed_tokens, decoder.norm, *_passed_over(decoder.layers)]
     products = [product for layer in decoder.layers for product in _products(layer)]
     parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
@@ -130,7 +136,7 @@ def _look_at(decoder: Any) -> Found:
     layers = [_weights(layer) for layer in decoder.layers] if known and plain and not biased else None
     if layers is not None:  # else they may have any hooks
         hooks += [hooks for p in products for hooks in (p._forward_hooks, p._forward_pre_hooks)]
-    return Found(parts, hooks, known, layers)
+    return Found(parts, hooks, list(decoder.parameters()) if known else [], known, layers)
 
 
 def _passed_over(layers: Any) -> Iterator[Any]:

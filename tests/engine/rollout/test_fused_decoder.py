@@ -161,3 +161,21 @@ def test_what_is_not_known_runs_as_it_is(calls: list[bool]) -> None:
     assert heard
     assert calls
     assert not any(calls)
+
+
+def test_weights_that_come_to_lie_otherwise_are_seen(calls: list[bool]) -> None:
+    """Kernels read them row by row; a column-major one has the same numbers under the same parameter."""
+    model = made("llama")
+    engine = NativeEngine(model, config=EngineConfig(kv_tokens=2048))
+    params = SamplingParams(n=1, max_new_tokens=8, ignore_eos=True)
+    (first,) = engine.generate([[1, 2, 3]], params, seeds=[7])
+    assert all(calls)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.T.contiguous().T
+    engine.update_weights()
+    calls.clear()
+    (second,) = engine.generate([[1, 2, 3]], params, seeds=[7])
+    assert calls
+    assert not any(calls)
+    assert first.token_id.tolist() == second.token_id.tolist()
+    np.testing.assert_allclose(first.behaviour_logprob, second.behaviour_logprob, rtol=2e-5, atol=2e-6)
