@@ -7,7 +7,9 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
-# Most of what is installed is never imported: Python compiles what is, then.
+# Most of what is installed is never imported: Python compiles what is, then, and keeps it, as the tests' many processes
+# import the same.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
