@@ -6,14 +6,11 @@ import io
 import json
 import os
 import random
-import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -30,7 +27,8 @@ from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.trainer import Trainer
 
-from ..tiny import ROOT, write_run
+from ..tiny import write_run
+from .processes import Process
 
 STALE = ["--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1"]
 
@@ -112,57 +110,14 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     assert max(lags) <= 1
 
 
-SERVER = """
-import json, os, sys, torch
-torch.set_num_threads(1)
-import pandas, pyarrow.parquet, reasoning_gym, transformers.models.qwen3.modeling_qwen3  # what a run loads late
-import rolltree.engine.app.console, rolltree.engine.app.report, rolltree.engine.loop.orchestrator
-from rolltree.engine.app.cli import main
-from rolltree.engine import TokenTree
-TokenTree.from_sequences([1], [[2], [3]])  # numba
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os._exit(main(json.loads(line)))
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-class Process:
-    """A training run in a process of its own, forked where everything is imported: what is random is when it dies."""
-
-    def __init__(self, server: subprocess.Popen, arguments: list[str]) -> None:
-        self.server = server
-        server.stdin.write(json.dumps(arguments).encode() + b"\n")
-        self.pid = int(server.stdout.readline())
-
-    def ended(self) -> bool:
-        return bool(select.select([self.server.stdout], [], [], 0)[0])
-
-    def wait(self) -> int:
-        return int(self.server.stdout.readline())
-
-    def await_row(self, log: Path, count: int) -> None:
-        while not self.ended() and not (log.exists() and log.read_text().count("\n") >= count):
-            time.sleep(0.005)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen]:
-    command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, bufsize=0) as process:  # for `select`
-        yield process
-        process.stdin.close()
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("staleness", "kills"),
     [(1, 1), pytest.param(0, 50, marks=pytest.mark.slow), pytest.param(1, 50, marks=pytest.mark.slow)],
 )
-def test_killed_at_any_moment(server: subprocess.Popen, toml: Path, tmp_path: Path, staleness: int, kills: int) -> None:
+def test_killed_at_any_moment(
+    server: subprocess.Popen[bytes], toml: Path, tmp_path: Path, staleness: int, kills: int
+) -> None:
     """kill -9 at random moments of one run, a fifth of them before it has gone on from where it was."""
     steps = 3 + 3 * kills
     extra = [*STALE, f"--trainer.steps={steps}", f"--loop.staleness={staleness}", "--loop.overlap=true"]

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -20,6 +19,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.loop.metrics import TIMED_PARTS
 
 from ..tiny import ROOT, write_run
+from .processes import Process
 
 
 @pytest.fixture(scope="module")
@@ -109,29 +109,18 @@ def test_plain_transformers_loads_the_export(finished):
 @pytest.mark.parametrize(
     "rows_before_the_kill", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)]
 )
-def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path, rows_before_the_kill):
+def test_killed_and_resumed_equals_uninterrupted(finished, server, tmp_path, rows_before_the_kill):
     toml, directory = finished
-    command = [sys.executable, "-m", "rolltree.engine.app.cli", "train", str(toml), "--output_dir", str(tmp_path)]
-    killed = tmp_path / "tiny"
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # beside another test, threads that wait for each other spin
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=alone)
-    deadline = time.monotonic() + 200
-    while process.poll() is None and time.monotonic() < deadline:
-        if (killed / "metrics.jsonl").exists() and len(rows_or_nothing(killed)) >= rows_before_the_kill:
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert len(rows_or_nothing(killed)) < 7, "the run ended before it was killed; the test shows nothing"
-    assert subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, env=alone).returncode == 0
+    command, killed = ["train", str(toml), "--output_dir", str(tmp_path)], tmp_path / "tiny"
+    process = Process(server, command)
+    process.await_row(killed / "metrics.jsonl", rows_before_the_kill)
+    assert not process.ended(), "the run ended before it was killed; the test shows nothing"
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert Process(server, [*command, "--resume"]).wait() == 0
     assert comparable(killed) == comparable(directory)
     ours, theirs = weights(killed), weights(directory)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def rows_or_nothing(directory: Path) -> list[dict]:
-    text = (directory / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
