@@ -416,4 +416,4 @@ def test_the_forward_adds_to_an_accumulator(rounded: Rounded, monkeypatch: pytes
         sums.append((accumulator - 1, leaves["hidden"].grad.float()))
     assert rounded.calls["to_weight"] == 2 * 2  # chunks
     for apart, together in zip(*sums, strict=True):
-        assert (apart - together).norm() <= 4e-3 * apart.norm()
+        assert (apart - together).norm() <= 2**-7 * apart.norm()  # both rounded to bf16, one of them twice
