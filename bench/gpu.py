@@ -134,7 +134,7 @@ def kernels(to: Setting) -> list[Task]:
     head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
     return [
         Task("versions", to.python("rolltree.bench.gpu", "--versions"), 60.0),
-        Task("build", to.python("rolltree.bench.gpu", "--build", "--device", to.device), 170.0),
+        Task("build", to.python("rolltree.bench.gpu", "--build", "--device", to.device), 260.0),
         to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=170.0),
         to.bench("ceilings", limit=60.0),
         to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=120.0),
