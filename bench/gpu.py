@@ -11,7 +11,8 @@ through links. Three parts, each of less than ten minutes; everything goes into 
 matter most. ``tuning``: tiles of each kernel, memory checks, profiles. ``training``: whole steps and rollouts. Two more
 parts, of no limit, are ``tests`` (every test file that a GPU changes) and ``rows`` (every case of every benchmark).
 
-A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again and cases
+A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again (but for the
+build, which looks for what it has left) and cases
 that are in the directory are not measured again, so the same command goes on where a part was cut off. Where there is
 no repository the environment variable ``ROLLTREE_COMMIT`` names the commit. Native parts that load and are no
 older than their sources are taken as they are; others are built, for this device alone. ``--pack FILE`` keeps the
@@ -68,6 +69,8 @@ class Task:
     needs: str | None = None
     """A program that the machine must have; a rehearsal leaves it out of the command."""
     passing: tuple[int, ...] = (0,)
+    always: bool = False
+    """Whether it runs again where it has passed: what it leaves on the machine may be gone with the machine."""
 
     def selects(self, device: torch.device) -> bool:
         """Whether there is a case that it measures; of what measures nothing, true."""
@@ -113,6 +116,11 @@ class Setting:
         command[command.index("--seconds") + 1] = "0"
         return Task(name, [*([] if self.rehearse else under), *command], limit, needs=under[0])
 
+    @property
+    def build(self) -> Task:
+        command = self.python("rolltree.bench.gpu", "--build", "--device", self.device)
+        return Task("build", command, 260.0, always=True)
+
     def pytest(self, name: str, *arguments: str, limit: float = 240.0, passing: tuple[int, ...] = (0,)) -> Task:
         parallel = ["-n", "4"] if importlib.util.find_spec("xdist") and not self.rehearse else []
         command = [*self.python("pytest", "-q", "-p", "no:cacheprovider"), *parallel, *arguments]
@@ -134,7 +142,7 @@ def kernels(to: Setting) -> list[Task]:
     head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
     return [
         Task("versions", to.python("rolltree.bench.gpu", "--versions"), 60.0),
-        Task("build", to.python("rolltree.bench.gpu", "--build", "--device", to.device), 260.0),
+        to.build,
         to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=170.0),
         to.bench("ceilings", limit=60.0),
         to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=120.0),
@@ -160,6 +168,7 @@ def tuning(to: Setting) -> list[Task]:
         return to.bench(op, cases, "^rolltree$", under=under, limit=60.0, name=f"profile {op} {kernel}")
 
     return [
+        to.build,
         *(Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0) for kernel in ("attention", "decode", "sampling")),
         checked("tree_decode", "^rolltree$"),
         checked("tree_decode", "^cuda"),
@@ -180,6 +189,7 @@ def training(to: Setting) -> list[Task]:
         return to.bench("rollout", cases, engines, limit=limit, name=f"rows rollout {lengths}")
 
     return [
+        to.build,
         to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree|flat, transformers|flex", limit=150.0),
         to.bench("rl_step", limit=120.0),
         rollouts("forced", 110.0),
@@ -303,7 +313,7 @@ def run_part(
     """The names of tasks that did not pass."""
     record, missed, start = Record(to.out), [], time.monotonic()
     for task in tasks:
-        if task.name in record.passed:
+        if task.name in record.passed and not task.always:
             say(f"== {task.name}: passed before")
             continue
         begun = time.monotonic()

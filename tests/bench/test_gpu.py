@@ -153,6 +153,9 @@ def test_parts_go_on_where_they_stopped(tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "xxx"
     assert gpu.run_part(tasks, setting(tmp_path), 60.0, lambda line: None) == ["bad"]
     assert (tmp_path / "ran").read_text() == "xxxx", "only what had not passed"
+    tasks = [task("good", mark, always=True)]
+    assert gpu.run_part(tasks, setting(tmp_path), 60.0, lambda line: None) == []
+    assert (tmp_path / "ran").read_text() == "xxxxx", "and what another machine lacks"
 
 
 def test_time_limits_of_tasks_and_parts(tmp_path: Path) -> None:
@@ -257,6 +260,7 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
     for to in (setting(tmp_path), gpu.Setting("cuda", False, 2.0, "", tmp_path)):
         known = gpu.parts(to)
         assert list(known)[:3] == ["kernels", "tuning", "training"]
+        assert all("build" in {task.name for task in known[part]()} for part in list(known)[:3])
         for name, tasks in known.items():
             names = [task.name for task in tasks()]
             assert len(names) == len(set(names))
