@@ -12,12 +12,12 @@ matter most. ``tuning``: tiles of each kernel, memory checks, profiles. ``traini
 parts, of no limit, are ``tests`` (every test file that a GPU changes) and ``rows`` (every case of every benchmark).
 
 A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again (but for the
-build, which looks for what it has left) and cases
-that are in the directory are not measured again, so the same command goes on where a part was cut off. Where there is
-no repository the environment variable ``ROLLTREE_COMMIT`` names the commit. Native parts that load and are no
-older than their sources are taken as they are; others are built, for this device alone. ``--pack FILE`` keeps the
-directory in one archive too, brought up to date after every task, where few files can be fetched from the machine or it
-forgets its disk; unpacked into the directory, the archive lets another machine go on.
+build, which looks for what it has left) and cases that are in the directory are not measured again, so the same command
+goes on where a part was cut off. Where there is no repository the environment variable ``ROLLTREE_COMMIT`` names the
+commit. Native parts that load and are no older than their sources are taken as they are; others are built, for this
+device alone. ``--pack FILE`` keeps the directory in one archive too, brought up to date after every task, where few
+files can be fetched from the machine or it forgets its disk; unpacked into the directory, the archive lets another
+machine go on.
 
 ``--device cpu --rehearse`` runs the same tasks with small cases on a machine without a GPU.
 """
