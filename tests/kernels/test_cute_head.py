@@ -399,3 +399,21 @@ def test_the_kernels_err_at_most_twice_as_plain_pytorch(V: int) -> None:
         for exact, got, theirs in exact_and_found(inputs(300, 24, V, M=400, dtype=torch.bfloat16), "entropy"):
             allowed = 2 * (theirs.double() - exact).abs().max() + 1e-6 * exact.abs().max()
             assert (got.double() - exact).abs().max() <= allowed
+
+
+def test_the_forward_adds_to_an_accumulator(rounded: Rounded, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks_of(monkeypatch, 10)
+    given, fields = batch(V=VOCABULARY, dtype=torch.bfloat16)
+    fields = cast(fields, torch.float32, "token_mean")
+    sums = []
+    for in_forward in (False, True):
+        leaves = {k: given[k].detach().clone().requires_grad_() for k in ("hidden", "weight")}
+        accumulator = torch.ones(leaves["weight"].shape)
+        of_sums = {"weight_grad": accumulator, "in_forward": in_forward}
+        fused(fields, Objective.preset("dapo"), 7.0, **given | leaves | of_sums).loss.backward()
+        assert leaves["weight"].grad is None
+        assert leaves["hidden"].grad is not None
+        sums.append((accumulator - 1, leaves["hidden"].grad.float()))
+    assert rounded.calls["to_weight"] == 2 * 2  # chunks
+    for apart, together in zip(*sums, strict=True):
+        assert (apart - together).norm() <= 2**-7 * apart.norm()  # both rounded to bf16, one of them twice
