@@ -24,7 +24,7 @@ kernel_cache.use_for_quack()  # before its import: it reads its settings once
 import cutlass.cute as cute  # noqa: E402
 from quack.cute_dsl_utils import get_device_capacity  # noqa: E402
 from quack.epilogue.frontend import gemm_epilogue  # noqa: E402
-from quack.epilogue.math import pexp2  # noqa: E402
+from quack.epilogue.math import F2, pexp2  # noqa: E402
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect  # noqa: E402
 from quack.epilogue.scaled_exp import MaxLog2  # noqa: E402
 from quack.operand_transform import a_transform, transform_a_operand  # noqa: E402
@@ -53,9 +53,14 @@ def _to_largest(acc, inverse):
     extra_ops=(_largest.out("exponent"), _target),
 )
 def _exponentials(acc, largest, inverse):
-    d = acc * inverse * LOG2E - largest
+    z = acc * inverse
+    d = z.fma(LOG2E, -largest) if isinstance(z, F2) else z * LOG2E - largest  # one FMA
     e = pexp2(d)
-    return {"D": cute.arch.fmin(e, MOST), "total": e, "weighted": (e, d), "at_target": d}
+    return {"D": _finite(e), "total": e, "weighted": (e, d), "at_target": d}
+
+
+def _finite(e):
+    return F2(*map(_finite, e)) if isinstance(e, F2) else cute.arch.fmin(e, MOST)  # Blackwell takes them by pairs
 
 
 @a_transform(vec_size=8, args={"scale": "colvec_ktile"})
@@ -158,5 +163,7 @@ def to_weight(
 
 
 def _by_rows(device: torch.device) -> dict[str, int]:
-    """Clusters of two CTAs that share columns; on Blackwell they multiply one tile."""
-    return {"tile_M": ROWS if scale_operands(device) else 2 * ROWS, "cluster_M": 2, "cluster_N": 1}
+    """Clusters of two CTAs that share columns; on Blackwell they multiply one tile, and ask for the next."""
+    if scale_operands(device):
+        return {"tile_M": ROWS, "cluster_M": 2, "cluster_N": 1}
+    return {"tile_M": 2 * ROWS, "cluster_M": 2, "cluster_N": 1, "is_dynamic_persistent": True}

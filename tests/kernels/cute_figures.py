@@ -59,7 +59,7 @@ def read(folder: Path) -> dict[str, machine_code.Kernel]:
 def main() -> None:
     rows = []
     for tile in TILES:
-        (folder,) = Path(sys.argv[1]).glob(f"**/code/tile-{tile}")
+        (folder,) = Path(sys.argv[1]).glob(f"**/code/90a-tile-{tile}")
         rows += [figures(name, tile, kernel) for name, kernel in sorted(read(folder).items())]
     table_file().write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 

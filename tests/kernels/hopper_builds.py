@@ -18,7 +18,8 @@ from rolltree.kernels.linear_logprob.exponentials import ROWS, TILES
 from rolltree.kernels.tree_attention.flash_lists import TILES as FLASH_TILES
 
 PROGRAM = """
-import json, os, pathlib, sys
+import gc, json, os, pathlib, sys
+gc.disable()  # a kernel's program is made of millions of objects, which go with the process
 from rolltree.kernels import ahead
 from rolltree.kernels.linear_logprob import cute_kernels
 from rolltree.kernels.tree_attention import flash_kernels, triton  # imported once, for all jobs
@@ -70,13 +71,13 @@ def vocabulary(tile: int) -> int:
 
 
 def all_jobs(code: Path) -> list[Job]:
-    """Attention in all head dimensions for both GPUs, the head in all tiles for Hopper; with one of them Triton's
-    kernels too. Hopper's machine code goes below ``code``."""
+    """Attention in all head dimensions and the head in all tiles for both GPUs; with one of them Triton's kernels too.
+    Hopper's machine code goes below ``code``."""
     jobs = []
-    for dim in FLASH_TILES[9]:
-        jobs.append(Job(f"90a-{dim}", "90a", dim, everything=dim == 128, code=str(code / f"90a-{dim}")))
-    jobs += [Job(f"100a-{dim}", "100a", dim) for dim in FLASH_TILES[10]]
-    return jobs + [Job(f"tile-{t}", "90a", vocab=vocabulary(t), code=str(code / f"tile-{t}")) for t in TILES]
+    for arch, dims in (("90a", FLASH_TILES[9]), ("100a", FLASH_TILES[10])):
+        jobs += [Job(f"{arch}-{dim}", arch, dim, everything=(arch, dim) == ("90a", 128)) for dim in dims]
+        jobs += [Job(f"{arch}-tile-{tile}", arch, vocab=vocabulary(tile)) for tile in TILES]
+    return [replace(job, code=str(code / job.name) if job.arch == "90a" else None) for job in jobs]
 
 
 def build(jobs: list[Job], cache: Path) -> dict[str, dict[str, int]]:

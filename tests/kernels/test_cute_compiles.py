@@ -71,9 +71,10 @@ for H, rows in ((64, 256), (4096, 300)):
 STEPS = ["exponentials", "scores", "gradients", "another size"]
 
 
-def test_products_compile_once_for_all_sizes(hopper: Hopper) -> None:
+@pytest.mark.parametrize("arch", ["90a", "100a"])
+def test_products_compile_once_for_all_sizes(hopper: Hopper, arch: str) -> None:
     """The first product once a tile, with exponentials and without; the others, one of which adds, once for all."""
-    counts = {tile: hopper.first[f"tile-{tile}"] for tile in TILES}
+    counts = {tile: hopper.first[f"{arch}-tile-{tile}"] for tile in TILES}
     assert all(list(steps) == [f"head, cute, {step}" for step in STEPS] for steps in counts.values())
     assert [list(steps.values()) for steps in counts.values()] == [[1, 1, 3, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
 
@@ -98,7 +99,7 @@ def test_launches_are_taken_up_to_the_driver(hopper: Hopper) -> None:
 def test_machine_code(hopper: Hopper, tile: int) -> None:
     """wgmma in every main loop, where nothing is spilled, and nothing in an epilogue but the one of most accumulators a
     thread, 192, beside exponentials; and no worse than what is written down."""
-    kernels = cute_figures.read(hopper.code / f"tile-{tile}")
+    kernels = cute_figures.read(hopper.code / f"90a-tile-{tile}")
     gradients = {"to_hidden", "to_weight", "to_weight adding"} if tile == TILES[0] else set()
     assert set(kernels) == {"exponentials", "scores"} | gradients
     written = {row["case"]: harness.AotResult.of(row) for row in cute_figures.written()}

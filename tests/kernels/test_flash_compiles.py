@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from rolltree.kernels.tree_attention.flash_lists import TILES, mask_tensors
 from . import flash_figures
 from .aot import harness
 from .flash_figures import table_file
-from .hopper_builds import Hopper
+from .hopper_builds import Hopper, Job, build, vocabulary
 from .trees import ancestors_mask, random_trees
 
 pytest.importorskip("flash_attn.cute", reason="flash-attn 4 is not installed: `make hopper`")
@@ -57,6 +59,18 @@ def test_a_second_process_compiles_nothing(hopper: Hopper) -> None:
     assert all(count for steps in hopper.first.values() for name, count in steps.items() if name not in again)
     assert {"head", "decode attention", "sampling, top_k, top_p"} <= set(hopper.first["90a-128"])
     assert {count for steps in hopper.second.values() for count in steps.values()} == {0}
+
+
+def test_spoilt_entries_are_compiled_again(hopper: Hopper, tmp_path: Path) -> None:
+    """Cut off, as by a full disk; the new ones take their place."""
+    cache = shutil.copytree(hopper.cache, tmp_path / "cache")
+    entries = list(cache.glob("**/*.o"))
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+    assert {"flash", "quack"} <= {part for entry in entries for part in entry.parts}
+    steps = ("head, cute, scores", "attention, flash, forward")
+    jobs = [Job(name, "90a", 64, vocabulary(128), steps=steps) for name in ("first", "again")]
+    assert build(jobs, cache) == {"first": dict.fromkeys(steps, 1), "again": dict.fromkeys(steps, 0)}
 
 
 @pytest.mark.parametrize("window", [None, 9])
