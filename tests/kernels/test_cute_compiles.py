@@ -79,11 +79,12 @@ def test_products_compile_once_for_all_sizes(hopper: Hopper, arch: str) -> None:
     assert [list(steps.values()) for steps in counts.values()] == [[1, 1, 3, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
 
 
-def test_launches_are_taken_up_to_the_driver(hopper: Hopper) -> None:
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_launches_are_taken_up_to_the_driver(hopper: Hopper, arch: str) -> None:
     """The compiled kernels check shapes, dtypes, strides, alignment and devices of what they are given; then they ask
     CUDA, which has no GPU here. Tensors of the host are refused, so the checks do come first."""
     environment = os.environ | {"ROLLTREE_CACHE_DIR": str(hopper.cache), "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"QUACK_ARCH": "sm_90a", "CUTE_DSL_ARCH": "sm_90a"}
+    environment |= {"QUACK_ARCH": arch, "CUTE_DSL_ARCH": arch}
     command = [sys.executable, "-c", LAUNCH, str(vocabulary(TILES[0]))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
