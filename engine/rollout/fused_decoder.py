@@ -20,7 +20,6 @@ from rolltree.kernels.decoder_layer import LayerWeights, add_rms_norm_, decoder_
 from rolltree.kernels.tree_decode import tree_decode_attention
 
 from .kv_cache import KvCache
-from .layers import layer_number
 
 FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")
 """Of Transformers, whose decoders are computed as here."""
@@ -77,12 +76,12 @@ class FusedDecoder:
             for layer in decoder.layers:
                 attention = layer.self_attn
                 keys = hidden.new_empty((0, attention.config.num_key_value_heads, attention.head_dim))
-                self._cache.make_pages(_number(layer), keys, attention.num_key_value_groups)
+                self._cache.make_pages(attention.layer_idx, keys, attention.num_key_value_groups)
         if self._found.layers is None:
             for layer in decoder.layers:
                 hidden = self._with_modules(layer, hidden, cos, sin)
         else:
-            steps = [self._cache.layer(_number(layer)) for layer in decoder.layers]
+            steps = [self._cache.layer(layer.self_attn.layer_idx) for layer in decoder.layers]
             decoder_layers_(
                 hidden,
                 self._found.layers,
@@ -115,7 +114,7 @@ class FusedDecoder:
 
     def _with_modules(self, layer: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H], [N, D]
         attention, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-        step = self._cache.layer(_number(layer))
+        step = self._cache.layer(attention.layer_idx)
         x = add_rms_norm_(residual, None, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         q, k, v = (
             product(x).view(len(x), -1, attention.head_dim)
@@ -129,12 +128,6 @@ class FusedDecoder:
         seen, _ = tree_decode_attention(q, step.k, step.v, step.plan, scale=attention.scaling, window=_window(layer))
         x = add_rms_norm_(residual, attention.o_proj(seen.flatten(1)), after.weight, after.variance_epsilon)
         return residual.add_(mlp.down_proj(F.silu(mlp.gate_proj(x), inplace=True).mul_(mlp.up_proj(x))))
-
-
-def _number(layer: Any) -> int:
-    number = layer_number(layer)
-    assert number is not None
-    return number
 
 
 def _window(layer: Any) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from .aot.harness import AotResult, LoopFigures, read_table, worse
+from .aot.harness import STATIC, AotResult, LoopFigures, page, read_table, worse
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +38,13 @@ def test_compiles(archs: tuple[int, ...]) -> None:
     known = [(r, table[r.case]) for r in results if r.arch == 90 and r.case in table]
     lost = [f"{now.case}: {', '.join(worse(now, before))}" for now, before in known if worse(now, before)]
     assert not lost, "\n".join([*lost, "If it is worth it, run make aot and commit the table."])
+
+
+def test_the_page_shows_the_rows() -> None:
+    assert (STATIC / "table.md").read_text() == page()
+    for row in map(json.loads, (STATIC / "triton-3.6.0.jsonl").read_text().splitlines()):
+        if row["case"] in ("tree forward D128 bf16", "tree dq D64 bf16", "tree dkdv D128 bf16"):
+            assert f"| {row['loops'][0]['instructions']} | " in page()
 
 
 def test_worse_figures_are_seen() -> None:
