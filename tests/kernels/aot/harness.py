@@ -180,8 +180,16 @@ def compile_all(ops: list[str], archs: list[int], ci: bool = False) -> list[AotR
     """Every case of ``ops`` for every architecture, compiled in parallel processes.
 
     With ``ci`` those marked so alone.
+
+    Raises:
+        ValueError: an op has none.
     """
+    from triton.runtime.cache import triton_key
+
     chosen = [(op, i, case) for op in ops for i, case in enumerate(cases(op)) if case.ci or not ci]
+    if none := set(ops) - {op for op, _, _ in chosen}:
+        raise ValueError(f"tests/kernels/aot lists no kernel of {', '.join(sorted(none))}.")
+    triton_key()  # hashes the whole compiler: here, and not in each process
     jobs = [(op, i, arch) for op, i, case in chosen for arch in archs if arch in case.archs]
     workers = max(1, min(len(jobs), len(os.sched_getaffinity(0))))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
