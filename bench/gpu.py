@@ -28,6 +28,7 @@ import argparse
 import ctypes
 import importlib
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -301,8 +302,13 @@ def pack(to: Setting) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     new = archive.with_name(f".{archive.name}.new")
     with tarfile.open(new, "w:gz") as tar:
-        for path in sorted(p for p in out.rglob("*") if p.is_file() and p not in (archive, new)):
-            tar.add(path, path.relative_to(out))
+        for path in sorted(p for p in out.rglob("*") if p not in (archive, new)):
+            try:  # a task that is at work writes and removes files
+                content, entry = path.read_bytes(), tarfile.TarInfo(str(path.relative_to(out)))
+            except (FileNotFoundError, IsADirectoryError):
+                continue
+            entry.size, entry.mtime = len(content), time.time()
+            tar.addfile(entry, io.BytesIO(content))
     new.replace(archive)
 
 
