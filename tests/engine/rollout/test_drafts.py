@@ -421,8 +421,8 @@ def test_a_million_tokens_of_later_epochs(products: str, request: pytest.Fixture
     has parted, nothing behind is compared.
 
     Products of all rows round as their number is, so two tokens whose scores tie within rounding may change places:
-    with logits of up to 4 that agree to eight of their last places, 2e-6, that is a few in a million. Where products do not depend on the other rows
-    there is none, and no log-prob differs in a bit.
+    with logits of up to 4 that agree to eight of their last places, 2e-6, that is a few in a million. Where products do
+    not depend on the other rows there is none, and no log-prob differs in a bit.
     """
     if products == "row by row":
         request.getfixturevalue("row_by_row")
