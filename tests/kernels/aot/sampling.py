@@ -1,67 +1,67 @@
 """The sampling kernels: what every row runs, and what filters add; run as a module, their figures by token as JSON."""
 
 import json
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
+from rolltree.kernels.sampling.filters import select_kernel
+from rolltree.kernels.sampling.narrow import narrow_kernel, race_kernel
 from rolltree.kernels.sampling.triton import (
     BLOCK,
+    CHOSEN,
     GROUPS,
     ROUND,
+    SPLITS,
+    STRIP,
     finish_kernel,
-    race_kernel,
     scan_kernel,
-    select_kernel,
 )
 
 from . import machine_code
 from .harness import AotCase, compile_case
 
-BLOCKS = 64  # of a row of 151936
-ROWS = {"temperature": "*fp32", "seed": "*i64", "step": "*i64"}
-FILTERS = {"top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
-SIZES = {"row_stride": "i32:16", "vocab": "i32"}
-SUMS = dict.fromkeys(("best", "mass", "moment", "raw"), "*fp32")
-RACE = {"least": "*fp32", "bound": "*i32"}
-OUTPUTS = {"token": "*i64", "logprob": "*fp32", "raw_logprob": "*fp32", "entropy": "*fp32", "last_kept": "*i64"}
-CUT = {"cut": "*fp32", "cut_index": "*i32"}
+VOCAB = 151936
+BLOCKS = 64  # of a row of it, a power of two
+GIVEN = {
+    "logits": "", "temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32", "seed": "*i64",
+    "step": "*i64", "row_stride": "i32:16", "vocab": "i32", "blocks": "i32", "number": "i32", "begin": "i32",
+    "passes": "i32", **dict.fromkeys(("token", "last_kept", "window"), "*i64"),
+    **dict.fromkeys(("bound", "chosen", "mode", "cut_index"), "*i32"),
+}  # fmt: skip
+CONSTANTS = {
+    "BLOCK": BLOCK, "GROUPS": GROUPS, "STRIP": STRIP, "STRIPS": BLOCK // STRIP, "CHOSEN": CHOSEN, "SPLITS": SPLITS,
+    "ROUND": ROUND, "BLOCKS": BLOCKS,
+}  # fmt: skip
+FILTERS = ("top_k", "top_p", "min_p")
 
 
-def scan(dtype: str, race: bool) -> AotCase:
-    signature = {"logits": f"*{dtype}", **ROWS, **SUMS, **(RACE if race else {}), **SIZES}
-    constants = {"BLOCK": BLOCK, "GROUPS": GROUPS, **({} if race else dict.fromkeys(RACE))}
-    return AotCase(f"sample scan {dtype}{' race' if race else ''}", scan_kernel, signature, constants)
+def case(name: str, kernel: Any, dtype: str, absent: Collection[str] = (), warps: int = 4, **more: object) -> AotCase:
+    """All arguments but the ``absent`` ones, which are None."""
+    constants = {n: v for n, v in CONSTANTS.items() if n in kernel.arg_names} | more | dict.fromkeys(absent)
+    signature = {n: GIVEN.get(n, "*fp32") for n in kernel.arg_names if n not in constants} | {"logits": f"*{dtype}"}
+    return AotCase(f"sample {name}", kernel, signature, constants, num_warps=warps)
 
 
-def select(dtype: str) -> AotCase:
-    given = {"logits": f"*{dtype}", "temperature": "*fp32", **FILTERS, "best": "*fp32", "mass": "*fp32"}
-    signature = {**given, **CUT, **SIZES, "blocks": "i32"}
-    return AotCase(f"sample select {dtype}", select_kernel, signature, {"BLOCKS": BLOCKS, "ROUND": ROUND}, num_warps=8)
+def selects(dtype: str, *filters: str) -> AotCase:
+    absent = [name for name in FILTERS if name not in filters]
+    return replace(case(f"select {dtype} {' '.join(filters)}", select_kernel, dtype, absent, warps=8), registers=128)
 
 
-def race(dtype: str) -> AotCase:
-    given = {"logits": f"*{dtype}", **ROWS, "min_p": "*fp32", "best": "*fp32", **CUT}
-    signature = {**given, "kept": "*fp32", **RACE, **SIZES}
-    constants = {"BLOCKS": BLOCKS, "BLOCK": BLOCK, "GROUPS": GROUPS}
-    return AotCase(f"sample race {dtype}", race_kernel, signature, constants)
-
-
-def finish(filtered: bool) -> AotCase:
-    given = {"logits": "*fp32", **ROWS, **SUMS, **RACE, **OUTPUTS, **SIZES, "blocks": "i32"}
-    constants = {"BLOCKS": BLOCKS, "BLOCK": BLOCK, "GROUPS": GROUPS, "ROUND": ROUND}
-    filters = {"top_p": "*fp32", "min_p": "*fp32", **CUT, "kept": "*fp32"}
-    if filtered:
-        given |= filters
-    else:
-        constants |= dict.fromkeys(filters)
-    return AotCase(f"sample finish{' filtered' if filtered else ''}", finish_kernel, given, constants)
-
-
+DTYPES = ("bf16", "fp32")
 CASES = [
-    *(scan(dtype, race) for dtype in ("bf16", "fp32") for race in (True, False)),
-    *(select(dtype) for dtype in ("bf16", "fp32")),
-    *(race(dtype) for dtype in ("bf16", "fp32")),
-    finish(False),
-    finish(True),
+    *(case(f"scan {dtype} race", scan_kernel, dtype, (*FILTERS, "peaks")) for dtype in DTYPES),
+    *(case(f"scan {dtype}", scan_kernel, dtype) for dtype in DTYPES),
+    *(selects(dtype, *filters) for dtype in DTYPES for filters in (("top_k",), ("top_p",), ("min_p",), FILTERS)),
+    *(
+        case(f"narrow {dtype} {'mass' if mass else 'count'}{' last' if last else ''}", narrow_kernel, dtype,
+             MASS=mass, LAST=last)
+        for dtype in DTYPES for mass in (False, True) for last in (False, True)
+    ),
+    *(case(f"race {dtype}", race_kernel, dtype) for dtype in DTYPES),
+    case("finish", finish_kernel, "fp32", ("top_p", "min_p", "mode", "drawn", "cut", "cut_index", "kept")),
+    case("finish filtered", finish_kernel, "fp32"),
 ]
 
 
