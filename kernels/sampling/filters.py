@@ -24,7 +24,6 @@ from .row import (
     is_filtered,
     is_valid,
     load_blocks,
-    log2_weights,
     rescale,
     scale_of,
 )
@@ -133,8 +132,8 @@ def select_kernel(
         begin = tl.load(chosen + n * CHOSEN + slot, mask=there, other=0) * STRIP
         x, index = load_strips(logits + n * row_stride, begin, there, vocab, STRIP)
         x = tl.where(x > bottom, x, -INFINITY)
-        z = log2_weights(x, top, scale)
-        w = tl.where(x > bottom, tl.exp2(z), 0.0)
+        z = (x - top) * scale
+        w = tl.exp2(z)
 
         # Whether one that is no candidate may weigh, and be kept; exp2 errs by less than 1e-6.
         floor = floor_of(n, min_p)
@@ -175,14 +174,14 @@ def select_kernel(
         if state == DRAWN:
             equal = x == cut
             stay = (x > cut) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
-            stay &= (x > bottom) & (w >= floor)
-            w = tl.where(stay, w, 0.0)
+            w = tl.where(stay & (w >= floor), w, 0.0)
             tl.store(kept + n, tl.sum(w, 0))
-            least = tl.min(tl.where(w >= TINY, x, INFINITY), 0)
-            tl.store(last_kept + n, tl.max(tl.where((w >= TINY) & (x == least), index, -1), 0).to(tl.int64))
+            weighty = w >= TINY
+            least = tl.min(tl.where(weighty, x, INFINITY), 0)
+            tl.store(last_kept + n, tl.max(tl.where(weighty & (x == least), index, -1), 0).to(tl.int64))
             four = begin[:, None] // 4 + tl.arange(0, STRIP // 4)[None, :]
             words = words_at(tl.load(seed + n), tl.load(step + n), tl.ravel(four))
-            score = tl.where(stay, arrival(uniforms(words)) * tl.exp2(-z), INFINITY)
+            score = tl.where(weighty, arrival(uniforms(words)) * tl.exp2(-z), INFINITY)
             first = tl.min(tl.where(score == tl.min(score, 0), index, MAX_INDEX), 0)
             tl.store(token + n, first.to(tl.int64))
         else:

@@ -19,7 +19,7 @@ from .noise import least_bounds, words_of
 from .row import INFINITY, TINY, floor_of, load_block, load_blocks, log2_weights, scale_of
 
 PARTS = tl.constexpr(16)  # of an interval, for each pass
-SUMS = tl.constexpr(32)  # room for one of each of its ends
+SUMS = tl.constexpr(32)  # room for one of each of their ends
 
 
 @triton.jit
@@ -80,7 +80,8 @@ def narrow_kernel(
     tally,  # [2, N, SPLITS, 2, SUMS] float32, by turns: the tokens above each key and their mass
     number, begin,  # this pass, and the first that searches by mass
     row_stride, vocab, blocks,
-    MASS: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    MASS: tl.constexpr, LAST: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = logits.dtype.element_ty
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -99,10 +100,10 @@ def narrow_kernel(
             if top_k is not None:
                 if (number == begin) & (state == BY_COUNT):
                     k = tl.load(top_k + n).to(tl.float32)
-                    edge, over, equal, mass = cut_of(window, tally, n, number - 1, k, False, SPLITS)
+                    edge, over, equal, mass_over = cut_of(window, tally, n, number - 1, k, False, SPLITS)
                     tied = tl.minimum(k - tl.sum(over, 0), tl.sum(equal, 0))
                     if split == 0:
-                        tl.store(left + n, mass + tied * tl.exp2((value_of(edge, DTYPE) - top) * scale))
+                        tl.store(left + n, mass_over + tied * tl.exp2((value_of(edge, DTYPE) - top) * scale))
                     low, high = edge - 1, key_of(top, DTYPE)
         elif number > 0:
             k = tl.load(top_k + n).to(tl.float32)
@@ -112,23 +113,32 @@ def narrow_kernel(
             tl.store(window + at, low)
             tl.store(window + at + 1, high)
 
-        i = tl.arange(0, SUMS)
-        counts, masses = tl.zeros((SUMS,), tl.float32), tl.zeros((SUMS,), tl.float32)
+        i = tl.arange(0, PARTS)
+        value, highest = value_of(end_of(low, high, i), DTYPE), value_of(high, DTYPE)
+        counts, masses = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32)
+        count = 0.0  # above the upper end, which the last pass needs too
+        mass = 0.0
         first, last = split_of(blocks, SPLITS)
-        for block in range(first, last):
-            x = load_block(logits + n * row_stride, block * BLOCK, vocab, BLOCK)
-            w = tl.exp2(log2_weights(x, top, scale))
-            for end in tl.static_range(0 if LAST else 1, PARTS + 1 if LAST else PARTS):
-                above = x > value_of(end_of(low, high, end), DTYPE)
-                if LAST or not MASS:
-                    counts += tl.where(i == end, tl.sum(tl.where(above, 1.0, 0.0), 0), 0.0)
-                if LAST or MASS:
-                    masses += tl.where(i == end, tl.sum(tl.where(above, w, 0.0), 0), 0.0)
-        at = ((number % 2 * tl.num_programs(0) + n) * SPLITS + split) * 2 * SUMS
+        STEP: tl.constexpr = ROUND // 2 if LAST else ROUND  # as registers allow
+        for begin_at in range(first * BLOCK, tl.minimum(last * BLOCK, vocab), STEP):
+            x = load_block(logits + n * row_stride, begin_at, vocab, STEP)
+            w = tl.exp2((x - top) * scale)
+            above = x[None, :] > value[:, None]
+            if LAST or not MASS:
+                counts += tl.sum(tl.where(above, 1.0, 0.0), 1)
+            if LAST or MASS:
+                masses += tl.sum(tl.where(above, w[None, :], 0.0), 1)
+            if LAST:
+                count += tl.sum(tl.where(x > highest, 1.0, 0.0), 0)
+                mass += tl.sum(tl.where(x > highest, w, 0.0), 0)
+        at = tally + ((number % 2 * tl.num_programs(0) + n) * SPLITS + split) * 2 * SUMS
         if LAST or not MASS:
-            tl.store(tally + at + i, counts)
+            tl.store(at + i, counts)
         if LAST or MASS:
-            tl.store(tally + at + SUMS + i, masses)
+            tl.store(at + SUMS + i, masses)
+        if LAST:
+            tl.store(at + PARTS, count)
+            tl.store(at + SUMS + PARTS, mass)
 
 
 @triton.jit

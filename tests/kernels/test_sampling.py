@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels.dispatch import load_library, use_backend
-from rolltree.kernels.sampling import SampleOutput, kept_tokens, reference, sample_tokens
+from rolltree.kernels.sampling import SampleOutput, kept_tokens, noise, reference, sample_tokens
 from rolltree.kernels.sampling import triton as triton_backend
+from rolltree.kernels.sampling.noise import uniforms as triton_uniforms
+from rolltree.kernels.sampling.noise import words_of
 from rolltree.kernels.sampling.reference import philox, uniforms
-from rolltree.kernels.sampling.triton import uniforms as triton_uniforms
-from rolltree.kernels.sampling.triton import words_of
 
 NATIVE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "triton"] + (["cpu"] if load_library("cpu") else [])
@@ -120,10 +120,10 @@ def bound_kernel(word, z, d, low, score, BLOCK: tl.constexpr):  # type: ignore[n
     """Of each word and log2 weight, d below the row's best: log2 of the bound of a group of it alone, and its score."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words, log2_w, shift = tl.load(word + i).to(tl.uint32), tl.load(z + i), tl.load(d + i)
-    bound = triton_backend.least_bounds(words, tl.exp2(log2_w), BLOCK, BLOCK // 4)  # groups of four, of one each
+    bound = noise.least_bounds(words, tl.exp2(log2_w), BLOCK, BLOCK // 4)  # groups of four, of one each
     bound = tl.reshape(tl.broadcast_to(bound[None, :], (4, BLOCK // 4)), (BLOCK,))
-    tl.store(low + i, triton_backend.log2_bound(bound) - shift)
-    tl.store(score + i, triton_backend.arrival(triton_uniforms(words)) * tl.exp2(-(log2_w + shift)))
+    tl.store(low + i, noise.log2_bound(bound) - shift)
+    tl.store(score + i, noise.arrival(triton_uniforms(words)) * tl.exp2(-(log2_w + shift)))
 
 
 def test_no_score_lies_below_its_bound(device: torch.device) -> None:
@@ -166,7 +166,7 @@ def test_ties_and_extreme_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def few(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
         return [torch.tensor(ADVERSARIAL)[(counter[0] * 7 + counter[2]) % 6] + 0 * key[0]] * 4
 
-    monkeypatch.setattr(triton_backend, "philox", few_words)
+    monkeypatch.setattr(noise, "philox", few_words)
     monkeypatch.setattr(reference, "philox", few)
     monkeypatch.setattr(triton_backend, "BLOCK", 128)
     monkeypatch.setattr(triton_backend, "GROUPS", 4)
