@@ -49,11 +49,12 @@ def key_of(value, DTYPE: tl.constexpr):
 def value_of(key, DTYPE: tl.constexpr):
     """The inverse of `key_of`, as float32."""
     bits = key.to(tl.int32)
-    if DTYPE.primitive_bitwidth == 16:
-        bits = bits ^ ((bits >> 15) & 0x7FFF)
+    bits = bits ^ ((bits >> 31) & (0x7FFF if DTYPE.primitive_bitwidth == 16 else 0x7FFFFFFF))
+    if DTYPE == tl.float16:
         value = bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    elif DTYPE == tl.bfloat16:
+        value = (bits << 16).to(tl.float32, bitcast=True)
     else:
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         value = bits.to(tl.float32, bitcast=True)
     return value
 

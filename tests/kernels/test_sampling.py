@@ -168,14 +168,14 @@ def test_ties_and_extreme_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(noise, "philox", few_words)
     monkeypatch.setattr(reference, "philox", few)
-    monkeypatch.setattr(triton_backend, "BLOCK", 128)
-    monkeypatch.setattr(triton_backend, "GROUPS", 4)
+    small_tiles(monkeypatch, BLOCK=128)
     generator = torch.Generator().manual_seed(5)
     logits = torch.randint(-3, 4, (4, 300), generator=generator).float()
     logits[1] = 0
     logits[2, 100:] = -math.inf
     logits[3, :128] -= 120  # a block that has weights only beside its own best
-    for rows, options in ((4, {}), (1, {"top_k": 150})):
+    for rows, options, chosen in ((4, {}, 128), (1, {"top_k": 150}, 128), (1, {"top_k": 150}, 4)):
+        monkeypatch.setattr(triton_backend, "CHOSEN", chosen)
         step = torch.tensor([3, 1, 5, 4])[:rows]
         expected, found = (sample(b, logits[:rows], step=step, **options) for b in ("reference", "triton"))
         assert torch.equal(found.token, expected.token)
@@ -287,9 +287,7 @@ def test_backends_agree(vocab: int, dtype: torch.dtype) -> None:
 
 def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties that are cut blocks apart, blocks that weigh nothing beside the best, blocks of forbidden tokens."""
-    monkeypatch.setattr(triton_backend, "BLOCK", 64)
-    monkeypatch.setattr(triton_backend, "GROUPS", 4)
-    monkeypatch.setattr(triton_backend, "ROUND", 128)
+    small_tiles(monkeypatch)
     generator = torch.Generator().manual_seed(8)
     rows, vocab = 12, 301
     logits = torch.randn(rows, vocab, generator=generator) * 2
@@ -310,6 +308,94 @@ def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found.last_kept, expected.last_kept)
         for name in ("logprob", "raw_logprob", "entropy"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
+    """Of Triton: rows of a few hundred tokens have several blocks, and two programs in each pass."""
+    tiles = {"BLOCK": 64, "GROUPS": 4, "ROUND": 128, "STRIP": 8, "SPLITS": 2} | more
+    for name, value in tiles.items():
+        monkeypatch.setattr(triton_backend, name, value)
+
+
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """How far the candidates brought each row, call by call."""
+    seen: list[list[int]] = []
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **constants: Any) -> None:
+                seen.append(dict(zip(finish.arg_names, arguments, strict=False))["mode"].tolist())
+                finish[grid](*arguments, **constants)
+
+            return launch
+
+    finish = triton_backend.finish_kernel
+    monkeypatch.setattr(triton_backend, "finish_kernel", Watched())
+    return seen
+
+
+NONE, ALL, NEVER = 0, 1.0, 0.0  # of top_k, top_p, min_p
+HARD: list[tuple[str, tuple[int, float, float], int]] = [  # logits, filters, mode
+    ("random", (NONE, ALL, NEVER), 0),
+    ("random", (7, ALL, NEVER), 1),
+    ("random", (40, ALL, NEVER), 2),
+    ("random", (40, 0.8, NEVER), 2),
+    ("rounded", (150, 0.97, 0.001), 2),
+    ("random", (7, 0.9, 0.05), 1),
+    ("random", (NONE, 0.999, NEVER), 3),
+    ("peaked", (NONE, 0.999, NEVER), 1),
+    ("peaked", (250, 0.5, NEVER), 1),  # what is no candidate weighs nothing
+    ("random", (NONE, ALL, 0.001), 4),
+    ("random", (NONE, ALL, 0.6), 1),
+    ("random", (NONE, 0.999, 0.6), 1),  # top_p keeps more than candidates, min_p does not
+    ("random", (40, 0.999, 0.6), 2),  # top_p asks for the mass that top_k leaves
+    ("rounded", (100, ALL, NEVER), 2),  # the cut goes through a tie
+    ("equal", (NONE, 0.5, NEVER), 3),
+    ("equal", (77, ALL, NEVER), 2),
+    ("equal", (260, 0.75, NEVER), 2),
+    ("equal", (1, 0.0, 1.0), 2),
+    ("zeros", (200, 0.6, NEVER), 2),  # of both signs
+    ("forbidden", (250, 0.9, NEVER), 2),  # fewer than that are allowed
+    ("forbidden", (NONE, 0.99, NEVER), 3),
+    ("nan", (40, 0.9, NEVER), 0),
+]
+
+
+def hard_row(kind: str, generator: torch.Generator) -> Tensor:
+    row = torch.randn(300, generator=generator) * 2
+    if kind == "rounded":
+        return row.round()
+    if kind == "peaked":
+        row[::60] += 200
+    if kind == "equal":
+        return torch.full((300,), 1.75)
+    if kind == "zeros":
+        return torch.where(row > 0, 0.0, -0.0)
+    if kind == "forbidden":
+        row[60:200] = -math.inf
+    if kind == "nan":
+        row[17] = math.nan
+    return row
+
+
+@pytest.mark.parametrize(("dtype", "every"), [(torch.bfloat16, 1), (torch.float32, 3), (torch.float16, 5)])
+def test_candidates_and_the_fall_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, every: int) -> None:
+    """Rows whose candidates, of eight strips at most, hold the last token that is kept, and rows whose do not."""
+    small_tiles(monkeypatch, BLOCK=128, STRIP=4, CHOSEN=8)
+    seen = modes(monkeypatch)
+    generator = torch.Generator().manual_seed(4)
+    cases = HARD[::every]
+    logits = torch.stack([hard_row(kind, generator) for kind, _, _ in cases]).to(dtype)
+    filters = {name: torch.tensor([c[1][i] for c in cases]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
+    options = {**filters, "temperature": 0.9, "seed": torch.arange(len(cases)) + 5}
+    expected, found = (sample(backend, logits, **options) for backend in ("reference", "triton"))
+    assert seen == [[mode for _, _, mode in cases]]
+    assert torch.equal(found.token, expected.token)
+    assert torch.equal(found.last_kept, expected.last_kept)
+    for name in ("logprob", "raw_logprob", "entropy"):
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True
+        )
 
 
 def test_nothing_is_read_on_the_host() -> None:
@@ -366,7 +452,8 @@ def test_errors_are_those_of_fp32(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_does_not_depend_on_the_batch(backend: str) -> None:
+def test_a_row_does_not_depend_on_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch, CHOSEN=4)  # some rows are drawn from their candidates, others are not
     rows, vocab = (3, 301) if backend == "triton" else (300, 301)
     generator = torch.Generator().manual_seed(4)
     storage = torch.randn(rows, vocab + 5, generator=generator)
