@@ -50,9 +50,9 @@ def value_of(key, DTYPE: tl.constexpr):
     """The inverse of `key_of`, as float32."""
     bits = key.to(tl.int32)
     bits = bits ^ ((bits >> 31) & (0x7FFF if DTYPE.primitive_bitwidth == 16 else 0x7FFFFFFF))
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         value = bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         value = (bits << 16).to(tl.float32, bitcast=True)
     else:
         value = bits.to(tl.float32, bitcast=True)

@@ -97,7 +97,7 @@ def narrow_kernel(
             if number > begin:
                 limit = tl.load(top_p + n) * tl.load(left + n)
                 low, high, _lower, _upper = around_cut(window, tally, n, number - 1, limit, True, SPLITS)
-            if top_k is not None:
+            if top_k is not None:  # noqa: SIM102 (the first is decided when compiling)
                 if (number == begin) & (state == BY_COUNT):
                     k = tl.load(top_k + n).to(tl.float32)
                     edge, over, equal, mass_over = cut_of(window, tally, n, number - 1, k, False, SPLITS)
@@ -178,10 +178,10 @@ def race_kernel(
                 edge, over, before, mass = cut_of(window, tally, n, passes - 1, limit, True, SPLITS)
                 value = value_of(edge, DTYPE)
                 ties = ties_of(limit, mass, tl.exp2((value - top) * scale), vocab)
-                if top_k is not None:
+                if top_k is not None:  # noqa: SIM102 (the first is decided when compiling)
                     if state == BY_COUNT:
                         ties = tl.minimum(ties, tl.load(top_k + n) - tl.sum(over, 0).to(tl.int32))
-        if top_k is not None:
+        if top_k is not None:  # noqa: SIM102 (the first is decided when compiling)
             if (state == BY_COUNT) & (not by_mass):
                 k = tl.load(top_k + n)
                 edge, over, before, mass = cut_of(window, tally, n, begin - 1, k.to(tl.float32), False, SPLITS)

@@ -88,7 +88,7 @@ def scan_kernel(
         tl.store(raw + at, tl.sum(tl.exp2((x - base) * LOG2E), 0))
     else:
         tl.store(raw + at, total)
-    if peaks is not None:
+    if peaks is not None:  # noqa: SIM102 (the first is decided when compiling)
         if filtered:
             STRIPS: tl.constexpr = BLOCK // STRIP
             tl.store(peaks + at * STRIPS + tl.arange(0, STRIPS), tl.max(tl.reshape(x, (STRIPS, STRIP)), 1))
@@ -273,8 +273,8 @@ def sample_triton(
         for number in range(passes):
             narrow_kernel[(rows, SPLITS)](
                 logits, temperature, top_k, top_p, best, mode, window, left, tally, number, by_count, *size, blocks,
-                MASS=number >= by_count, LAST=number % each == each - 1, BLOCKS=many, BLOCK=BLOCK, ROUND=min(ROUND, BLOCK),
-                SPLITS=SPLITS, num_warps=4,
+                MASS=number >= by_count, LAST=number % each == each - 1, BLOCKS=many, BLOCK=BLOCK,
+                ROUND=min(ROUND, BLOCK), SPLITS=SPLITS, num_warps=4,
             )  # fmt: skip
         race_kernel[(rows, SPLITS)](
             logits, temperature, *filters, seed, step, best, mode, window, left, tally, cut, cut_index, kept, least,

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rolltree.kernels.dispatch import load_library, use_backend
 from rolltree.kernels.sampling import SampleOutput, kept_tokens, noise, reference, sample_tokens
 from rolltree.kernels.sampling import triton as triton_backend
+from rolltree.kernels.sampling.filters import BY_COUNT, BY_MASS, DRAWN, PLAIN, RACE
 from rolltree.kernels.sampling.noise import uniforms as triton_uniforms
 from rolltree.kernels.sampling.noise import words_of
 from rolltree.kernels.sampling.reference import philox, uniforms
@@ -335,29 +336,22 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 NONE, ALL, NEVER = 0, 1.0, 0.0  # of top_k, top_p, min_p
-HARD: list[tuple[str, tuple[int, float, float], int]] = [  # logits, filters, mode
-    ("random", (NONE, ALL, NEVER), 0),
-    ("random", (7, ALL, NEVER), 1),
-    ("random", (40, ALL, NEVER), 2),
-    ("random", (40, 0.8, NEVER), 2),
-    ("rounded", (150, 0.97, 0.001), 2),
-    ("random", (7, 0.9, 0.05), 1),
-    ("random", (NONE, 0.999, NEVER), 3),
-    ("peaked", (NONE, 0.999, NEVER), 1),
-    ("peaked", (250, 0.5, NEVER), 1),  # what is no candidate weighs nothing
-    ("random", (NONE, ALL, 0.001), 4),
-    ("random", (NONE, ALL, 0.6), 1),
-    ("random", (NONE, 0.999, 0.6), 1),  # top_p keeps more than candidates, min_p does not
-    ("random", (40, 0.999, 0.6), 2),  # top_p asks for the mass that top_k leaves
-    ("rounded", (100, ALL, NEVER), 2),  # the cut goes through a tie
-    ("equal", (NONE, 0.5, NEVER), 3),
-    ("equal", (77, ALL, NEVER), 2),
-    ("equal", (260, 0.75, NEVER), 2),
-    ("equal", (1, 0.0, 1.0), 2),
-    ("zeros", (200, 0.6, NEVER), 2),  # of both signs
-    ("forbidden", (250, 0.9, NEVER), 2),  # fewer than that are allowed
-    ("forbidden", (NONE, 0.99, NEVER), 3),
-    ("nan", (40, 0.9, NEVER), 0),
+HARD: list[tuple[str, tuple[int, float, float], tl.constexpr]] = [  # logits, filters, mode
+    ("random", (NONE, ALL, NEVER), PLAIN),
+    ("random", (7, 0.9, 0.05), DRAWN),
+    ("rounded", (150, 0.97, 0.001), BY_COUNT),
+    ("random", (NONE, 0.999, NEVER), BY_MASS),
+    ("steps", (7, ALL, NEVER), DRAWN),
+    ("steps", (9, ALL, NEVER), BY_COUNT),
+    ("peaked", (250, 0.5, NEVER), DRAWN),  # what is no candidate weighs nothing
+    ("random", (40, 0.999, 0.6), BY_COUNT),  # top_p asks for the mass that top_k leaves
+    ("rounded", (100, ALL, NEVER), BY_COUNT),  # the cut goes through a tie
+    ("random", (NONE, 0.999, 0.6), DRAWN),  # top_p keeps more than candidates, min_p does not
+    ("random", (NONE, ALL, 0.001), RACE),
+    ("equal", (NONE, 0.5, NEVER), BY_MASS),
+    ("forbidden", (250, 0.9, NEVER), BY_COUNT),  # fewer than that are allowed
+    ("zeros", (200, 0.6, NEVER), BY_COUNT),  # of both signs
+    ("nan", (40, 0.9, NEVER), PLAIN),
 ]
 
 
@@ -367,6 +361,9 @@ def hard_row(kind: str, generator: torch.Generator) -> Tensor:
         return row.round()
     if kind == "peaked":
         row[::60] += 200
+    if kind == "steps":  # each strip has one token of weight, all of them another one
+        row = torch.full((300,), -50.0)
+        row[::4] = torch.randperm(75, generator=generator) / 4
     if kind == "equal":
         return torch.full((300,), 1.75)
     if kind == "zeros":
@@ -378,24 +375,22 @@ def hard_row(kind: str, generator: torch.Generator) -> Tensor:
     return row
 
 
-@pytest.mark.parametrize(("dtype", "every"), [(torch.bfloat16, 1), (torch.float32, 3), (torch.float16, 5)])
-def test_candidates_and_the_fall_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, every: int) -> None:
+@pytest.mark.parametrize(("dtype", "some"), [(torch.bfloat16, 0), (torch.float32, 2), (torch.float16, 3)])
+def test_candidates_and_the_fall_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, some: int) -> None:
     """Rows whose candidates, of eight strips at most, hold the last token that is kept, and rows whose do not."""
     small_tiles(monkeypatch, BLOCK=128, STRIP=4, CHOSEN=8)
     seen = modes(monkeypatch)
     generator = torch.Generator().manual_seed(4)
-    cases = HARD[::every]
+    cases = HARD[some :: 5 if some else 1]
     logits = torch.stack([hard_row(kind, generator) for kind, _, _ in cases]).to(dtype)
     filters = {name: torch.tensor([c[1][i] for c in cases]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
     options = {**filters, "temperature": 0.9, "seed": torch.arange(len(cases)) + 5}
     expected, found = (sample(backend, logits, **options) for backend in ("reference", "triton"))
-    assert seen == [[mode for _, _, mode in cases]]
+    assert seen == [[mode.value for _, _, mode in cases]]
     assert torch.equal(found.token, expected.token)
     assert torch.equal(found.last_kept, expected.last_kept)
     for name in ("logprob", "raw_logprob", "entropy"):
-        torch.testing.assert_close(
-            getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True
-        )
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 def test_nothing_is_read_on_the_host() -> None:
