@@ -7,7 +7,9 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 export ROLLTREE_CPU_ISA ?= native
-# Most of what is installed is never imported: Python compiles what is, then.
+# Most of what is installed is never imported: Python compiles what is, then, and keeps it, as the tests' many processes
+# import the same.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
@@ -20,7 +22,7 @@ VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.
 # flash-attn 4 and all it imports, without what it asks for: a build of torch for CUDA, of 5 GB.
 HOPPER ?= flash-attn-4==4.0.0b36 quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 \
 	nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext \
-	einops cuda-python==13.4.4 cuda-bindings==13.4.4 cuda-core cuda-pathfinder
+	einops cuda-bindings==13.4.4 cuda-pathfinder
 # Trainers of docs/other_trainers.md, and what importing the modules that it names needs.
 TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einops msgpack \
 	torchtitan==0.3.0 tyro docstring-parser typeguard spmd-types \
@@ -46,7 +48,7 @@ attack: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow tests/engine/loop tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
-vllm: $(VENV)-vllm/.ready
+vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
 	PYTHONPATH=build/vllm VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/integrations/test_vllm.py $(ARGS)
@@ -62,7 +64,7 @@ verl: $(VENV)/.ready-dev
 HOPPER_PATH := build/hopper:build/hopper/nvidia_cutlass_dsl/dsl_packages
 hopper: build/hopper/.ready $(VENV)/.ready-dev
 	PYTHONPATH=$(HOPPER_PATH) $(BIN)/python -m pytest -m hopper tests/kernels/test_flash_compiles.py \
-		tests/kernels/test_cute_compiles.py --timeout 900 $(ARGS)
+		tests/kernels/test_cute_compiles.py --timeout 3600 $(ARGS)
 
 hopper-quick: build/hopper/.ready $(VENV)/.ready-dev
 	PYTHONPATH=$(HOPPER_PATH) $(BIN)/python -m pytest -m hopper tests/kernels/test_hopper_quick.py --timeout 600 $(ARGS)
@@ -120,7 +122,7 @@ $(VENV)/.ready-dev: $(SOURCES)
 	touch $(VENV)/.ready $@
 
 # Its torch is the one named above: the wheel of vLLM for the CPU asks for a build of the same that no registry has.
-$(VENV)-vllm/.ready: $(VENV)/.ready-dev tests/vllm_requirements.py
+$(VENV)-vllm/.ready: tests/vllm_requirements.py pyproject.toml
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python $(INSTALL) "$(TORCH)"
 	$(VENV)-vllm/bin/python $(INSTALL) --no-deps "$(VLLM)"

@@ -11,10 +11,13 @@ through links. Three parts, each of less than ten minutes; everything goes into 
 matter most. ``tuning``: tiles of each kernel, memory checks, profiles. ``training``: whole steps and rollouts. Two more
 parts, of no limit, are ``tests`` (every test file that a GPU changes) and ``rows`` (every case of every benchmark).
 
-A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again and cases
-that are in the directory are not measured again, so the same command goes on where a part was cut off. Where there is
-no repository the environment variable ``ROLLTREE_COMMIT`` names the commit. Native parts that load and are no
-older than their sources are taken as they are; others are built, for this device alone.
+A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again (but for the
+build, which looks for what it has left) and cases that are in the directory are not measured again, so the same command
+goes on where a part was cut off. Where there is no repository the environment variable ``ROLLTREE_COMMIT`` names the
+commit. Native parts that load and are no older than their sources are taken as they are; others are built, for this
+device alone. ``--pack FILE`` keeps the directory in one archive too, brought up to date after every task, where few
+files can be fetched from the machine or it forgets its disk; unpacked into the directory, the archive lets another
+machine go on.
 
 ``--device cpu --rehearse`` runs the same tasks with small cases on a machine without a GPU.
 """
@@ -22,6 +25,7 @@ older than their sources are taken as they are; others are built, for this devic
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -32,6 +36,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +47,7 @@ import torch
 
 from rolltree.kernels.dispatch import load_library
 
-from .cli import OPS
+from .cli import OPS, load
 from .journal import Journal
 from .schema import REPOSITORY, append_line, commit, read
 from .table import table
@@ -50,6 +55,8 @@ from .table import table
 PART_SECONDS = 540.0
 NOTHING_COLLECTED = 5  # pytest's exit code
 LONG = ("tests", "rows")  # parts without a limit
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,16 @@ class Task:
     needs: str | None = None
     """A program that the machine must have; a rehearsal leaves it out of the command."""
     passing: tuple[int, ...] = (0,)
+    always: bool = False
+    """Whether it runs again where it has passed: what it leaves on the machine may be gone with the machine."""
+
+    def selects(self, device: torch.device) -> bool:
+        """Whether there is a case that it measures; of what measures nothing, true."""
+        if "rolltree.bench" not in self.command:
+            return True
+        op, *words = self.command[self.command.index("rolltree.bench") + 1 :]
+        cases = re.compile(words[words.index("--cases") + 1])
+        return any(cases.search(case.name) for case in load(op).cases(device, "--quick" in words))
 
 
 @dataclass(frozen=True)
@@ -92,16 +109,22 @@ class Setting:
             command.append("--quick")
         wanted = self.cases or ("" if self.rehearse or quick else cases)
         command += ["--cases", wanted, "--providers", providers]
+        name = (name or f"rows {op}") + (f" of {self.cases}" if self.cases else "")  # else it would pass for the whole
         if not under:
             command += ["--out", str(self.out), "--limit", str(min(limit / 2, 120.0))]
-            return Task(name or f"rows {op}", command, limit, op)
+            return Task(name, command, limit, op)
         command[command.index("--seconds") + 1] = "0"
         return Task(name, [*([] if self.rehearse else under), *command], limit, needs=under[0])
 
-    def pytest(self, name: str, *arguments: str, limit: float = 240.0) -> Task:
+    @property
+    def build(self) -> Task:
+        command = self.python("rolltree.bench.gpu", "--build", "--device", self.device)
+        return Task("build", command, 260.0, always=True)
+
+    def pytest(self, name: str, *arguments: str, limit: float = 240.0, passing: tuple[int, ...] = (0,)) -> Task:
         parallel = ["-n", "4"] if importlib.util.find_spec("xdist") and not self.rehearse else []
         command = [*self.python("pytest", "-q", "-p", "no:cacheprovider"), *parallel, *arguments]
-        return Task(name, command, limit, passing=(0, NOTHING_COLLECTED))
+        return Task(name, command, limit, passing=passing)
 
 
 def parts(to: Setting) -> dict[str, Callable[[], list[Task]]]:
@@ -119,7 +142,7 @@ def kernels(to: Setting) -> list[Task]:
     head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
     return [
         Task("versions", to.python("rolltree.bench.gpu", "--versions"), 60.0),
-        Task("build", to.python("rolltree.bench.gpu", "--build", "--device", to.device), 170.0),
+        to.build,
         to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=170.0),
         to.bench("ceilings", limit=60.0),
         to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=120.0),
@@ -145,6 +168,7 @@ def tuning(to: Setting) -> list[Task]:
         return to.bench(op, cases, "^rolltree$", under=under, limit=60.0, name=f"profile {op} {kernel}")
 
     return [
+        to.build,
         *(Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0) for kernel in ("attention", "decode", "sampling")),
         checked("tree_decode", "^rolltree$"),
         checked("tree_decode", "^cuda"),
@@ -165,6 +189,7 @@ def training(to: Setting) -> list[Task]:
         return to.bench("rollout", cases, engines, limit=limit, name=f"rows rollout {lengths}")
 
     return [
+        to.build,
         to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree|flat, transformers|flex", limit=150.0),
         to.bench("rl_step", limit=120.0),
         rollouts("forced", 110.0),
@@ -185,7 +210,7 @@ def all_tests(to: Setting) -> list[Task]:
     for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
         name = str(path.relative_to(REPOSITORY))
         if path.parent.name == "kernels":
-            found.append(to.pytest(name, name, limit=900.0))
+            found.append(to.pytest(name, name, limit=900.0, passing=(0, NOTHING_COLLECTED)))
         elif "mark.gpu" in path.read_text():
             found.append(to.pytest(name, name, "-m", "gpu", limit=900.0))
     return found
@@ -208,7 +233,11 @@ class Record:
             self.passed.add(task)
 
 
-def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None] = print) -> str:
+def tell(line: str) -> None:
+    print(line, flush=True)  # what is cut off has said it
+
+
+def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None] = tell) -> str:
     """How it ended: "passed", "failed: why", or "cut off" by the end of the part, to be gone on with.
 
     A benchmark whose process dies starts again behind the provider that it died of.
@@ -227,7 +256,13 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
             file.write(f"$ {' '.join(task.command)}\n")
             file.flush()
             process = subprocess.Popen(
-                task.command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, start_new_session=True
+                task.command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
             try:
                 code = process.wait(left)
@@ -251,11 +286,34 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
             return f"failed: {reason}; see {log}"
 
 
-def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[str], None] = print) -> list[str]:
+def _die_with_parent() -> None:
+    """In the child: what is cut off must not go on with the device."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def pack(out: Path, archive: Path | None) -> None:
+    """All of ``out`` as a gzipped tar, which is whole at any moment."""
+    if archive is None or not out.is_dir():
+        return
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    new = archive.with_name(f".{archive.name}.new")
+    with tarfile.open(new, "w:gz") as tar:
+        for path in sorted(p for p in out.rglob("*") if p.is_file() and p not in (archive, new)):
+            tar.add(path, path.relative_to(out))
+    new.replace(archive)
+
+
+def run_part(
+    tasks: Sequence[Task],
+    to: Setting,
+    seconds: float,
+    say: Callable[[str], None] = tell,
+    archive: Path | None = None,
+) -> list[str]:
     """The names of tasks that did not pass."""
     record, missed, start = Record(to.out), [], time.monotonic()
     for task in tasks:
-        if task.name in record.passed:
+        if task.name in record.passed and not task.always:
             say(f"== {task.name}: passed before")
             continue
         begun = time.monotonic()
@@ -263,6 +321,7 @@ def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[
         took = time.monotonic() - begun
         say(f"== {task.name}: {ended}, {took:.0f} s")
         record.add(task.name, ended.partition(":")[0], took)
+        pack(to.out, archive)
         if ended != "passed":
             missed.append(task.name)
     return missed
@@ -330,6 +389,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of timing a case (default 2)")
     parser.add_argument("--part-seconds", type=float, default=PART_SECONDS, metavar="S", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "gpu", help="default: build/gpu")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FILE", help="everything in --out as one .tar.gz, after every task"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rehearse", action="store_true", help="small cases; tools and GPU tests left out")
     parser.add_argument("--versions", action="store_true", help="only print versions")
@@ -362,10 +424,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.build:
         return build(torch.device(args.device))
+    todo = {name: known[name]() for name in chosen}
+    if args.cases:
+        try:
+            todo = {name: [t for t in some if t.selects(torch.device(args.device))] for name, some in todo.items()}
+        except re.error as error:
+            print(f"make gpu: --cases {args.cases!r} is not a regular expression: {error}.", file=sys.stderr)
+            return 2
+        if not any("rolltree.bench" in task.command for some in todo.values() for task in some):
+            print(
+                f"make gpu: no case of {', '.join(chosen)} contains --cases {args.cases!r}; rolltree bench --list has "
+                "their names.",
+                file=sys.stderr,
+            )
+            return 2
     missed = []
-    for name in chosen:
+    for name, some in todo.items():
         begun = time.monotonic()
-        missed += run_part(known[name](), to, float("inf") if name in LONG else args.part_seconds)
+        missed += run_part(some, to, float("inf") if name in LONG else args.part_seconds, archive=args.pack)
         print(f"== part {name}: {time.monotonic() - begun:.0f} s", flush=True)
     rows = [row for op in OPS if (to.out / f"{op}.jsonl").exists() for row in read(to.out / f"{op}.jsonl")]
     if rows:

@@ -110,7 +110,7 @@ def steps(
 
 
 def build_hopper(target: Target, model: Model, among: Collection[str] = ()) -> Iterator[Built]:
-    """The kernels of flash-attn 4 and, for Hopper, of quack, which it needs; of steps ``among`` these, or of all."""
+    """The kernels of flash-attn 4 and of quack, which it needs; of steps ``among`` these, or of all."""
     if "cutlass" in sys.modules and os.environ.get("CUTE_DSL_ARCH") != target.arch:
         raise RuntimeError(f"CuTe DSL is imported for another GPU than {target.arch}; build in a process of its own.")
     os.environ |= {  # read once, at the import
@@ -310,7 +310,7 @@ def _products(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], 
     from .linear_logprob.exponentials import BLOCK, ROWS, tile_of
 
     V, tile = model.vocab, tile_of(model.vocab)
-    if target.major != 9 or tile is None or model.dtype != torch.bfloat16 or model.logit_softcap:
+    if tile is None or model.dtype != torch.bfloat16 or model.logit_softcap:
         return
 
     def bf16(*shape: int) -> Tensor:
@@ -325,7 +325,8 @@ def _products(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], 
         cute_kernels.exponentials(bf16(rows, width), bf16(V, width), fp32(rows), ids, tile, e, *statistics)
 
     def gradients(rows: int = 4 * ROWS, width: int = 64) -> None:
-        e, scale, x = bf16(rows, V), bf16(V // BLOCK, rows), bf16(rows, width)
+        e, x = bf16(rows, V), bf16(rows, width)
+        scale = bf16(V // BLOCK, rows) if cute_kernels.scale_operands(e.device) else None
         cute_kernels.to_hidden(e, scale, bf16(V, width), fp32(rows), x)
         for add in (False, True):
             cute_kernels.to_weight(e, scale, x, fp32(V, width), add)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -85,6 +85,9 @@ def choose(op: str, table: Mapping[str, Fn], device: torch.device) -> Fn:
     usable = [b for b in preference if b in table and not _unusable(b, device)]
     if not usable:
         raise BackendError(f"No backend of {op} runs on a {device.type} tensor; it has {', '.join(table)}.")
+    for name in preference[: preference.index(usable[0])]:
+        if name in table and name in HOPPER:
+            _say_missing(op, usable[0], name, device)
     if usable[0] == "reference":
         missing = "; ".join(f"{b}: {_unusable(b, device) or 'not written for this op'}" for b in preference[:-1])
         log_once(f"{op} runs on the slow reference backend ({missing}).")
@@ -119,25 +122,55 @@ def _unusable(name: str, device: torch.device) -> str | None:
     return None if load_library(name) else f"the compiled {name} library is missing; see `rolltree doctor`"
 
 
-HOPPER: Mapping[str, tuple[str, tuple[int, ...]]] = {
-    "flash": ("flash-attn-4", (9, 10)),
-    "cute": ("quack-kernels", (9,)),
+class Package(NamedTuple):
+    """Of another project, whose kernels a backend launches."""
+
+    name: str
+    version: str  # that the backend is made for
+
+
+MAJORS = (9, 10)
+"""Of the compute capabilities that they are for: Hopper and Blackwell."""
+
+HOPPER: Mapping[str, Package] = {
+    "flash": Package("flash-attn-4", "4.0.0b36"),
+    "cute": Package("quack-kernels", "0.6.5"),
 }
-"""Backend -> the package whose kernels it launches, and the compute capabilities' majors that these are for."""
 
 
 @functools.cache
 def _package_unusable(name: str, device: torch.device) -> str | None:
-    package, majors = HOPPER[name]
     if device.type != "cuda":
         return "it needs a cuda tensor"
-    try:  # by its own name: flash-attn 2 has the same module
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return f"{package} is not installed; `pip install --pre rolltree[hopper]` brings it"
-    if torch.cuda.get_device_capability(device)[0] not in majors:
-        return f"it needs a {' or '.join('Hopper' if major == 9 else 'Blackwell' for major in majors)} GPU"
+    if torch.cuda.get_device_capability(device)[0] not in MAJORS:
+        return "it needs a Hopper or Blackwell GPU"
+    if _installed(name) is None:
+        return f"{HOPPER[name].name} is not installed; `pip install --pre rolltree[hopper]` brings it"
     return None
+
+
+def _installed(name: str) -> str | None:
+    """Version of the package of backend ``name``, asked by its own name: flash-attn 2 has the same module."""
+    try:
+        return importlib.metadata.version(HOPPER[name].name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _say_missing(op: str, chosen: str, name: str, device: torch.device) -> None:
+    """Once, on a GPU that backend ``name`` is for: that its package is missing."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in MAJORS:
+        log_once(f"{op} runs on '{chosen}' instead of '{name}': {_unusable(name, device)}.")
+
+
+def failed(name: str, error: Exception) -> str:
+    """What is said of kernels of backend ``name`` whose first use ends in ``error``, whatever it is: their package is
+    another project's."""
+    package, version = HOPPER[name], _installed(name)
+    other = f", and {package.name} is {version}, not {package.version}" if version != package.version else ""
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    return f"its kernels fail at their first use ({type(error).__name__}: {first_line}){other}"
 
 
 def fall_back(op: str, name: str, other: str, reason: str) -> None:

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from .dispatch import log_once
 
 PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "torch")
 
 
-@functools.cache
 def directory() -> Path:
     """``$ROLLTREE_CACHE_DIR`` or ``~/.cache/rolltree``, and below it a folder for these versions of Python and of all
     `PACKAGES`: another version finds nothing there and compiles anew."""
     root = os.environ.get("ROLLTREE_CACHE_DIR") or Path.home() / ".cache" / "rolltree"
     return Path(root) / "kernels" / hashlib.sha256(repr(versions()).encode()).hexdigest()[:16]
+
+
+def why_not_kept() -> str | None:
+    """Why kernels cannot be written to `directory`, in the system's words, or None."""
+    try:
+        directory().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory()):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+@functools.cache
+def used() -> Path:
+    """`directory`, or where that cannot be written a copy of it until the process ends, which is said once: packages
+    lock and replace entries, so what they read they must be able to write."""
+    wanted = directory()
+    if (reason := why_not_kept()) is None:
+        return wanted
+    copy = Path(tempfile.mkdtemp(prefix="rolltree-kernels-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    if wanted.is_dir():
+        shutil.copytree(wanted, copy, dirs_exist_ok=True)
+    log_once(
+        f"Kernels that are compiled are lost when the process ends: {wanted} cannot be written ({reason}); set "
+        "ROLLTREE_CACHE_DIR to a folder that can."
+    )
+    return copy
 
 
 def versions() -> dict[str, str]:
@@ -32,11 +64,11 @@ def versions() -> dict[str, str]:
 
 
 def use_for_flash() -> None:
-    """Have flash-attn 4 keep its kernels in `directory`, unless its own variables say where; before its import."""
+    """Have flash-attn 4 keep its kernels in `used`, unless its own variables say where; before its import."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(directory() / "flash"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(used() / "flash"))
 
 
 def use_for_quack() -> None:
-    """Have quack keep its kernels in `directory`, unless its own variables say where; before its import."""
-    os.environ.setdefault("QUACK_CACHE_DIR", str(directory() / "quack"))
+    """Have quack keep its kernels in `used`, unless its own variables say where; before its import."""
+    os.environ.setdefault("QUACK_CACHE_DIR", str(used() / "quack"))

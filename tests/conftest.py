@@ -7,6 +7,7 @@ mark expression names them.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import hypothesis
@@ -16,6 +17,9 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    from .interpreter import leave_out_what_is_dropped
+
+    leave_out_what_is_dropped()
 
 # Examples follow from the test's source alone, so a failure is the same on every machine.
 hypothesis.settings.register_profile("rolltree", deadline=None, derandomize=True)
@@ -25,7 +29,9 @@ hypothesis.settings.load_profile("rolltree")
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+        threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start, too
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,6 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out = [item for item in items if item.get_closest_marker(mark)]
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # every run of a trainer collects garbage; what is imported and collected by now is none
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

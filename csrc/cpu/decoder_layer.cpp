@@ -143,14 +143,18 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 void silu_and_multiply(const Tensor& gate, const Tensor& up) {
   float* x = gate.mutable_data_ptr<float>();
   const float* factor = up.const_data_ptr<float>();
+  const auto gated = [](Vec v, Vec u) {
+    const Vec low = v < -87.f ? splat(-87.f) : v, within = low > 87.f ? splat(87.f) : low;
+    return v / (1.f + exp(-within)) * u;
+  };
   torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += kLanes) {
-      const size_t bytes = std::min<int64_t>(kLanes, end - i) * sizeof(float);
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) store(x + i, gated(load(x + i), load(factor + i)));
+    if (const size_t bytes = (end - i) * sizeof(float)) {
       Vec v{}, u{};
       std::memcpy(&v, x + i, bytes);
       std::memcpy(&u, factor + i, bytes);
-      const Vec low = v < -87.f ? splat(-87.f) : v, within = low > 87.f ? splat(87.f) : low;
-      v = v / (1.f + exp(-within)) * u;
+      v = gated(v, u);
       std::memcpy(x + i, &v, bytes);
     }
   });

@@ -14,17 +14,24 @@ namespace rolltree {
 namespace {
 
 constexpr int kColumns = 4, kTileRows = kAccumulators / kColumns;
+constexpr int kRowsOfVector = kLanes / kColumns;
 
 // Lanes of a where kStride's bit of their number is 0, of b where it is 1, each the sum of two.
-template <int kStride>
-inline Vec fold(Vec a, Vec b) {
-  return swap_lanes<kStride, false>(a, b, Lanes{}) + swap_lanes<kStride, true>(a, b, Lanes{});
+template <int kStride, int... kLane>
+inline Vec fold(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, ((kLane & kStride) ? kLanes + kLane : kLane)...) +
+         __builtin_shufflevector(a, b, ((kLane & kStride) ? kLanes + kLane - kStride : kLane + kStride)...);
 }
 
-template <int kStride>
-inline Vec fold_all(Vec v) {
-  if constexpr (kStride == 0) return v;
-  else return fold_all<kStride / 2>(v + exchange<kStride>(v, Lanes{}));
+// The sums of kLanes vectors: lane l is that of s[l].
+template <int kStride = kLanes / 2>
+inline Vec totals(Vec* s) {
+  if constexpr (kStride == 0) return s[0];
+  else {
+#pragma GCC unroll 8
+    for (int i = 0; i < kStride; ++i) s[i] = fold<kStride>(s[i], s[i + kStride], Lanes{});
+    return totals<kStride / 2>(s);
+  }
 }
 
 // Some columns of the weight, one after the other; where fewer than kColumns are left the last one stands in.
@@ -36,7 +43,8 @@ struct Columns {
 template <int kRows>
 inline void few_rows_tile(const float* x, const Columns& weight, const float* bias, int64_t depth, float* out, int64_t stride,
                           bool ask_ahead) {
-  Vec sum[kRows][kColumns] = {};
+  constexpr int kVectors = (kRows + kRowsOfVector - 1) / kRowsOfVector;
+  Vec sum[kVectors * kRowsOfVector][kColumns] = {};
   const auto add = [&](auto load_from, int64_t d) {
     Vec columns[kColumns];
 #pragma GCC unroll 4
@@ -62,13 +70,18 @@ inline void few_rows_tile(const float* x, const Columns& weight, const float* bi
           return v;
         },
         whole);
-  constexpr int kHalf = kLanes / 2, kQuarter = kLanes / 4;
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    const Vec totals = fold_all<kQuarter / 2>(
-        fold<kQuarter>(fold<kHalf>(sum[r][0], sum[r][1]), fold<kHalf>(sum[r][2], sum[r][3])));
-    const float of_column[kColumns] = {totals[0], totals[kHalf], totals[kQuarter], totals[kHalf + kQuarter]};
-    for (int64_t c = 0; c < weight.count; ++c) out[r * stride + c] = bias ? of_column[c] + bias[c] : of_column[c];
+  for (int v = 0; v < kVectors; ++v) {
+    float of[kRowsOfVector][kColumns];
+    store(of[0], totals(sum[v * kRowsOfVector]));
+#pragma GCC unroll 4
+    for (int r = v * kRowsOfVector; r < std::min(kRows, (v + 1) * kRowsOfVector); ++r) {
+      float* from = of[r - v * kRowsOfVector];
+      if (bias)
+        for (int64_t c = 0; c < weight.count; ++c) from[c] += bias[c];
+      if (weight.count == kColumns) std::memcpy(out + r * stride, from, kColumns * sizeof(float));
+      else std::memcpy(out + r * stride, from, weight.count * sizeof(float));
+    }
   }
 }
 
@@ -87,15 +100,18 @@ void few_rows_product(const float* x, const float* weight, const float* bias, in
                       float* out, int64_t stride) {
   constexpr int64_t kWorth = 1 << 16;      // products that are worth a thread
   constexpr int64_t kOfCache = 1 << 18;    // numbers of a weight that come from memory anew each time
+  constexpr int64_t kNearest = 5 << 10;    // numbers of a weight that stay in the nearest cache beside a tile of x
   const int64_t blocks = (width + kColumns - 1) / kColumns, grain = kWorth / (rows * depth * kColumns + 1) + 1;
+  const int64_t together = std::max<int64_t>(kNearest / (kColumns * depth + 1), 1);
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin * kColumns; n < std::min(end * kColumns, width); n += kColumns) {
-      Columns columns{{}, std::min<int64_t>(kColumns, width - n)};
-      for (int64_t c = 0; c < kColumns; ++c) columns.row[c] = weight + std::min(n + c, width - 1) * depth;
+    for (int64_t first = begin; first < end; first += together)
       for (int64_t r = 0; r < rows; r += kTileRows)
-        few_rows_tile<kTileRows>(std::min<int64_t>(kTileRows, rows - r), x + r * depth, columns, bias ? bias + n : nullptr, depth,
-                                 out + r * stride + n, stride, r == 0 && width * depth >= kOfCache);
-    }
+        for (int64_t n = first * kColumns; n < std::min(std::min(first + together, end) * kColumns, width); n += kColumns) {
+          Columns columns{{}, std::min<int64_t>(kColumns, width - n)};
+          for (int64_t c = 0; c < kColumns; ++c) columns.row[c] = weight + std::min(n + c, width - 1) * depth;
+          few_rows_tile<kTileRows>(std::min<int64_t>(kTileRows, rows - r), x + r * depth, columns, bias ? bias + n : nullptr, depth,
+                                   out + r * stride + n, stride, r == 0 && width * depth >= kOfCache);
+        }
   });
 }
 

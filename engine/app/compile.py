@@ -66,7 +66,7 @@ def compile_kernels(job: Job, arch: str) -> None:
     """Fill the caches that the run reads on a GPU of ``arch``.
 
     Raises:
-        UserError: Triton is missing or interprets.
+        UserError: Triton is missing or interprets, or kernels cannot be kept.
     """
     if importlib.util.find_spec("triton") is None:
         raise UserError("There is no Triton here to compile with; install rolltree on Linux.")
@@ -74,6 +74,11 @@ def compile_kernels(job: Job, arch: str) -> None:
     flash = "flash-attn-4" in versions
     if not flash:
         print("flash-attn 4 is not installed, so only Triton's kernels are built; rolltree[hopper] brings it.")
+    elif reason := kernel_cache.why_not_kept():
+        raise UserError(
+            f"Kernels cannot be kept in {kernel_cache.directory()} ({reason}); set ROLLTREE_CACHE_DIR to a folder that "
+            "can be written."
+        )
     count = seconds = 0.0
     try:
         for built in ahead.build(ahead.TARGETS[arch], job.model, flash=flash, **launched(job)):

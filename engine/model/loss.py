@@ -77,12 +77,17 @@ def batch_loss(
 
 
 def terms_loss(
-    model: PreTrainedModel, batch: TreeBatch, terms: Sequence[AnyTerm], temperature: float, router_share: float
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    terms: Sequence[AnyTerm],
+    temperature: float,
+    router_share: float,
+    head_grad: Tensor | None = None,
 ) -> TermsLossOutput:
-    """The sum of ``terms`` over ``batch``, ready for ``.backward()``."""
+    """The sum of ``terms`` over ``batch``, ready for ``.backward()``; with ``head_grad`` for just that."""
     decoded = decode(model, batch)
     return with_router_loss(
-        _head_pass(model, decoded.hidden, batch.target, terms, batch.row, temperature, batch.plan),
+        _head_pass(model, decoded.hidden, batch.target, terms, batch.row, temperature, batch.plan, head_grad),
         decoded,
         router_share,
     )
@@ -96,9 +101,12 @@ def _head_pass(
     row: Tensor,  # [M]
     temperature: float,
     plan: HeadPlan | None,
+    head_grad: Tensor | None,
 ) -> TermsLossOutput:
     weight, bias, softcap, lora = head(model)
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "softcap": softcap, "lora": lora, "plan": plan}
+    if head_grad is not None:
+        options |= {"weight_grad": head_grad, "in_forward": True}
     return linear_terms_loss(hidden, weight, target, terms, row=row, **options)
 
 
@@ -151,6 +159,7 @@ def backward(
     temperature: float = 1.0,
     router_share: float = 1.0,
     after_each: Callable[[], object] | None = None,
+    head_grad: Callable[[], Tensor | None] | None = None,
 ) -> TermsLossOutput:
     """The loss of ``terms`` and its backward: adds to the gradients of the model's parameters.
 
@@ -162,19 +171,21 @@ def backward(
         terms: on the batch's targets; see `linear_terms_loss`.
         temperature, router_share: as for :func:`batch_loss`.
         after_each: called after every backward, as to move gradients away.
+        head_grad: called before every pass of the head; the fp32 tensor, if any, to which the gradient of its weight is
+            added, instead of to that of the parameter.
 
     Returns:
         Loss and metrics, without gradient.
     """
-    after = after_each or (lambda: None)
+    after, into = after_each or (lambda: None), head_grad or (lambda: None)
     if not batch.pieces:
-        out = terms_loss(model, batch, terms, temperature, router_share)
+        out = terms_loss(model, batch, terms, temperature, router_share, into())
         if out.loss.requires_grad:
             out.loss.backward()
         after()
         return out._replace(loss=out.loss.detach())
     if (of_tokens := _of_tokens(terms)) is not None:
-        return _token_by_token(model, batch, of_tokens, temperature, router_share, after)
+        return _token_by_token(model, batch, of_tokens, temperature, router_share, after, into)
     return _in_two_passes(model, batch, terms, temperature, router_share, after)
 
 
@@ -217,13 +228,14 @@ def _token_by_token(
     temperature: float,
     router_share: float,
     after: Callable[[], object],
+    into: Callable[[], Tensor | None],
 ) -> TermsLossOutput:
     account = _Account()
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
         hidden, target = decoded.hidden.index_select(0, p.head_row), batch.target[p.target]
-        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, temperature, p.plan)
+        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, temperature, p.plan, into())
         out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()

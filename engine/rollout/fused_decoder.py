@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,18 +20,20 @@ from rolltree.kernels.decoder_layer import LayerWeights, add_rms_norm_, decoder_
 from rolltree.kernels.tree_decode import tree_decode_attention
 
 from .kv_cache import KvCache
-from .layers import layer_number
 
 FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")
 """Of Transformers, whose decoders are computed as here."""
+
+STEADY = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings by which a position is turned alike however long the sequences are."""
 
 
 @dataclass
 class Found:
     """What a decoder was when it was looked at."""
 
-    parts: list[tuple[dict[str, Any], str, Any]]
-    """Where each module and weight was found, which may come to hold another."""
+    parts: tuple[tuple[dict[str, Any], ...], tuple[str, ...], tuple[Any, ...]]
+    """Where each module and weight was found, which may come to hold another: places, names, what was there."""
     hooks: list[dict[Any, Any]]
     """Of modules that are passed over, which must stay empty."""
     weights: list[Tensor]
@@ -41,8 +44,9 @@ class Found:
     """None where a product is not a plain one."""
 
     def holds(self) -> bool:
+        places, names, parts = self.parts
         return (
-            all(place.get(name) is part for place, name, part in self.parts)
+            all(map(is_, map(dict.get, places, names), parts))  # some hundred, every step
             and all(weight.dtype == torch.float32 and weight.is_contiguous() for weight in self.weights)
             and not any(self.hooks)
         )
@@ -54,6 +58,8 @@ class FusedDecoder:
     def __init__(self, decoder: Any, cache: KvCache) -> None:
         self._decoder, self._cache = decoder, cache
         self._found: Found | None = None
+        self._table: tuple[tuple[Any, ...], Tensor, Tensor, Tensor] | None = None
+        """What the cosines and sines of all positions were made of, they, [P, D] each, and the frequencies."""
 
     def run(self, input_ids: Tensor, position_ids: Tensor) -> Tensor | None:  # [N], [N] -> [N, H]
         """The last hidden states; None where the decoder has to run as it is."""
@@ -63,19 +69,19 @@ class FusedDecoder:
             return None
         decoder, norm = self._decoder, self._decoder.norm
         hidden = F.embedding(input_ids, decoder.embed_tokens.weight)
-        cos, sin = (part[0] for part in decoder.rotary_emb(hidden[None], position_ids[None]))
+        cos, sin = self._turns(hidden, position_ids)
         if cos.shape[1] != decoder.layers[0].self_attn.head_dim:
             return None
         if not self._cache.ready:
             for layer in decoder.layers:
                 attention = layer.self_attn
                 keys = hidden.new_empty((0, attention.config.num_key_value_heads, attention.head_dim))
-                self._cache.make_pages(_number(layer), keys, attention.num_key_value_groups)
+                self._cache.make_pages(attention.layer_idx, keys, attention.num_key_value_groups)
         if self._found.layers is None:
             for layer in decoder.layers:
                 hidden = self._with_modules(layer, hidden, cos, sin)
         else:
-            steps = [self._cache.layer(_number(layer)) for layer in decoder.layers]
+            steps = [self._cache.layer(layer.self_attn.layer_idx) for layer in decoder.layers]
             decoder_layers_(
                 hidden,
                 self._found.layers,
@@ -90,9 +96,25 @@ class FusedDecoder:
             )
         return add_rms_norm_(hidden, None, norm.weight, norm.variance_epsilon)
 
+    def _turns(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, H], [N] -> [N, D] each
+        """Cosines and sines of positions, each computed once; of rows ``like`` these."""
+        rotary = self._decoder.rotary_emb
+        if rotary.rope_type not in STEADY:
+            cos, sin = rotary(like[None], position_ids[None])
+            return cos[0], sin[0]
+        frequencies: Tensor = rotary.inv_freq
+        version = None if frequencies.is_inference() else frequencies._version
+        made_of = id(frequencies), version, rotary.attention_scaling
+        positions = int(position_ids.max()) + 1
+        if self._table is None or self._table[0] != made_of or len(self._table[1]) < positions:
+            every = torch.arange(1 << (positions - 1).bit_length())
+            cos, sin = rotary(like[None], every[None])
+            self._table = made_of, cos[0], sin[0], frequencies
+        return self._table[1].index_select(0, position_ids), self._table[2].index_select(0, position_ids)
+
     def _with_modules(self, layer: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H], [N, D]
         attention, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-        step = self._cache.layer(_number(layer))
+        step = self._cache.layer(attention.layer_idx)
         x = add_rms_norm_(residual, None, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         q, k, v = (
             product(x).view(len(x), -1, attention.head_dim)
@@ -108,12 +130,6 @@ class FusedDecoder:
         return residual.add_(mlp.down_proj(F.silu(mlp.gate_proj(x), inplace=True).mul_(mlp.up_proj(x))))
 
 
-def _number(layer: Any) -> int:
-    number = layer_number(layer)
-    assert number is not None
-    return number
-
-
 def _window(layer: Any) -> int | None:
     return getattr(layer.self_attn, "sliding_window", None)
 
@@ -123,7 +139,7 @@ def _look_at(decoder: Any) -> Found:
     named = f"{type(decoder).__module__}.{type(decoder).__qualname__}"
     family = next((f for f in FAMILIES if named == f"transformers.models.{f}Model"), None)
     if family is None:
-        return Found([], [], [], False, None)
+        return Found(((), (), ()), [], [], False, None)
     passed_over = [decoder, decoder.embed_tokens, decoder.norm, *_passed_over(decoder.layers)]
     products = [product for layer in decoder.layers for product in _products(layer)]
     parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
@@ -136,7 +152,8 @@ def _look_at(decoder: Any) -> Found:
     layers = [_weights(layer) for layer in decoder.layers] if known and plain and not biased else None
     if layers is not None:  # else they may have any hooks
         hooks += [hooks for p in products for hooks in (p._forward_hooks, p._forward_pre_hooks)]
-    return Found(parts, hooks, list(decoder.parameters()) if known else [], known, layers)
+    places, names, found = zip(*parts, strict=True)
+    return Found((places, names, found), hooks, list(decoder.parameters()) if known else [], known, layers)
 
 
 def _passed_over(layers: Any) -> Iterator[Any]:

@@ -72,7 +72,7 @@ class StepVector:
             rows,
             max(count_partials(step), nodes),
             pages,
-            cache.groups,
+            cache.groups if device.type == "cuda" else (),  # on a CPU nodes are gone through as they are
             device,
             samples=len(draws.slots),
             head_rows=len(step.sample_rows),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rolltree.kernels import TermsLossOutput
@@ -38,6 +39,7 @@ class Trainer:
 
     Where the model computes in fp32 the master weights *are* its parameters, the very tensors the rollout engine reads;
     a bf16 model gets fp32 copies, into which its gradients are added after every micro-batch, and is rounded from them.
+    That of the head's weight is summed in fp32 and never rounded.
 
     Args:
         phases: told what an update is at.
@@ -54,6 +56,8 @@ class Trainer:
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for _, p in self._named]
         self._device = self._masters[0].device
+        head = model.get_output_embeddings().weight
+        self._head = next((i for i, (_, p) in enumerate(self._named) if p is head and _sums_in_fp32(p)), None)
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
@@ -93,6 +97,7 @@ class Trainer:
                 temperature=temperature,
                 router_share=share,
                 after_each=self._gather_gradients,
+                head_grad=self._head_grad,
             )
 
         metrics = self.update(batches, compute)
@@ -208,6 +213,15 @@ class Trainer:
         warmup = self.config.lr_warmup_steps
         return self.lr_scale * self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
 
+    def _head_grad(self) -> Tensor | None:
+        """Where the gradient of the head's weight is summed; None where autograd may take over what the head makes."""
+        if self._head is None:
+            return None
+        master = self._masters[self._head]
+        if master.grad is None and master is not self._named[self._head][1]:
+            master.grad = torch.zeros_like(master)
+        return master.grad
+
     def _gather_gradients(self) -> None:
         for (_, parameter), master in zip(self._named, self._masters, strict=True):
             if master is parameter or parameter.grad is None:
@@ -225,3 +239,7 @@ class Trainer:
             for (_, parameter), master in zip(self._named, self._masters, strict=True):
                 if master is not parameter:
                     parameter.copy_(master)
+
+
+def _sums_in_fp32(parameter: Tensor) -> bool:
+    return parameter.dtype in (torch.float32, torch.bfloat16) and not isinstance(parameter, DTensor)

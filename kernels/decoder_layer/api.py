@@ -235,8 +235,9 @@ def decoder_layers_(
     _in_pages(check, slots, P * page)
     run = _choose("decoder_layers_", _DECODER_LAYER, residual)
     eps, scale = check.number("eps", eps, least=0.0), check.number("scale", scale)
+    nodes = tuple(plan.tensors().values())
     for weights, (k_pages, v_pages), window in zip(layers, pages, windows, strict=True):
-        run(residual, weights, cos, sin, slots, k_pages, v_pages, plan, eps, scale, window)
+        run(residual, weights, cos, sin, slots, k_pages, v_pages, nodes, eps, scale, window)
 
 
 def _in_pages(check: Arguments, slots: Tensor, places: int) -> None:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..tree_decode import DecodePlan
-
 if TYPE_CHECKING:
     from .api import LayerWeights
 
@@ -41,10 +39,10 @@ def decoder_layer(
     slots: Tensor,  # [N] int64
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    plan: DecodePlan,
+    nodes: tuple[Tensor, ...],  # of the plan, in its order
     eps: float,
     scale: float,
     window: int | None,
 ) -> None:
-    step = (cos, sin, slots, k_pages, v_pages, *plan.tensors().values())
+    step = (cos, sin, slots, k_pages, v_pages, *nodes)
     torch.ops.rolltree_cpu.decoder_layer(residual, *w.tensors, eps, *step, scale, window)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..tree_decode import DecodePlan
 from ..tree_decode import reference as attention
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def decoder_layer(
     slots: Tensor,  # [N] int64
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    plan: DecodePlan,
+    nodes: tuple[Tensor, ...],  # of the plan, in its order
     eps: float,
     scale: float,
     window: int | None,
@@ -58,7 +57,7 @@ def decoder_layer(
         F.linear(x, weight, bias).view(N, -1, D) for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
     )
     rotate_and_store(q, k, v, w.q_norm, w.k_norm, eps, cos, sin, slots, k_pages, v_pages)
-    tail: tuple[Any, ...] = *plan.tensors().values(), None, None, 0, scale, window, None
+    tail: tuple[Any, ...] = *nodes, None, None, 0, scale, window, None
     seen, _ = attention.tree_decode(q, k_pages, v_pages, *tail)
     x = add_rms_norm(residual, F.linear(seen.flatten(1), w.o, w.o_bias), w.mlp_norm, eps)
     residual += F.linear(F.silu(F.linear(x, w.gate)) * F.linear(x, w.up), w.down)

@@ -1,4 +1,4 @@
-"""Cute backend of `linear_logprob`'s forward: `exponentials` on quack's GEMMs, on Hopper.
+"""Cute backend of `linear_logprob`'s forward: `exponentials` on quack's GEMMs, on Hopper and Blackwell.
 
 What its kernels do not take runs on Triton and is said once: other dtypes, a bias, a softcap, an adapter, a vocabulary
 that is no multiple of 128, a width that is none of 8, the sum of squared probabilities. The backward is Triton's.
@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..dispatch import fall_back, log_once, usable
+from ..dispatch import failed, fall_back, log_once, usable
 from . import chunked, frozen, reference
 from .exponentials import ROWS, Exponentials, Products, Scores, tile_of
 from .head import Head, HeadGradient
@@ -149,6 +149,11 @@ def expected(V: int, H: int, device: torch.device) -> bool:
     return usable("cute", device) and _refusal_of_sizes(V, H) is None
 
 
+def rescaled(device: torch.device) -> bool:
+    """Whether exponentials are scaled in a pass of their own before their products, as anywhere but on Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9
+
+
 _checked: dict[tuple[object, ...], str | None] = {}
 """device and tile -> why the kernels are not used in this process, or None."""
 
@@ -198,8 +203,8 @@ def _first_use(device: torch.device, tile: int) -> str | None:
     exact = by_rows(None, torch.float64)
     try:
         ours, twin = by_products(), by_rows(portable(), torch.bfloat16)
-    except Exception as error:  # of a package that is not ours: whatever it is, Triton goes on
-        return f"its kernels fail at their first use ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+    except Exception as error:  # Triton goes on
+        return failed("cute", error)
     for name, got, other, want in zip(FLOOR, ours, twin, exact, strict=True):
         mine, twins = (((x.double() - want).norm() / want.norm()).item() for x in (got, other))
         if not mine <= max(ERROR * twins, FLOOR[name]):

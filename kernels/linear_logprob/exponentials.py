@@ -14,7 +14,9 @@ which is as exact as fp32 logits: powers of two by integers round nothing. The g
 once ``e_y`` is ``(p_y - 1) S / 2^g`` (rounded to bf16 when its two terms have cancelled), so it is never written: the
 products read ``e``, scaled by ``2^g``, which is exact in bf16, and by v: dh in fp32 after the sum, dW = e^T (v h).
 
-Moves 2 V bytes a row in each product and ``12 V / tile`` of statistics; rows are multiplied in multiples of 128.
+Moves 2 V bytes a row in each product and ``12 V / tile`` of statistics; rows are multiplied in multiples of 128. Where
+the products cannot scale an operand on its way, ``e`` is scaled in its place between them: 4 V bytes a row more, and
+the same bits.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ LN2 = 0.6931471805599453
 class Products(Protocol):
     """The three kernels: `cute_kernels`. C is a multiple of `ROWS`; all tensors are contiguous."""
 
+    def scale_operands(self, device: torch.device) -> bool:
+        """Whether the other two products take a ``scale``; else they read ``e`` as it is, and get None."""
+
     def exponentials(
         self,
         x: Tensor,  # [C, H] bf16
@@ -64,7 +69,7 @@ class Products(Protocol):
     def to_hidden(
         self,
         e: Tensor,  # [C, V] bf16
-        scale: Tensor,  # [V / BLOCK, C] bf16, powers of two
+        scale: Tensor | None,  # [V / BLOCK, C] bf16, powers of two
         weight: Tensor,  # [V, H] bf16
         v: Tensor,  # [C] fp32
         out: Tensor,  # [C, H] bf16, out: v (scale e) weight
@@ -73,7 +78,7 @@ class Products(Protocol):
     def to_weight(
         self,
         e: Tensor,  # [C, V] bf16
-        scale: Tensor,  # [V / BLOCK, C] bf16
+        scale: Tensor | None,  # [V / BLOCK, C] bf16
         x: Tensor,  # [C, H] bf16
         out: Tensor,  # [V, H] fp32, out: (scale e)^T x
         add: bool,  # to what is there
@@ -148,12 +153,17 @@ class Exponentials:
         alive = a != 0
         self.v = torch.where(alive, -a * self.inverse / self.total, 0.0)
         scale = torch.where(alive[:, None], self.gap.clamp(min=-FAR).exp2(), 0.0)
-        self.scale = scale.to(self.e.dtype).T.repeat_interleave(self.tile // BLOCK, 0)
+        scale = scale.to(self.e.dtype)
         column = self.target.clamp(min=0)[:, None]
         minus_one = torch.expm1(self.logprob) * self.total / self.of_target.clamp(min=-FAR).exp2()
         here = self.e.gather(1, column).squeeze(1)
         at_target = torch.where(alive & (self.target >= 0), minus_one.to(here.dtype), here)
         self.e.scatter_(1, column, at_target[:, None])
+        self.scale = None
+        if self.products.scale_operands(self.e.device):
+            self.scale = scale.T.repeat_interleave(self.tile // BLOCK, 0)
+        else:
+            self.e.unflatten(1, (-1, self.tile)).mul_(scale[:, :, None])
 
     def to_hidden(self, out: Tensor) -> None:
         """``out [n, H]``: gradient of hidden."""

@@ -17,9 +17,9 @@ from ..linear_logprob.api import check_accumulator, prepare
 from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
 from ..policy_loss.api import check
 from .composed import composed
-from .op import encoded, linear_terms_loss_op
+from .op import Into, encoded, linear_terms_loss_op
 from .plan import ONE_PASS, HeadPlan, plan_everything, plan_terms_loss
-from .terms import AnyTerm, LogprobTerm, Term, TermsLossOutput, common_normalizer, finish_terms
+from .terms import AnyTerm, LogprobTerm, Term, TermsLossOutput, common_normalizer, finish_terms, own_normalizers
 
 
 def linear_policy_loss(
@@ -38,6 +38,7 @@ def linear_policy_loss(
     lora: HeadLora | None = None,
     plan: HeadPlan | None = None,
     weight_grad: Tensor | None = None,  # [V, H]
+    in_forward: bool = False,
 ) -> PolicyLossOutput:
     """``policy_loss(linear_logprob(...), ...)`` in one op that forms the logits once; same value, gradients, metrics.
 
@@ -52,19 +53,23 @@ def linear_policy_loss(
         tp_group: as in `linear_logprob`; then the two ops run one after the other, and the backward recomputes.
         weight_grad: an fp32 accumulator (Megatron's ``main_grad``): the backward adds weight's gradient to it in fp32
             and leaves ``weight.grad`` alone. ``weight`` must require a gradient all the same.
+        in_forward: add to ``weight_grad`` where the gradients are made, chunk by chunk: for a plan of one pass that is
+            the forward, and one buffer [V, H] less. The loss must then be differentiated once and as it is, with a
+            factor of 1: put others into ``normalizer``. Not in fp16.
         plan: from `plan_policy_loss`, which may have been made on the host; then nothing here waits for a GPU.
             Default: made here, which waits for it once, except without ``row`` for an objective of tokens: then every
             target is computed.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit, or the plan is of another batch or another mask (a
-            mask on a GPU: a device-side assertion); the message names which.
+            mask on a GPU: a device-side assertion); the message names which. From the backward: ``in_forward`` with
+            another factor than 1 (on a GPU a device-side assertion).
         IndexError: a target or row is out of range (CPU only; on a GPU a wrong row stops the program).
         RuntimeError: a second backward of gradients made in the forward.
     """
     out = linear_terms_loss(
         hidden, weight, target, [Term(fields, objective, normalizer)], row=row, bias=bias, temperature=temperature,
-        softcap=softcap, tp_group=tp_group, lora=lora, plan=plan, weight_grad=weight_grad,
+        softcap=softcap, tp_group=tp_group, lora=lora, plan=plan, weight_grad=weight_grad, in_forward=in_forward,
     )  # fmt: skip
     return PolicyLossOutput(out.loss, out.metrics)
 
@@ -83,6 +88,7 @@ def linear_terms_loss(
     lora: HeadLora | None = None,
     plan: HeadPlan | None = None,
     weight_grad: Tensor | None = None,  # [V, H]
+    in_forward: bool = False,
 ) -> TermsLossOutput:
     """The weighted sum of ``terms`` over the same rows, in one pass: `linear_policy_loss` of each, added up.
 
@@ -94,7 +100,7 @@ def linear_terms_loss(
     Args:
         terms: `Term` and `LogprobTerm`, each with a name of its own.
         plan: from `plan_terms_loss`.
-        hidden, weight, target, row, bias, temperature, softcap, tp_group, lora, weight_grad: as in
+        hidden, weight, target, row, bias, temperature, softcap, tp_group, lora, weight_grad, in_forward: as in
             `linear_policy_loss`.
 
     Raises:
@@ -109,6 +115,13 @@ def linear_terms_loss(
         call.index("row", row, len(hidden), remedy="it names rows of hidden")
     terms = _checked(call, terms, target, temperature)
     check_accumulator("linear_policy_loss", weight, weight_grad, temperature.dtype)
+    if in_forward:
+        call.require(weight_grad is not None, "in_forward says when weight_grad is added to; give weight_grad")
+    if in_forward and weight_grad is not None:
+        call.require(weight_grad.is_contiguous(), "with in_forward=True weight_grad must be contiguous")
+        call.require(
+            hidden.dtype != torch.float16, "fp16 does not keep gradients divided by normalizer; leave in_forward out"
+        )
     for name, given in (("lora", lora), ("weight_grad", weight_grad)):
         if tp_group is not None and given is not None:
             raise ValueError(f"linear_policy_loss: tp_group does not combine with {name}.")
@@ -134,9 +147,13 @@ def linear_terms_loss(
         options |= {"M": plan.given[1], "place": plan.place, "row": plan.row_of_target()}
         return composed(hidden, weight, target, terms, **options)
     tensors, names, objectives = encoded(of_tokens)
-    n, scale = (None, None) if len(terms) == 1 else common_normalizer(of_tokens, temperature)
+    n, scale = None, None
+    if in_forward:
+        n, scale = own_normalizers(of_tokens, temperature)
+    elif len(terms) > 1:
+        n, scale = common_normalizer(of_tokens, temperature)
     with torch.autocast(hidden.device.type, enabled=False):
-        total, totals, sums, scores, *_ = linear_terms_loss_op(
+        total, totals, sums, scores, *_ = (Into.apply if in_forward else linear_terms_loss_op)(
             hidden,
             *head,
             0.0 if lora is None else lora.scale,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import Arguments
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
@@ -32,8 +33,7 @@ def _decoded(tensors: Sequence[Tensor], names: str, objectives: str) -> list[tup
     return terms
 
 
-@torch.library.custom_op("rolltree::linear_terms_loss", mutates_args=())
-def linear_terms_loss_op(
+def _one_pass(
     hidden: Tensor,  # [R, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
@@ -53,17 +53,17 @@ def linear_terms_loss_op(
     target_cuts: Sequence[int],
     path_cuts: Sequence[int],
     need: Sequence[bool],  # [5], gradients of hidden, weight, bias, a, b
-    weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
+    weight_grad: Tensor | None,  # [V, H], to which weight's gradient is added
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], log-prob and
     entropy of the targets [2, P], gradients of hidden, weight, bias, a, b)``.
 
-    Gradients of the head are in the accumulation dtype; what is not needed is empty.
+    Gradients of the head are in the accumulation dtype; what is not needed, or added to ``weight_grad``, is empty.
     """
     check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
     lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
     head = Head(weight, bias, lora, temperature.dtype)
-    gradient = HeadGradient(head, need[1], need[2], need[3] or need[4])
+    gradient = HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
     targets = Targets(start, target, None, place is None and len(target) == len(hidden))
     judge = Judge(_decoded(fields, names, objectives), scale, place, temperature)
     cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
@@ -74,14 +74,15 @@ def linear_terms_loss_op(
     else:
         d_hidden, scores = fused.one_pass(row_kernels(backend), given, judge, cuts, need[0], gradient)
     total, totals, sums = judge.result()
-    return total.to(temperature.dtype), totals, sums, scores, d_hidden, *gradient.results()
+    d_weight, d_bias, d_a, d_b = gradient.results()
+    d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight
+    return total.to(temperature.dtype), totals, sums, scores, d_hidden, d_weight, d_bias, d_a, d_b
 
 
-@linear_terms_loss_op.register_fake
-def _(
+def _fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    _, _, target, _, temperature, _, _, _, objectives, *_, need, _ = rest
+    _, _, target, _, temperature, _, _, _, objectives, *_, need, weight_grad = rest
 
     def like(t: Tensor | None, needed: bool, empty: tuple[int, ...]) -> Tensor:
         return temperature.new_empty(t.shape if needed and t is not None else empty)
@@ -93,11 +94,33 @@ def _(
         temperature.new_empty((K, len(SUMS)), dtype=torch.float64),
         temperature.new_empty((2, len(target))),
         torch.empty_like(hidden) if need[0] else hidden.new_empty(0),
-        like(weight, need[1], (0,)),
+        like(weight, need[1] and weight_grad is None, (0,)),
         like(bias, need[2], (0,)),
         like(lora_a, need[3] or need[4], (0,)),
         like(lora_b, need[3] or need[4], (0,)),
     )
+
+
+_SCHEMA = torch.library.infer_schema(_one_pass, mutates_args=())
+
+
+def _apart(*given: Any) -> tuple[Tensor, ...]:
+    return _one_pass(*(*given[:-1], None))
+
+
+linear_terms_loss_op = torch.library.custom_op("rolltree::linear_terms_loss", _apart, mutates_args=(), schema=_SCHEMA)
+"""`_one_pass` whose backward adds weight's gradient, times that of the loss, to ``weight_grad``."""
+
+linear_terms_loss_into_op = torch.library.custom_op(
+    "rolltree::linear_terms_loss_into",
+    _one_pass,
+    mutates_args=("weight_grad",),
+    schema=_SCHEMA.replace("Tensor? weight_grad", "Tensor(a!)? weight_grad"),
+)
+"""`_one_pass` itself; `Into` differentiates it."""
+
+linear_terms_loss_op.register_fake(lambda *given: _fake(*given[:-1], None))
+linear_terms_loss_into_op.register_fake(_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -113,15 +136,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad is None:
-        return *(None,) * 5, *ctx.constants
-    if not ctx.gradients:
+def _handed_on(ctx: Any) -> list[Any]:
+    gradients: list[Any]
+    gradients, ctx.gradients = ctx.gradients, []
+    if not gradients:
         raise RuntimeError(
             "linear_policy_loss: its gradients were handed on by an earlier backward; call it again, or linear_logprob "
             "and policy_loss, which allow several."
         )
-    gradients, ctx.gradients = ctx.gradients, []
+    return gradients
+
+
+def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad is None:
+        return *(None,) * 5, *ctx.constants
+    gradients = _handed_on(ctx)
     result: list[Tensor | None] = []
     for i, needed in enumerate(ctx.needs_input_grad[:5]):
         gradient = gradients[i]
@@ -144,3 +173,28 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
 
 
 linear_terms_loss_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+class Into(torch.autograd.Function):
+    """`linear_terms_loss_into_op` with its backward: torch takes none for an op that writes to an argument."""
+
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = linear_terms_loss_into_op(*given)
+        return out
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        none = (None,) * (len(ctx.needs_input_grad) - 5)
+        if grad is None:
+            return *(None,) * 5, *none
+        Arguments("linear_policy_loss", "the loss", grad).holds(
+            grad == 1,
+            "with in_forward=True weight's gradient is in weight_grad before the backward, so the loss must be "
+            "differentiated as it is; put other factors into normalizer",
+        )
+        d_hidden, _, *others = _handed_on(ctx)
+        gradients = d_hidden, None, *(d.to(ctx.dtype) for d in others)
+        return *(d if need else None for d, need in zip(gradients, ctx.needs_input_grad, strict=False)), *none

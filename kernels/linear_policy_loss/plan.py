@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
-from ..linear_logprob.cute import expected
+from ..linear_logprob.cute import expected, rescaled
 from ..linear_logprob.exponentials import padded
 from ..policy_loss import Objective, PolicyFields
 from .align import align
@@ -69,6 +69,7 @@ class HeadPlan:
     gradient_share: float
     batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
     exponentials: bool  # whether backend cute is expected to run it
+    rescaled: bool  # and scales them in a pass of its own, as on Blackwell
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
         """Row of each target among the R; None: one a row, in order."""
@@ -113,14 +114,15 @@ class HeadPlan:
         """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
 
         A tile of fp32 is written, read by the statistics, and with a gradient read again and written; of bf16
-        exponentials only written, where a gradient follows. The fp32 gradient of the head is read and written once a
-        chunk.
+        exponentials, where a gradient follows, written, and on Blackwell scaled in its place. The fp32 gradient of the
+        head is read and written once a chunk.
         """
         V, H = self.head
         scored = self.schedule == "logprob_only"
         tiles = (sum(self._multiplied()) * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
         if self.exponentials:
-            tiles = (sum(self._multiplied()) * (0 if scored else 2) + self.shared * (4 + 2) * 4) * V
+            own = 0 if scored else 6 if self.rescaled else 2
+            tiles = (sum(self._multiplied()) * own + self.shared * (4 + 2) * 4) * V
         chunks = len(self.row_cuts) - 1 + (-(-self.shared // self._most()) if self.shared else 0)
         head = 0 if self.frozen or scored else chunks * V * H * 8
         return float(tiles + head)
@@ -169,7 +171,9 @@ class HeadPlan:
         rows, targets = self.row_cuts[-1], self.target_cuts[-1]
         tiles = "fp32 logits"
         if self.exponentials:
-            tiles = f"bf16 exponentials (backend cute), {self.padding()} rows for further targets and to full tiles"
+            scaled = ", scaled in a pass of their own" if self.rescaled and self.schedule != "logprob_only" else ""
+            tiles = f"bf16 exponentials (backend cute){scaled}"
+            tiles += f", {self.padding()} rows for further targets and to full tiles"
         return "\n".join(
             [
                 f"schedule {self.schedule}{' (frozen head)' if self.frozen else ''}: {rows} of {N} rows, "
@@ -290,6 +294,7 @@ def plan_terms_loss(
         gradient_share=gradient_share,
         batch=int(fingerprint(terms, row)),
         exponentials=_exponentials(terms, schedule, vocabulary, hidden_size, device),
+        rescaled=rescaled(torch.device(device)),
     )
 
 
@@ -330,6 +335,7 @@ def plan_everything(
         gradient_share=1.0,
         batch=None,
         exponentials=exponentials,
+        rescaled=rescaled(device),
     )
 
 

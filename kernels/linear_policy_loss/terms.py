@@ -74,6 +74,22 @@ def common_normalizer(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tens
     precision keeps.
     """
 
+    each = _normalizers(terms, like)
+    counts = each.isfinite()
+    n = torch.where(counts & (each != 0), each.abs(), torch.inf).min()
+    n = torch.where(n.isfinite(), n, 1)
+    return n, torch.where(counts, n / each, 0)  # inf for a normalizer of 0: a loss that has nothing to learn bears it
+
+
+def own_normalizers(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tensor]:
+    """As `common_normalizer`, with ``n`` = 1: what is scaled is the loss itself. For dtypes that keep small numbers."""
+    each = _normalizers(terms, like)
+    return torch.ones_like(each[0]), torch.where(each.isfinite(), 1 / each, 0)
+
+
+def _normalizers(terms: Sequence[Term], like: Tensor) -> Tensor:
+    """``[K]``, normalizer / weight of each term."""
+
     def tensor(x: float | Tensor) -> Tensor:
         return (
             x.to(like, non_blocking=True)
@@ -81,11 +97,7 @@ def common_normalizer(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tens
             else torch.full((), x, dtype=like.dtype, device=like.device)
         )
 
-    each = torch.stack([tensor(t.normalizer) / t.weight for t in terms])
-    counts = each.isfinite()
-    n = torch.where(counts & (each != 0), each.abs(), torch.inf).min()
-    n = torch.where(n.isfinite(), n, 1)
-    return n, torch.where(counts, n / each, 0)  # inf for a normalizer of 0: a loss that has nothing to learn bears it
+    return torch.stack([tensor(t.normalizer) / t.weight for t in terms])
 
 
 def scaled(values: Tensor, scale: Tensor) -> Tensor:

@@ -74,7 +74,11 @@ def sample_tokens(
         _per_row(check, "seed", seed, rows, torch.int64),
         _per_row(check, "step", step, rows, torch.int64),
     )
-    return SampleOutput(*_sample(logits, *parameters))
+    # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small draw.
+    if torch.compiler.is_compiling():
+        return SampleOutput(*_sample_op(logits, *parameters))
+    with torch.no_grad():
+        return SampleOutput(*_sample(logits, *parameters))
 
 
 def kept_tokens(logits: Tensor, last_kept: Tensor) -> tuple[Tensor, Tensor]:  # [N, V], [N] int64
@@ -105,7 +109,6 @@ def kept_tokens(logits: Tensor, last_kept: Tensor) -> tuple[Tensor, Tensor]:  # 
     return indptr, kept.nonzero()[:, 1]
 
 
-@torch.library.custom_op("rolltree::sample_tokens", mutates_args=())
 def _sample(
     logits: Tensor,
     temperature: Tensor,
@@ -119,7 +122,10 @@ def _sample(
     return run(logits, temperature, top_k, top_p, min_p, seed, step)
 
 
-@_sample.register_fake
+_sample_op = torch.library.custom_op("rolltree::sample_tokens", _sample, mutates_args=())
+
+
+@_sample_op.register_fake
 def _(
     logits: Tensor,
     temperature: Tensor,

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..dispatch import fall_back, log_once
+from ..dispatch import failed, fall_back, log_once
 from . import reference, triton
 from .flash_lists import LIST_BYTES, TILES, FlashTiles, block_lists, list_bytes, mask_tensors
 
@@ -173,8 +173,8 @@ def _first_use(
     exact = both(definition, *(x.double() for x in (q, k, v, grad)))
     try:
         ours, twin = both((_forward, _backward), q, k, v, grad), both(portable, q, k, v, grad)
-    except Exception as error:  # of a package that is not ours: whatever it is, Triton goes on
-        return f"its kernels fail at their first use ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+    except Exception as error:  # Triton goes on
+        return failed("flash", error)
     for name, got, other, want in zip(("out", "lse", "dq", "dk", "dv"), ours, twin, exact, strict=True):
         mine, twins = (((x.double() - want).norm() / want.norm()).item() for x in (got, other))
         if not mine <= max(ERROR * twins, LSE_ERROR if name == "lse" else 0.0):

@@ -126,14 +126,17 @@ def _dkdv_tiles(
 ):  # fmt: skip
     """Adds tiles ``begin`` to ``stop``: those of one row block of the list after the other, for each query head."""
     WHOLE: tl.constexpr = STEP == 1
+    LEAN: tl.constexpr = PARTS == 1 and dk.numel * ROWS >= 128 * 128 * 64  # else dK, dV and scores leave registers
     for i in range(begin, stop):
         entry = listed + STEP * (i // GROUP)
         block = _by_halves(entry) if WHOLE else tl.load(entry)
         head = first_head + i % GROUP
         first = block * ROWS
-        query = load_tile(q + own + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE)
+        query = load_tile(
+            q + own + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
+        )
         grad = load_tile(
-            grad_out + own + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE
+            grad_out + own + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
         )
         lines = first + tl.arange(0, ROWS)
         product = tl.dot(key, query.T, input_precision="ieee")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,6 +153,9 @@ def test_parts_go_on_where_they_stopped(tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "xxx"
     assert gpu.run_part(tasks, setting(tmp_path), 60.0, lambda line: None) == ["bad"]
     assert (tmp_path / "ran").read_text() == "xxxx", "only what had not passed"
+    tasks = [task("good", mark, always=True)]
+    assert gpu.run_part(tasks, setting(tmp_path), 60.0, lambda line: None) == []
+    assert (tmp_path / "ran").read_text() == "xxxxx", "and what another machine lacks"
 
 
 def test_time_limits_of_tasks_and_parts(tmp_path: Path) -> None:
@@ -187,6 +191,65 @@ if not journal.known("one", "ours"):
     assert said == ["made_up / one / ours: stopped: its process ended: exit code -6"]
 
 
+def test_the_archive_is_whole_after_every_task(tmp_path: Path) -> None:
+    out, archive = tmp_path / "out", tmp_path / "away" / "all.tar.gz"
+    seen = f"import tarfile; print(sorted(tarfile.open({str(archive)!r}).getnames()))"
+    tasks = [task("first", "print('said')"), task("second", seen), task("third", "raise SystemExit(4)")]
+    assert gpu.run_part(tasks, setting(out), 60.0, lambda line: None, archive) == ["third"]
+    assert "['logs/first.log', 'tasks.jsonl']" in (out / "logs" / "second.log").read_text()
+    names = {"tasks.jsonl", *(f"logs/{name}.log" for name in ("first", "second", "third"))}
+    with tarfile.open(archive) as tar:
+        assert set(tar.getnames()) == names
+        tar.extractall(tmp_path / "elsewhere", filter="data")
+    said: list[str] = []
+    assert gpu.run_part(tasks[:2], setting(tmp_path / "elsewhere"), 60.0, said.append) == []
+    assert said == ["== first: passed before", "== second: passed before"]
+    assert [path.name for path in archive.parent.iterdir()] == [archive.name]
+
+
+DRIVEN = """
+import sys
+from pathlib import Path
+from rolltree.bench import gpu
+sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"]
+gpu.run_part([gpu.Task("sleeper", sleeper)], gpu.Setting("cpu", True, 0.0, "", Path(sys.argv[1])), 90.0)
+"""
+
+
+def test_a_task_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    """Else it would hold the device when the command is given again."""
+    driver = subprocess.Popen([sys.executable, "-c", DRIVEN, str(tmp_path)])
+    log = tmp_path / "logs" / "sleeper.log"
+    for _ in range(600):
+        if log.exists() and len(lines := log.read_text().splitlines()) > 1:
+            break
+        time.sleep(0.1)
+    driver.kill()
+    driver.wait()
+    status = Path("/proc", lines[-1], "stat")
+    for _ in range(100):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the task went on")
+
+
+def test_what_some_cases_passed_is_not_passed_by_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, some = (
+        {task.name for task in gpu.parts(gpu.Setting("cpu", True, 0.0, cases, tmp_path))["kernels"]()}
+        for cases in ("", "T=1")
+    )
+    assert whole & some == {"versions", "build", "correct"}
+    request = ["--device", "cpu", "--rehearse", "--part", "kernels", "--out", str(tmp_path / "out")]
+    assert gpu.main([*request, "--cases", "no such case"]) == 2
+    assert "no case of kernels contains --cases 'no such case'; rolltree bench --list" in capsys.readouterr().err
+    assert gpu.main([*request, "--cases", "T=("]) == 2
+    assert "'T=(' is not a regular expression" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    chosen = [t.name for t in gpu.kernels(gpu.Setting("cpu", True, 0.0, "T=1$", tmp_path)) if t.selects(CPU)]
+    assert chosen == ["versions", "build", "correct", "rows sample_tokens of T=1$"]
+
+
 def test_a_tool_that_is_missing_is_said(tmp_path: Path) -> None:
     to = gpu.Setting("cuda", False, 0.0, "", tmp_path)
     assert gpu.run_part([task("watched", "", needs="no-such-tool")], to, 9.0, lambda line: None) == ["watched"]
@@ -197,6 +260,7 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
     for to in (setting(tmp_path), gpu.Setting("cuda", False, 2.0, "", tmp_path)):
         known = gpu.parts(to)
         assert list(known)[:3] == ["kernels", "tuning", "training"]
+        assert all("build" in {task.name for task in known[part]()} for part in list(known)[:3])
         for name, tasks in known.items():
             names = [task.name for task in tasks()]
             assert len(names) == len(set(names))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
+import pytest
 
 from rolltree.bench import modelled, modelled_decode, modelled_drafts, workloads
+from rolltree.kernels.linear_logprob import exponentials
 
 
 def test_the_files_are_what_the_model_says_and_name_it() -> None:
@@ -16,6 +19,37 @@ def test_the_files_are_what_the_model_says_and_name_it() -> None:
     assert (modelled.FOLDER / "table.md").read_text() == modelled.table(rows)
     assert {row["kind"] for row in rows} == {"model"}
     assert all(0 < row["best_ms"] <= row["worst_ms"] for row in rows)
+
+
+def test_the_tables_have_every_case_of_every_backend_on_both_gpus() -> None:
+    rows = modelled.rows(modelled.predictions())
+    found = {(row["op"], row["case"], row["backend"], row["direction"], row["gpu"]) for row in rows}
+    heads = {f"N=8192 H={H} V={V} bf16" for H in (1024, 2048, 4096) for V in (49152, 131072, 151936)}
+    directions = ("forward", "forward+backward")
+    expected = set(itertools.product(["head"], heads, ["triton", "cute"], directions, modelled.MEMORY))
+    expected |= set(itertools.product(["head"], heads, ["three bare products"], directions[1:], modelled.MEMORY))
+    trees = {case for op, case, *_ in found if op == "tree_attention"}
+    assert [sum(word in case for case in trees) for word in ("28x1024", "segments", "conversations")] == [1, 1, 1]
+    directions = ("forward", "backward")
+    expected |= set(itertools.product(["tree_attention"], trees, ["flash", "triton"], directions, modelled.MEMORY))
+    assert found == expected
+    assert set(modelled.MEMORY) == {"H100", "H200"}
+
+
+@pytest.mark.parametrize("H", [1024, 2048, 4096])
+def test_the_first_products_tiles_are_in_the_order_of_their_time(H: int) -> None:
+    """The epilogue of 192 columns spills, but runs under the other warp group's products; that of 256, which spills
+    nothing, runs after its own; 128 columns hide it too, and read a quarter more of the operands for a column."""
+
+    def clocks(tile: int) -> float:  # for a column, by machine code
+        products, epilogue = H * exponentials.ROWS * tile / 2048, modelled._epilogue("exponentials", tile)
+        in_turns = max(products, (products + epilogue) / 2)
+        return (in_turns if tile <= exponentials.PINGPONG else products + epilogue) / tile
+
+    least = H * exponentials.ROWS / 2048
+    assert clocks(192) == clocks(128) == least
+    assert 1.05 * least < clocks(256) < 1.35 * least
+    assert exponentials.TILES[0] == 192
 
 
 def test_blocks_are_counted_as_the_mask_has_them() -> None:

@@ -202,6 +202,29 @@ def test_a_planned_loss_waits_for_nothing_and_goes_into_a_graph() -> None:
         assert got.equal(want)
 
 
+def test_an_accumulator_is_added_to_in_the_forward_and_nothing_waits() -> None:
+    hidden, weight, target, fields = head_inputs(2048, 256, 32003)
+    objective = Objective.preset("dapo")
+    plan = plan_policy_loss(fields, objective, num_rows=2048, vocabulary=32003, hidden_size=256, device=CUDA)
+    given = hidden, weight, target, fields, objective
+    want = torch.autograd.grad(linear_policy_loss(*given, normalizer=1000.0, plan=plan).loss, (hidden, weight))
+    into = torch.zeros(weight.shape, device=CUDA)
+    normalizer = torch.tensor(1000.0, device=CUDA)
+
+    def step() -> Tensor:
+        loss = linear_policy_loss(*given, normalizer=normalizer, plan=plan, weight_grad=into, in_forward=True).loss
+        return torch.autograd.grad(loss, hidden)[0]
+
+    d_hidden = step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert relative(d_hidden, want[0]) < 1e-2
+    assert relative(into / 2, want[1]) < 1e-2
+
+
 def _packed(tokens: int, heads: tuple[int, int], dim: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     end, _, _ = random_trees(tokens, seed, close=0.01, restart=0.002)
     generator = torch.Generator(CUDA).manual_seed(seed)

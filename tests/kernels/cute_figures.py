@@ -46,11 +46,11 @@ def figures(name: str, tile: int, kernel: machine_code.Kernel) -> harness.AotRes
 
 
 def read(folder: Path) -> dict[str, machine_code.Kernel]:
-    """The kernels among the cubins in ``folder``, whose names begin with the step that compiled them."""
+    """The kernels among the cubins that `hopper_builds` left in ``folder``, one below it for each step."""
     found = {}
-    for file in folder.glob("*.cubin"):
-        name = next((n for n in ("exponentials", "scores") if file.name.startswith(n)), None)
-        if name is None:
+    for file in folder.glob("head, cute, */*.cubin"):
+        name = file.parent.name.rpartition(" ")[2]
+        if name == "gradients":
             name = next(n for n, part in MADE_FROM.items() if part in file.name)
         (found[name],) = machine_code.read(file.read_bytes())
     return found
@@ -59,7 +59,7 @@ def read(folder: Path) -> dict[str, machine_code.Kernel]:
 def main() -> None:
     rows = []
     for tile in TILES:
-        (folder,) = Path(sys.argv[1]).glob(f"**/tile-{tile}/read")
+        (folder,) = Path(sys.argv[1]).glob(f"**/code/90a-tile-{tile}")
         rows += [figures(name, tile, kernel) for name, kernel in sorted(read(folder).items())]
     table_file().write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 

@@ -40,19 +40,18 @@ def figures(dim: int, direction: str, kernel: machine_code.Kernel) -> harness.Ao
 
 
 def read(folder: Path) -> dict[str, machine_code.Kernel]:
-    """The kernels of both directions among the cubins that CuTe DSL left in ``folder``, by "fwd" and "bwd"."""
+    """The kernels without a prefix, by "fwd" and "bwd", among the cubins that `hopper_builds` left in ``folder``."""
     found = {}
-    for file in folder.glob("*.cubin"):
-        for direction in ("fwd", "bwd"):
-            if f"flash_{direction}_sm90" in file.name:
-                (found[direction],) = machine_code.read(file.read_bytes())
+    for direction, step in (("fwd", "forward"), ("bwd", "backward")):
+        (file,) = (folder / f"attention, flash, {step}").glob(f"*flash_{direction}_sm90*.cubin")
+        (found[direction],) = machine_code.read(file.read_bytes())
     return found
 
 
 def main() -> None:
     rows = []
     for dim in TILES[9]:
-        (folder,) = Path(sys.argv[1]).glob(f"**/90a-{dim}/machine code")
+        (folder,) = Path(sys.argv[1]).glob(f"**/code/90a-{dim}")
         rows += [figures(dim, direction, kernel) for direction, kernel in sorted(read(folder).items())]
     table_file().write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 

@@ -33,25 +33,25 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
+    ("page", "dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
     [
-        (torch.bfloat16, 8, 2, 64, 1, None, None),
-        (torch.float16, 8, 1, 64, 7, 30, None),
-        (torch.bfloat16, 3, 3, 64, 2, None, 5.0),
-        (torch.float16, 4, 1, 64, 1, 12, 5.0),
-        (torch.bfloat16, 6, 2, 128, 1, None, 4.0),
-        (torch.float16, 2, 2, 128, 40, 17, None),
-        (torch.bfloat16, 2, 1, 128, 3, 9, 4.0),
-        (torch.float16, 4, 1, 128, 1, None, None),
-        (torch.bfloat16, 4, 1, 256, 5, None, None),
-        (torch.float16, 2, 1, 256, 1, 25, 3.0),
-        (torch.bfloat16, 2, 1, 256, 1, 11, None),
-        (torch.float16, 2, 1, 256, 2, None, 3.0),
+        (1, torch.bfloat16, 8, 2, 64, 1, None, None),
+        (1, torch.float16, 8, 1, 64, 7, 30, None),
+        (16, torch.bfloat16, 3, 3, 64, 2, None, 5.0),
+        (16, torch.float16, 4, 1, 64, 1, 12, 5.0),
+        (16, torch.bfloat16, 6, 2, 128, 1, None, 4.0),
+        (16, torch.float16, 2, 2, 128, 40, 17, None),
+        (1, torch.bfloat16, 2, 1, 128, 3, 9, 4.0),
+        (1, torch.float16, 4, 1, 128, 1, None, None),
+        (16, torch.bfloat16, 4, 1, 256, 5, None, None),
+        (16, torch.float16, 2, 1, 256, 1, 25, 3.0),
+        (1, torch.bfloat16, 2, 1, 256, 1, 11, None),
+        (1, torch.float16, 2, 1, 256, 2, None, 3.0),
     ],
 )
 def test_tree_decode(
+    page: int,
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -59,9 +59,8 @@ def test_tree_decode(
     chunk: int,
     window: int | None,
     softcap: float | None,
-    page: int,
 ) -> None:
-    """Every head dimension with and without each option; pages smaller and larger than what a thread copies."""
+    """Every head dimension with and without each option, its pages smaller or larger than what a thread copies."""
     step = forest(seed=heads, roots=1, longest=70, chunk=chunk, page=page)
     q, k, v = tensors(step, heads, kv_heads, dim, dtype)
     truth = by_paths(q.double(), k.double(), v.double(), step, window, softcap)

@@ -28,12 +28,16 @@ WIDTH, VOCABULARY = 16, 384
 
 
 class Rounded:
-    """`exponentials.Products`. ``wrong`` spoils one thing."""
+    """`exponentials.Products`. ``wrong`` spoils one thing; ``hopper``: operands are scaled on their way."""
 
-    def __init__(self, wrong: str = "") -> None:
+    def __init__(self, wrong: str = "", *, hopper: bool = True) -> None:
+        self.hopper = hopper
         self.wrong, self.calls = wrong, dict.fromkeys(("exponentials", "to_hidden", "to_weight"), 0)
         self.rows: list[int] = []
         self.tiles: list[int] = []
+
+    def scale_operands(self, device: torch.device) -> bool:
+        return self.hopper
 
     def exponentials(
         self, x: Tensor, weight: Tensor, inverse: Tensor, target: Tensor, tile: int, e: Tensor | None,
@@ -64,17 +68,20 @@ class Rounded:
         if self.wrong == "target":
             at_target += 1e-4
 
-    def _scaled(self, e: Tensor, scale: Tensor) -> Tensor:
+    def _scaled(self, e: Tensor, scale: Tensor | None) -> Tensor:
+        assert (scale is not None) == self.hopper
+        if scale is None:
+            return e
         assert scale.is_contiguous()
         assert (scale.shape, scale.dtype) == ((e.shape[1] // 64, len(e)), torch.bfloat16)
         return e * scale.T.repeat_interleave(64, 1)  # rounded to bf16
 
-    def to_hidden(self, e: Tensor, scale: Tensor, weight: Tensor, v: Tensor, out: Tensor) -> None:
+    def to_hidden(self, e: Tensor, scale: Tensor | None, weight: Tensor, v: Tensor, out: Tensor) -> None:
         self.calls["to_hidden"] += 1
         assert all(t.is_contiguous() for t in (e, v, out))
         out.copy_((self._scaled(e, scale).float() @ weight.float()) * v[:, None])
 
-    def to_weight(self, e: Tensor, scale: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
+    def to_weight(self, e: Tensor, scale: Tensor | None, x: Tensor, out: Tensor, add: bool) -> None:
         self.calls["to_weight"] += 1
         assert all(t.is_contiguous() for t in (e, x, out))
         product = self._scaled(e, scale).float().T @ x.float()
@@ -163,6 +170,25 @@ def test_trees(name: str, chunk: int, frozen: bool, rounded: Rounded, monkeypatc
     compare(given, fields, TREE_OBJECTIVES[name], ("hidden",) if frozen else ("hidden", "weight"))
     assert rounded.calls["to_hidden"] > 0
     assert (rounded.calls["to_weight"] == 0) == frozen
+
+
+@pytest.mark.parametrize("shape", ["flat", "tree"])
+def test_exponentials_scaled_before_their_products_give_the_same_bits(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sure rows, whose tiles lie far apart, and rows that take no part."""
+    given, fields = batch(shape, dtype=torch.bfloat16, V=VOCABULARY)
+    given["hidden"] = given["hidden"] * torch.linspace(0, 60, len(given["hidden"]))[:, None].bfloat16()
+    narrow = cast(fields, torch.float32, "token_mean")
+    chunks_of(monkeypatch, 10)
+    found = []
+    for hopper in (True, False):
+        install(monkeypatch, Rounded(hopper=hopper), checked=True)
+        found.append(run(fused, given, narrow, Objective.preset("reinforce"), ("hidden", "weight")))
+    for name in ("loss", "d_hidden", "d_weight"):
+        assert found[0][name].isfinite().all()
+        assert torch.equal(found[0][name], found[1][name])
+    assert found[0]["d_weight"].any()
 
 
 @pytest.mark.parametrize("tree", ["groups", "deep"])
@@ -290,14 +316,20 @@ def test_what_the_kernels_do_not_take_runs_on_triton_and_is_said(
         (inputs(5, 136, 128, **half), "no wider than hidden are kept"),
         (inputs(5, WIDTH, VOCABULARY, want=("sum_p2",), **half), "the sum of squared probabilities"),
     ):
-        linear_logprob(**case)
-        assert caplog.records[-1].message.startswith("linear_logprob runs on 'triton' instead of 'cute': ")
-        assert said in caplog.records[-1].message
+        before = len(caplog.records)
+        for _ in range(2):
+            linear_logprob(**case)
+        (record,) = caplog.records[before:]
+        assert record.message.startswith("linear_logprob runs on 'triton' instead of 'cute': ")
+        assert said in record.message
     given, fields = batch(dtype=torch.bfloat16, V=VOCABULARY)
     narrow = cast(fields, torch.float32, "token_mean")
-    run(fused, given, narrow, Objective(entropy_coef=0.1), ("hidden", "weight"))
-    assert "linear_policy_loss runs on 'triton'" in caplog.records[-1].message
-    assert "the gradient of an entropy" in caplog.records[-1].message
+    before = len(caplog.records)
+    for _ in range(2):
+        run(fused, given, narrow, Objective(entropy_coef=0.1), ("hidden", "weight"))
+    assert [r.message for r in caplog.records[before:]] == [
+        "linear_policy_loss runs on 'triton' instead of 'cute': its products do not take the gradient of an entropy."
+    ]
     assert rounded.calls["exponentials"] == 0
     refused = pytest.raises(dispatch.BackendError, match="'cute' cannot run linear_logprob: its kernels take bfloat16")
     with refused, dispatch.use_backend("cute"):
@@ -306,12 +338,24 @@ def test_what_the_kernels_do_not_take_runs_on_triton_and_is_said(
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [("target", "its logprob is off by"), ("add", "its d_weight is off by"), ("raises", "no such kernel)")],
+    [
+        ("target", "its logprob is off by"),
+        ("add", "its d_weight is off by"),
+        ("raises", "(RuntimeError: no such kernel), and quack-kernels is 0.7, not 0.6.5"),
+        ("is another version", "(ImportError: no such name), and quack-kernels is 0.7, not 0.6.5"),
+    ],
 )
 def test_kernels_that_disagree_are_not_used(
     wrong: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     products = install(monkeypatch, Rounded(wrong))
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: "0.7")
+    if wrong == "is another version":
+
+        def fail() -> None:
+            raise ImportError("no such name")
+
+        monkeypatch.setattr(cute, "kernels", fail)
     given, fields = batch(dtype=torch.bfloat16, V=VOCABULARY)
     narrow = cast(fields, torch.float32, "token_mean")
     step = (given, narrow, Objective.preset("dapo"), ("hidden", "weight"))
@@ -362,6 +406,12 @@ def test_the_plan_knows_them(rounded: Rounded, monkeypatch: pytest.MonkeyPatch) 
     assert made.flop() == 6 * 256 * VOCABULARY * WIDTH
     assert made.traffic() == 2 * 256 * VOCABULARY + 8 * VOCABULARY * WIDTH * 2
     assert made.memory(2) == 2 * 128 * VOCABULARY + 2 * WIDTH * len(made.row)
+    monkeypatch.setattr(plan, "rescaled", lambda device: True)  # as on Blackwell
+    blackwell = of(Objective())
+    assert "(backend cute), scaled in a pass of their own, 247 rows" in blackwell.explain()
+    assert blackwell.traffic() - made.traffic() == 4 * 256 * VOCABULARY
+    assert of(Objective(), gradient=False).traffic() == 0
+    monkeypatch.setattr(plan, "rescaled", lambda device: False)
     assert of(Objective(), frozen=True).flop() == 4 * 256 * VOCABULARY * WIDTH
     scored = of(Objective(), gradient=False)
     assert (scored.exponentials, scored.traffic()) == (True, 0)
@@ -399,3 +449,21 @@ def test_the_kernels_err_at_most_twice_as_plain_pytorch(V: int) -> None:
         for exact, got, theirs in exact_and_found(inputs(300, 24, V, M=400, dtype=torch.bfloat16), "entropy"):
             allowed = 2 * (theirs.double() - exact).abs().max() + 1e-6 * exact.abs().max()
             assert (got.double() - exact).abs().max() <= allowed
+
+
+def test_the_forward_adds_to_an_accumulator(rounded: Rounded, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks_of(monkeypatch, 10)
+    given, fields = batch(V=VOCABULARY, dtype=torch.bfloat16)
+    fields = cast(fields, torch.float32, "token_mean")
+    sums = []
+    for in_forward in (False, True):
+        leaves = {k: given[k].detach().clone().requires_grad_() for k in ("hidden", "weight")}
+        accumulator = torch.ones(leaves["weight"].shape)
+        of_sums = {"weight_grad": accumulator, "in_forward": in_forward}
+        fused(fields, Objective.preset("dapo"), 7.0, **given | leaves | of_sums).loss.backward()
+        assert leaves["weight"].grad is None
+        assert leaves["hidden"].grad is not None
+        sums.append((accumulator - 1, leaves["hidden"].grad.float()))
+    assert rounded.calls["to_weight"] == 2 * 2  # chunks
+    for apart, together in zip(*sums, strict=True):
+        assert (apart - together).norm() <= 2**-7 * apart.norm()  # both rounded to bf16, one of them twice

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -11,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import Phase, given, settings
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from rolltree.kernels import dispatch
@@ -227,12 +230,25 @@ def test_the_op_on_kernels_that_walk_its_lists(
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("wrong", "said"), [("mask", "its out is off by"), ("dk", "its dk is off by"), ("raises", "no such kernel)")]
+    ("wrong", "said"),
+    [
+        ("mask", "its out is off by"),
+        ("dk", "its dk is off by"),
+        ("raises", "(RuntimeError: no such kernel), and flash-attn-4 is 4.1, not 4.0.0b36"),
+        ("is another version", "(ImportError: no such name), and flash-attn-4 is 4.1, not 4.0.0b36"),
+    ],
 )
 def test_kernels_that_disagree_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str, said: str
 ) -> None:
     kernels, x = install(monkeypatch, Walked(wrong)), inputs(300, 300)
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: "4.1")
+    if wrong == "is another version":
+
+        def fail() -> None:
+            raise ImportError("no such name")
+
+        monkeypatch.setattr(flash, "_kernels", fail)
     got, calls = through(x), kernels.calls
     assert through(x)[0].equal(got[0])
     assert kernels.calls == calls  # never again
@@ -292,22 +308,56 @@ def test_why_flash_cannot_run_here() -> None:
 def test_why_a_gpu_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked of the package's own name, as flash-attn 2 has the same module; then of the GPU."""
     why, gpu = dispatch._package_unusable.__wrapped__, torch.device("cuda", 0)
+    installed = {"flash-attn-4": "4.0", "quack-kernels": "0.6.5"}
 
+    def version(name: str) -> str:
+        if name not in installed:
+            raise dispatch.importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", version)
+    for capability, reason in (
+        ((8, 0), "it needs a Hopper or Blackwell GPU"),
+        ((9, 0), None),
+        ((10, 0), None),
+        ((12, 0), "it needs a Hopper or Blackwell GPU"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert (why("flash", gpu), why("cute", gpu)) == (reason, reason)
+    installed.clear()
+    assert "Hopper" in why("flash", gpu)  # the GPU first: on another one no package would help
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert "flash-attn-4 is not installed; `pip install --pre rolltree[hopper]`" in why("flash", gpu)
+    assert "quack-kernels is not installed" in why("cute", gpu)
+
+
+@pytest.mark.parametrize(("major", "said"), [(9, 1), (10, 1), (8, 0)])
+def test_a_missing_package_is_named_once_on_a_gpu_that_it_is_for(
+    major: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def missing(name: str) -> str:
         raise dispatch.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(dispatch.importlib.metadata, "version", missing)
-    assert "flash-attn-4 is not installed" in why("flash", gpu)
-    assert "quack-kernels is not installed" in why("cute", gpu)
-    installed = {"flash-attn-4": "4.0", "quack-kernels": "0.6.5"}
-    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: installed[name])
-    for capability, flash_reason, cute_reason in (
-        ((8, 0), "it needs a Hopper or Blackwell GPU", "it needs a Hopper GPU"),
-        ((9, 0), None, None),
-        ((10, 0), None, "it needs a Hopper GPU"),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert (why("flash", gpu), why("cute", gpu)) == (flash_reason, cute_reason)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    for cached in (dispatch._package_unusable, dispatch._say_missing, dispatch.log_once):
+        cached.cache_clear()
+    try:
+        for _ in range(2):
+            assert dispatch.choose("an_op", {"flash": print, "triton": repr}, torch.device("cuda", 0)) is repr
+    finally:
+        dispatch._package_unusable.cache_clear()
+    assert [r.message for r in caplog.records] == [
+        "an_op runs on 'triton' instead of 'flash': flash-attn-4 is not installed; `pip install --pre "
+        "rolltree[hopper]` brings it."
+    ] * said
+
+
+def test_versions_are_those_of_the_extra() -> None:
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    asked = [Requirement(line) for line in extra["optional-dependencies"]["hopper"]]
+    for package in dispatch.HOPPER.values():
+        assert package.version in next(r for r in asked if r.name == package.name).specifier
 
 
 ON_GPU = [

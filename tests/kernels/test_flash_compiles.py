@@ -1,15 +1,10 @@
-"""flash-attn 4 under a tree's mask, compiled for GPUs that are not there, and its machine code: `make hopper`.
-
-One process a GPU and head size, as CuTe DSL compiles for one GPU in a process.
-"""
+"""flash-attn 4 under a tree's mask, compiled for GPUs that are not there, and its machine code: `make hopper`."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,58 +13,20 @@ import torch
 from rolltree.kernels.tree_attention.flash_lists import TILES, mask_tensors
 
 from . import flash_figures
-from .aot import harness, machine_code
+from .aot import harness
 from .flash_figures import table_file
+from .hopper_builds import Hopper, Job, build, vocabulary
 from .trees import ancestors_mask, random_trees
 
 pytest.importorskip("flash_attn.cute", reason="flash-attn 4 is not installed: `make hopper`")
 pytestmark = pytest.mark.hopper
 
-BUILD = """
-import json, sys
-from rolltree.kernels import ahead
-target, model, everything = ahead.TARGETS[sys.argv[1]], ahead.Model(8, 4, int(sys.argv[2]), 5000), sys.argv[3] == "all"
-all_kernels = ahead.build(target, model, flash=True, filters=[(), ("top_k", "top_p")])
-for built in all_kernels if everything else ahead.build_hopper(target, model):
-    print(json.dumps(built._asdict()))
-"""
+CASES = [f"90a-{dim}" for dim in TILES[9]] + [f"100a-{dim}" for dim in TILES[10]]
 
 
-def build(where: Path, arch: str, dim: int, what: str = "flash") -> dict[str, int]:
-    """Step -> kernels it compiled, in a process of its own with caches and machine code below ``where``."""
-    dump = where / "machine code"
-    dump.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "ROLLTREE_CACHE_DIR": str(where),
-        "TRITON_CACHE_DIR": str(where / "triton"),
-        "CUTE_DSL_KEEP_CUBIN": "1",
-        "CUTE_DSL_DUMP_DIR": str(dump),
-    }
-    command = [sys.executable, "-c", BUILD, arch, str(dim), what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {row["name"]: row["compiled"] for row in rows}
-
-
-@functools.cache
-def built(root: Path, arch: str, dim: int) -> tuple[dict[str, int], dict[str, machine_code.Kernel]]:
-    """What was compiled, and on sm_90a the kernels of both directions."""
-    where = root / f"{arch}-{dim}"
-    return build(where, arch, dim), flash_figures.read(where / "machine code") if arch == "90a" else {}
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hopper")
-
-
-CASES = [("90a", dim) for dim in TILES[9]] + [("100a", dim) for dim in TILES[10]]
-
-
-@pytest.mark.parametrize(("arch", "dim"), CASES, ids=str)
-def test_both_directions_compile_once_for_all_lengths(root: Path, arch: str, dim: int) -> None:
-    compiled, _ = built(root, arch, dim)
+@pytest.mark.parametrize("case", CASES)
+def test_both_directions_compile_once_for_all_lengths(hopper: Hopper, case: str) -> None:
+    compiled = {name: count for name, count in hopper.first[case].items() if name.startswith("attention, flash, ")}
     names = [f"attention, flash, {d}{p}" for p in ("", ", prefix") for d in ("forward", "backward")]
     assert [*names, "attention, flash, another length"] == list(compiled)
     assert all(compiled[name] >= 1 for name in names)
@@ -77,9 +34,9 @@ def test_both_directions_compile_once_for_all_lengths(root: Path, arch: str, dim
 
 
 @pytest.mark.parametrize("dim", TILES[9])
-def test_machine_code(root: Path, dim: int) -> None:
+def test_machine_code(hopper: Hopper, dim: int) -> None:
     """wgmma in every main loop, nothing spilled in the forward's; and no worse than what is written down."""
-    _, kernels = built(root, "90a", dim)
+    kernels = flash_figures.read(hopper.code / f"90a-{dim}")
     written = {row["case"]: harness.AotResult.of(row) for row in map(json.loads, table_file().read_text().splitlines())}
     for direction, kernel in kernels.items():
         found = flash_figures.figures(dim, direction, kernel)
@@ -92,13 +49,28 @@ def test_machine_code(root: Path, dim: int) -> None:
     assert sorted(kernels) == ["bwd", "fwd"]
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    """Attention of both backends, the head's row kernels, decoding and sampling, by their launch code; losses, which
-    need the engine, are in test_ahead.py."""
-    first, second = (build(tmp_path, "90a", 128, "all") for _ in range(2))
-    assert list(first) == list(second)
-    assert all(n >= 1 for name, n in first.items() if "another length" not in name)
-    assert set(second.values()) == {0}
+def test_a_second_process_compiles_nothing(hopper: Hopper) -> None:
+    """Attention in all head dimensions for both GPUs and the head in all tiles; with D = 128 Triton's kernels of both,
+    decoding and sampling too. Losses, which need the engine, are in test_ahead.py."""
+    assert {job: list(steps) for job, steps in hopper.first.items()} == {
+        job: list(steps) for job, steps in hopper.second.items()
+    }
+    again = {"attention, flash, another length", "head, cute, another size", "head, cute, gradients"}
+    assert all(count for steps in hopper.first.values() for name, count in steps.items() if name not in again)
+    assert {"head", "decode attention", "sampling, top_k, top_p"} <= set(hopper.first["90a-128"])
+    assert {count for steps in hopper.second.values() for count in steps.values()} == {0}
+
+
+def test_spoilt_entries_are_compiled_again(hopper: Hopper, tmp_path: Path) -> None:
+    """Cut off, as by a full disk; the new ones take their place."""
+    cache = shutil.copytree(hopper.cache, tmp_path / "cache")
+    entries = list(cache.glob("**/*.o"))
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+    assert {"flash", "quack"} <= {part for entry in entries for part in entry.parts}
+    steps = ("head, cute, scores", "attention, flash, forward")
+    jobs = [Job(name, "90a", 64, vocabulary(128), steps=steps) for name in ("first", "again")]
+    assert build(jobs, cache) == {"first": dict.fromkeys(steps, 1), "again": dict.fromkeys(steps, 0)}
 
 
 @pytest.mark.parametrize("window", [None, 9])

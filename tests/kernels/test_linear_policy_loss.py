@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels import (
     HeadLora,
@@ -359,6 +360,81 @@ def test_an_accumulator_takes_the_weight_gradient_in_fp32(dtype: torch.dtype) ->
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "shape"), [("dapo", "flat"), ("gspo", "flat"), ("ppo", "tree"), ("gspo", "tree")])
+def test_the_forward_adds_to_an_accumulator(
+    name: str, shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exactly as summing apart and adding in the backward does, and so are all other gradients."""
+    monkeypatch.setattr(plan, "chunk_rows", lambda *_: 10)
+    given, fields = batch(shape, dtype=dtype, bias=True)
+    objective = Objective.preset(name)
+    wide = {k: t.double() if t.is_floating_point() else t for k, t in given.items()}
+    fine = run(fused, wide, cast(fields, torch.float64, "token_mean"), objective, TRAINED)
+    exact = {"weight": 1 + 2 / 3 * fine["d_weight"]} | {k: 2 / 3 * fine[f"d_{k}"] for k in ("hidden", "bias")}
+    error = {}
+    for in_forward in (False, True):
+        leaves = {k: given[k].detach().clone().requires_grad_() for k in ("hidden", "weight", "bias")}
+        accumulator = torch.ones(leaves["weight"].shape, device=DEVICE)
+        of_sums = {"weight_grad": accumulator, "in_forward": in_forward}
+        for step in range(2):
+            before = accumulator.clone()
+            out = fused(cast(fields, torch.float32, "token_mean"), objective, 7.0, **given | leaves | of_sums)
+            assert torch.equal(accumulator, before) != in_forward, step
+            out.loss.backward()
+            assert not torch.equal(accumulator, before)
+            torch.testing.assert_close(out.loss.double(), fine["loss"].double(), rtol=1e-2, atol=1e-3)
+        assert leaves["weight"].grad is None
+        found = {"weight": accumulator, "hidden": leaves["hidden"].grad, "bias": leaves["bias"].grad}
+        error[in_forward] = {k: (t.double() - exact[k]).abs().max().item() for k, t in found.items()}
+    for k, apart in error[False].items():
+        assert error[True][k] <= 2 * apart, k
+
+
+def test_the_forward_makes_no_sum_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the head's size: the products add to what is given."""
+    given, fields = batch(V=97)
+    made: list[torch.Size] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            known = {id(t) for t in torch.utils._pytree.tree_leaves((args, kwargs))}
+            made.extend(
+                t.shape for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and id(t) not in known
+            )
+            return out
+
+    call: list[Any] = []
+    monkeypatch.setattr(op, "linear_terms_loss_into_op", lambda *args: call.extend(args) or op._one_pass(*args))
+    given = {k: given[k].requires_grad_(k != "target") for k in ("hidden", "weight", "target")}
+    zeros = torch.zeros_like(given["weight"])
+    fused(fields, Objective.preset("dapo"), 7.0, **given, weight_grad=zeros, in_forward=True)
+    for into in (None, zeros):
+        made.clear()
+        with torch.no_grad(), Sizes():
+            op._one_pass(*call[:-1], into)
+        assert (given["weight"].shape in made) == (into is None)
+
+
+def test_what_was_added_in_the_forward_takes_no_factor() -> None:
+    given, fields = batch()
+    into = torch.zeros_like(given["weight"])
+    given["weight"].requires_grad_()
+    options = {"fields": fields, "objective": Objective.preset("dapo"), "normalizer": 7.0, "in_forward": True}
+    out = fused(**options, **given, weight_grad=into)
+    with pytest.raises(ValueError, match="the loss must be differentiated as it is; put other factors into normalizer"):
+        (3 * out.loss).backward()
+    with pytest.raises(ValueError, match="in_forward says when weight_grad is added to; give weight_grad"):
+        fused(**options, **given)
+    with pytest.raises(ValueError, match="weight_grad must be contiguous"):
+        fused(**options, **given, weight_grad=into.T.contiguous().T)
+    with torch.no_grad():
+        before = into.clone()
+        fused(**options, **given, weight_grad=into)
+    assert torch.equal(into, before)
+
+
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     original = api.linear_terms_loss_op
@@ -374,6 +450,9 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for utils in ("test_schema", "test_faketensor", "test_autograd_registration"):
             torch.library.opcheck(op.linear_terms_loss_op, calls[-1], test_utils=utils)
+        into = (*calls[-1][:-1], torch.zeros_like(given["weight"]))
+        for utils in ("test_schema", "test_faketensor"):
+            torch.library.opcheck(op.linear_terms_loss_into_op, into, test_utils=utils)
 
 
 def test_compile() -> None:
@@ -390,6 +469,26 @@ def test_compile() -> None:
     for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         leaves = [given[n].detach().clone().requires_grad_() for n in ("hidden", "weight")]
         results.append(torch.autograd.grad(f(*leaves), leaves))
+    torch.testing.assert_close(*results)
+
+
+def test_compile_into_an_accumulator() -> None:
+    given, fields = batch()
+    objective, results = Objective.preset("dapo"), []
+    plan_ = schedule_of(objective)
+
+    def step(hidden: Tensor, weight: Tensor, into: Tensor) -> Tensor:
+        return linear_policy_loss(
+            hidden * 2, weight, given["target"], fields, objective, normalizer=7.0, plan=plan_, weight_grad=into,
+            in_forward=True,
+        ).loss  # fmt: skip
+
+    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [given[n].detach().clone().requires_grad_() for n in ("hidden", "weight")]
+        into = torch.ones_like(given["weight"])
+        f(*leaves, into).backward()
+        assert leaves[1].grad is None
+        results.append([leaves[0].grad, into])
     torch.testing.assert_close(*results)
 
 

@@ -396,8 +396,18 @@ def test_candidates_and_the_fall_back(
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-def test_nothing_is_read_on_the_host() -> None:
+def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """With parameters on the device a call only makes room and launches, so that a CUDA graph can hold it."""
+    from rolltree.kernels.sampling import triton as backend
+
+    class Launched:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *arguments, **options: None
+
+    kernels = [name for name in vars(backend) if name.endswith("_kernel")]
+    for name in kernels:  # the interpreter itself reads what it is given
+        monkeypatch.setattr(backend, name, Launched())
+    assert len(kernels) >= 4
 
     class Called(TorchDispatchMode):
         def __init__(self) -> None:
@@ -413,7 +423,8 @@ def test_nothing_is_read_on_the_host() -> None:
     logits = torch.randn(3, 9)
     with use_backend("triton"), Called() as called:
         sample_tokens(logits, temperature=row, **options)
-    room = ("empty", "unbind", "sample_tokens", "detach", "view", "select")
+    assert called.ops
+    room = ("empty", "unbind", "detach", "view", "select")
     assert all(any(name in op for name in room) for op in called.ops), called.ops
 
 

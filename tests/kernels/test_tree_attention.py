@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +20,7 @@ from rolltree.kernels.tree_attention import tree_attention, visible
 from rolltree.kernels.tree_attention import triton as triton_backend
 from rolltree.kernels.tree_attention.blocks import LARGEST, Tile, Tiles, tiles_for
 from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_attention_op
+from rolltree.kernels.tree_attention.triton_tiles import wide_product
 
 from .on_device import device_of, interpret_some, needs_interpreter, needs_triton
 from .trees import ancestors_mask, random_trees
@@ -433,6 +436,35 @@ def test_programs_that_share_columns(monkeypatch: pytest.MonkeyPatch, case: Case
     x = make(case, seed=4)
     for e in error(run(x, case, "triton"), plain(x.to(torch.float64), case)):
         assert e < 2e-6
+
+
+@needs_interpreter
+def test_tiles_of_a_loop_short_of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hopper's dK/dV of D = 128, whose pointers are made anew from the numbers of rows; views with strides."""
+    tiles = Tiles(Tile(64, 64, 4), Tile(64, 64, 4), Tile(64, 128, 4))
+    monkeypatch.setattr(triton_backend, "tiles_for", lambda *_, **__: tiles)
+    case = Case(200, 2, 1, 128, close=0.02)
+    x = make(case, seed=5)
+    expected = plain(x.to(torch.float64), case)
+    fused = torch.cat([x.q.transpose(0, 1), x.k.transpose(0, 1), x.v.transpose(0, 1)]).detach()  # [Hq + 2 Hkv, T, D]
+    q, k, v = (t.transpose(0, 1).requires_grad_() for t in fused.split([2, 1, 1]))
+    for e in error(run(Inputs(q, k, v, x.grad, x.subtree_end, x.position, x.parents), case, "triton"), expected):
+        assert e < 2e-6
+
+
+@triton.jit
+def _products(first, out, factor):
+    at = tl.arange(0, 8)
+    tl.store(out + at, wide_product(tl.load(first + at), factor + tl.zeros([], tl.int32)))
+
+
+@needs_interpreter
+def test_products_of_64_bits() -> None:
+    first, more = torch.tensor([0, 1, 65535, 2**31 - 1, 3 * 2**29], dtype=torch.int32), 2**31 + 5
+    for factor in (0, 1, 16, 4096, 2**31 - 1, more):
+        out = torch.zeros(8, dtype=torch.int64)
+        _products[(1,)](F.pad(first, (0, 3)), out, factor)
+        assert out[: len(first)].tolist() == [int(x) * factor for x in first]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -55,6 +55,14 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     assert "has no key to change by --seed" in capsys.readouterr().err
 
 
+def test_what_could_not_be_kept_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.kernel_cache, "versions", lambda: {"flash-attn-4": "4.0.0b36"})
+    monkeypatch.setattr(command.kernel_cache, "why_not_kept", lambda: "Read-only file system")
+    job = command.Job(ahead.Model(2, 1, 16, 300), [], frozenset(), ())
+    with pytest.raises(UserError, match=r"cannot be kept in .* \(Read-only file system\); set ROLLTREE_CACHE_DIR"):
+        command.compile_kernels(job, "90a")
+
+
 def test_what_a_run_needs(tmp_path: Path) -> None:
     Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
     text = (Path(__file__).parents[3] / "examples" / "grpo_kl_cpu.toml").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,7 @@ def train(trainer: Any, parts: dict[str, bool] | None) -> Any:
     if parts is not None:
         assert accelerate(trainer, **parts) is trainer
     trainer.before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-    gc.freeze()  # accelerate collects garbage at the end; what is imported is none
     trainer.train()
-    gc.unfreeze()
     return trainer
 
 

@@ -198,8 +198,12 @@ def gradients(model: Any, batches: list[TreeBatch], objective: Objective) -> tup
     return [p.grad.clone() for p in model.parameters()], loss, metrics
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("name", "max_tokens"), [("qwen3", 20), ("qwen3", 61), ("gemma2-window-softcap", 33)])
+CUT = [("qwen3", 20, level) for level in LEVELS]  # where trees are cut, and how a layer attends, no level knows
+CUT += [("qwen3", 61, level) for level in ("token", "sequence")]
+CUT += [("gemma2-window-softcap", 33, level) for level in ("dual clip", "segment", "sequence, masked")]
+
+
+@pytest.mark.parametrize(("name", "max_tokens", "level"), CUT)
 def test_pieces_of_a_tree_add_up(name: str, max_tokens: int, level: str) -> None:
     """Also with paths longer than the budget, activation checkpointing, and trees of several depths."""
     model, _ = make_models(name)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, SamplingParams
 from rolltree.engine.rollout.drafter import HistoryDrafter
+from rolltree.engine.rollout.fused_decoder import FusedDecoder
 from rolltree.engine.rollout.rows import RowTable
 from rolltree.engine.rollout.step_cost import StepCost
 from rolltree.kernels.linear_logprob.head import Head
@@ -175,6 +176,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.nn.Linear, "forward", linear)
     monkeypatch.setattr(Head, "logits", logits)
+    monkeypatch.setattr(FusedDecoder, "run", lambda *_: None)  # has products of its own
 
 
 @pytest.mark.usefixtures("row_by_row")

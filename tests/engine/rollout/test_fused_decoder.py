@@ -179,3 +179,32 @@ def test_weights_that_come_to_lie_otherwise_are_seen(calls: list[bool]) -> None:
     assert not any(calls)
     assert first.token_id.tolist() == second.token_id.tolist()
     np.testing.assert_allclose(first.behaviour_logprob, second.behaviour_logprob, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "dynamic"])
+def test_positions_are_turned_as_the_model_turns_them(rope: str) -> None:
+    parameters = {"rope_type": rope, "rope_theta": 10000.0}
+    if rope != "default":
+        parameters |= {"factor": 2.0, "original_max_position_embeddings": 128}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=parameters))
+    rotary, like = model.model.rotary_emb, torch.zeros(4, SIZES["hidden_size"])
+    fused = FusedDecoder(model.model, None)  # type: ignore[arg-type]
+
+    def check(*positions: int) -> None:
+        ids = torch.tensor(positions)
+        expected = rotary(like[None], ids[None])
+        for found, of_model in zip(fused._turns(like, ids), expected, strict=True):
+            assert torch.equal(found, of_model[0])
+
+    with torch.no_grad():
+        check(0, 7, 3, 3)
+        check(200, 1, 16, 15)
+        check(500, 499, 511, 0)  # beyond max_position_embeddings, which changes a dynamic one
+        check(5, 6, 7, 8)
+        if rope != "dynamic":
+            rotary.inv_freq *= 0.9
+            check(5, 6, 7, 8)
+            rotary.inv_freq = rotary.inv_freq * 0.9
+            check(5, 6, 7, 8)
+            rotary.attention_scaling = 1.25
+            check(5, 6, 7, 8)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rolltree.engine import batch_loss, pack
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError, UserError
+from rolltree.engine.model import loss
 from rolltree.engine.settings import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
@@ -124,6 +125,46 @@ def test_bf16_model_keeps_fp32_masters():
         assert parameter.grad is None
         moved += int((master != old.float()).sum())
     assert moved > 0.9 * sum(p.numel() for p in before if p.dim() == 2 and p.shape[0] != 61)
+
+
+@pytest.mark.parametrize("max_tokens", [30, 14])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_heads_gradient_is_summed_in_place(dtype, max_tokens, monkeypatch):
+    """Micro-batches and pieces add to one fp32 tensor, which in bf16 is never rounded."""
+    trainer, given, known = Trainer(make_model(dtype), CONFIG), [], {}
+    head = trainer.model.lm_head.weight
+    master = head if dtype == torch.float32 else trainer._masters[trainer._head]
+    linear_terms_loss, clip = loss.linear_terms_loss, torch.nn.utils.clip_grad_norm_
+
+    def spy(*args, weight_grad=None, in_forward=False, **options):
+        assert (weight_grad is None) == (not in_forward)
+        given.append(weight_grad)
+        return linear_terms_loss(*args, weight_grad=weight_grad, in_forward=in_forward, **options)
+
+    def look(masters, most):
+        known["grad"] = master.grad
+        known["value"] = master.grad.clone()
+        return clip(masters, most)
+
+    monkeypatch.setattr(loss, "linear_terms_loss", spy)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", look)
+    small = pack(make_trees(), max_tokens=max_tokens, in_pieces=True)
+    assert any(batch.pieces for batch in small) == (max_tokens == 14)
+    step(trainer, small)
+    assert len(given) >= 3
+    assert head.grad is None
+    first = [None] if dtype == torch.float32 else [known["grad"]]
+    assert all(a is b for a, b in zip(given, first + [known["grad"]] * (len(given) - 1), strict=True))
+    plain = make_model(torch.float64)
+    plain.load_state_dict({name: w.double() for name, w in make_model(dtype).state_dict().items()})
+    for batch in small:
+        whole = pack(batch.trees, max_tokens=1000)[0]
+        batch_loss(plain, whole, GRPO, normalizer=TOKENS, temperature=0.9, old_logprob=None).loss.backward()
+    want = plain.lm_head.weight.grad
+    error = (known["value"].double() - want).norm() / want.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 0.03)
+    if dtype == torch.bfloat16:
+        assert (known["value"] != known["value"].bfloat16().float()).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("where", ["weight", "loss"])

@@ -13,6 +13,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -180,8 +181,16 @@ def compile_all(ops: list[str], archs: list[int], ci: bool = False) -> list[AotR
     """Every case of ``ops`` for every architecture, compiled in parallel processes.
 
     With ``ci`` those marked so alone.
+
+    Raises:
+        ValueError: an op has none.
     """
+    from triton.runtime.cache import triton_key
+
     chosen = [(op, i, case) for op in ops for i, case in enumerate(cases(op)) if case.ci or not ci]
+    if none := set(ops) - {op for op, _, _ in chosen}:
+        raise ValueError(f"tests/kernels/aot lists no kernel of {', '.join(sorted(none))}.")
+    triton_key()  # hashes the whole compiler: here, and not in each process
     jobs = [(op, i, arch) for op, i, case in chosen for arch in archs if arch in case.archs]
     workers = max(1, min(len(jobs), len(os.sched_getaffinity(0))))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
@@ -216,6 +225,47 @@ def write_table(results: list[AotResult]) -> None:
     file = table_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(asdict(rows[case])) + "\n" for case in sorted(rows)))
+    (STATIC / "table.md").write_text(page())
+
+
+TABLED = re.compile(r"(tree (forward|dq|dkdv)|decode (partial|cuda)) D(64|128|256) bf16")
+PAGE = """# The main loops of attention and decoding on sm_90
+
+Machine code of the kernels in bf16, groups of 4 query heads, without window and softcap: a round of the loop over
+wholly visible tiles, and that over masked ones where there is one. Nothing here was measured on a GPU. Written by
+`make aot`; `tests/kernels/aot/machine_code.py` says what the columns count, and how the modelled clocks are made.
+
+- *tensor*: clocks of the tensor cores a round, and those that its products need. They differ where the operands of a
+  narrow product take longer to read than to multiply, and for mma.sync; no product is computed twice. Of dK/dV of
+  D = 256 a round of one of its two programs, each of which computes all scores for half of the columns.
+- *wait*: copies that may be under way when a round begins. *small*: copies of less than 16 bytes a thread; those of a
+  vector of one number a row (lse, delta, the ends of subtrees). *local*: spilled registers, loaded and stored.
+- *modelled*: clocks of a round if everything overlaps, and if tensor cores and instructions take turns. A model.
+
+"""
+
+
+def page() -> str:
+    """The rows of all versions of Triton, and of nvcc for what is CUDA C++, as a table."""
+    lines = ["| kernel | compiler | loop | instr / warp | tensor | wait | small | local | CTAs / SM | modelled |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    found = []
+    for file in (*STATIC.glob("triton-*.jsonl"), STATIC / "decode.jsonl"):
+        compiler = "nvcc" if file.stem == "decode" else file.stem.replace("-", " ")
+        rows = [AotResult.of(row) for row in map(json.loads, file.read_text().splitlines())]
+        found += [(row, compiler) for row in rows if TABLED.fullmatch(row.case)]
+    for row, compiler in sorted(
+        found, key=lambda of: (of[0].case.split(" D")[0], int(of[0].case.split()[2][1:]), of[1])
+    ):
+        for i, loop in enumerate(row.loops):
+            name = row.case.removesuffix(" bf16") if i == 0 else ""
+            lines.append(
+                f"| {name} | {compiler if i == 0 else ''} | {('full', 'masked')[i] if len(row.loops) == 2 else ''} | "
+                f"{loop.instructions} | {loop.tensor_clocks:.0f} / {loop.useful_clocks:.0f} | {loop.wait} of "
+                f"{loop.copies} | {loop.small_copies} | {loop.local} | {row.ctas if i == 0 else ''} | "
+                f"{loop.modelled[0]:.0f} to {loop.modelled[1]:.0f} |"
+            )
+    return PAGE + "\n".join(lines) + "\n"
 
 
 def worse(now: AotResult, before: AotResult) -> list[str]:
