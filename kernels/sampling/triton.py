@@ -268,7 +268,7 @@ def sample_triton(
         select_kernel[(rows,)](
             logits, temperature, *filters, seed, step, best, mass, peaks, chosen, mode, window, left,
             token, last_kept, drawn, *size, blocks,
-            BLOCKS=many, STRIPS=BLOCK // STRIP, STRIP=STRIP, CHOSEN=CHOSEN, num_warps=8, maxnreg=128,
+            BLOCKS=many, STRIPS=BLOCK // STRIP, STRIP=STRIP, CHOSEN=CHOSEN, num_warps=8,
         )  # fmt: skip
         for number in range(passes):
             narrow_kernel[(rows, SPLITS)](

@@ -298,7 +298,10 @@ def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits[7, 3:] -= 90  # nearly nothing is drawn from
     for options in (
         {"temperature": torch.tensor([1.0, 0.5, 1.0, 0.0] * 2)},
-        {"temperature": torch.tensor([0.7, 1.0, 0.05, 1.0] * 2), "min_p": torch.tensor([0.0, 0.2, 1.0, 0.03, 0.3, 0.0, 0.01, 0.0])},
+        {
+            "temperature": torch.tensor([0.7, 1.0, 0.05, 1.0] * 2),
+            "min_p": torch.tensor([0.0, 0.2, 1.0, 0.03, 0.3, 0.0, 0.01, 0.0]),
+        },
         {
             "top_k": torch.tensor([3, 150, 40, 299, 0, 301, 200, 64]),
             "top_p": torch.tensor([1.0, 0.9, 0.4, 0.999, 0.7, 0.0, 0.99, 0.97]),

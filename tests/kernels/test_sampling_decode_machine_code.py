@@ -64,7 +64,8 @@ def test_sampling() -> None:
         for search in ("count", "mass"):
             assert found[f"sample narrow {dtype} {search}"]["a_token"] <= 87.5
             assert found[f"sample narrow {dtype} {search} last"]["a_token"] <= 179
-    assert all(row["wide_loads"] > 0 and row["ctas"] >= 2 for row in found.values())
+    assert all(row["wide_loads"] > 0 for row in found.values())
+    assert all(row["ctas"] >= 2 for name, row in found.items() if "select" not in name)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")

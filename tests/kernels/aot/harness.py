@@ -45,7 +45,6 @@ class AotCase:
     constexprs: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
-    registers: int | None = None  # at most, a thread
     needs_wgmma: bool = False
     multiply_adds: int | None = None  # one round of a main loop needs; if given, sm_90's loops must have no `faults`
     vectors: int = 0  # that a round copies, for `faults`
@@ -133,7 +132,7 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
             {(fn.arg_names.index(a),): v for a, v in case.constexprs.items()},
             {(i,): [["tt.divisibility", 16]] for i in aligned},
         )
-        options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.registers}
+        options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
         kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:
         return AotResult(case.name, arch, error=f"does not compile: {type(error).__name__}: {error}")

@@ -56,7 +56,7 @@ def beside(case: AotCase) -> AotCase:
 
 def selects(dtype: str, *filters: str) -> AotCase:
     absent = [name for name in FILTERS if name not in filters]
-    return replace(case(f"select {dtype} {' '.join(filters)}", select_kernel, dtype, absent, warps=8), registers=128)
+    return case(f"select {dtype} {' '.join(filters)}", select_kernel, dtype, absent, warps=8)
 
 
 DTYPES = ("bf16", "fp32")
