@@ -15,7 +15,7 @@ A part is a list of tasks, each in a process of its own. A task that passed at t
 build, which looks for what it has left) and cases that are in the directory are not measured again, so the same command
 goes on where a part was cut off. Where there is no repository the environment variable ``ROLLTREE_COMMIT`` names the
 commit. Native parts that load and are no older than their sources are taken as they are; others are built, for this
-device alone. ``--pack FILE`` keeps the directory in one archive too, brought up to date after every task, where few
+device alone. ``--pack FILE`` keeps the directory in one archive too, brought up to date all the while, where few
 files can be fetched from the machine or it forgets its disk; unpacked into the directory, the archive lets another
 machine go on.
 
@@ -28,6 +28,7 @@ import argparse
 import ctypes
 import importlib
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -55,6 +56,7 @@ from .table import table
 PART_SECONDS = 540.0
 NOTHING_COLLECTED = 5  # pytest's exit code
 LONG = ("tests", "rows")  # parts without a limit
+PACK_SECONDS = 20.0
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -88,6 +90,7 @@ class Setting:
     seconds: float
     cases: str
     out: Path
+    archive: Path | None = None
 
     def python(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", *arguments]
@@ -265,7 +268,7 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
                 preexec_fn=_die_with_parent,
             )
             try:
-                code = process.wait(left)
+                code = _ended(process, stop, to)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -291,25 +294,41 @@ def _die_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def pack(out: Path, archive: Path | None) -> None:
-    """All of ``out`` as a gzipped tar, which is whole at any moment."""
-    if archive is None or not out.is_dir():
+def pack(to: Setting) -> None:
+    """All that is in ``--out`` as a gzipped tar, which is whole at any moment."""
+    out, archive = to.out, to.archive
+    if archive is None:
         return
     archive.parent.mkdir(parents=True, exist_ok=True)
     new = archive.with_name(f".{archive.name}.new")
     with tarfile.open(new, "w:gz") as tar:
-        for path in sorted(p for p in out.rglob("*") if p.is_file() and p not in (archive, new)):
-            tar.add(path, path.relative_to(out))
+        for path in sorted(p for p in out.rglob("*") if p not in (archive, new)):
+            try:  # a task that is at work writes and removes files
+                content, entry = path.read_bytes(), tarfile.TarInfo(str(path.relative_to(out)))
+            except (FileNotFoundError, IsADirectoryError):
+                continue
+            entry.size, entry.mtime = len(content), time.time()
+            tar.addfile(entry, io.BytesIO(content))
     new.replace(archive)
 
 
-def run_part(
-    tasks: Sequence[Task],
-    to: Setting,
-    seconds: float,
-    say: Callable[[str], None] = tell,
-    archive: Path | None = None,
-) -> list[str]:
+def _ended(process: subprocess.Popen[bytes], stop: float, to: Setting) -> int:
+    """The exit code; packs now and then.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended at ``stop``.
+    """
+    while True:
+        left = stop - time.monotonic()
+        try:
+            return process.wait(max(0.0, min(left, PACK_SECONDS)))
+        except subprocess.TimeoutExpired:
+            if left <= PACK_SECONDS:
+                raise
+        pack(to)
+
+
+def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[str], None] = tell) -> list[str]:
     """The names of tasks that did not pass."""
     record, missed, start = Record(to.out), [], time.monotonic()
     for task in tasks:
@@ -321,7 +340,7 @@ def run_part(
         took = time.monotonic() - begun
         say(f"== {task.name}: {ended}, {took:.0f} s")
         record.add(task.name, ended.partition(":")[0], took)
-        pack(to.out, archive)
+        pack(to)
         if ended != "passed":
             missed.append(task.name)
     return missed
@@ -399,7 +418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.versions:
         return versions()
-    to = Setting(args.device, args.rehearse, args.seconds, args.cases, args.out.resolve())
+    archive = None if args.pack is None else args.pack.resolve()
+    to = Setting(args.device, args.rehearse, args.seconds, args.cases, args.out.resolve(), archive)
     known = parts(to)
     chosen = args.part or [name for name in known if name not in LONG]
     if unknown := [name for name in chosen if name not in known]:
@@ -441,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = []
     for name, some in todo.items():
         begun = time.monotonic()
-        missed += run_part(some, to, float("inf") if name in LONG else args.part_seconds, archive=args.pack)
+        missed += run_part(some, to, float("inf") if name in LONG else args.part_seconds)
         print(f"== part {name}: {time.monotonic() - begun:.0f} s", flush=True)
     rows = [row for op in OPS if (to.out / f"{op}.jsonl").exists() for row in read(to.out / f"{op}.jsonl")]
     if rows:

@@ -122,7 +122,7 @@ def sampling(device: torch.device, small: bool) -> Iterator[Candidate]:
     dtype = torch.float32 if small else torch.bfloat16
     for name, filters in {"T=1": (1.0, None, None), "top_k=50 top_p=0.95": (1.0, 50, 0.95)}.items():
         inputs = sample_tokens._inputs(rows, vocab, dtype, device, *filters)
-        for block in (64, 128) if small else (1024, 2048, 4096, 8192):
+        for block in (1024, 2048) if small else (1024, 2048, 4096, 8192):
             call = sample_tokens.rolltree(inputs)["forward"]
             yield Candidate(f"sampling N={rows} V={vocab} {name}", text({"block": block}), module, "BLOCK", block, call)
 

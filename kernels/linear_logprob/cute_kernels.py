@@ -35,6 +35,8 @@ LOG2E = 1.4426950408889634
 MOST = 2.0  # above every exponential, as k is the rounded largest: what is not finite is stored as this
 TILE_K = 64
 HOPPER = 9
+MOST_REGISTERS = (("num_regs_load", 24), ("num_regs_mma", 240))
+"""Of a thread that copies, and of one that multiplies: on Hopper quack's own for GEMMs that need many."""
 
 _largest = MaxLog2("largest")  # a row's over the tile, times log2 e, rounded to an integer
 _target = ColVecLoad("target")
@@ -101,6 +103,7 @@ def exponentials(
     at_target: Tensor,  # [C]
 ) -> None:
     """See `exponentials.Products`."""
+    in_turns = tile <= PINGPONG and scale_operands(x.device)
     _exponentials.gemm(
         x,
         weight,
@@ -116,7 +119,8 @@ def exponentials(
         },
         tile_N=tile,
         **_by_rows(x.device),
-        pingpong=tile <= PINGPONG and scale_operands(x.device),
+        pingpong=in_turns,
+        post_init_attrs=MOST_REGISTERS if in_turns and tile == PINGPONG and e is not None else (),
     )
 
 

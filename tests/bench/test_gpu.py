@@ -191,12 +191,22 @@ if not journal.known("one", "ours"):
     assert said == ["made_up / one / ours: stopped: its process ended: exit code -6"]
 
 
-def test_the_archive_is_whole_after_every_task(tmp_path: Path) -> None:
+def test_the_archive_is_whole_all_the_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every task, and in the middle of one."""
+    monkeypatch.setattr(gpu, "PACK_SECONDS", 0.1)
     out, archive = tmp_path / "out", tmp_path / "away" / "all.tar.gz"
-    seen = f"import tarfile; print(sorted(tarfile.open({str(archive)!r}).getnames()))"
+    seen = f"""
+import tarfile, time
+for _ in range(200):
+    names = sorted(tarfile.open({str(archive)!r}).getnames())
+    if "logs/second.log" in names:
+        break
+    time.sleep(0.1)
+print(names)
+"""
     tasks = [task("first", "print('said')"), task("second", seen), task("third", "raise SystemExit(4)")]
-    assert gpu.run_part(tasks, setting(out), 60.0, lambda line: None, archive) == ["third"]
-    assert "['logs/first.log', 'tasks.jsonl']" in (out / "logs" / "second.log").read_text()
+    assert gpu.run_part(tasks, replace(setting(out), archive=archive), 60.0, lambda line: None) == ["third"]
+    assert "['logs/first.log', 'logs/second.log', 'tasks.jsonl']" in (out / "logs" / "second.log").read_text()
     names = {"tasks.jsonl", *(f"logs/{name}.log" for name in ("first", "second", "third"))}
     with tarfile.open(archive) as tar:
         assert set(tar.getnames()) == names

@@ -65,7 +65,7 @@ def away(x: Any) -> Any:
     return x
 
 
-def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton") -> list[str]:
+def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton", hopper: bool = True) -> list[str]:
     """What `linear_terms_loss`, forward and backward, makes the host wait for with a plan from the host."""
     patch.setattr(plan, "chunk_rows", lambda N, V, device: 9)
     given, terms, made = planned(names, V=128)
@@ -75,7 +75,8 @@ def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton") -
         patch.setattr(module, "backend_of", lambda name, values: backend)
     launched: list[str] = []
     products = SimpleNamespace(
-        **{name: lambda *_, name=name: launched.append(name) for name in ("exponentials", "to_hidden", "to_weight")}
+        scale_operands=lambda device: hopper,
+        **{name: lambda *_, name=name: launched.append(name) for name in ("exponentials", "to_hidden", "to_weight")},
     )
     patch.setattr(cute, "kernels", lambda: products)
     patch.setattr(cute, "portable", lambda: no_kernel)
@@ -139,9 +140,11 @@ def test_the_host_never_waits(names: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert host_waits(names, monkeypatch) == []
 
 
-@pytest.mark.parametrize("names", ["policy", "sequence+kl", "cov"])
-def test_the_host_never_waits_with_epilogues(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_waits(names, monkeypatch, "cute") == []
+@pytest.mark.parametrize(
+    ("names", "hopper"), [("policy", True), ("policy", False), ("sequence+kl", True), ("cov", True)]
+)
+def test_the_host_never_waits_with_epilogues(names: str, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_waits(names, monkeypatch, "cute", hopper) == []
 
 
 @pytest.mark.parametrize(

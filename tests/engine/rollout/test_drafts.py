@@ -421,8 +421,8 @@ def test_a_million_tokens_of_later_epochs(products: str, request: pytest.Fixture
     has parted, nothing behind is compared.
 
     Products of all rows round as their number is, so two tokens whose scores tie within rounding may change places:
-    with logits that agree to 1e-6 that is a few in a million. Where products do not depend on the other rows
-    there is none, and no log-prob differs in a bit.
+    with logits of up to 4 that agree to eight of their last places, 2e-6, that is a few in a million. Where products do
+    not depend on the other rows there is none, and no log-prob differs in a bit.
     """
     if products == "row by row":
         request.getfixturevalue("row_by_row")
@@ -455,4 +455,4 @@ def test_a_million_tokens_of_later_epochs(products: str, request: pytest.Fixture
         assert (parted, most) == (0, 0.0)
     else:
         assert parted <= 3
-        assert most < 1e-6 / params.temperature
+        assert most < 2e-6 / params.temperature
