@@ -1,15 +1,15 @@
 """Triton backend of :func:`sample_tokens`: a row is cut into blocks of tokens, one program each; no sort.
 
-    scan    a block: largest logit, sums of w and w log2 w, and without filters the race of its tokens
-    select  a row with top-k or top-p: the value and index of the last token they keep
-    race    a block, with filters: the race of the tokens they keep
+    scan    a block: largest logit, sums of w and w log2 w; the race of its tokens, or the peaks of its strips
+    select  a row with filters: its candidates, the last token that is kept, and the draw (:mod:`.filters`)
+    narrow  part of a row whose candidates do not hold that token, in passes; and race, over those that are kept
+            (:mod:`.narrow`)
     finish  a row: its blocks put together
 
-Without filters the logits are read once, 4 bytes a token of fp32 and 2 of bf16, 16 bytes a thread at a time; a block
-writes eight numbers, and nothing of [N, V] is written. With filters they are read twice, and once more for each round
-of a search: a round counts, or weighs, what lies above seven thresholds at once, and the search ends as soon as one
-value is left between two of them (six rounds part values, at most eleven more part bits). How a row is cut depends on
-nothing but its length, and blocks are put together in their order, so a row's bits do not depend on the batch.
+The logits are read once, 4 bytes a token of fp32 and 2 of bf16, 16 bytes a thread at a time; a block writes a few
+numbers, those of a row with filters one for 32 tokens, and nothing of [N, V] is written. Rows decide for themselves on
+the device whether they have a filter, and whether their candidates are enough. How a row is cut depends on nothing but
+its length, and blocks are put together in their order, so a row's bits do not depend on the batch.
 
 Order of the tokens, masses and noise are those of :mod:`.reference`. No parameter is read on the host: calls can be
 captured in a CUDA graph.
@@ -23,154 +23,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .filters import BY_COUNT, DRAWN, select_kernel
+from .narrow import SUMS, is_kept, narrow_kernel, race_kernel
+from .noise import arrival, least_bounds, log2_bound, uniforms, words_at, words_of
+from .row import (
+    INFINITY,
+    LN2,
+    LOG2E,
+    MAX_INDEX,
+    NOTHING,
+    TINY,
+    floor_of,
+    is_filtered,
+    is_valid,
+    load_block,
+    load_blocks,
+    log2_weights,
+    rescale,
+    scale_of,
+)
+
 BLOCK = 4096  # tokens of a program; part of the summation order, so not tuned by shape
 GROUPS = 16  # of a block's tokens, each with a bound of its own
-ROUND = 2048  # tokens that a search handles at once
-INFINITY = tl.constexpr(float("inf"))
-TINY = tl.constexpr(1.1754943508222875e-38)
-NOTHING = tl.constexpr(
-    -127.0
-)  # log2 of a weight that cannot be drawn: its E / w is above 2^93, the best one's below 2^5
-MAX_INDEX = tl.constexpr(0x7FFFFFFF)
-LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def ordered_bits(bits):
-    """Float bit patterns as int32 in the floats' order; its own inverse."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def load_block(row, begin, vocab, BLOCK: tl.constexpr):
-    index = begin + tl.arange(0, BLOCK)
-    if begin + BLOCK <= vocab:  # without a mask, 16 bytes at a time
-        x = tl.load(row + index)
-    else:
-        x = tl.load(row + index, mask=index < vocab, other=float("-inf"))
-    return x.to(tl.float32)
-
-
-@triton.jit
-def multiply(a, by):
-    """High and low word of a product of 32-bit words: one wide multiplication, where `tl.philox` makes two."""
-    product = a.to(tl.uint64) * by
-    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
-
-
-@triton.jit
-def philox(seed, step, counter):
-    """The four words of each counter, as in :mod:`.reference`."""
-    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    c0 = counter.to(tl.uint32)
-    c1 = tl.zeros_like(c0)
-    c2, c3 = c1 + (step & 0xFFFFFFFF).to(tl.uint32), c1 + ((step >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    for _ in tl.static_range(10):
-        hi0, lo0 = multiply(c0, 0xD2511F53)
-        hi1, lo1 = multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def words_of(seed, step, begin, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The words of tokens ``begin`` to ``begin + BLOCK - 1``, in the threads that hold WIDTH tokens in 16 bytes."""
-    if WIDTH == 8:
-        counter = begin // 4 + 2 * tl.arange(0, BLOCK // 8)
-        a0, a1, a2, a3 = philox(seed, step, counter)
-        b0, b1, b2, b3 = philox(seed, step, counter + 1)
-        r0, r1, r2, r3 = tl.interleave(a0, b0), tl.interleave(a1, b1), tl.interleave(a2, b2), tl.interleave(a3, b3)
-    else:
-        r0, r1, r2, r3 = philox(seed, step, begin // 4 + tl.arange(0, BLOCK // 4))
-    return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-
-
-@triton.jit
-def uniforms(words):
-    return tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-
-
-@triton.jit
-def arrival(t):
-    """E = -log(1 - t) to 2e-7 relative, however small t is: 1 - t = 2^e (1 + f), and where e is 0, f is -t itself."""
-    bits = (1.0 - t).to(tl.int32, bitcast=True)
-    e = (bits - 0x3F2AAAAB) & -0x800000
-    f = tl.where(e == 0, -t, (bits - e).to(tl.float32, bitcast=True) - 1.0)
-    # p: the least error of (log(1 + f) - f + f^2 / 2) / f^3 in [-1/3, 1/3]
-    p = f * 0.1401381939649582 - 0.15139269828796387
-    p = p * f + 0.13999086618423462
-    p = p * f - 0.1646934598684311
-    p = p * f + 0.20010896027088165
-    p = p * f - 0.2500436305999756
-    p = p * f + 0.3333320617675781
-    p = (p * f - 0.5) * (f * f) + f
-    return e.to(tl.float32) * -8.262958e-8 - p  # ln 2 / 2^23
-
-
-@triton.jit
-def scale_of(temperature):
-    """Whether a temperature means greedy, and log2(e) over it: weights are powers of two."""
-    greedy = temperature < TINY
-    return greedy, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)) * LOG2E
-
-
-@triton.jit
-def log2_weights(x, best, scale):
-    return tl.maximum((x - best) * scale, NOTHING)
-
-
-@triton.jit
-def least_bounds(words, w, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """[GROUPS] int32: what no score E / w of a group of tokens lies below, see `log2_bound`.
-
-    For the float bits I(a) of a > 0, I(a) / 2^23 - 127 lies below log2 a, by 0.0861 at most. So the bits of the word
-    less those of the weight are a quotient's logarithm, for one instruction and no exponential.
-    """
-    bound = words.to(tl.float32).to(tl.int32, bitcast=True) - w.to(tl.int32, bitcast=True)
-    bound = tl.min(tl.reshape(bound, (4, BLOCK // 4)), 0)
-    return tl.min(tl.reshape(bound, (GROUPS, BLOCK // 4 // GROUPS)), 1)
-
-
-@triton.jit
-def log2_bound(bound):
-    """A number below the log2 of every score of a group, as they are computed, unless one has no weight.
-
-    E = -log(1 - t) >= t, and t >= word / 2^32, or is cut at 1 - 2^-24, where E is 16.6 and word / 2^32 at most 1. So
-    log2(E / w) >= log2(word) - 32 - log2(w) >= bound / 2^23 - 32 - 0.0861 (word 0: its bits say 2^-127, and t is
-    2^-33). The rest of 0.1, a hundredth of the score, is for what is rounded: word, E, w, exp2, ``bound`` itself and z
-    beside two bests (1.5e-5) are together wrong by less than 1e-4. A weight of 0 has a bound above 2^94 (unless its
-    word is 0, which makes it too low), and cannot win.
-    """
-    return bound.to(tl.float32) * 1.1920928955078125e-07 - 32.1
+STRIP = 32  # tokens next to each other, of which the largest logit is kept
+CHOSEN = 128  # strips of a row that may hold its candidates
+SPLITS = 16  # programs of a row, and parts of its sums, where candidates are not enough
+ROUND = 2048  # tokens that a program goes through a row by
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def scan_kernel(
     logits,  # [N, V], rows row_stride apart
-    temperature,  # [N] float32
-    seed,  # [N] int64
-    step,  # [N] int64
+    temperature, top_k, top_p, min_p, seed, step,  # as in `sample_triton`
     best,  # [N, C] float32, out: the largest logit, +inf where one is NaN or +inf
     mass,  # [N, C] float32, out: sum of w = exp((x - best of the block) / T)
     moment,  # [N, C] float32, out: sum of w log2 w
     raw,  # [N, C] float32, out: the mass at T = 1
-    least,  # [N, C] float32, out: the least logit that has a weight beside the block's best; or None, with filters
-    bound,  # [N, C, GROUPS] int32, out: see `least_bounds`; not of greedy rows; or None, with filters
+    least,  # [N, C] float32, out: the least logit that has a weight beside the block's best; not of filtered rows
+    bound,  # [N, C, GROUPS] int32, out: see `least_bounds`; not of greedy or filtered rows
+    peaks,  # [N, C, BLOCK / STRIP] float32, out: the largest logit of each strip of a filtered row; None without any
     row_stride, vocab,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     n, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     at = n * tl.num_programs(1) + tl.program_id(1)
     greedy, scale = scale_of(tl.load(temperature + n))
+    filtered = False
+    if peaks is not None:
+        filtered = is_filtered(n, top_k, top_p, min_p, vocab)
     x = load_block(logits + n * row_stride, begin, vocab, BLOCK)
     top, low = tl.max(x, 0), tl.min(x, 0)
     base = tl.where(top == -INFINITY, 0.0, top)
     z = (x - base) * scale
     if (low - base) * scale < -125.0:  # only then is there a token without a weight
         z = tl.maximum(z, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-        if least is not None:
+        if not filtered:
             low = tl.min(tl.where(tl.exp2(z) >= TINY, x, INFINITY), 0)
     w = tl.exp2(z)
     total = tl.sum(w, 0)  # NaN where a logit is NaN or +inf
@@ -181,223 +88,22 @@ def scan_kernel(
         tl.store(raw + at, tl.sum(tl.exp2((x - base) * LOG2E), 0))
     else:
         tl.store(raw + at, total)
-    if least is not None:
+    if peaks is not None:  # noqa: SIM102 (the first is decided when compiling)
+        if filtered:
+            STRIPS: tl.constexpr = BLOCK // STRIP
+            tl.store(peaks + at * STRIPS + tl.arange(0, STRIPS), tl.max(tl.reshape(x, (STRIPS, STRIP)), 1))
+    if not filtered:
         tl.store(least + at, low)
         if not greedy:
-            words = words_of(
-                tl.load(seed + n), tl.load(step + n), begin, BLOCK, 128 // logits.dtype.element_ty.primitive_bitwidth
-            )
+            WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+            words = words_of(tl.load(seed + n), tl.load(step + n), begin, BLOCK, WIDTH)
             tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
 
 
 @triton.jit
-def above(lanes, x, w, value):
-    return lanes + tl.where(x > value, w, 0.0)
-
-
-@triton.jit
-def between(lo, hi, eighths, rounds):
-    """A threshold between two logits; after six rounds by their bits, so that the search ends."""
-    if rounds < 6:
-        value = lo * (1.0 - eighths * 0.125) + hi * (eighths * 0.125)
-    else:
-        a = ordered_bits(lo.to(tl.int32, bitcast=True)).to(tl.int64)
-        b = ordered_bits(hi.to(tl.int32, bitcast=True)).to(tl.int64)
-        value = ordered_bits((a + (b - a) * eighths // 8).to(tl.int32)).to(tl.float32, bitcast=True)
-    return value
-
-
-@triton.jit
-def search(row, best, scale, lo, limit, vocab, BY_MASS: tl.constexpr, ROUND: tl.constexpr):
-    """The least logit above ``lo`` with less than ``limit`` above it, that, and how many tokens have it.
-
-    What lies above is counted, or weighed, in float32: counts of less than 2^24 are exact. The largest always holds.
-    """
-    hi = best
-    over = 0.0
-    tied = 0
-    rounds = 0
-    ended = False
-    while not ended:
-        v1, v2 = between(lo, hi, 1, rounds), between(lo, hi, 2, rounds)
-        v3, v4 = between(lo, hi, 3, rounds), between(lo, hi, 4, rounds)
-        v5, v6, v7 = between(lo, hi, 5, rounds), between(lo, hi, 6, rounds), between(lo, hi, 7, rounds)
-        zero = tl.zeros((ROUND,), tl.float32)
-        a1, a2, a3, a4, a5, a6, a7 = zero, zero, zero, zero, zero, zero, zero
-        largest = tl.full((ROUND,), -INFINITY, tl.float32)
-        smallest = tl.full((ROUND,), INFINITY, tl.float32)
-        count = tl.zeros((ROUND,), tl.int32)
-        for begin in range(0, vocab, ROUND):
-            x = load_block(row, begin, vocab, ROUND)
-            w = tl.full((ROUND,), 1.0, tl.float32)
-            if BY_MASS:
-                w = tl.exp2((x - best) * scale)
-            a1, a2, a3, a4 = above(a1, x, w, v1), above(a2, x, w, v2), above(a3, x, w, v3), above(a4, x, w, v4)
-            a5, a6, a7 = above(a5, x, w, v5), above(a6, x, w, v6), above(a7, x, w, v7)
-            inside = (x > lo) & (x <= hi)
-            count += inside.to(tl.int32)
-            largest = tl.maximum(largest, tl.where(inside, x, -INFINITY))
-            smallest = tl.minimum(smallest, tl.where(inside, x, INFINITY))
-        ended = tl.min(smallest, 0) >= tl.max(largest, 0)
-        if ended:
-            hi = tl.max(largest, 0)
-            tied = tl.sum(count, 0)
-        else:
-            lo, hi, over = narrow(lo, hi, over, v7, tl.sum(a7, 0), limit)
-            lo, hi, over = narrow(lo, hi, over, v6, tl.sum(a6, 0), limit)
-            lo, hi, over = narrow(lo, hi, over, v5, tl.sum(a5, 0), limit)
-            lo, hi, over = narrow(lo, hi, over, v4, tl.sum(a4, 0), limit)
-            lo, hi, over = narrow(lo, hi, over, v3, tl.sum(a3, 0), limit)
-            lo, hi, over = narrow(lo, hi, over, v2, tl.sum(a2, 0), limit)
-            lo, hi, over = narrow(lo, hi, over, v1, tl.sum(a1, 0), limit)
-        rounds += 1
-    return hi, over, tied
-
-
-@triton.jit
-def narrow(lo, hi, over, value, found, limit):
-    """Thresholds come from the largest down: one that holds is the new upper end, one that fails a lower end."""
-    holds = found < limit
-    return tl.where(holds, lo, tl.maximum(lo, value)), tl.where(holds, value, hi), tl.where(holds, found, over)
-
-
-@triton.jit
-def index_of(row, value, which, vocab, ROUND: tl.constexpr):
-    """The index of the ``which``-th token, from 1, whose logit is ``value``."""
-    seen = 0
-    lane = tl.zeros((ROUND,), tl.int32)
-    for begin in range(0, vocab, ROUND):
-        equal = (load_block(row, begin, vocab, ROUND) == value).to(tl.int32)
-        rank = seen + tl.cumsum(equal, 0)
-        lane = tl.where((equal == 1) & (rank == which), begin + tl.arange(0, ROUND), lane)
-        seen += tl.sum(equal, 0)
-    return tl.max(lane, 0)
-
-
-@triton.jit
-def load_blocks(values, n, blocks, other, BLOCKS: tl.constexpr):
-    """What the blocks of row n found."""
-    b = tl.arange(0, BLOCKS)
-    return tl.load(values + n * blocks + b, mask=b < blocks, other=other)
-
-
-@triton.jit
-def rescale(tops, top, scale):
-    """What is added to the log2 of a block's weights to make them weights of the row, and its power."""
-    d = log2_weights(tops, top, scale)
-    return d, tl.exp2(d)
-
-
-@triton.jit
-def is_valid(n, top, temperature, top_p, min_p):
-    valid = (top > -INFINITY) & (top < INFINITY) & (temperature >= 0) & (temperature < INFINITY)
-    if top_p is not None:
-        valid &= tl.load(top_p + n) >= 0
-    if min_p is not None:
-        valid &= tl.load(min_p + n) >= 0
-    return valid
-
-
-@triton.jit(do_not_specialize=["vocab", "blocks"])
-def select_kernel(
-    logits, temperature, top_k, top_p, min_p,  # as in `sample_triton`
-    best, mass,  # [N, C], of `scan_kernel`
-    cut,  # [N] float32, out: the least logit that is kept
-    cut_index,  # [N] int32, out: the last index that is kept among logits equal to it
-    row_stride, vocab, blocks,
-    BLOCKS: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
-    row = logits + n * row_stride
-    t = tl.load(temperature + n)
-    greedy, scale = scale_of(t)
-    tops = load_blocks(best, n, blocks, -INFINITY, BLOCKS)
-    top = tl.max(tops, 0)
-    last = -INFINITY
-    ties = vocab
-    tied = 0
-    if is_valid(n, top, t, top_p, min_p) & (not greedy):
-        _, factor = rescale(tops, top, scale)
-        kept_mass = tl.sum(load_blocks(mass, n, blocks, 0.0, BLOCKS) * factor, 0)
-        bottom = top - 104.0 * t  # what lies below weighs nothing
-        if top_k is not None:
-            k = tl.load(top_k + n)
-            if (k >= 1) & (k < vocab):
-                last, over, tied = search(row, top, scale, bottom, k.to(tl.float32), vocab, False, ROUND)
-                ties = k - over.to(tl.int32)
-                kept_mass = mass_above(row, top, scale, last, vocab, ROUND)
-                kept_mass += tl.minimum(ties, tied) * tl.exp2((last - top) * scale)
-        if top_p is not None:
-            p = tl.load(top_p + n)
-            if p < 1.0:
-                k_last = last
-                limit = p * kept_mass
-                last, over, tied = search(row, top, scale, bottom, limit, vocab, True, ROUND)
-                missing = tl.ceil(tl.div_rn(limit - over, tl.exp2((last - top) * scale)))
-                p_ties = tl.maximum(tl.minimum(missing, vocab.to(tl.float32)), 1.0).to(tl.int32)
-                ties = tl.where(last == k_last, tl.minimum(ties, p_ties), p_ties)
-                # Rounded, the mass may call for less likely tokens than top-k leaves.
-                if last < k_last:
-                    last = k_last
-                    ties = 0
-    index = vocab
-    if ties < tied:
-        index = index_of(row, last, ties, vocab, ROUND)
-    tl.store(cut + n, last)
-    tl.store(cut_index + n, index)
-
-
-@triton.jit
-def mass_above(row, best, scale, value, vocab, ROUND: tl.constexpr):
-    lanes = tl.zeros((ROUND,), tl.float32)
-    for begin in range(0, vocab, ROUND):
-        x = load_block(row, begin, vocab, ROUND)
-        lanes = above(lanes, x, tl.exp2((x - best) * scale), value)
-    return tl.sum(lanes, 0)
-
-
-@triton.jit
-def stay(x, w, index, n, min_p, cut, cut_index):
-    """Which tokens min_p and the cut of top-k and top-p leave."""
-    kept = index >= 0
-    if min_p is not None:  # the best token, of weight 1, always stays
-        kept &= w >= tl.minimum(tl.load(min_p + n), 1.0)
-    if cut is not None:
-        value = tl.load(cut + n)
-        kept &= (x > value) | ((x == value) & (index <= tl.load(cut_index + n)))
-    return kept
-
-
-@triton.jit(do_not_specialize=["vocab"])
-def race_kernel(
-    logits, temperature, min_p, seed, step,  # as in `sample_triton`
-    best,  # [N, C], of `scan_kernel`
-    cut, cut_index,  # [N], of `select_kernel`, or None
-    kept,  # [N, C] float32, out: sum of w = exp((x - best of the row) / T) over the tokens that are kept
-    least, bound,  # out: as of `scan_kernel`, of the tokens that are kept, beside the row's best
-    row_stride, vocab,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    n, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    blocks = tl.num_programs(1)
-    at = n * blocks + tl.program_id(1)
-    _, scale = scale_of(tl.load(temperature + n))
-    top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
-    x = load_block(logits + n * row_stride, begin, vocab, BLOCK)
-    w = tl.exp2(log2_weights(x, top, scale))
-    w = tl.where(stay(x, w, begin + tl.arange(0, BLOCK), n, min_p, cut, cut_index), w, 0.0)
-    tl.store(kept + at, tl.sum(w, 0))
-    tl.store(least + at, tl.min(tl.where(w >= TINY, x, INFINITY), 0))
-    words = words_of(
-        tl.load(seed + n), tl.load(step + n), begin, BLOCK, 128 // logits.dtype.element_ty.primitive_bitwidth
-    )
-    tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
-
-
-@triton.jit
 def winner(
-    row, n, top, scale, seed, step, min_p, cut, cut_index, best, bound, vocab, blocks,
-    FILTERED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    row, n, top, scale, seed, step, raced, floor, cut, cut_index, best, bound, vocab, blocks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The token of the least E / w, the lowest index among equals.
 
@@ -407,7 +113,7 @@ def winner(
     group = tl.arange(0, BLOCKS * GROUPS)
     inside = group < blocks * GROUPS
     low = log2_bound(tl.load(bound + n * blocks * GROUPS + group, mask=inside, other=0))
-    if not FILTERED:  # weights are those beside the block's best
+    if not raced:  # weights are those beside the block's best
         low -= log2_weights(tl.load(best + n * blocks + group // GROUPS, mask=inside, other=0.0), top, scale)
     low = tl.where(inside, low, INFINITY)
     score = tl.full((), INFINITY, tl.float32)
@@ -420,11 +126,10 @@ def winner(
         index = begin + i // SPAN * (BLOCK // 4) + i % SPAN
         x = tl.load(row + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
         z = log2_weights(x, top, scale)
-        r0, r1, r2, r3 = philox(seed, step, (begin + c // SPAN * (BLOCK // 4) + c % SPAN) // 4)
-        words = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+        words = words_at(seed, step, (begin + c // SPAN * (BLOCK // 4) + c % SPAN) // 4)
         scores = arrival(uniforms(words)) * tl.exp2(-z)
-        if FILTERED:
-            scores = tl.where(stay(x, tl.exp2(z), index, n, min_p, cut, cut_index), scores, INFINITY)
+        if raced:
+            scores = tl.where(is_kept(x, tl.exp2(z), index, floor, cut, cut_index), scores, INFINITY)
         here = tl.min(scores, 0)
         at = tl.min(tl.where(scores == here, index, MAX_INDEX), 0)
         first = tl.where(here < score, at, tl.where(here == score, tl.minimum(at, first), first))
@@ -451,12 +156,12 @@ def last_drawn(row, best, scale, vocab, ROUND: tl.constexpr):
 def finish_kernel(
     logits, temperature, top_p, min_p, seed, step,  # as in `sample_triton`
     best, mass, moment, raw,  # [N, C], of `scan_kernel`
-    cut, cut_index,  # [N], of `select_kernel`, or None
-    kept,  # [N, C], of `race_kernel`, or None without filters
-    least, bound,  # of either
+    mode, drawn,  # [N], of `select_kernel`: how far a row has come, the mass it was drawn from; None without filters
+    cut, cut_index, kept,  # of `race_kernel`, or None
+    least, bound,  # of it or of `scan_kernel`
     token, logprob, raw_logprob, entropy, last_kept,  # [N] out
     row_stride, vocab, blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROUND: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row = logits + n * row_stride
@@ -474,8 +179,17 @@ def finish_kernel(
             _, raw_factor = rescale(tops, top, LOG2E)
             raw_total = tl.sum(load_blocks(raw, n, blocks, 0.0, BLOCKS) * raw_factor, 0)
         kept_total = total
-        if kept is not None:
-            kept_total = tl.sum(load_blocks(kept, n, blocks, 0.0, BLOCKS), 0)
+        raced, ready = False, False
+        floor, last_value, last_index = 0.0, -INFINITY, 0
+        if mode is not None:
+            ready, raced = tl.load(mode + n) == DRAWN, tl.load(mode + n) >= BY_COUNT
+            floor = floor_of(n, min_p)
+            if ready:
+                kept_total = tl.load(drawn + n)
+            if raced:
+                kept_total = tl.sum(load_blocks(kept, n, blocks, 0.0, BLOCKS), 0)
+                last_value = tl.load(cut + n)
+                last_index = tl.max(tl.load(cut_index + n * SPLITS + tl.arange(0, SPLITS)), 0)
 
         number = tl.arange(0, BLOCKS)
         if greedy:
@@ -483,21 +197,22 @@ def finish_kernel(
             found = load_block(row, begin, vocab, BLOCK) == top
             first = tl.min(tl.where(found, begin + tl.arange(0, BLOCK), MAX_INDEX), 0)
             last = first
+        elif ready:
+            first, last = tl.load(token + n).to(tl.int32), tl.load(last_kept + n).to(tl.int32)
         else:
             first = winner(
-                row, n, top, scale, tl.load(seed + n), tl.load(step + n), min_p, cut, cut_index, best, bound, vocab,
-                blocks, kept is not None, BLOCKS, BLOCK, GROUPS,
+                row, n, top, scale, tl.load(seed + n), tl.load(step + n), raced, floor, last_value, last_index, best,
+                bound, vocab, blocks, BLOCKS, BLOCK, GROUPS,
             )  # fmt: skip
             bottoms = load_blocks(least, n, blocks, INFINITY, BLOCKS)
             bottom = tl.min(bottoms, 0)
             begin = tl.max(tl.where(bottoms == bottom, number, 0), 0) * BLOCK
             index, x = begin + tl.arange(0, BLOCK), load_block(row, begin, vocab, BLOCK)
-            found = (x == bottom) & stay(x, x, index, n, None, cut, cut_index)
+            found = (x == bottom) & ((x > last_value) | (index <= last_index))
             last = tl.max(tl.where(found, index, -1), 0)
-            if kept is None:  # noqa: SIM102 (the first is decided when compiling)
-                # A block judged by its own best token, beside which more have a weight than beside the row's.
-                if tl.exp2((bottom - top) * scale) < TINY:
-                    last = last_drawn(row, top, scale, vocab, ROUND)
+            # A block judged by its own best token, beside which more have a weight than beside the row's.
+            if (not raced) & (tl.exp2((bottom - top) * scale) < TINY):
+                last = last_drawn(row, top, scale, vocab, ROUND)
         below = tl.load(row + first).to(tl.float32) - top
         tl.store(token + n, first.to(tl.int64))
         tl.store(last_kept + n, last.to(tl.int64))
@@ -533,27 +248,42 @@ def sample_triton(
     best, mass, moment, raw, kept, least = logits.new_empty((6, room), dtype=torch.float32)
     bound = logits.new_empty((rows, blocks, GROUPS), dtype=torch.int32)
     size = (logits.stride(0), vocab)
-    plain = top_k is None and top_p is None and min_p is None
+    filters = (top_k, top_p, min_p)
+    plain = all(given is None for given in filters)
+    peaks = None if plain else best.new_empty((rows, blocks, BLOCK // STRIP))
     scan_kernel[(rows, blocks)](
-        logits, temperature, seed, step, best, mass, moment, raw, *((least, bound) if plain else (None, None)), *size,
-        BLOCK=BLOCK, GROUPS=GROUPS, num_warps=4,
+        logits, temperature, *filters, seed, step, best, mass, moment, raw, least, bound, peaks, *size,
+        BLOCK=BLOCK, GROUPS=GROUPS, STRIP=STRIP, num_warps=4,
     )  # fmt: skip
-    cut = cut_index = None
+    mode = drawn = cut = cut_index = None
     if not plain:
-        if top_k is not None or top_p is not None:
-            cut, cut_index = torch.empty_like(temperature), bound.new_empty(rows)
-            filters = (temperature, top_k, top_p, min_p)
-            select_kernel[(rows,)](
-                logits, *filters, best, mass, cut, cut_index, *size, blocks, BLOCKS=many, ROUND=ROUND, num_warps=8
-            )
-        race_kernel[(rows, blocks)](
-            logits, temperature, min_p, seed, step, best, cut, cut_index, kept, least, bound, *size,
-            BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, num_warps=4,
+        chosen, mode = bound.new_empty((rows, CHOSEN)), bound.new_empty(rows)
+        drawn, left, cut = torch.empty_like(temperature), torch.empty_like(temperature), torch.empty_like(temperature)
+        cut_index = bound.new_empty((rows, SPLITS))
+        each = 4 if logits.element_size() == 2 else 8  # passes that end with one value
+        by_count, by_mass = each * (top_k is not None), each * (top_p is not None)
+        passes = by_count + by_mass
+        window = seed.new_empty((1 + passes, rows, 2))
+        tally = best.new_empty((2, rows, SPLITS, 2, SUMS.value))
+        select_kernel[(rows,)](
+            logits, temperature, *filters, seed, step, best, mass, peaks, chosen, mode, window, left,
+            token, last_kept, drawn, *size, blocks,
+            BLOCKS=many, STRIPS=BLOCK // STRIP, STRIP=STRIP, CHOSEN=CHOSEN, num_warps=8,
         )  # fmt: skip
-    found = (token, logprob, raw_logprob, entropy, last_kept)
+        for number in range(passes):
+            narrow_kernel[(rows, SPLITS)](
+                logits, temperature, top_k, top_p, best, mode, window, left, tally, number, by_count, *size, blocks,
+                MASS=number >= by_count, LAST=number % each == each - 1, BLOCKS=many, BLOCK=BLOCK,
+                ROUND=min(ROUND, BLOCK), SPLITS=SPLITS, num_warps=4,
+            )  # fmt: skip
+        race_kernel[(rows, SPLITS)](
+            logits, temperature, *filters, seed, step, best, mode, window, left, tally, cut, cut_index, kept, least,
+            bound, passes, by_count, *size, blocks,
+            BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, num_warps=4,
+        )  # fmt: skip
     finish_kernel[(rows,)](
-        logits, temperature, top_p, min_p, seed, step, best, mass, moment, raw, cut, cut_index,
-        None if plain else kept, least, bound, *found, *size, blocks,
-        BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, ROUND=ROUND, num_warps=4,
+        logits, temperature, top_p, min_p, seed, step, best, mass, moment, raw, mode, drawn, cut, cut_index, kept,
+        least, bound, token, logprob, raw_logprob, entropy, last_kept, *size, blocks,
+        BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, ROUND=ROUND, num_warps=4,
     )  # fmt: skip
     return token, logprob, raw_logprob, entropy, last_kept

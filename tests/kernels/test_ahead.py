@@ -100,7 +100,7 @@ def test_no_batch_asks_for_another_kernel() -> None:
     lines = [line.split() for line in run(ASKED, "grpo", "gspo", "cispo")]
     assert {name for line in lines for name in line if name.endswith("_kernel")} == {
         "list_blocks_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel", "add_kernel", "partial_kernel",
-        "merge_kernel", "scan_kernel", "select_kernel", "race_kernel", "finish_kernel",
+        "merge_kernel", "scan_kernel", "select_kernel", "narrow_kernel", "race_kernel", "finish_kernel",
     }  # fmt: skip
     assert sum("_terms" in line for line in lines) >= 3
     again = [line[1:] for line in lines if line[0] == "again"]

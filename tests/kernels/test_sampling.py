@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels.dispatch import load_library, use_backend
-from rolltree.kernels.sampling import SampleOutput, kept_tokens, reference, sample_tokens
+from rolltree.kernels.sampling import SampleOutput, kept_tokens, noise, reference, sample_tokens
 from rolltree.kernels.sampling import triton as triton_backend
+from rolltree.kernels.sampling.filters import BY_COUNT, BY_MASS, DRAWN, PLAIN, RACE
+from rolltree.kernels.sampling.noise import uniforms as triton_uniforms
+from rolltree.kernels.sampling.noise import words_of
 from rolltree.kernels.sampling.reference import philox, uniforms
-from rolltree.kernels.sampling.triton import uniforms as triton_uniforms
-from rolltree.kernels.sampling.triton import words_of
 
 NATIVE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "triton"] + (["cpu"] if load_library("cpu") else [])
@@ -120,10 +121,10 @@ def bound_kernel(word, z, d, low, score, BLOCK: tl.constexpr):  # type: ignore[n
     """Of each word and log2 weight, d below the row's best: log2 of the bound of a group of it alone, and its score."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words, log2_w, shift = tl.load(word + i).to(tl.uint32), tl.load(z + i), tl.load(d + i)
-    bound = triton_backend.least_bounds(words, tl.exp2(log2_w), BLOCK, BLOCK // 4)  # groups of four, of one each
+    bound = noise.least_bounds(words, tl.exp2(log2_w), BLOCK, BLOCK // 4)  # groups of four, of one each
     bound = tl.reshape(tl.broadcast_to(bound[None, :], (4, BLOCK // 4)), (BLOCK,))
-    tl.store(low + i, triton_backend.log2_bound(bound) - shift)
-    tl.store(score + i, triton_backend.arrival(triton_uniforms(words)) * tl.exp2(-(log2_w + shift)))
+    tl.store(low + i, noise.log2_bound(bound) - shift)
+    tl.store(score + i, noise.arrival(triton_uniforms(words)) * tl.exp2(-(log2_w + shift)))
 
 
 def test_no_score_lies_below_its_bound(device: torch.device) -> None:
@@ -166,16 +167,16 @@ def test_ties_and_extreme_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def few(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
         return [torch.tensor(ADVERSARIAL)[(counter[0] * 7 + counter[2]) % 6] + 0 * key[0]] * 4
 
-    monkeypatch.setattr(triton_backend, "philox", few_words)
+    monkeypatch.setattr(noise, "philox", few_words)
     monkeypatch.setattr(reference, "philox", few)
-    monkeypatch.setattr(triton_backend, "BLOCK", 128)
-    monkeypatch.setattr(triton_backend, "GROUPS", 4)
+    small_tiles(monkeypatch, BLOCK=128)
     generator = torch.Generator().manual_seed(5)
     logits = torch.randint(-3, 4, (4, 300), generator=generator).float()
     logits[1] = 0
     logits[2, 100:] = -math.inf
     logits[3, :128] -= 120  # a block that has weights only beside its own best
-    for rows, options in ((4, {}), (1, {"top_k": 150})):
+    for rows, options, chosen in ((4, {}, 128), (1, {"top_k": 150}, 128), (1, {"top_k": 150}, 4)):
+        monkeypatch.setattr(triton_backend, "CHOSEN", chosen)
         step = torch.tensor([3, 1, 5, 4])[:rows]
         expected, found = (sample(b, logits[:rows], step=step, **options) for b in ("reference", "triton"))
         assert torch.equal(found.token, expected.token)
@@ -287,22 +288,23 @@ def test_backends_agree(vocab: int, dtype: torch.dtype) -> None:
 
 def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties that are cut blocks apart, blocks that weigh nothing beside the best, blocks of forbidden tokens."""
-    monkeypatch.setattr(triton_backend, "BLOCK", 64)
-    monkeypatch.setattr(triton_backend, "GROUPS", 4)
-    monkeypatch.setattr(triton_backend, "ROUND", 128)
+    small_tiles(monkeypatch)
     generator = torch.Generator().manual_seed(8)
-    rows, vocab = 12, 301
-    logits = torch.randn(rows, vocab, generator=generator) * 2
-    logits[:4] = logits[:4].round()
-    logits[4:6, 64:192] -= 300
-    logits[6:8, 64:128] = -math.inf
-    logits[8, 3:] -= 90  # nearly nothing is drawn from
+    rows, vocab = 8, 301
+    logits = (torch.randn(rows, vocab, generator=generator) * 2).bfloat16()
+    logits[:3] = logits[:3].round()
+    logits[3:5, 64:192] -= 300
+    logits[5:7, 64:128] = -math.inf
+    logits[7, 3:] -= 90  # nearly nothing is drawn from
     for options in (
-        {"temperature": torch.tensor([1.0, 0.5, 1.0, 0.0] * 3)},
-        {"temperature": torch.tensor([0.7, 1.0, 0.05] * 4), "min_p": torch.tensor([0.0, 0.2, 1.0, 0.03] * 3)},
+        {"temperature": torch.tensor([1.0, 0.5, 1.0, 0.0] * 2)},
         {
-            "top_k": torch.tensor([3, 40, 150, 299, 1, 200, 0, 7, 2, 301, 400, 64]),
-            "top_p": torch.tensor([1.0, 0.9, 0.4, 0.999, 1.0, 0.99, 0.7, 1.0, 0.5, 0.2, 0.0, 0.97]),
+            "temperature": torch.tensor([0.7, 1.0, 0.05, 1.0] * 2),
+            "min_p": torch.tensor([0.0, 0.2, 1.0, 0.03, 0.3, 0.0, 0.01, 0.0]),
+        },
+        {
+            "top_k": torch.tensor([3, 150, 40, 299, 0, 301, 200, 64]),
+            "top_p": torch.tensor([1.0, 0.9, 0.4, 0.999, 0.7, 0.0, 0.99, 0.97]),
         },
     ):
         expected, found = sample("reference", logits, **options), sample("triton", logits, **options)
@@ -310,6 +312,91 @@ def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found.last_kept, expected.last_kept)
         for name in ("logprob", "raw_logprob", "entropy"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
+    """Of Triton: rows of a few hundred tokens have several blocks, and two programs in each pass."""
+    tiles = {"BLOCK": 64, "GROUPS": 4, "ROUND": 128, "STRIP": 8, "SPLITS": 2} | more
+    for name, value in tiles.items():
+        monkeypatch.setattr(triton_backend, name, value)
+
+
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """How far the candidates brought each row, call by call."""
+    seen: list[list[int]] = []
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **constants: Any) -> None:
+                seen.append(dict(zip(finish.arg_names, arguments, strict=False))["mode"].tolist())
+                finish[grid](*arguments, **constants)
+
+            return launch
+
+    finish = triton_backend.finish_kernel
+    monkeypatch.setattr(triton_backend, "finish_kernel", Watched())
+    return seen
+
+
+NONE, ALL, NEVER = 0, 1.0, 0.0  # of top_k, top_p, min_p
+HARD: list[tuple[str, tuple[int, float, float], tl.constexpr]] = [  # logits, filters, mode
+    ("random", (NONE, ALL, NEVER), PLAIN),
+    ("random", (7, 0.9, 0.05), DRAWN),
+    ("rounded", (150, 0.97, 0.001), BY_COUNT),
+    ("random", (NONE, 0.999, NEVER), BY_MASS),
+    ("steps", (7, ALL, NEVER), DRAWN),
+    ("steps", (9, ALL, NEVER), BY_COUNT),
+    ("peaked", (250, 0.5, NEVER), DRAWN),  # what is no candidate weighs nothing
+    ("random", (40, 0.999, 0.6), BY_COUNT),  # top_p asks for the mass that top_k leaves
+    ("rounded", (100, ALL, NEVER), BY_COUNT),  # the cut goes through a tie
+    ("random", (NONE, 0.999, 0.6), DRAWN),  # top_p keeps more than candidates, min_p does not
+    ("random", (NONE, ALL, 0.001), RACE),
+    ("equal", (NONE, 0.5, NEVER), BY_MASS),
+    ("forbidden", (250, 0.9, NEVER), BY_COUNT),  # fewer than that are allowed
+    ("zeros", (200, 0.6, NEVER), BY_COUNT),  # of both signs
+    ("nan", (40, 0.9, NEVER), PLAIN),
+]
+
+
+def hard_row(kind: str, generator: torch.Generator) -> Tensor:
+    row = torch.randn(300, generator=generator) * 2
+    if kind == "rounded":
+        return row.round()
+    if kind == "peaked":
+        row[::60] += 200
+    if kind == "steps":  # each strip has one token of weight, all of them another one
+        row = torch.full((300,), -50.0)
+        row[::4] = torch.randperm(75, generator=generator) / 4
+    if kind == "equal":
+        return torch.full((300,), 1.75)
+    if kind == "zeros":
+        return torch.where(row > 0, 0.0, -0.0)
+    if kind == "forbidden":
+        row[60:200] = -math.inf
+    if kind == "nan":
+        row[17] = math.nan
+    return row
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cases"), [(torch.bfloat16, HARD), (torch.float32, HARD[3:9:5]), (torch.float16, HARD[3:9:5])]
+)
+def test_candidates_and_the_fall_back(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cases: list[tuple[str, tuple[int, float, float], tl.constexpr]]
+) -> None:
+    """Rows whose candidates, of eight strips at most, hold the last token that is kept, and rows whose do not."""
+    small_tiles(monkeypatch, BLOCK=128, STRIP=4, CHOSEN=8)
+    seen = modes(monkeypatch)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.stack([hard_row(kind, generator) for kind, _, _ in cases]).to(dtype)
+    filters = {name: torch.tensor([c[1][i] for c in cases]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
+    options = {**filters, "temperature": 0.9, "seed": torch.arange(len(cases)) + 5}
+    expected, found = (sample(backend, logits, **options) for backend in ("reference", "triton"))
+    assert seen == [[mode.value for _, _, mode in cases]]
+    assert torch.equal(found.token, expected.token)
+    assert torch.equal(found.last_kept, expected.last_kept)
+    for name in ("logprob", "raw_logprob", "entropy"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +464,8 @@ def test_errors_are_those_of_fp32(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_does_not_depend_on_the_batch(backend: str) -> None:
+def test_a_row_does_not_depend_on_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch, CHOSEN=4)  # some rows are drawn from their candidates, others are not
     rows, vocab = (3, 301) if backend == "triton" else (300, 301)
     generator = torch.Generator().manual_seed(4)
     storage = torch.randn(rows, vocab + 5, generator=generator)

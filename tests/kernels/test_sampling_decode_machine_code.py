@@ -46,21 +46,26 @@ def test_triton_decode() -> None:
 
 @pytest.mark.slow
 def test_sampling() -> None:
-    """Logits come 16 bytes a thread; each token of a row takes few instructions, and nothing is spilled.
+    """Logits come 16 bytes a thread; each token of a row takes few instructions, and several programs fit.
 
-    29 instructions a token are 60 % of 3.35 TB/s in bf16, 57 in fp32: 132 x 128 lanes at 1.755 GHz issue 29.6e12.
+    29.4 instructions a token are 60 % of 3.35 TB/s in bf16, 58.9 in fp32: 132 x 128 lanes at 1.755 GHz issue 29.6e12.
+    With filters these are the scan's and the selection's, whose searches take all the rounds that they can.
     """
     found = {row["case"]: row for row in run("tests.kernels.aot.sampling")}
-    for dtype, shortest in (("bf16", 28.7), ("fp32", 27.8)):
-        scan = found[f"sample scan {dtype} race"]
-        assert scan["a_token"][0] <= shortest
-        assert scan["a_token"][1] <= 38.1
-        assert scan["wide_loads"] > 0
-        assert scan["ctas"] >= 4
-        assert found[f"sample scan {dtype}"]["a_token"][1] <= 19.5
-        assert found[f"sample race {dtype}"]["a_token"][1] <= 39.9
-        assert max(found[f"sample select {dtype}"]["loops_a_token"]) <= 42
-    assert all(row["local"] == 0 for row in found.values())
+    for dtype, shortest, most in (("bf16", 28.7, 29.4), ("fp32", 27.8, 58.9)):
+        race, scan = found[f"sample scan {dtype} race"], found[f"sample scan {dtype}"]
+        assert race["a_token"][0] <= shortest
+        assert race["a_token"][1] <= 38.1
+        assert scan["a_token"][0] <= 17.2
+        assert scan["a_token"][1] <= 25.5
+        for filters in ("top_k", "top_p", "min_p", "top_k top_p min_p"):
+            assert scan["a_token"][0] + found[f"sample select {dtype} {filters}"]["a_token"][1] <= most
+        assert found[f"sample race {dtype}"]["a_token"] <= 59.5
+        for search in ("count", "mass"):
+            assert found[f"sample narrow {dtype} {search}"]["a_token"] <= 87.5
+            assert found[f"sample narrow {dtype} {search} last"]["a_token"] <= 179
+    assert all(row["wide_loads"] > 0 for row in found.values())
+    assert all(row["ctas"] >= 2 for name, row in found.items() if "select" not in name)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")

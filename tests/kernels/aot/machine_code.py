@@ -249,6 +249,23 @@ class Kernel:
                         at = target
             yield done
 
+    @property
+    def longest(self) -> int:
+        """Instructions on the longest of the `ways`."""
+        count = [0] * (len(self.instructions) + 1)
+        for at in reversed(range(len(self.instructions))):
+            this = self.instructions[at]
+            if this.name == "EXIT" and this.predicate in ("", "PT"):
+                count[at] = 1
+                continue
+            after = count[at + 1]
+            target = _target(this, self.labels, at)
+            if target is not None and target > at:
+                uniform = this.operands.startswith(("UP", "!UP"))
+                after = max(after, count[target]) if this.predicate or uniform else count[target]
+            count[at] = 1 + after
+        return count[0]
+
 
 def tool(name: str) -> str:
     """A program of the CUDA toolkit: the one that Triton ships, which knows its cubins, or else the one on PATH."""

@@ -1,0 +1,192 @@
+"""Top-k, top-p and min-p of a row by its candidates: few strips of tokens that hold the largest logits.
+
+The scan leaves the largest logit of each strip of 32 tokens. Every token above a value lies in a strip whose peak is
+above it, so a search among the peaks, a 32nd of the row, finds a value with at most CHOSEN strips above it. Those
+strips alone are read again, in the order of their tokens. If the last token that is kept lies above that value, they
+hold every token that is: the cut is searched, and the token drawn, among them. Else the row is left to :mod:`.narrow`.
+
+A search halves an interval of the logits' bit patterns, ordered as the values are: 16 rounds at most for 16-bit logits,
+32 for float32. Masses are sums over the candidates in their order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .noise import arrival, uniforms, words_at
+from .row import (
+    INFINITY,
+    MAX_INDEX,
+    TINY,
+    floor_of,
+    is_filtered,
+    is_valid,
+    load_blocks,
+    rescale,
+    scale_of,
+)
+
+# How far a row has come: it needs no filter (or fails, or is greedy); it is drawn; or what is missing for it
+PLAIN, DRAWN = tl.constexpr(0), tl.constexpr(1)
+BY_COUNT, BY_MASS, RACE = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+
+
+@triton.jit
+def key_of(value, DTYPE: tl.constexpr):
+    """Bit patterns of floats as int64 in the floats' order, those of 16-bit logits in 16 bits."""
+    if DTYPE.primitive_bitwidth == 16:
+        bits = value.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+        key = bits ^ ((bits >> 15) & 0x7FFF)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return key.to(tl.int64)
+
+
+@triton.jit
+def value_of(key, DTYPE: tl.constexpr):
+    """The inverse of `key_of`, as float32."""
+    bits = key.to(tl.int32)
+    bits = bits ^ ((bits >> 31) & (0x7FFF if DTYPE.primitive_bitwidth == 16 else 0x7FFFFFFF))
+    if tl.float16 == DTYPE:
+        value = bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    elif tl.bfloat16 == DTYPE:
+        value = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        value = bits.to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def search(x, w, low, high, limit, enough, DTYPE: tl.constexpr):
+    """The least key above ``low`` with less than ``limit`` of w above its value, and how much; ``high`` is one.
+
+    It may stop at a larger one with ``enough`` above it.
+    """
+    over = 0.0
+    while (high - low > 1) & (over < enough):
+        middle = low + (high - low) // 2
+        found = tl.sum(tl.where(x > value_of(middle, DTYPE), w, 0.0), 0)
+        holds = found < limit
+        low, high = tl.where(holds, low, middle), tl.where(holds, middle, high)
+        over = tl.where(holds, found, over)
+    return high, over
+
+
+@triton.jit
+def ties_of(limit, over, w, vocab):
+    """How many tokens of weight w it takes, at least one, until what lies before the next is not below ``limit``."""
+    return tl.maximum(tl.minimum(tl.ceil(tl.div_rn(limit - over, w)), vocab.to(tl.float32)), 1.0).to(tl.int32)
+
+
+@triton.jit
+def load_strips(row, begin, there, vocab, STRIP: tl.constexpr):
+    """The strips that begin at ``begin`` [S], one after the other; -inf where there is none."""
+    index = begin[:, None] + tl.arange(0, STRIP)[None, :]
+    if tl.max(begin, 0) + STRIP <= vocab:  # 16 bytes at a time
+        x = tl.load(row + index, mask=there[:, None], other=float("-inf"))
+    else:
+        x = tl.load(row + index, mask=there[:, None] & (index < vocab), other=float("-inf"))
+    return tl.ravel(x.to(tl.float32)), tl.ravel(index)
+
+
+@triton.jit(do_not_specialize=["vocab", "blocks"])
+def select_kernel(
+    logits, temperature, top_k, top_p, min_p, seed, step,  # as in `sample_triton`
+    best, mass,  # [N, C], of `scan_kernel`
+    peaks,  # [N, C, BLOCK / STRIP] float32, of `scan_kernel`: the largest logit of each strip
+    chosen,  # [N, CHOSEN] int32, room: the strips of the candidates
+    mode,  # [N] int32, out: PLAIN to RACE
+    window,  # [N, 2] int64, out: keys, the cut above the first and not above the second, where it is not found
+    left,  # [N] float32, out: the mass that top-k leaves, where it is found
+    token, last_kept,  # [N] int64, out, of rows that are drawn
+    kept,  # [N] float32, out, of rows that are drawn: sum of w = exp((x - best) / T) over the tokens that are kept
+    row_stride, vocab, blocks,
+    BLOCKS: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = logits.dtype.element_ty
+    n = tl.program_id(0).to(tl.int64)
+    t = tl.load(temperature + n)
+    greedy, scale = scale_of(t)
+    tops = load_blocks(best, n, blocks, -INFINITY, BLOCKS)
+    top = tl.max(tops, 0)
+    state = tl.full((), PLAIN, tl.int32)
+    if is_valid(n, top, t, top_p, min_p) & is_filtered(n, top_k, top_p, min_p, vocab) & (not greedy):
+        _, factor = rescale(tops, top, scale)
+        mass_left = tl.sum(load_blocks(mass, n, blocks, 0.0, BLOCKS) * factor, 0)
+        # What lies at low + 1 or below weighs nothing.
+        low = tl.maximum(key_of(top - 104.0 * t, DTYPE), key_of(top - INFINITY, DTYPE) + 1) - 2
+        high = key_of(top, DTYPE)
+
+        strip = tl.arange(0, BLOCKS * STRIPS)
+        peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=strip < blocks * STRIPS, other=-INFINITY)
+        edge, _ = search(peak, 1.0, low, high, CHOSEN + 0.5, CHOSEN * 0.875, DTYPE)
+        bottom = value_of(edge, DTYPE)
+        above = peak > bottom
+        place = tl.cumsum(above.to(tl.int32), 0)
+        tl.store(chosen + n * CHOSEN + place - 1, strip, mask=above)
+        tl.debug_barrier()
+        slot = tl.arange(0, CHOSEN)
+        there = slot < tl.max(place, 0)
+        begin = tl.load(chosen + n * CHOSEN + slot, mask=there, other=0) * STRIP
+        x, index = load_strips(logits + n * row_stride, begin, there, vocab, STRIP)
+        x = tl.where(x > bottom, x, -INFINITY)
+        z = (x - top) * scale
+        w = tl.exp2(z)
+
+        # Whether one that is no candidate may weigh, and be kept; exp2 errs by less than 1e-6.
+        floor = floor_of(n, min_p)
+        rest = tl.exp2((bottom - top) * scale) * 1.00001
+        weighs, missing = rest >= TINY, rest >= tl.maximum(floor, TINY)
+        unknown = missing if top_p is None else weighs  # top_p asks for the mass that top_k leaves
+        state = tl.where(missing, RACE, DRAWN)
+        cut = bottom
+        ties = 0
+        lowest = edge
+        if top_k is not None:
+            k = tl.load(top_k + n)
+            if (k >= 1) & (k < vocab):
+                if tl.sum((x > bottom).to(tl.int32), 0) >= k:
+                    edge_k, over = search(x, 1.0, edge, high, k.to(tl.float32), INFINITY, DTYPE)
+                    cut = value_of(edge_k, DTYPE)
+                    ties = k - over.to(tl.int32)
+                    tied = tl.minimum(ties, tl.sum((x == cut).to(tl.int32), 0))
+                    mass_left = tl.sum(tl.where(x > cut, w, 0.0), 0) + tied * tl.exp2((cut - top) * scale)
+                    lowest = edge_k - 1
+                    state = tl.full((), DRAWN, tl.int32)
+                elif unknown:
+                    state = tl.full((), BY_COUNT, tl.int32)
+        if top_p is not None:
+            p = tl.load(top_p + n)
+            if (p < 1.0) & (state != BY_COUNT):
+                limit = p * mass_left
+                if (state == RACE) & (tl.sum(w, 0) < limit):
+                    state = tl.full((), BY_MASS, tl.int32)
+                else:
+                    edge_p, over = search(x, w, lowest, high, limit, INFINITY, DTYPE)
+                    value = value_of(edge_p, DTYPE)
+                    ties_p = ties_of(limit, over, tl.exp2((value - top) * scale), vocab)
+                    ties = tl.where((value == cut) & (ties > 0), tl.minimum(ties, ties_p), ties_p)
+                    cut = value
+                    state = tl.full((), DRAWN, tl.int32)
+
+        if state == DRAWN:
+            equal = x == cut
+            stay = (x > cut) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
+            w = tl.where(stay & (w >= floor), w, 0.0)
+            tl.store(kept + n, tl.sum(w, 0))
+            weighty = w >= TINY
+            least = tl.min(tl.where(weighty, x, INFINITY), 0)
+            tl.store(last_kept + n, tl.max(tl.where(weighty & (x == least), index, -1), 0).to(tl.int64))
+            four = begin[:, None] // 4 + tl.arange(0, STRIP // 4)[None, :]
+            words = words_at(tl.load(seed + n), tl.load(step + n), tl.ravel(four))
+            score = tl.where(weighty, arrival(uniforms(words)) * tl.exp2(-z), INFINITY)
+            first = tl.min(tl.where(score == tl.min(score, 0), index, MAX_INDEX), 0)
+            tl.store(token + n, first.to(tl.int64))
+        else:
+            tl.store(window + 2 * n, low)
+            tl.store(window + 2 * n + 1, edge)
+            tl.store(left + n, mass_left)
+    tl.store(mode + n, state)

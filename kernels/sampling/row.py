@@ -1,0 +1,84 @@
+"""What the Triton kernels of sampling share of a row: its blocks, its weights, its parameters."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INFINITY = tl.constexpr(float("inf"))
+TINY = tl.constexpr(1.1754943508222875e-38)
+NOTHING = tl.constexpr(
+    -127.0
+)  # log2 of a weight that cannot be drawn: its E / w is above 2^93, the best one's below 2^5
+MAX_INDEX = tl.constexpr(0x7FFFFFFF)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_block(row, begin, vocab, BLOCK: tl.constexpr):
+    index = begin + tl.arange(0, BLOCK)
+    if begin + BLOCK <= vocab:  # without a mask, 16 bytes at a time
+        x = tl.load(row + index)
+    else:
+        x = tl.load(row + index, mask=index < vocab, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_blocks(values, n, blocks, other, BLOCKS: tl.constexpr):
+    """What the blocks of row n found."""
+    b = tl.arange(0, BLOCKS)
+    return tl.load(values + n * blocks + b, mask=b < blocks, other=other)
+
+
+@triton.jit
+def scale_of(temperature):
+    """Whether a temperature means greedy, and log2(e) over it: weights are powers of two."""
+    greedy = temperature < TINY
+    return greedy, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)) * LOG2E
+
+
+@triton.jit
+def log2_weights(x, best, scale):
+    return tl.maximum((x - best) * scale, NOTHING)
+
+
+@triton.jit
+def rescale(tops, top, scale):
+    """What is added to the log2 of a block's weights to make them weights of the row, and its power."""
+    d = log2_weights(tops, top, scale)
+    return d, tl.exp2(d)
+
+
+@triton.jit
+def is_valid(n, top, temperature, top_p, min_p):
+    valid = (top > -INFINITY) & (top < INFINITY) & (temperature >= 0) & (temperature < INFINITY)
+    if top_p is not None:
+        valid &= tl.load(top_p + n) >= 0
+    if min_p is not None:
+        valid &= tl.load(min_p + n) >= 0
+    return valid
+
+
+@triton.jit
+def is_filtered(n, top_k, top_p, min_p, vocab):
+    """Whether a filter of row n may leave out a token."""
+    found = n < 0
+    if top_k is not None:
+        k = tl.load(top_k + n)
+        found |= (k >= 1) & (k < vocab)
+    if top_p is not None:
+        found |= tl.load(top_p + n) < 1.0
+    if min_p is not None:
+        found |= tl.load(min_p + n) > 0.0
+    return found
+
+
+@triton.jit
+def floor_of(n, min_p):
+    """The weight that min_p asks for; the best token, of weight 1, always stays."""
+    floor = 0.0
+    if min_p is not None:
+        floor = tl.minimum(tl.load(min_p + n), 1.0)
+    return floor
