@@ -97,9 +97,11 @@ class FusedDecoder:
         return add_rms_norm_(hidden, None, norm.weight, norm.variance_epsilon)
 
     def _turns(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, H], [N] -> [N, D] each
-        """Cosines and sines of positions, each computed once; of rows ``like`` these."""
+        """Cosines and sines of positions, each computed once where that is all the module does; of rows ``like``
+        these."""
         rotary = self._decoder.rotary_emb
-        if rotary.rope_type not in STEADY:
+        own = type(rotary).__module__ == type(self._decoder).__module__ and "forward" not in vars(rotary)
+        if not own or rotary._forward_hooks or rotary._forward_pre_hooks or rotary.rope_type not in STEADY:
             cos, sin = rotary(like[None], position_ids[None])
             return cos[0], sin[0]
         frequencies: Tensor = rotary.inv_freq

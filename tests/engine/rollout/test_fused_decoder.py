@@ -208,3 +208,27 @@ def test_positions_are_turned_as_the_model_turns_them(rope: str) -> None:
             check(5, 6, 7, 8)
             rotary.attention_scaling = 1.25
             check(5, 6, 7, 8)
+
+
+def test_a_rotary_module_of_ones_own_is_asked_every_time() -> None:
+    class Drifting(nn.Module):
+        """Turns by something else at each call; knows nothing of Transformers' attributes."""
+
+        calls = 0
+
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.calls += 1
+            turns = (position_ids[..., None] * self.calls).expand(*position_ids.shape, 12).to(x.dtype)
+            return turns, -turns
+
+    model, ids = LlamaForCausalLM(LlamaConfig(**SIZES)), torch.arange(4)
+    like, fused = torch.zeros(4, SIZES["hidden_size"]), FusedDecoder(model.model, None)  # type: ignore[arg-type]
+    with torch.no_grad():
+        seen: list[int] = []
+        handle = model.model.rotary_emb.register_forward_hook(lambda *_: seen.append(1))
+        fused._turns(like, ids)
+        fused._turns(like, ids)
+        assert len(seen) == 2  # a hook hears of every step
+        handle.remove()
+        model.model.rotary_emb = Drifting()
+        assert [int(fused._turns(like, ids)[0][1, 0]) for _ in range(2)] == [1, 2]
