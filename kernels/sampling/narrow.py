@@ -141,12 +141,6 @@ def narrow_kernel(
             tl.store(at + SUMS + PARTS, mass)
 
 
-@triton.jit
-def is_kept(x, w, index, floor, cut, cut_index):
-    """Which tokens min_p and the cut of top-k and top-p leave."""
-    return ((x > cut) | ((x == cut) & (index <= cut_index))) & (w >= floor)
-
-
 @triton.jit(do_not_specialize=["passes", "begin", "vocab", "blocks"])
 def race_kernel(
     logits, temperature, top_k, top_p, min_p, seed, step,  # as in `sample_triton`

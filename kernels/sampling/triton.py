@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .filters import BY_COUNT, DRAWN, select_kernel
-from .narrow import SUMS, is_kept, narrow_kernel, race_kernel
+from .narrow import SUMS, narrow_kernel, race_kernel
 from .noise import arrival, least_bounds, log2_bound, uniforms, words_at, words_of
 from .row import (
     INFINITY,
@@ -98,6 +98,12 @@ def scan_kernel(
             WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
             words = words_of(tl.load(seed + n), tl.load(step + n), begin, BLOCK, WIDTH)
             tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
+
+
+@triton.jit
+def is_kept(x, w, index, floor, cut, cut_index):
+    """Which tokens min_p and the cut of top-k and top-p leave."""
+    return ((x > cut) | ((x == cut) & (index <= cut_index))) & (w >= floor)
 
 
 @triton.jit
