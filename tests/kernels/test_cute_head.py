@@ -356,7 +356,8 @@ def test_what_the_kernels_do_not_take_runs_on_triton_and_is_said(
         (inputs(5, WIDTH, VOCABULARY, bias=True, **half), "do not take a bias"),
         (inputs(5, WIDTH, VOCABULARY, softcap=3.0, **half), "do not take a softcap"),
         (inputs(5, WIDTH, VOCABULARY, lora=adapter, **half), "do not take an adapter"),
-        (inputs(5, WIDTH, 200, **half), "a multiple of 128, not 200: pad the head's weight"),
+        (inputs(5, WIDTH, 50257, **half), "a multiple of 128, not 50257: pad the head's weight"),
+        (inputs(5, WIDTH, 151669, **half), "a multiple of 128, not 151669: pad the head's weight"),
         (inputs(5, 20, VOCABULARY, **half), "a width that is a multiple of 8, not 20"),
         (inputs(5, 136, 128, **half), "no wider than hidden are kept"),
         (inputs(5, WIDTH, VOCABULARY, want=("sum_p2",), **half), "the sum of squared probabilities"),
@@ -367,6 +368,15 @@ def test_what_the_kernels_do_not_take_runs_on_triton_and_is_said(
         (record,) = caplog.records[before:]
         assert record.message.startswith("linear_logprob runs on 'triton' instead of 'cute': ")
         assert said in record.message
+    given, fields = batch(dtype=torch.bfloat16, V=50257)
+    narrow = cast(fields, torch.float32, "token_mean")
+    before = len(caplog.records)
+    for _ in range(2):
+        assert run(fused, given, narrow, Objective(), ("hidden", "weight"))["d_weight"].any()
+    assert [r.message for r in caplog.records[before:]] == [
+        "linear_policy_loss runs on 'triton' instead of 'cute': its kernels take a vocabulary that is a multiple of "
+        "128, not 50257: pad the head's weight."
+    ]
     assert rounded.calls["exponentials"] == 0
     refused = pytest.raises(dispatch.BackendError, match="'cute' cannot run linear_logprob: its kernels take bfloat16")
     with refused, dispatch.use_backend("cute"):
