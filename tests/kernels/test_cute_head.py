@@ -27,6 +27,7 @@ from .test_linear_policy_loss import LENGTHS, TREE_OBJECTIVES, batch, cast, comp
 from .test_linear_shared_rows import TREES, forest, widened
 
 WIDTH, VOCABULARY = 16, 384
+PRODUCT = 2**-7  # of a gradient: the error of a product of bf16 operands
 
 
 class Rounded:
@@ -138,7 +139,8 @@ def usual(fields: PolicyFields, objective: Objective, normalizer: float, **given
 def compare(
     given: Inputs, fields: PolicyFields, objective: Objective, trained: tuple[str, ...], floor: float = 1e-6
 ) -> None:
-    """Loss and gradients err at most twice as plain PyTorch's in bf16, all against fp64."""
+    """Loss and gradients err at most twice as plain PyTorch's in bf16, all against fp64; and where bf16 logits flip what
+    is clipped, which is then much, no more than a bf16 product's."""
     wide = cast(fields, torch.float64, "token_mean")
     narrow = cast(fields, torch.float32, "token_mean")
     with dispatch.use_backend("reference"):
@@ -148,7 +150,8 @@ def compare(
     for name in ("loss", *(f"d_{leaf}" for leaf in trained)):
         want = exact[name].double()
         error, allowed = ((r[name].double() - want).norm() for r in (got, theirs))
-        assert error <= max(2 * allowed, floor * want.norm()), (name, error / want.norm(), allowed / want.norm())
+        most = max(min(2 * allowed, PRODUCT * want.norm()), floor * want.norm())
+        assert error <= most, (name, error / want.norm(), allowed / want.norm())
     for name in ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
         mine, want = (torch.stack(r["metrics"][name]).double() for r in (got, exact))
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
