@@ -386,6 +386,19 @@ def test_what_the_kernels_do_not_take_runs_on_triton_and_is_said(
         linear_logprob(**inputs(5, WIDTH, VOCABULARY))
 
 
+def test_why_it_cannot_run_here() -> None:
+    given, fields = batch(dtype=torch.bfloat16, V=VOCABULARY)
+    for step in (
+        lambda: linear_logprob(**inputs(2, WIDTH, VOCABULARY, dtype=torch.bfloat16)),
+        lambda: fused(cast(fields, torch.float32, "token_mean"), Objective(), 7.0, **given),
+    ):
+        refused = pytest.raises(
+            dispatch.BackendError, match="'cute' cannot run linear_logprob on a cpu tensor: it needs"
+        )
+        with refused, dispatch.use_backend("cute"):
+            step()
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
