@@ -139,8 +139,8 @@ def usual(fields: PolicyFields, objective: Objective, normalizer: float, **given
 def compare(
     given: Inputs, fields: PolicyFields, objective: Objective, trained: tuple[str, ...], floor: float = 1e-6
 ) -> None:
-    """Loss and gradients err at most twice as plain PyTorch's in bf16, all against fp64; and where bf16 logits flip what
-    is clipped, which is then much, no more than a bf16 product's."""
+    """Loss and gradients err at most twice as plain PyTorch's in bf16, all against fp64; where bf16 logits flip what is
+    clipped, which is much, no more than a bf16 product's."""
     wide = cast(fields, torch.float64, "token_mean")
     narrow = cast(fields, torch.float32, "token_mean")
     with dispatch.use_backend("reference"):
