@@ -18,7 +18,7 @@ HEAD = ("head, cute, exponentials", "head, cute, gradients")
 
 
 def test_compiles(tmp_path: Path) -> None:
-    """The head's gradient takes a product of hidden, and one of the weight that writes and one that adds. Another process
+    """The head's gradient takes a product of hidden, and two of the weight, one of which adds. Another process
     compiles nothing."""
     hopper = Job("Hopper", "90a", 128, vocabulary(192), steps=HEAD + ATTENTION)
     jobs = [hopper, Job("Blackwell", "100a", 128, steps=ATTENTION), replace(hopper, name="Hopper again")]
