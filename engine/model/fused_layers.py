@@ -36,7 +36,8 @@ def fuse_layers(model: nn.Module) -> nn.Module:
     derivative. Fusing twice is fusing once; `unfuse_layers` undoes it.
     """
     for module in model.modules():
-        fused = _fused_forward(type(module))
+        cls: Any = type(module)
+        fused = _fused_forward(cls)
         if fused is not None and not _is_replaced(module) and (fused is not _gated_unit or _has_silu(module)):
             module.forward = MethodType(fused, module)
     return model
