@@ -25,7 +25,9 @@ from rolltree.kernels import dispatch
 from rolltree.kernels.layer_ops import rms_norm, rotate, silu_mul
 
 ROTARY = "apply_rotary_pos_emb"
-BACKENDS = {("cpu", torch.float32): "cpu"}
+BACKENDS = {("cpu", torch.float32): "cpu"} | {
+    ("cuda", dtype): "triton" for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 def fuse_layers(model: nn.Module) -> nn.Module:

@@ -16,11 +16,19 @@ from torch import Tensor
 from .. import dispatch
 from . import cpu, reference
 
+
+def _triton() -> ModuleType:
+    from . import triton  # optional dependency
+
+    return triton
+
+
 _BACKENDS: Mapping[str, Callable[[], ModuleType]] = {
+    "triton": _triton,
     "cpu": lambda: cpu,
     "reference": lambda: reference,
 }
-_HALF = {name: _BACKENDS[name] for name in ("reference",)}
+_HALF = {name: _BACKENDS[name] for name in ("triton", "reference")}
 
 
 def _backend(op: str, x: Tensor) -> Any:

@@ -14,12 +14,13 @@ from rolltree.kernels import dispatch, use_backend
 from rolltree.kernels.layer_ops import rms_norm, rotate, silu_mul
 from rolltree.kernels.layer_ops.op import rms_norm_op, rotate_op, silu_mul_op
 
-from .on_device import device_of
+from .on_device import device_of, interpret_some, needs_triton
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
 BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=needs_cpp),
+    pytest.param("triton", marks=needs_triton),
 ]
 EPS = 1e-6
 
@@ -82,7 +83,11 @@ OPS = {
         [(1,), (37, 3), (5, 7, 33), (37, 576), (64, 600)],
     ),
 }
-CASES = [pytest.param(op, shape, id=f"{name}-{shape}") for name, op in OPS.items() for shape in op.shapes]
+CASES = [(name, shape) for name, op in OPS.items() for shape in op.shapes]
+INTERPRETED = [
+    i for i, case in enumerate(CASES) if case[1] in ((37, 3), (3, 1030), (2, 3, 1, 5, 2), (2, 6, 2, 9, 256), (5, 7, 33))
+]
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cuts bf16 off
 
 
 def inputs(op: Op, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
@@ -104,10 +109,10 @@ def error(got: Tensor, exact: Tensor) -> float:
     return ((got.double().cpu() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("op", "shape"), CASES)
-def test_no_further_from_float64_than_plain_pytorch(op: Op, shape: tuple[int, ...], backend: Any) -> None:
-    for dtype in (torch.float32, torch.bfloat16) if backend != "cpu" else (torch.float32,):
+@pytest.mark.parametrize(("backend", "name", "shape"), interpret_some(BACKENDS, CASES, INTERPRETED))
+def test_no_further_from_float64_than_plain_pytorch(backend: Any, name: str, shape: tuple[int, ...]) -> None:
+    op = OPS[name]
+    for dtype in (torch.float32, HALF if backend == "triton" else torch.bfloat16)[: 1 if backend == "cpu" else 2]:
         given, upstream = inputs(op, shape, dtype)
         exact = both(op.plain, op, [t.double() for t in given], [t.double() for t in upstream])
         plain = both(op.plain, op, given, upstream)
@@ -122,26 +127,30 @@ def test_no_further_from_float64_than_plain_pytorch(op: Op, shape: tuple[int, ..
 
 
 @needs_cpp
-@pytest.mark.parametrize(("op", "shape"), CASES)
-def test_norms_and_turns_are_those_of_transformers_bit_by_bit(op: Op, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_norms_and_turns_are_those_of_transformers_bit_by_bit(name: str, shape: tuple[int, ...]) -> None:
+    op = OPS[name]
     given, _ = inputs(op, shape)
     for got, want in zip(op.run(*given), op.plain(*given), strict=True):
-        if op is OPS["silu_mul"]:  # another e^x
+        if name == "silu_mul":  # another e^x
             assert torch.allclose(got, want, rtol=4 * 2**-23, atol=1e-37)
         else:
             assert torch.equal(got, want)
-            assert got.movedim(1, -2).is_contiguous() or op is OPS["rms_norm"]  # as the heads lie
+            assert got.movedim(1, -2).is_contiguous() or name == "rms_norm"  # as the heads lie
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("op", "shape"), [(op, op.shapes[-1]) for op in OPS.values()], ids=OPS)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("rms_norm", (30, 300)), ("rotate", (1, 6, 2, 9, 32)), ("silu_mul", (9, 600))]
+)
 def test_a_row_is_the_same_among_others_in_any_layout_and_by_any_thread(
-    op: Op, shape: tuple[int, ...], backend: Any
+    name: str, shape: tuple[int, ...], backend: Any
 ) -> None:
+    op = OPS[name]
     given, upstream = inputs(op, shape)
     where = device_of(backend)
     given, upstream = [t.to(where) for t in given], [t.to(where) for t in upstream]
-    rows = op is not OPS["rotate"]
+    rows = name != "rotate"
     with use_backend(backend):
         whole = both(op.run, op, given, upstream)
         scattered = both(op.run, op, [_scattered(t) for t in given], [_scattered(t) for t in upstream])
@@ -196,12 +205,12 @@ def test_the_gradient_of_a_weight_is_as_exact_over_many_rows(backend: Any) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [0.0, 1e-30, -1e-30, 1e30, -1e30, 88.0, -88.5, torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_extreme_values_stay_in_their_row(op: Op, value: float, backend: Any) -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("name", OPS)
+def test_extreme_values_stay_in_their_row(name: str, value: float, backend: Any) -> None:
     """Where plain PyTorch has a number there is that number, and elsewhere none."""
-    shape = {"rms_norm": (5, 40), "rotate": (1, 2, 1, 5, 8), "silu_mul": (5, 40)}
-    (name,) = (name for name, candidate in OPS.items() if candidate is op)
-    given, upstream = inputs(op, shape[name])
+    op = OPS[name]
+    given, upstream = inputs(op, (1, 2, 1, 5, 8) if name == "rotate" else (5, 40))
     ordinary = both(op.plain, op, given, upstream)
     given[0][..., 2, :] = value
     plain = both(op.plain, op, given, upstream)
@@ -219,13 +228,10 @@ def test_extreme_values_stay_in_their_row(op: Op, value: float, backend: Any) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("op", "shape"),
-    [(OPS["rms_norm"], (0, 8)), (OPS["rotate"], (1, 2, 1, 0, 8)), (OPS["silu_mul"], (0, 8))],
-    ids=OPS,
-)
-def test_no_rows(op: Op, shape: tuple[int, ...], backend: Any) -> None:
-    given, upstream = inputs(op, shape)
+@pytest.mark.parametrize("name", OPS)
+def test_no_rows(name: str, backend: Any) -> None:
+    op = OPS[name]
+    given, upstream = inputs(op, (1, 2, 1, 0, 8) if name == "rotate" else (0, 8))
     where = device_of(backend)
     with use_backend(backend):
         ours = both(op.run, op, [t.to(where) for t in given], [t.to(where) for t in upstream])
@@ -233,14 +239,14 @@ def test_no_rows(op: Op, shape: tuple[int, ...], backend: Any) -> None:
         assert torch.equal(got.cpu(), want)  # of a weight: zeros
 
 
-@pytest.mark.parametrize(("op", "shape"), [(op, op.shapes[1]) for op in OPS.values()], ids=OPS)
-def test_gradients_and_registration(op: Op, shape: tuple[int, ...]) -> None:
-    given, _ = inputs(op, (*(min(n, 4) for n in shape[:-1]), 6), torch.float64)
+@pytest.mark.parametrize(("name", "shape"), [("rms_norm", (4, 6)), ("rotate", (2, 3, 1, 4, 6)), ("silu_mul", (4, 6))])
+def test_gradients_and_registration(name: str, shape: tuple[int, ...]) -> None:
+    op = OPS[name]
+    given, _ = inputs(op, shape, torch.float64)
     leaves = [t.requires_grad_(i < op.differentiable) for i, t in enumerate(given)]
     assert torch.autograd.gradcheck(op.run, leaves)
     single = [t.detach().float().requires_grad_(i < op.differentiable) for i, t in enumerate(given)]
     registered: Any = {"rms_norm": rms_norm_op, "rotate": rotate_op, "silu_mul": silu_mul_op}
-    (name,) = (name for name, candidate in OPS.items() if candidate is op)
     torch.library.opcheck(registered[name], (*single, EPS) if name == "rms_norm" else tuple(single))
 
 
@@ -274,12 +280,18 @@ def test_what_needs_no_gradient_gets_none_and_keeps_little() -> None:
     assert torch.allclose(up.grad, F.silu(gate))  # type: ignore[arg-type]
 
 
-def test_of_half_precision_rounds_where_transformers_does() -> None:
-    for name, op in OPS.items():
-        given, _ = inputs(op, op.shapes[3], torch.bfloat16)
-        with use_backend("reference"):
-            for got, want in zip(op.run(*given), op.plain(*given), strict=True):
-                assert torch.equal(got, want), name
+@pytest.mark.parametrize("backend", [BACKENDS[0], BACKENDS[2]])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("rms_norm", (37, 64)), ("rotate", (1, 4, 2, 5, 32)), ("silu_mul", (37, 30))]
+)
+def test_half_precision_is_rounded_where_transformers_rounds(name: str, shape: tuple[int, ...], backend: Any) -> None:
+    given, _ = inputs(OPS[name], shape, HALF)
+    where = device_of(backend)
+    with use_backend(backend):
+        ours = OPS[name].run(*(t.to(where) for t in given))
+    for got, want in zip(ours, OPS[name].plain(*given), strict=True):
+        differ = (got.cpu() != want).float().mean()
+        assert differ <= (0.01 if backend == "triton" and name != "rotate" else 0)  # sums and e^x are others
 
 
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
