@@ -24,6 +24,7 @@ from transformers.models.llama import modeling_llama as llama
 from rolltree.kernels import dispatch
 from rolltree.kernels.layer_ops import rms_norm, rotate, silu_mul
 
+HOME = "transformers.models."
 ROTARY = "apply_rotary_pos_emb"
 BACKENDS = {("cpu", torch.float32): "cpu"} | {
     ("cuda", dtype): "triton" for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +73,7 @@ def _has_silu(module: Any) -> bool:
 @functools.cache
 def _fused_forward(cls: Any) -> Callable[..., Any] | None:
     """What the instances of a class get, if it is one of Transformers that is known."""
-    if not cls.__module__.startswith("transformers.models.") or not issubclass(cls, nn.Module):
+    if not cls.__module__.startswith(HOME) or not issubclass(cls, nn.Module):
         return None
     forward = cls.forward
     if _same(forward, llama.LlamaRMSNorm.forward):
@@ -93,6 +94,8 @@ def _same(function: object, known: object) -> bool:
     """Whether two functions have one code, whatever their documentation."""
     if not (isinstance(function, FunctionType) and isinstance(known, FunctionType)):
         return False
+    if not (function.__module__.startswith(HOME) and known.__module__.startswith(HOME)):
+        return False  # another package has put its own there, for all models
     a, b = function.__code__, known.__code__
     constants = [tuple(c for c in f.__code__.co_consts if c != f.__doc__) for f in (function, known)]
     return (

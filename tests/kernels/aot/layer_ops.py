@@ -12,7 +12,7 @@ from .harness import AotCase
 def _norm(width: int, dtype: str = "bf16", *, ci: bool = False) -> list[AotCase]:
     tile = triton.tile_of(width)
     warps = tile.pop("num_warps")
-    rows, numbers = {name: f"*{dtype}" for name in ("x", "weight")}, {"N": "i32", "H": "i32:16"}
+    rows, numbers = dict.fromkeys(("x", "weight"), f"*{dtype}"), {"N": "i32", "H": "i32:16"}
     forward = {**rows, "out": f"*{dtype}", "factor": "*fp32", **numbers, "eps": "fp32"}
     backward = {"dy": f"*{dtype}", **rows, "factor": "*fp32", "dx": f"*{dtype}", "partial": "*fp32", **numbers}
     found = [AotCase(f"norm {width} {dtype}", triton.norm_kernel, forward, tile, num_warps=warps, ci=ci)]
@@ -27,7 +27,7 @@ def _norm(width: int, dtype: str = "bf16", *, ci: bool = False) -> list[AotCase]
 
 
 def _rotate(heads: int, kv_heads: int, dim: int, back: bool, dtype: str = "bf16", *, ci: bool = False) -> AotCase:
-    pointers = {name: f"*{dtype}" for name in ("q", "k", "cos", "sin", "q_out", "k_out")}
+    pointers = dict.fromkeys(("q", "k", "cos", "sin", "q_out", "k_out"), f"*{dtype}")
     of_rows = {"tokens": "i32", "cos_batch": "i32"} | {f"{name}_batch": "i32" for name in ("q", "k", "q_out", "k_out")}
     of_heads = {f"{name}_{of}": "i32:16" for name in ("q", "k", "q_out", "k_out") for of in ("head", "token")}
     constants = triton.heads_of(heads, kv_heads, dim) | {"BACK": back}
@@ -37,8 +37,8 @@ def _rotate(heads: int, kv_heads: int, dim: int, back: bool, dtype: str = "bf16"
 
 
 def _silu_mul(dtype: str = "bf16", *, ci: bool = False) -> list[AotCase]:
-    forward = {name: f"*{dtype}" for name in ("gate", "up", "out")} | {"M": "i32"}
-    backward = {name: f"*{dtype}" for name in ("dy", "gate", "up", "dgate", "dup")} | {"M": "i32"}
+    forward = dict.fromkeys(("gate", "up", "out"), f"*{dtype}") | {"M": "i32"}
+    backward = dict.fromkeys(("dy", "gate", "up", "dgate", "dup"), f"*{dtype}") | {"M": "i32"}
     block = {"BLOCK": triton.BLOCK}
     return [
         AotCase(f"silu mul {dtype}", triton.silu_mul_kernel, forward, block, ci=ci),
