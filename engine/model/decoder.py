@@ -20,6 +20,7 @@ from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
 from ..errors import UserError
 from ..integrations import transformers as integration
+from .fused_layers import fuse_layers
 from .sharding import whole
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
@@ -44,20 +45,29 @@ def head(model: PreTrainedModel) -> Head:
     Raises:
         ValueError: the model scales its logits, or adapts its head, in a way the fused head does not know.
     """
+    return head_reader(model)()
+
+
+def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
+    """What reads the head of ``model``, at every call: adapters come and go. Its config is read now.
+
+    Raises:
+        ValueError: as of :func:`head`.
+    """
     config = model.config.get_text_config()
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
                 f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know."
             )
-    layer = model.get_output_embeddings()
-    bias = getattr(layer, "bias", None)
-    return Head(
-        whole(layer.weight),
-        None if bias is None else whole(bias),
-        getattr(config, "final_logit_softcapping", None),
-        _head_lora(layer),
-    )
+    softcap = getattr(config, "final_logit_softcapping", None)
+
+    def read() -> Head:
+        layer = model.get_output_embeddings()
+        bias = getattr(layer, "bias", None)
+        return Head(whole(layer.weight), None if bias is None else whole(bias), softcap, _head_lora(layer))
+
+    return read
 
 
 def _head_lora(layer: Any) -> HeadLora | None:
@@ -253,6 +263,8 @@ def check_model_dir(path: str | Path) -> None:
 def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
     """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
 
+    Its layers are fused (:func:`.fused_layers.fuse_layers`).
+
     Raises:
         UserError: it cannot be read, its tensors are not those of its configuration, or it has layers that cannot be
             tree-masked.
@@ -279,7 +291,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
         raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
     _check_tensors(model, found, path)
     _check_modules(model, path)
-    return model.to(device)
+    return fuse_layers(model.to(device))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
