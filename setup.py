@@ -8,8 +8,8 @@ backends, and `rolltree doctor` says what is missing.
 * ``csrc/cuda``  ``kernels/_cuda.so``; the CUDA toolkit suffices, torch itself may be a CPU build.
 
 The last two use only libtorch's stable ABI, so one binary serves several torch and Python versions.
-Environment: ``ROLLTREE_CPU_ISA=native`` builds only for this machine; ``ROLLTREE_CUDA_ARCHS=90a`` narrows the CUDA
-build; ``ROLLTREE_CUDA=0`` leaves it out.
+Environment: ``ROLLTREE_CPU_ISA=native`` builds only for this machine; ``ROLLTREE_CUDA_ARCHS=80,90a,100`` builds for
+these GPUs instead of those that the machine has; ``ROLLTREE_CUDA=0`` leaves CUDA out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # libtorch 2.10, where stable::parallel_for appeared
 X86_LEVELS = {"default": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
-CUDA_ARCHS = ("80", "90a", "100")
 
 
 def say(message: str) -> None:
@@ -61,6 +60,16 @@ def this_machine() -> str:
 
     found = torch.backends.cpu.get_cpu_capability().lower()
     return next((level for level in ("avx512", "avx2") if found.startswith(level)), "default")
+
+
+def gpus_here() -> list[str]:
+    """nvcc's names of this machine's GPUs, by the driver's own program; Hopper's own instructions want the ``a``."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return sorted({"90a" if of == "9.0" else of.replace(".", "") for of in found.split()})
 
 
 class NativeParts(build_ext):
@@ -124,8 +133,13 @@ class NativeParts(build_ext):
             return say("the CUDA kernels are left out (ROLLTREE_CUDA=0).")
         if nvcc is None:
             return say("the CUDA kernels are left out: no nvcc on PATH. Triton serves CUDA tensors without them.")
+        asked = os.environ.get("ROLLTREE_CUDA_ARCHS")
+        wanted = asked.split(",") if asked else gpus_here()
+        if not wanted:
+            return say(
+                "the CUDA kernels are left out: no GPU here; ROLLTREE_CUDA_ARCHS=80,90a,100 builds them for others."
+            )
         includes, libs = torch_flags()
-        wanted = os.environ.get("ROLLTREE_CUDA_ARCHS", ",".join(CUDA_ARCHS)).split(",")
         archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
         flags = [
             "-O3",

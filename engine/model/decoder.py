@@ -44,20 +44,29 @@ def head(model: PreTrainedModel) -> Head:
     Raises:
         ValueError: the model scales its logits, or adapts its head, in a way the fused head does not know.
     """
+    return head_reader(model)()
+
+
+def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
+    """What reads the head of ``model``, at every call: adapters come and go. Its config is read now.
+
+    Raises:
+        ValueError: as of :func:`head`.
+    """
     config = model.config.get_text_config()
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
                 f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know."
             )
-    layer = model.get_output_embeddings()
-    bias = getattr(layer, "bias", None)
-    return Head(
-        whole(layer.weight),
-        None if bias is None else whole(bias),
-        getattr(config, "final_logit_softcapping", None),
-        _head_lora(layer),
-    )
+    softcap = getattr(config, "final_logit_softcapping", None)
+
+    def read() -> Head:
+        layer = model.get_output_embeddings()
+        bias = getattr(layer, "bias", None)
+        return Head(whole(layer.weight), None if bias is None else whole(bias), softcap, _head_lora(layer))
+
+    return read
 
 
 def _head_lora(layer: Any) -> HeadLora | None:

@@ -1,9 +1,9 @@
-"""State of the branches in flight as a structure of arrays: what changes with every token is never a Python object."""
+"""State of the branches in flight as one array of rows: what changes with every token is never a Python object."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -34,43 +34,52 @@ class Sampled(NamedTuple):
 
 
 class RowTable:
-    """One slot for each branch in flight; `records` hold what it sampled since its node began."""
+    """One slot for each branch in flight; `records` hold what it sampled since its node began.
+
+    A row's fields lie together, for branches come and go by row; each attribute is a field of all slots.
+    """
+
+    kv_node: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int64]  # priority: older branches first
+    seed: npt.NDArray[np.int64]
+    last_token: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int64]  # of the last token, on the path
+    length: npt.NDArray[np.int64]  # response tokens on the path
+    limit: npt.NDArray[np.int64]  # longest response
+    segment_end: npt.NDArray[np.int64]  # response length at which the segment is full
+    segment_tokens: npt.NDArray[np.int64]
+    fill: npt.NDArray[np.int64]  # tokens in the buffer
+    forks: npt.NDArray[np.int64]  # children to sample next; 0: go on in the same node
+    running: npt.NDArray[np.bool_]  # only the last token lacks its keys, and no answer is waited for
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]  # 0: no limit
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    top: npt.NDArray[np.int64]  # likeliest tokens to keep
+    keeps: npt.NDArray[np.bool_]  # the ids that each token was drawn from
+    stop_table: npt.NDArray[np.int64]
+    stops_at_text: npt.NDArray[np.bool_]
+    constrained: npt.NDArray[np.bool_]  # has biased or forbidden tokens
+    adapter: npt.NDArray[np.int64]
 
     def __init__(self, capacity: int = 64, width: int = 64) -> None:
-        self.kv_node = np.zeros(capacity, np.int64)
-        self.order = np.zeros(capacity, np.int64)  # priority: older branches first
-        self.seed = np.zeros(capacity, np.int64)
-        self.last_token = np.zeros(capacity, np.int64)
-        self.position = np.zeros(capacity, np.int64)  # of the last token, on the path
-        self.length = np.zeros(capacity, np.int64)  # response tokens on the path
-        self.limit = np.zeros(capacity, np.int64)  # longest response
-        self.segment_end = np.zeros(capacity, np.int64)  # response length at which the segment is full
-        self.segment_tokens = np.zeros(capacity, np.int64)
-        self.fill = np.zeros(capacity, np.int64)  # tokens in the buffer
-        self.forks = np.zeros(capacity, np.int64)  # children to sample next; 0: go on in the same node
-        self.running = np.zeros(capacity, np.bool_)  # only the last token lacks its keys, and no answer is waited for
-        self.temperature = np.zeros(capacity, np.float32)
-        self.top_k = np.zeros(capacity, np.int32)  # 0: no limit
-        self.top_p = np.zeros(capacity, np.float32)
-        self.min_p = np.zeros(capacity, np.float32)
-        self.top = np.zeros(capacity, np.int64)  # likeliest tokens to keep
-        self.keeps = np.zeros(capacity, np.bool_)  # the ids that each token was drawn from
-        self.stop_table = np.zeros(capacity, np.int64)
-        self.stops_at_text = np.zeros(capacity, np.bool_)
-        self.constrained = np.zeros(capacity, np.bool_)  # has biased or forbidden tokens
-        self.adapter = np.zeros(capacity, np.int64)
+        self._hold(np.zeros(capacity, _ROW))
         self.records = np.zeros((capacity, width), sample_dtype(0))
         self.branch: list[Branch | None] = [None] * capacity
         self._free = list(range(capacity))[::-1]
-        self._columns = tuple(name for name, v in vars(self).items() if isinstance(v, np.ndarray) and name != "records")
+
+    def _hold(self, table: Array) -> None:
+        self._table = table
+        self._whole = table.view(np.dtype((np.void, _ROW.itemsize)))  # to copy rows as bytes, not by field
+        for name in _FIELDS:
+            setattr(self, name, table[name])
 
     def add(self, branch: Branch, **columns: Any) -> int:
         """A slot for a branch; columns not given are 0."""
         (slot,) = self._take_slots([branch])
-        for name in self._columns:
-            getattr(self, name)[slot] = columns.pop(name, 0)
-        if columns:
-            raise TypeError(f"The row table has no column {next(iter(columns))}.")
+        if unknown := columns.keys() - set(_FIELDS):
+            raise TypeError(f"The row table has no column {min(unknown)}.")
+        self._table[slot] = tuple([columns.get(name, 0) for name in _FIELDS])
         self.kv_node[slot], self.order[slot], self.seed[slot] = branch.kv, branch.order, branch.seed
         if (top := int(self.top[slot])) > self.records["top_id"].shape[2]:
             self._grow_top(top)
@@ -79,9 +88,7 @@ class RowTable:
     def divide(self, slot: int, branches: Sequence[Branch]) -> None:
         """Put ``branches`` in the place of a slot's: they go on as it would, with nothing sampled yet."""
         slots = self._take_slots(branches)
-        for name in self._columns:
-            column = getattr(self, name)
-            column[slots] = column[slot]
+        self._whole[slots] = self._whole[slot]
         for column in (self.last_token, self.segment_tokens, self.fill, self.forks, self.running):
             column[slots] = 0
         self.kv_node[slots] = [branch.kv for branch in branches]
@@ -93,7 +100,7 @@ class RowTable:
 
     def save(self, slot: int) -> dict[str, Any]:
         """What `add` needs to put the branch back, and the records of its node so far."""
-        state = {name: getattr(self, name)[slot].item() for name in self._columns}
+        state = dict(zip(_FIELDS, self._table[slot].item(), strict=True))
         return {**state, "running": False, "records": self.sampled(slot)}
 
     def restore(self, branch: Branch, state: dict[str, Any]) -> int:
@@ -155,7 +162,7 @@ class RowTable:
         """A copy of what was sampled since the node began, with as many likely tokens as were asked for."""
         records, top = self.records[slot, : self.fill[slot]], int(self.top[slot])
         if records["top_id"].shape[1] == top:
-            return records.copy()
+            return np.frombuffer(bytearray(records.tobytes()), records.dtype)  # a copy as bytes, not by field
         cut = np.zeros(len(records), sample_dtype(top))
         for name in cut.dtype.names or ():
             cut[name] = records[name][:, :top] if name.startswith("top") else records[name]
@@ -172,9 +179,8 @@ class RowTable:
 
     def _grow_capacity(self) -> None:
         old = len(self.branch)
-        for name in (*self._columns, "records"):
-            values = getattr(self, name)
-            setattr(self, name, np.concatenate([values, np.zeros_like(values)]))
+        self._hold(np.concatenate([self._table, np.zeros_like(self._table)]))
+        self.records = np.concatenate([self.records, np.zeros_like(self.records)])
         self.branch += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
 
@@ -188,3 +194,7 @@ class RowTable:
                 self.records[name][..., : old[name].shape[2]] = old[name]
             else:
                 self.records[name] = old[name]
+
+
+_ROW = np.dtype([(name, get_args(get_args(of)[1])[0]) for name, of in get_type_hints(RowTable).items()], align=True)
+_FIELDS = tuple(_ROW.names or ())

@@ -16,7 +16,7 @@ from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
 from ..integrations.transformers import MASK_STUB
-from ..model.decoder import head
+from ..model.decoder import head_reader
 from .branch import Branch
 from .draws import Drawn, Draws, draw, numbers_of
 from .fused_decoder import FusedDecoder
@@ -52,9 +52,9 @@ class Runner:
         fused: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        self._model = model
         self._decoder = model.get_decoder()
-        weight = head(model).weight
+        self._head = head_reader(model)
+        weight = self._head().weight
         self._device = weight.device
         self._cache = cache
         self._use_adapter = use_adapter
@@ -162,7 +162,7 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
-        weight, bias, softcap, lora = head(self._model)  # adapters come and go
+        weight, bias, softcap, lora = self._head()
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
         Head(weight, None, lora, torch.float32).logits(hidden, logits)
         if bias is not None:

@@ -1,9 +1,13 @@
 """The package's name: transformers imports whatever `kernels` it finds, also this folder when started in a checkout."""
 
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
+import setuptools
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -42,3 +46,39 @@ def test_what_is_installed_is_found_before_a_clone_beside_a_script(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(built)
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "built"),
+    [
+        ("9.0\n8.6\n9.0", None, {"86", "90a"}),
+        ("9.0", "80,100", {"80", "100"}),
+        (None, "90a", {"90a"}),
+        (None, None, set()),
+    ],
+)
+def test_cuda_is_built_for_the_gpus_of_the_machine(gpus, asked, built, tmp_path, monkeypatch, capsys):
+    programs, calls = tmp_path / "bin", tmp_path / "calls"
+    program(programs, "nvcc", f'echo "$@" >> {calls}')
+    if gpus is not None:
+        program(programs, "nvidia-smi", f"printf '{gpus}\\n'")
+    monkeypatch.setenv("PATH", str(programs))  # a machine's own are not found
+    monkeypatch.delenv("ROLLTREE_CUDA", raising=False)
+    monkeypatch.delenv("ROLLTREE_CUDA_ARCHS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("ROLLTREE_CUDA_ARCHS", asked)
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    parts = runpy.run_path(str(ROOT / "setup.py"))["NativeParts"](setuptools.Distribution())
+    parts.build_cuda(tmp_path / "_cuda.so", tmp_path)
+    compiled = calls.read_text().splitlines() if built else []
+    for_each = [{word.rpartition("sm_")[2] for word in call.split() if "-gencode" in word} for call in compiled]
+    sources = list((ROOT / "csrc" / "cuda").glob("*.cu"))
+    assert for_each == ([built] * len(sources) + [set()] if built else [])  # the last one links
+    assert calls.exists() == bool(built)
+    assert ("no GPU here; ROLLTREE_CUDA_ARCHS=80,90a,100" in capsys.readouterr().err) == (not built)
