@@ -170,9 +170,9 @@ BENCH = Bench(
     cases=cases,
     providers={
         TRL: partial(trainer, parts=None),
-        "rolltree, head": partial(trainer, parts={"tree": False, "rollouts": False}),
-        "rolltree, head and tree": partial(trainer, parts={"rollouts": False}),
-        "rolltree, head, tree and rollouts": partial(trainer, parts={}),
+        "rolltree, head": partial(trainer, parts={"tree": False, "layers": False, "rollouts": False}),
+        "rolltree, head and tree": partial(trainer, parts={"layers": False, "rollouts": False}),
+        "rolltree, all parts": partial(trainer, parts={}),
     },
     speedup_over=TRL,
     speedup_ceiling=flop_ratio,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
     from .model.decoder import batch_logprob, load_model, load_tokenizer
+    from .model.fused_layers import fuse_layers, unfuse_layers
     from .model.loss import backward, batch_loss
     from .model.self_check import tree_error
     from .model.sharding import shard
@@ -47,12 +48,14 @@ _HOME = {
     "batch_logprob": "model.decoder",
     "batch_loss": "model.loss",
     "distribute": "data.distribute",
+    "fuse_layers": "model.fused_layers",
     "load_config": "app.config",
     "load_model": "model.decoder",
     "load_tokenizer": "model.decoder",
     "pack": "data.batch",
     "shard": "model.sharding",
     "tree_error": "model.self_check",
+    "unfuse_layers": "model.fused_layers",
 }
 
 __all__ = [
@@ -77,12 +80,14 @@ __all__ = [
     "batch_logprob",
     "batch_loss",
     "distribute",
+    "fuse_layers",
     "load_config",
     "load_model",
     "load_tokenizer",
     "pack",
     "shard",
     "tree_error",
+    "unfuse_layers",
 ]
 
 

@@ -99,6 +99,8 @@ def steps(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What launches each of Triton's kernels, once; as `build`."""
     yield "head", functools.partial(_head, model)
+    if flash and (tile := _tile(model)):
+        yield "head, cute: entropies", functools.partial(_apply_entropy, model, tile)
     yield from losses
     for name, step in _attention(target, model):
         yield f"attention, triton{name}", step
@@ -205,6 +207,20 @@ def _head(model: Model) -> None:
         torch.stack([t.sum() for t in (out.logprob, out.entropy) if t is not None]).sum().backward()
 
 
+def _tile(model: Model) -> int | None:
+    """Columns of a tile of the head's products around exponentials, None where they do not take the model's head."""
+    from .linear_logprob.exponentials import tile_of
+
+    return None if model.dtype != torch.bfloat16 or model.logit_softcap else tile_of(model.vocab)
+
+
+def _apply_entropy(model: Model, tile: int) -> None:
+    from .linear_logprob.entropy_factor import apply_entropy
+
+    of_tile = torch.empty(2, model.vocab // tile)
+    apply_entropy(torch.empty(2, model.vocab, dtype=torch.bfloat16), of_tile, of_tile, tile)
+
+
 def _decode(model: Model) -> None:
     """A shared page, and one of each row."""
     import numpy as np
@@ -307,10 +323,10 @@ def _cute_compiles(target: Target) -> Iterator[list[str]]:
 def _products(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
     """The head's products around exponentials, where they take the model's head."""
     from .linear_logprob import cute_kernels
-    from .linear_logprob.exponentials import BLOCK, ROWS, tile_of
+    from .linear_logprob.exponentials import BLOCK, ROWS
 
-    V, tile = model.vocab, tile_of(model.vocab)
-    if tile is None or model.dtype != torch.bfloat16 or model.logit_softcap:
+    V, tile = model.vocab, _tile(model)
+    if tile is None:
         return
 
     def bf16(*shape: int) -> Tensor:
@@ -324,9 +340,9 @@ def _products(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], 
         ids = torch.empty(rows, dtype=torch.int32, device="cuda")
         cute_kernels.exponentials(bf16(rows, width), bf16(V, width), fp32(rows), ids, tile, e, *statistics)
 
-    def gradients(rows: int = 4 * ROWS, width: int = 64) -> None:
+    def gradients(rows: int = 4 * ROWS, width: int = 64, of_entropy: bool = False) -> None:
         e, x = bf16(rows, V), bf16(rows, width)
-        scale = bf16(V // BLOCK, rows) if cute_kernels.scale_operands(e.device) else None
+        scale = bf16(V // BLOCK, rows) if cute_kernels.scale_operands(e.device) and not of_entropy else None
         cute_kernels.to_hidden(e, scale, bf16(V, width), fp32(rows), x)
         for add in (False, True):
             cute_kernels.to_weight(e, scale, x, fp32(V, width), add)
@@ -334,11 +350,13 @@ def _products(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], 
     def another_size() -> None:
         form(bf16(5 * ROWS, V), 5 * ROWS, 128)
         form(None, 5 * ROWS, 128)
-        gradients(5 * ROWS, 128)
+        for of_entropy in (False, True):
+            gradients(5 * ROWS, 128, of_entropy)
 
     yield ", exponentials", lambda: form(bf16(4 * ROWS, V))
     yield ", scores", functools.partial(form, None)
     yield ", gradients", gradients
+    yield ", gradients with an entropy", functools.partial(gradients, of_entropy=True)
     yield ", another size", another_size
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from .dispatch import log_once
 
+VERSIONS = "versions.json"  # beside the kernels: what they were made under
 PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "torch")
 
 
@@ -36,10 +38,13 @@ def why_not_kept() -> str | None:
 
 @functools.cache
 def used() -> Path:
-    """`directory`, or where that cannot be written a copy of it until the process ends, which is said once: packages
-    lock and replace entries, so what they read they must be able to write."""
+    """`directory`, or where that cannot be written a copy of it until the process ends: packages lock and replace
+    entries, so what they read they must be able to write. Says so once, and where only other versions' kernels are."""
     wanted = directory()
+    if not wanted.exists() and (others := _other_versions(wanted.parent)):
+        log_once(f"The kernels in {wanted.parent} are of other versions and are compiled anew: {others}.")
     if (reason := why_not_kept()) is None:
+        (wanted / VERSIONS).write_text(json.dumps(versions()))
         return wanted
     copy = Path(tempfile.mkdtemp(prefix="rolltree-kernels-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
@@ -50,6 +55,18 @@ def used() -> Path:
         "ROLLTREE_CACHE_DIR to a folder that can."
     )
     return copy
+
+
+def _other_versions(root: Path) -> str:
+    """In what the newest folder of ``root`` was made under other versions than these; "" if there is none."""
+    try:
+        newest = max(root.glob(f"*/{VERSIONS}"), key=lambda file: file.stat().st_mtime, default=None)
+        theirs = json.loads(newest.read_text()) if newest else {}
+    except (OSError, ValueError):
+        return ""
+    ours = versions() if theirs else {}
+    differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    return ", ".join(f"{name} {theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here" for name in differ)
 
 
 def versions() -> dict[str, str]:

@@ -2,8 +2,7 @@
 // rotary embedding on the way into the pages. These go over a row once, where PyTorch's modules go over all rows five to
 // ten times. Rows are small and few when decoding, so passes and calls, not arithmetic, are what takes the time.
 //
-// Norms and rotary embedding have every rounding of PyTorch's own operators: nothing is contracted, and squares are
-// summed in its order, in eight lanes of four partial sums each, 16 at a time.
+// Norms and rotary embedding have every rounding of PyTorch's own operators: nothing is contracted.
 #pragma GCC optimize("fp-contract=off")
 
 #include <torch/csrc/stable/library.h>
@@ -13,54 +12,19 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <optional>
 
 #include "few_rows.h"
+#include "layer_rows.h"
 #include "tree_decode.h"
-#include "vectors.h"
 
 namespace rolltree {
 namespace {
 
 using torch::stable::Tensor;
 
-typedef float Eight __attribute__((vector_size(32)));
-constexpr int64_t kEight = 8, kPartials = 4, kBlock = 16;
 constexpr int64_t kLongestHead = 1024;
-constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
-
-inline Eight square(const float* x) {
-  Eight v;
-  std::memcpy(&v, x, sizeof(v));
-  return v * v;
-}
-
-float sum_of_squares(const float* x, int64_t n) {
-  const int64_t vectors = n / kEight, steps = vectors / kPartials;
-  Eight sum[kPartials] = {}, block[kPartials] = {};
-  for (int64_t i = 0; i < steps;) {
-    const int64_t end = std::min(i + kBlock, steps), whole = end - i == kBlock;
-    for (; i < end; ++i)
-      for (int64_t p = 0; p < kPartials; ++p) block[p] += square(x + (i * kPartials + p) * kEight);
-    if (whole)
-      for (int64_t p = 0; p < kPartials; ++p) sum[p] += block[p], block[p] = Eight{};
-  }
-  for (int64_t p = 0; p < kPartials; ++p) block[p] += sum[p];
-  for (int64_t i = steps * kPartials; i < vectors; ++i) block[0] += square(x + i * kEight);
-  for (int64_t p = 1; p < kPartials; ++p) block[0] += block[p];
-  float total = 0.f;
-  for (int64_t d = vectors * kEight; d < n; ++d) total += x[d] * x[d];
-  for (int64_t l = 0; l < kEight; ++l) total += block[0][l];
-  return total;
-}
-
-void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
-  const float factor = 1.f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps);
-  for (int64_t d = 0; d < n; ++d) out[d] = weight[d] * (x[d] * factor);
-}
 
 Tensor add_rms_norm(Tensor residual, const std::optional<Tensor>& x, const Tensor& weight, double eps) {
   const int64_t rows = residual.size(0), width = residual.size(1);
@@ -85,15 +49,7 @@ void rotate(const float* x, const float* weight, float eps, const float* cos, co
   float from[kLongestHead];
   if (weight) rms_norm(x, weight, eps, dim, from);
   else std::copy_n(x, dim, from);
-  const int64_t half = dim / 2;
-  for (int64_t d = 0; d < half; ++d) {
-    const float kept = from[d] * cos[d], turned = -from[d + half] * sin[d];
-    out[d] = kept + turned;
-  }
-  for (int64_t d = half; d < dim; ++d) {
-    const float kept = from[d] * cos[d], turned = from[d - half] * sin[d];
-    out[d] = kept + turned;
-  }
+  turn(from, cos, sin, dim, out);
 }
 
 void rotate_and_store(Tensor q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& q_weight,
@@ -143,20 +99,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 void silu_and_multiply(const Tensor& gate, const Tensor& up) {
   float* x = gate.mutable_data_ptr<float>();
   const float* factor = up.const_data_ptr<float>();
-  const auto gated = [](Vec v, Vec u) {
-    const Vec low = v < -87.f ? splat(-87.f) : v, within = low > 87.f ? splat(87.f) : low;
-    return v / (1.f + exp(-within)) * u;
-  };
   torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
     int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) store(x + i, gated(load(x + i), load(factor + i)));
-    if (const size_t bytes = (end - i) * sizeof(float)) {
-      Vec v{}, u{};
-      std::memcpy(&v, x + i, bytes);
-      std::memcpy(&u, factor + i, bytes);
-      v = gated(v, u);
-      std::memcpy(x + i, &v, bytes);
-    }
+    for (; i + kLanes <= end; i += kLanes) store(x + i, silu_mul(load(x + i), load(factor + i)));
+    if (i < end) store_some(x + i, silu_mul(load_some(x + i, end - i), load_some(factor + i, end - i)), end - i);
   });
 }
 

@@ -171,36 +171,13 @@ class TokenTree:
                 not exist, a status is unknown, or a childless node is no leaf's.
         """
         checks.all_of("segments", segments, Segment)
-        names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
-        columns = {
-            name: np.concatenate([s.columns.get(name, COLUMNS[name].filled(len(s))) for s in segments])
-            for name in names
-        }
-        ids = np.concatenate([np.zeros(0, np.int32), *(segment.token_ids for segment in segments)])
-        return TokenTree.from_runs(
-            parents, [len(segment) for segment in segments], Segment(ids, columns), leaf_nodes, statuses
-        )
-
-    @staticmethod
-    def from_runs(
-        parents: Seq[int],
-        lengths: Seq[int],
-        tokens: Segment,
-        leaf_nodes: Seq[int],
-        statuses: Seq[LeafStatus],
-    ) -> TokenTree:
-        """As :meth:`from_nodes`, of the tokens of all nodes one node after the other, ``lengths`` of each.
-
-        Raises:
-            ValueError: as :meth:`from_nodes`.
-        """
-        if not lengths or lengths[0] == 0:
+        if not segments or not len(segments[0]):
             raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
         if checks.count("leaf_nodes", leaf_nodes) == 0:
             raise ValueError("A TokenTree needs at least one leaf; no responses were given.")
-        if checks.count("parents", parents) != len(lengths) or len(leaf_nodes) != checks.count("statuses", statuses):
+        if checks.count("parents", parents) != len(segments) or len(leaf_nodes) != checks.count("statuses", statuses):
             raise ValueError(
-                f"Got {len(parents)} parents for {len(lengths)} segments and {len(leaf_nodes)} leaves for "
+                f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
                 f"{len(statuses)} statuses; give one of each."
             )
         parents = checks.integers("parents", parents).tolist()
@@ -209,17 +186,14 @@ class TokenTree:
             raise ValueError("parents[0] must be -1 and every other parent must precede its child.")
         if min(leaf_nodes) < 0 or max(leaf_nodes) >= len(parents):
             raise ValueError(f"leaf_nodes must be in 0..{len(parents) - 1}, got {min(leaf_nodes)}..{max(leaf_nodes)}.")
-
-        new: list[int] = []  # an empty node is replaced by its nearest non-empty ancestor
-        kept = 0
-        for node_parent, node_length in zip(parents, lengths, strict=True):
-            new.append(kept if node_length else new[node_parent])
-            kept += node_length > 0
-        parent = np.array([-1] + [new[p] for p, n in zip(parents[1:], lengths[1:], strict=True) if n], np.int32)
-        leaf_node = np.array([new[n] for n in leaf_nodes], np.int32)
-        length = np.array([n for n in lengths if n], np.int32)
-        columns = {**tokens.columns, "status": checks.codes("statuses", statuses, LeafStatus)}
-        return _in_order(parent, length, tokens.token_ids, leaf_node, np.full(len(leaf_node), length[0]), columns)
+        names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
+        columns = {
+            name: np.concatenate([s.columns.get(name, COLUMNS[name].filled(len(s))) for s in segments])
+            for name in names
+        }
+        tokens = Segment(np.concatenate([segment.token_ids for segment in segments]), columns)
+        status = checks.codes("statuses", statuses, LeafStatus)
+        return of_runs(parents, [len(segment) for segment in segments], tokens, leaf_nodes, status)
 
     @staticmethod
     def from_sequences(
@@ -405,6 +379,27 @@ class TokenTree:
                 )
             )
         return out
+
+
+def of_runs(
+    parents: Seq[int],
+    lengths: Seq[int],
+    tokens: Segment,
+    leaf_nodes: Seq[int],
+    status: Array,  # [L] int8
+) -> TokenTree:
+    """As :meth:`TokenTree.from_nodes`, of the tokens of all nodes one node after the other, ``lengths`` of each; for
+    who made them, as nothing is checked."""
+    new: list[int] = []  # an empty node is replaced by its nearest non-empty ancestor
+    kept = 0
+    for node_parent, node_length in zip(parents, lengths, strict=True):
+        new.append(kept if node_length else new[node_parent])
+        kept += node_length > 0
+    parent = np.array([-1] + [new[p] for p, n in zip(parents[1:], lengths[1:], strict=True) if n], np.int32)
+    leaf_node = np.array([new[n] for n in leaf_nodes], np.int32)
+    length = np.array([n for n in lengths if n], np.int32)
+    columns = {**tokens.columns, "status": status}
+    return _in_order(parent, length, tokens.token_ids, leaf_node, np.full(len(leaf_node), length[0]), columns)
 
 
 def _in_order(

@@ -20,6 +20,7 @@ from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
 from ..errors import UserError
 from ..integrations import transformers as integration
+from .fused_layers import fuse_layers
 from .sharding import whole
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
@@ -262,6 +263,8 @@ def check_model_dir(path: str | Path) -> None:
 def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
     """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
 
+    Its layers are fused (:func:`.fused_layers.fuse_layers`).
+
     Raises:
         UserError: it cannot be read, its tensors are not those of its configuration, or it has layers that cannot be
             tree-masked.
@@ -288,7 +291,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
         raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
     _check_tensors(model, found, path)
     _check_modules(model, path)
-    return model.to(device)
+    return fuse_layers(model.to(device))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin, Segment
-from ..data.tree import TokenTree
+from ..data.tree import TokenTree, of_runs
 from ..programs import BranchId, GroupState, RolloutProgram
 from .sampling_params import SamplingParams
 
@@ -240,12 +240,12 @@ class Request:
         nodes = {id(node): node for leaf in ordered for node in leaf.node.path()}
         by_start = sorted(nodes.values(), key=lambda node: node.start)  # parents start before their children
         index = {id(node): i for i, node in enumerate(by_start)}
-        tree = TokenTree.from_runs(
+        tree = of_runs(
             [-1 if node.parent is None else index[id(node.parent)] for node in by_start],
             [len(node.records) for node in by_start],
             _tokens_of(by_start),
             [index[id(leaf.node)] for leaf in ordered],
-            [LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered],
+            np.array([LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered], np.int8),
         )
         if given := {i: leaf.reward for i, leaf in enumerate(ordered) if leaf.reward is not None}:
             tree.meta["given_rewards"] = given
@@ -260,13 +260,13 @@ def _tokens_of(nodes: Sequence[Node]) -> Segment:
     def column(name: str) -> Array:
         return np.concatenate([node.records[name] for node in nodes])
 
-    origin = np.repeat([node.origin for node in nodes], [len(node.records) for node in nodes])
-    sampled = origin == Origin.SAMPLED
-    return Segment.make(
-        column("token"),
-        origin=origin,
-        loss_mask=sampled,
-        behaviour_logprob=np.where(sampled, column("logprob"), np.nan),
-        policy_version=np.where(sampled, column("version"), 0),
-        entropy=np.where(sampled, column("entropy"), np.nan),
-    )
+    origin = np.repeat(np.array([node.origin for node in nodes], np.int8), [len(node.records) for node in nodes])
+    sampled, nan = origin == Origin.SAMPLED, np.float32(np.nan)
+    columns = {
+        "origin": origin,
+        "loss_mask": sampled,
+        "behaviour_logprob": np.where(sampled, column("logprob"), nan),
+        "policy_version": np.where(sampled, column("version"), np.int32(0)),
+        "entropy": np.where(sampled, column("entropy"), nan),
+    }
+    return Segment(column("token"), columns)

@@ -117,8 +117,8 @@ def _of_targets(
     return torch.where(is_first, of_first[row], logprob)
 
 
-def refusal(hidden: Tensor, head: Head, softcap: float) -> str | None:
-    """Why this head runs on Triton, or None."""
+def refusal(hidden: Tensor, head: Head, softcap: float, *, of_entropy: bool = False) -> str | None:
+    """Why this head runs on Triton, or None; ``of_entropy``: whether gradients of an entropy will be asked for."""
     (V, H), weight = head.weight.shape, head.weight
     if hidden.dtype != torch.bfloat16:
         return f"its kernels take bfloat16, not {hidden.dtype}"
@@ -131,11 +131,12 @@ def refusal(hidden: Tensor, head: Head, softcap: float) -> str | None:
     assert tile is not None
     if not weight.is_contiguous() or weight.data_ptr() % 16 or hidden.data_ptr() % 16:
         return "its kernels take a contiguous weight, and tensors that begin at a multiple of 16 bytes"
-    if (hidden.device, tile) not in _checked:
+    key = hidden.device, tile, of_entropy
+    if key not in _checked:
         if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its first call lies within the capture of a CUDA graph"
-        _checked[hidden.device, tile] = _first_use(hidden.device, tile)
-    return _checked[hidden.device, tile]
+        _checked[key] = _first_use(*key)
+    return _checked[key]
 
 
 def _refusal_of_sizes(V: int, H: int) -> str | None:
@@ -155,10 +156,10 @@ def rescaled(device: torch.device) -> bool:
 
 
 _checked: dict[tuple[object, ...], str | None] = {}
-"""device and tile -> why the kernels are not used in this process, or None."""
+"""device, tile and whether an entropy has a gradient -> why the kernels are not used in this process, or None."""
 
 
-def _first_use(device: torch.device, tile: int) -> str | None:
+def _first_use(device: torch.device, tile: int, of_entropy: bool) -> str | None:
     """Compares a small head with Triton's: why the kernels must not be used, or None."""
     N, H, V = 200, 72, 5 * math.lcm(tile, ROWS)  # which no other tile divides
     generator = torch.Generator().manual_seed(0)
@@ -168,8 +169,9 @@ def _first_use(device: torch.device, tile: int) -> str | None:
 
     hidden, weight = normal(N, H).bfloat16(), (3 * H**-0.5 * normal(V, H)).bfloat16()
     hidden[::3] *= 4  # sure ones
-    a, temperature = normal(N), 1 + 0.5 * normal(N).tanh()
+    a, b, temperature = normal(N), normal(N), 1 + 0.5 * normal(N).tanh()
     a[1::5] = 0
+    b[1::10] = 0
     sizes = torch.arange(N + 1, device=device)
     likely = (hidden.float() @ weight.float().T).argmax(1)
     target = torch.where(sizes[:-1] % 2 == 0, likely, torch.randint(V, (N,), generator=generator).to(device))
@@ -184,7 +186,7 @@ def _first_use(device: torch.device, tile: int) -> str | None:
         )
         need = HeadGradient(head, True, False, False)
         zero, nothing = torch.zeros_like(found[1]), found[1].new_empty(0)
-        upstream = a.to(accumulator), zero, nothing, nothing
+        upstream = a.to(accumulator), zero, b.to(accumulator) if of_entropy else nothing, nothing
         run = reference.backward if rows is None else functools.partial(chunked.backward, rows)
         d_hidden = run(*given, *found[1:], *upstream, True, need)
         return [found[0], found[3], d_hidden, need.results()[0]]
@@ -195,7 +197,7 @@ def _first_use(device: torch.device, tile: int) -> str | None:
         found = []
         for part in (slice(0, ROWS), slice(ROWS, N)):
             found.append(both.form(hidden[part], temperature[part], target[part]))
-            both.gradient(a[part])
+            both.gradient(a[part], b[part] if of_entropy else None)
             both.to_hidden(d_hidden[part])
             both.to_weight(d_weight, add=part.start > 0)
         return [torch.cat([s.logprob for s in found]), torch.cat([s.entropy for s in found]), d_hidden, d_weight]

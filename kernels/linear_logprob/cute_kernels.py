@@ -4,10 +4,10 @@ specialised warps).
 Imported only where quack is installed. The first product's epilogue passes twice over the accumulators in registers or
 tensor memory: for the largest of each row, then for exponentials, their sums and the target. On Hopper the two others
 load ``e`` into registers, scale it there and multiply it from there; quack's GEMM for Blackwell has no transform of an
-operand, so there ``e`` has been scaled before (`scale_operands`). The weight's gradient is added up in fp32 by the copy
-engine, by one CTA an element and chunk, so the order of its sum is that of the chunks. The first is compiled once for
-each tile of `exponentials.TILES`, with and without ``e``, the others once: rows and columns are run-time values. Kept
-on disk (`kernel_cache`).
+operand, so there ``e`` has been scaled before (`scale_operands`), as everywhere with an entropy. The weight's gradient
+is added up in fp32 by the copy engine, by one CTA an element and chunk, so the order of its sum is that of the chunks.
+The first is compiled once for each tile of `exponentials.TILES`, with and without ``e``, the others once, on Hopper
+with a scale and without: rows and columns are run-time values. Kept on disk (`kernel_cache`).
 """
 
 # mypy: allow-untyped-defs
@@ -29,6 +29,7 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect  # noqa: E
 from quack.epilogue.scaled_exp import MaxLog2  # noqa: E402
 from quack.operand_transform import a_transform, transform_a_operand  # noqa: E402
 
+from .entropy_factor import apply_entropy as apply_entropy  # noqa: E402
 from .exponentials import PINGPONG, ROWS  # noqa: E402
 
 LOG2E = 1.4426950408889634

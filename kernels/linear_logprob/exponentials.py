@@ -13,10 +13,17 @@ which is as exact as fp32 logits: powers of two by integers round nothing. The g
 
 once ``e_y`` is ``(p_y - 1) S / 2^g`` (rounded to bf16 when its two terms have cancelled), so it is never written: the
 products read ``e``, scaled by ``2^g``, which is exact in bf16, and by v: dh in fp32 after the sum, dW = e^T (v h).
+With ``b = dL / d entropy``, and of a row and tile ``B = 2^g b / log2 e`` and
+``A = 2^g (a + b (entropy + (g - log2 S) / log2 e))``,
+
+    dL/du_j = (a 1[j = y] - p_j (a + b (log p_j + entropy))) / temperature = v e_j (A + B log2 e_j)
+
+for ``v = -1 / (temperature S)``; the target's is found from fp32. A bf16 exponential has its own logarithm to 2^-9, no
+worse than it has the probability itself. As the factor is no power of two, it is applied to ``e`` in its place.
 
 Moves 2 V bytes a row in each product and ``12 V / tile`` of statistics; rows are multiplied in multiples of 128. Where
-the products cannot scale an operand on its way, ``e`` is scaled in its place between them: 4 V bytes a row more, and
-the same bits.
+the products cannot scale an operand on its way, ``e`` is scaled in its place between them: 4 V bytes a row more, as
+with an entropy, and the same bits.
 """
 
 from __future__ import annotations
@@ -47,10 +54,18 @@ LN2 = 0.6931471805599453
 
 
 class Products(Protocol):
-    """The three kernels: `cute_kernels`. C is a multiple of `ROWS`; all tensors are contiguous."""
+    """The kernels: `cute_kernels`. C is a multiple of `ROWS`; all tensors are contiguous."""
 
     def scale_operands(self, device: torch.device) -> bool:
         """Whether the other two products take a ``scale``; else they read ``e`` as it is, and get None."""
+
+    def apply_entropy(
+        self,
+        e: Tensor,  # [C, V] bf16, out: e (at_one + slope log2 e), and 0 where e is 0
+        at_one: Tensor,  # [C, V / tile] fp32
+        slope: Tensor,  # [C, V / tile] fp32
+        tile: int,
+    ) -> None: ...
 
     def exponentials(
         self,
@@ -140,16 +155,21 @@ class Exponentials:
         self.logprob = LN2 * (at_target + self.of_target - log_total)
         exact = LN2 * (most.double() + log_total.double())
         rounded = exact.float()
-        scores = self.logprob, rounded, (exact - rounded).float(), LN2 * (log_total - mean)
+        self.entropy = LN2 * (log_total - mean)
+        scores = self.logprob, rounded, (exact - rounded).float(), self.entropy
         return Scores(*(t[:n] for t in scores))
 
-    def gradient(self, a: Tensor) -> None:
-        """Turn the exponentials into the gradient of the logits for ``a = dL / d log p_y``, ``[n]``.
+    def gradient(self, a: Tensor, b: Tensor | None = None) -> None:
+        """Turn the exponentials into the gradient of the logits for ``a = dL / d log p_y`` and ``b = dL / d entropy``,
+        ``[n]``, None: of no entropy.
 
-        Rows of zero take no part, whatever their logits are; rows without a target have ``-a p_j`` alone.
+        Rows of zeros take no part, whatever their logits are; rows without a target have the terms of ``p_j`` alone.
         """
         assert self.e is not None
         a = _to(len(self.e), a)
+        if b is not None:
+            self._gradient_with_entropy(a, _to(len(self.e), b))
+            return
         alive = a != 0
         self.v = torch.where(alive, -a * self.inverse / self.total, 0.0)
         scale = torch.where(alive[:, None], self.gap.clamp(min=-FAR).exp2(), 0.0)
@@ -164,6 +184,22 @@ class Exponentials:
             self.scale = scale.T.repeat_interleave(self.tile // BLOCK, 0)
         else:
             self.e.unflatten(1, (-1, self.tile)).mul_(scale[:, :, None])
+
+    def _gradient_with_entropy(self, a: Tensor, b: Tensor) -> None:  # [C], [C]
+        assert self.e is not None
+        alive = (a != 0) | (b != 0)
+        self.v = torch.where(alive, -self.inverse / self.total, 0.0)
+        self.scale = None
+        share = self.gap.clamp(min=-FAR).exp2()
+        constant = (b * (self.entropy - LN2 * self.total.log2()) + a)[:, None] + (LN2 * b)[:, None] * self.gap
+        at_one, slope = (torch.where(alive[:, None], x, 0.0) for x in (share * constant, share * (LN2 * b)[:, None]))
+        self.products.apply_entropy(self.e, at_one, slope, self.tile)
+        of_p = b * self.logprob.exp() * (self.logprob.clamp(min=-FAR) + self.entropy)
+        at_target = self.total * (a * torch.expm1(self.logprob) + of_p)
+        column = self.target.clamp(min=0)[:, None]
+        here = self.e.gather(1, column).squeeze(1)
+        at_target = torch.where(alive & (self.target >= 0), at_target.to(here.dtype), here)
+        self.e.scatter_(1, column, at_target[:, None])
 
     def to_hidden(self, out: Tensor) -> None:
         """``out [n, H]``: gradient of hidden."""

@@ -2,7 +2,7 @@
 
 A row is multiplied once for each of its targets, as siblings' derivatives may cancel: the gradient of a row with two
 could not be scaled by their sum. Rows on paths of several chunks are scored and learnt by Triton, as everything is, and
-said once, that the kernels do not take: what `linear_logprob.cute` names, and objectives with an entropy.
+said once, that the kernels do not take: what `linear_logprob.cute` names.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def one_pass(given: Inputs, judge: Judge, cuts: Cuts, need_hidden: bool, need: H
         found = tile.form(x, of_row, local.target)
         scores[0, own], scores[1, own] = found.logprob, found.entropy
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else own
-        a, _ = judge.derivatives(own, paths, found.logprob, found.entropy, add_paths=shared is None)
-        tile.gradient(a)
+        a, b = judge.derivatives(own, paths, found.logprob, found.entropy, add_paths=shared is None)
+        tile.gradient(a, b)
         if need_hidden and local.one_a_row:
             tile.to_hidden(d_hidden[c])
         elif need_hidden:
@@ -71,6 +71,5 @@ def _sum_of_targets(local: Targets, tile: Exponentials) -> Tensor:
 
 def refusal(given: Inputs, judge: Judge) -> str | None:
     """Why these arguments run on Triton, or None."""
-    if any(objective.needs_entropy for _, objective, _ in judge.terms):
-        return "its products do not take the gradient of an entropy"
-    return of_head.refusal(given.hidden, given.head, given.softcap)
+    of_entropy = any(objective.needs_entropy for _, objective, _ in judge.terms)
+    return of_head.refusal(given.hidden, given.head, given.softcap, of_entropy=of_entropy)

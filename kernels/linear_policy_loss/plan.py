@@ -69,7 +69,7 @@ class HeadPlan:
     gradient_share: float
     batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
     exponentials: bool  # whether backend cute is expected to run it
-    rescaled: bool  # and scales them in a pass of its own, as on Blackwell
+    rescaled: bool  # and scales them in a pass of its own, as on Blackwell, and for the gradient of an entropy
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
         """Row of each target among the R; None: one a row, in order."""
@@ -114,8 +114,8 @@ class HeadPlan:
         """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
 
         A tile of fp32 is written, read by the statistics, and with a gradient read again and written; of bf16
-        exponentials, where a gradient follows, written, and on Blackwell scaled in its place. The fp32 gradient of the
-        head is read and written once a chunk.
+        exponentials, where a gradient follows, written, and on Blackwell or with an entropy scaled in its place. The
+        fp32 gradient of the head is read and written once a chunk.
         """
         V, H = self.head
         scored = self.schedule == "logprob_only"
@@ -264,8 +264,7 @@ def plan_terms_loss(
         schedule = "fused_forward"
     elif gradient:
         aligned = None if "batch" in scopes else align(terms, place, rank, C)
-        of_entropy = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
-        if frozen and not of_entropy and (aligned is None or aligned.shared):
+        if frozen and not _of_entropy(terms) and (aligned is None or aligned.shared):
             schedule = "frozen_head"
         elif aligned is None:
             schedule = "two_phase"
@@ -293,8 +292,8 @@ def plan_terms_loss(
         frozen=frozen,
         gradient_share=gradient_share,
         batch=int(fingerprint(terms, row)),
-        exponentials=_exponentials(terms, schedule, vocabulary, hidden_size, device),
-        rescaled=rescaled(torch.device(device)),
+        exponentials=_exponentials(schedule, vocabulary, hidden_size, device),
+        rescaled=_of_entropy(terms) or rescaled(torch.device(device)),
     )
 
 
@@ -318,7 +317,6 @@ def plan_everything(
     terms: Sequence[AnyTerm],
 ) -> HeadPlan:
     """Every target, one a row, for terms of tokens: the plan that needs no look at the data."""
-    exponentials = _exponentials(terms, "fused_forward", vocabulary, hidden_size, device)
     cuts = even_cuts(num_rows, chunk_rows(num_rows, vocabulary, device))
     return HeadPlan(
         schedule="fused_forward",
@@ -334,15 +332,16 @@ def plan_everything(
         frozen=frozen,
         gradient_share=1.0,
         batch=None,
-        exponentials=exponentials,
-        rescaled=rescaled(device),
+        exponentials=_exponentials("fused_forward", vocabulary, hidden_size, device),
+        rescaled=_of_entropy(terms) or rescaled(device),
     )
 
 
-def _exponentials(terms: Sequence[AnyTerm], schedule: Schedule, V: int, H: int, device: torch.device | str) -> bool:
-    of_entropy = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
-    if schedule in ONE_PASS and of_entropy:
-        return False
+def _of_entropy(terms: Sequence[AnyTerm]) -> bool:
+    return any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
+
+
+def _exponentials(schedule: Schedule, V: int, H: int, device: torch.device | str) -> bool:
     return schedule in (*ONE_PASS, "logprob_only") and expected(V, H, torch.device(device))
 
 

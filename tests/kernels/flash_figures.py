@@ -16,6 +16,7 @@ from rolltree.kernels.tree_attention.flash_lists import TILES
 
 from .aot import harness, machine_code
 
+OPTIONS = ("", "softcap, window")
 ROWS_OF_A_ROUND = {64: 128, 96: 64, 128: 64, 256: 64}
 """Head dimension -> rows that a round of the backward's loop takes of a block: flash-attn's own choice."""
 
@@ -30,7 +31,7 @@ def figures(dim: int, direction: str, kernel: machine_code.Kernel) -> harness.Ao
     rows = tile.rows if direction == "fwd" else ROWS_OF_A_ROUND[dim]
     products, warps = (2, tile.rows // 16) if direction == "fwd" else (5, 8)
     case = harness.AotCase(
-        f"flash {direction} D{dim} bf16", None, {}, num_warps=warps, multiply_adds=products * rows * tile.keys * dim
+        case_of(direction, dim), None, {}, num_warps=warps, multiply_adds=products * rows * tile.keys * dim
     )
     loops = tuple(harness._figures(loop, case) for loop in kernel.main_loops)
     wgmma = any(shape.startswith("HGMMA") for loop in kernel.main_loops for shape in loop.tensor)
@@ -39,20 +40,24 @@ def figures(dim: int, direction: str, kernel: machine_code.Kernel) -> harness.Ao
     )
 
 
-def read(folder: Path) -> dict[str, machine_code.Kernel]:
-    """The kernels without a prefix, by "fwd" and "bwd", among the cubins that `hopper_builds` left in ``folder``."""
+def case_of(direction: str, dim: int, option: str = "") -> str:
+    return f"flash {direction} D{dim}{f' {option}' if option else ''} bf16"
+
+
+def read(code: Path, major: int, dim: int, option: str = "") -> dict[str, machine_code.Kernel]:
+    """The kernels without a prefix, of `OPTIONS`, by "fwd" and "bwd", among the cubins that `hopper_builds` left."""
+    folder = code / f"{major}0a-{dim}{'-softcap' if option else ''}"
     found = {}
     for direction, step in (("fwd", "forward"), ("bwd", "backward")):
-        (file,) = (folder / f"attention, flash, {step}").glob(f"*flash_{direction}_sm90*.cubin")
+        step += ", window" if option else ""
+        (file,) = (folder / f"attention, flash, {step}").glob(f"*flash_{direction}_sm{major}0*.cubin")
         (found[direction],) = machine_code.read(file.read_bytes())
     return found
 
 
 def main() -> None:
-    rows = []
-    for dim in TILES[9]:
-        (folder,) = Path(sys.argv[1]).glob(f"**/code/90a-{dim}")
-        rows += [figures(dim, direction, kernel) for direction, kernel in sorted(read(folder).items())]
+    (code,) = Path(sys.argv[1]).glob("**/code")
+    rows = [figures(dim, *kernel) for dim in TILES[9] for kernel in sorted(read(code, 9, dim).items())]
     table_file().write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
 

@@ -25,8 +25,9 @@ from rolltree.kernels.linear_logprob import cute_kernels
 from rolltree.kernels.tree_attention import flash_kernels, triton  # imported once, for all jobs
 from cutlass.cutlass_dsl import CuTeDSL
 
-def build(name, arch, dim, vocab, steps, everything, code):
-    target, model = ahead.TARGETS[arch], ahead.Model(heads=8, kv_heads=4, head_dim=dim, vocab=vocab)
+def build(name, arch, dim, vocab, softcap, window, steps, everything, code):
+    target = ahead.TARGETS[arch]
+    model = ahead.Model(heads=8, kv_heads=4, head_dim=dim, vocab=vocab, softcap=softcap, window=window)
     os.environ["CUTE_DSL_ARCH"] = settings.arch = target.arch
     if code is not None:
         settings.keep_cubin, settings.dump_dir = True, code + "/written"
@@ -60,9 +61,14 @@ class Job:
     arch: str
     dim: int = 1  # of attention's heads; flash-attn has nothing for 1
     vocab: int = 1  # the head's products have nothing for 1
+    softcap: float | None = None  # of attention
+    window: bool = False  # some of its layers have one
     steps: tuple[str, ...] = ()  # of `ahead.build_hopper`; none: all
     everything: bool = False  # Triton's kernels too
     code: str | None = None  # where to leave the machine code, in a folder for each step
+
+
+SOFTCAP = ("attention, flash, forward, window", "attention, flash, backward, window")
 
 
 def vocabulary(tile: int) -> int:
@@ -71,13 +77,14 @@ def vocabulary(tile: int) -> int:
 
 
 def all_jobs(code: Path) -> list[Job]:
-    """Attention in all head dimensions and the head in all tiles for both GPUs; with one of them Triton's kernels too.
-    Hopper's machine code goes below ``code``."""
+    """Attention in all head dimensions, without and with softcap and window, and the head in all tiles for both GPUs;
+    with one of them Triton's kernels too. Machine code goes below ``code``."""
     jobs = []
     for arch, dims in (("90a", FLASH_TILES[9]), ("100a", FLASH_TILES[10])):
         jobs += [Job(f"{arch}-{dim}", arch, dim, everything=(arch, dim) == ("90a", 128)) for dim in dims]
+        jobs += [Job(f"{arch}-{dim}-softcap", arch, dim, softcap=30.0, window=True, steps=SOFTCAP) for dim in dims]
         jobs += [Job(f"{arch}-tile-{tile}", arch, vocab=vocabulary(tile)) for tile in TILES]
-    return [replace(job, code=str(code / job.name) if job.arch == "90a" else None) for job in jobs]
+    return [replace(job, code=str(code / job.name)) for job in jobs]
 
 
 def build(jobs: list[Job], cache: Path) -> dict[str, dict[str, int]]:

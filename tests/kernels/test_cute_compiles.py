@@ -11,7 +11,7 @@ import pytest
 
 from rolltree.kernels.linear_logprob.exponentials import TILES
 
-from . import cute_figures
+from . import blackwell_figures, cute_figures
 from .aot import harness
 from .hopper_builds import Hopper, vocabulary
 
@@ -55,7 +55,7 @@ def launch(plan, *arguments):
         except Exception as error:
             print(json.dumps(str(error)))
 
-host.launch_gemm = launch
+host.launch_gemm, cute_kernels.apply_entropy = launch, lambda *_: None  # which is Triton's
 V = int(sys.argv[1])
 for H, rows in ((64, 256), (4096, 300)):
     hidden, weight = torch.zeros(rows + 5, H).bfloat16()[5:], torch.zeros(V, H).bfloat16()
@@ -63,20 +63,24 @@ for H, rows in ((64, 256), (4096, 300)):
     Exponentials(cute_kernels, weight, rows, store=False).form(hidden, torch.ones(rows), torch.arange(rows))
     tile = Exponentials(cute_kernels, weight, 400, store=True)
     tile.form(hidden, torch.ones(()).expand(rows), torch.arange(rows))
-    tile.gradient(torch.ones(rows))
-    tile.to_hidden(d_hidden)
-    tile.to_weight(d_weight, add=False)
-    tile.to_weight(d_weight, add=True)
+    for of_entropy in (None, torch.ones(rows)):
+        tile.gradient(torch.ones(rows), of_entropy)
+        tile.to_hidden(d_hidden)
+        tile.to_weight(d_weight, add=False)
+        tile.to_weight(d_weight, add=True)
 """
-STEPS = ["exponentials", "scores", "gradients", "another size"]
+STEPS = ["exponentials", "scores", "gradients", "gradients with an entropy", "another size"]
+GRADIENTS = {"to_hidden", "to_weight", "to_weight adding"}
 
 
 @pytest.mark.parametrize("arch", ["90a", "100a"])
 def test_products_compile_once_for_all_sizes(hopper: Hopper, arch: str) -> None:
-    """The first product once a tile, with exponentials and without; the others, one of which adds, once for all."""
+    """The first product once a tile, with exponentials and without; the others, one of which adds, once for all, on
+    Hopper with scaled operands and without."""
     counts = {tile: hopper.first[f"{arch}-tile-{tile}"] for tile in TILES}
     assert all(list(steps) == [f"head, cute, {step}" for step in STEPS] for steps in counts.values())
-    assert [list(steps.values()) for steps in counts.values()] == [[1, 1, 3, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+    others = [[3, 3] if arch == "90a" else [3, 0], [0, 0], [0, 0]]
+    assert [list(steps.values()) for steps in counts.values()] == [[1, 1, *of_tile, 0] for of_tile in others]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -89,7 +93,7 @@ def test_launches_are_taken_up_to_the_driver(hopper: Hopper, arch: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
-    assert len(said) == 2 * 2 * 5
+    assert len(said) == 2 * 2 * 8
     for refused, taken in zip(said[::2], said[1::2], strict=True):
         assert refused.startswith("Mismatched Tensor")
         assert "expected device_type=cuda" in refused
@@ -100,9 +104,9 @@ def test_launches_are_taken_up_to_the_driver(hopper: Hopper, arch: str) -> None:
 def test_machine_code(hopper: Hopper, tile: int) -> None:
     """wgmma in every main loop, where nothing is spilled, and nothing in an epilogue but the one of most accumulators a
     thread, 192, beside exponentials; and no worse than what is written down."""
-    kernels = cute_figures.read(hopper.code / f"90a-tile-{tile}")
-    gradients = {"to_hidden", "to_weight", "to_weight adding"} if tile == TILES[0] else set()
-    assert set(kernels) == {"exponentials", "scores"} | gradients
+    kernels = cute_figures.read(hopper.code, 9, tile)
+    gradients = GRADIENTS | {f"{name} plain" for name in GRADIENTS} if tile == TILES[0] else set()
+    assert set(kernels) == {*cute_figures.FIRST} | gradients
     written = {row["case"]: harness.AotResult.of(row) for row in cute_figures.written()}
     for name, kernel in kernels.items():
         found = cute_figures.figures(name, tile, kernel)
@@ -112,3 +116,12 @@ def test_machine_code(hopper: Hopper, tile: int) -> None:
         assert not any(loop.local for loop in found.loops)
         assert all(loop.tensor_clocks == loop.useful_clocks for loop in found.loops)
         assert harness.worse(found, written[found.case]) == []
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_machine_code_of_blackwell(hopper: Hopper, tile: int) -> None:
+    """tcgen05 and nothing older, nothing spilled beside it; and no worse than what is written down."""
+    kernels = cute_figures.read(hopper.code, 10, tile)
+    assert set(kernels) == {*cute_figures.FIRST} | (GRADIENTS if tile == TILES[0] else set())
+    for name, kernel in kernels.items():
+        blackwell_figures.check(cute_figures.case_of(name, tile), kernel)

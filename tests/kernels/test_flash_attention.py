@@ -60,16 +60,42 @@ def listed(lists: BlockLists, kind: str, block: int) -> list[int]:
     restart=st.sampled_from([0.0, 0.004, 0.3]),
     shape=st.sampled_from(SHAPES),
     window=st.sampled_from([None, None, 1, 150, 2**31 - 1]),
-    cut=st.sampled_from([0.0, 0.0, 0.2, 0.7]),
+    cut=st.sampled_from([0, 0, 1, 62, 63, 64, 126, 127, 128, 300]),
 )
 @settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
 def test_lists_and_mask_are_those_of_the_forest(
-    tokens: int, seed: int, close: float, restart: float, shape: tuple[int, int], window: int | None, cut: float
+    tokens: int, seed: int, close: float, restart: float, shape: tuple[int, int], window: int | None, cut: int
+) -> None:
+    forest = random_trees(tokens, seed, close=close, restart=restart)
+    lists_and_mask_are_right(*forest, Tile(*shape, 4), window, min(cut, tokens - 1))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lists_where_paths_and_rows_end_with_blocks(shape: tuple[int, int]) -> None:
+    """Two paths; where they end, where rows begin, and how far a window reaches: at a block's edge and beside it."""
+    rows, keys = shape
+    for by in (-1, 0, 1):
+        for first, tokens, offset, window in (
+            (2 * rows + by, 3 * rows, 0, None),
+            (3 * rows, 3 * rows + by, 0, None),
+            (3 * rows + keys, 3 * rows + keys, keys + by, None),
+            (3 * rows + keys, 3 * rows + keys, keys - 1 + by, None),
+            (2 * rows, 2 * rows, 0, 2 * rows - 1 + by),
+        ):
+            position = torch.arange(tokens, dtype=torch.int32)
+            end = torch.where(position < first, first, tokens).clamp(max=tokens).int()
+            parents = [-1 if token in (0, first) else token - 1 for token in range(tokens)]
+            position = torch.where(position < first, position, position - first)
+            lists_and_mask_are_right(end, position, parents, Tile(*shape, 4), window, offset)
+
+
+def lists_and_mask_are_right(
+    end: Tensor, position: Tensor, parents: list[int], tile: Tile, window: int | None, offset: int
 ) -> None:
     """Full: every pair sees each other; partial: some do; both ascending. Under a window, which is known to a block by
     its nearest positions alone, a partial block may show nothing, where without the window it would."""
-    end, position, parents = random_trees(tokens, seed, close=close, restart=restart)
-    offset, tile = int(cut * tokens), Tile(*shape, 4)
+    tokens = len(end)
     rows = tokens - offset
     seen = seen_by_parents(parents, position, window)[offset:]
 

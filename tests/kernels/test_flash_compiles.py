@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -12,10 +13,10 @@ import torch
 
 from rolltree.kernels.tree_attention.flash_lists import TILES, mask_tensors
 
-from . import flash_figures
+from . import blackwell_figures, flash_figures
 from .aot import harness
 from .flash_figures import table_file
-from .hopper_builds import Hopper, Job, build, vocabulary
+from .hopper_builds import SOFTCAP, Hopper, Job, build, vocabulary
 from .trees import ancestors_mask, random_trees
 
 pytest.importorskip("flash_attn.cute", reason="flash-attn 4 is not installed: `make hopper`")
@@ -33,10 +34,26 @@ def test_both_directions_compile_once_for_all_lengths(hopper: Hopper, case: str)
     assert compiled["attention, flash, another length"] == 0
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_softcap_and_window_compile(hopper: Hopper, case: str) -> None:
+    compiled = hopper.first[f"{case}-softcap"]
+    assert tuple(compiled) == SOFTCAP
+    assert all(compiled.values())
+
+
+@pytest.mark.parametrize(("dim", "option"), itertools.product(TILES[10], flash_figures.OPTIONS))
+def test_machine_code_of_blackwell(hopper: Hopper, dim: int, option: str) -> None:
+    """tcgen05 and nothing older, nothing spilled beside it; and no worse than what is written down."""
+    kernels = flash_figures.read(hopper.code, 10, dim, option)
+    assert sorted(kernels) == ["bwd", "fwd"]
+    for direction, kernel in kernels.items():
+        blackwell_figures.check(flash_figures.case_of(direction, dim, option), kernel)
+
+
 @pytest.mark.parametrize("dim", TILES[9])
 def test_machine_code(hopper: Hopper, dim: int) -> None:
     """wgmma in every main loop, nothing spilled in the forward's; and no worse than what is written down."""
-    kernels = flash_figures.read(hopper.code / f"90a-{dim}")
+    kernels = flash_figures.read(hopper.code, 9, dim)
     written = {row["case"]: harness.AotResult.of(row) for row in map(json.loads, table_file().read_text().splitlines())}
     for direction, kernel in kernels.items():
         found = flash_figures.figures(dim, direction, kernel)
@@ -55,7 +72,8 @@ def test_a_second_process_compiles_nothing(hopper: Hopper) -> None:
     assert {job: list(steps) for job, steps in hopper.first.items()} == {
         job: list(steps) for job, steps in hopper.second.items()
     }
-    again = {"attention, flash, another length", "head, cute, another size", "head, cute, gradients"}
+    again = {"attention, flash, another length", "head, cute, another size", "head, cute, gradients",
+             "head, cute, gradients with an entropy"}  # fmt: skip
     assert all(count for steps in hopper.first.values() for name, count in steps.items() if name not in again)
     assert {"head", "decode attention", "sampling, top_k, top_p"} <= set(hopper.first["90a-128"])
     assert {count for steps in hopper.second.values() for count in steps.values()} == {0}

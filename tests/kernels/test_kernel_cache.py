@@ -57,6 +57,29 @@ def test_every_version_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, 
     assert {path.parent for path in folders} == {folder / "kernels"}
 
 
+def test_kernels_of_other_versions_are_named(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = {"python": "3.11", "triton": "3.9.0"}
+    monkeypatch.setattr(kernel_cache, "versions", lambda: here)
+    for _ in range(2):  # its own are nothing to speak of
+        kernel_cache.used()
+        kernel_cache.used.cache_clear()
+    assert not caplog.records
+    here = {"python": "3.12", "triton": "3.9.0", "quack-kernels": "0.6.5"}
+    assert kernel_cache.used() == kernel_cache.directory()
+    assert [r.message for r in caplog.records] == [
+        f"The kernels in {folder / 'kernels'} are of other versions and are compiled anew: python 3.11 there, 3.12 "
+        "here, quack-kernels missing there, 0.6.5 here."
+    ]
+    for file in folder.glob(f"*/*/{kernel_cache.VERSIONS}"):
+        file.write_text("{cut of")
+    here = {"python": "3.13"}
+    kernel_cache.used.cache_clear()
+    assert kernel_cache.used() == kernel_cache.directory()
+    assert len(caplog.records) == 1
+
+
 def test_packages_are_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_cache.use_for_flash()
     kernel_cache.use_for_quack()

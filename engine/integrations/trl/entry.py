@@ -9,6 +9,7 @@ from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 from rolltree.kernels import Objective
 
 from ...errors import UserError
+from ...model.fused_layers import fuse_layers
 from .. import transformers as attention
 from . import checks
 from .fused_head import FusedHead
@@ -19,20 +20,24 @@ from .rollouts import Rollouts
 GROUPS = (GRPOTrainer, RLOOTrainer)
 
 
-def accelerate(trainer: Any, *, head: bool = True, tree: bool = True, rollouts: bool = True) -> Any:
+def accelerate(
+    trainer: Any, *, head: bool = True, tree: bool = True, rollouts: bool = True, layers: bool = True
+) -> Any:
     """Let a TRL trainer compute by rolltree; returns it. Call it before ``trainer.train()``.
 
     The trainer stays what it is, also where its class is a subclass of TRL's: what it does beside computing log-probs
     and sampling is its own code.
 
     Args:
-        trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which have the head alone.
+        trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which have head and layers alone.
         head: log-probs and entropies by `linear_logprob` in place of TRL's fused head, and where `Objective` has the
             trainer's loss, the gradients by `linear_policy_loss`. Only the tokens of completions reach it.
         tree: completions of one prompt are trained on as a tree, the prompt computed once for all of a micro-batch;
             sets the models' attention to "rolltree". Micro-batches of one update are put together group by group where
             the loss does not depend on it.
         rollouts: completions by the native engine, where the trainer would call ``model.generate``.
+        layers: norms, rotary embedding and gated units of the models in one pass each (`fuse_layers`);
+            `unfuse_layers` gives a model back as it was.
 
     Raises:
         UserError: the trainer or an option of it cannot be honoured; the message names it.
@@ -52,12 +57,15 @@ def accelerate(trainer: Any, *, head: bool = True, tree: bool = True, rollouts: 
     if of_groups and (tree or rollouts):
         for model in models:
             checks.tree_layers(model)
+    if layers:
+        for model in models:
+            fuse_layers(model)
     if head:
         fused = _head_of(trainer)
         for model in models:
             fused.install(model)
     if not of_groups:
-        checks.log.info("%s has no groups and samples nothing: it gets the head.", type(trainer).__name__)
+        checks.log.info("%s has no groups and samples nothing: it gets head and layers.", type(trainer).__name__)
         return trainer
     sampler = None
     if rollouts and (why := checks.no_rollouts(trainer)) is not None:
@@ -97,8 +105,16 @@ def _head_of(trainer: Any) -> FusedHead:
 
 
 class RolltreeGRPOTrainer(GroupTrainer, GRPOTrainer):
-    """TRL's `GRPOTrainer`, accelerated: its arguments, and ``head``, ``tree`` and ``rollouts`` of `accelerate`."""
+    """TRL's `GRPOTrainer`, accelerated: its arguments, and the parts of `accelerate`."""
 
-    def __init__(self, *args: Any, head: bool = True, tree: bool = True, rollouts: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        head: bool = True,
+        tree: bool = True,
+        rollouts: bool = True,
+        layers: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        accelerate(self, head=head, tree=tree, rollouts=rollouts)
+        accelerate(self, head=head, tree=tree, rollouts=rollouts, layers=layers)

@@ -63,6 +63,15 @@ def test_the_head_alone_needs_no_trees(path: str) -> None:
     assert accelerate(trainer, tree=False, rollouts=False) is trainer
 
 
+@pytest.mark.parametrize("layers", [True, False])
+def test_layers_are_fused_unless_switched_off(path: str, layers: bool) -> None:
+    trainer = accelerate(make_grpo(path), layers=layers)
+    fused = [type(module).__name__ for module in trainer.model.modules() if "forward" in vars(module)]
+    assert set(fused) - {type(trainer.model).__name__} == (
+        {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"} if layers else set()
+    )
+
+
 TRAINERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "images": (lambda t: setattr(t, "_is_vlm", True), "GRPOTrainer trains on images"),
     "liger": (lambda t: setattr(t.args, "use_liger_kernel", True), "use_liger_kernel"),

@@ -1,4 +1,5 @@
-"""Training on trees with the model sharded over two processes (FSDP2 on gloo): the gradients of one process."""
+"""Training on trees with the model sharded over two processes (FSDP2 on gloo), its layers fused: the gradients of one
+process, with Transformers' own layers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from rolltree.engine import batch_loss, pack
+from rolltree.engine import batch_loss, fuse_layers, pack
 from rolltree.engine.data.cost import CostModel
 from rolltree.engine.data.distribute import distribute
 from rolltree.engine.model.sharding import shard
@@ -33,7 +34,7 @@ def work(rank: int, directory: str) -> None:
     for name, checkpointing in CASES.items():
         model, _ = make_models(name)
         mine = distribute(trees(), RANKS, CostModel.of(model), max_tokens=90)[rank]
-        model.train()
+        fuse_layers(model).train()
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shard(model)

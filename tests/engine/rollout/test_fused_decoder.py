@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, fuse_layers
 from rolltree.engine.rollout import fused_decoder
 from rolltree.engine.rollout.fused_decoder import FusedDecoder
 from rolltree.kernels.decoder_layer import decoder_layers_
@@ -124,6 +124,17 @@ def test_a_row_is_the_same_in_any_batch(name: str) -> None:
     alone = sample(model, max_batch_rows=1, max_prefill_tokens=5)
     assert sample(model, max_batch_rows=4) == alone
     assert sample(model, max_batch_rows=15, max_prefill_tokens=40) == alone
+
+
+def test_a_model_whose_layers_are_fused_for_training_is_sampled_from_as_before(
+    calls: list[bool], whole: list[int]
+) -> None:
+    model = made("qwen3")
+    plain = sample(model)
+    steps = len(whole)
+    assert sample(fuse_layers(model)) == plain
+    assert all(calls)
+    assert len(whole) == 2 * steps
 
 
 def test_weights_that_come_and_go_are_seen(whole: list[int]) -> None:

@@ -1,0 +1,161 @@
+"""Norms, rotary embedding and gated units of a Transformers model by `rolltree.kernels.layer_ops`.
+
+Of the modules that compute exactly these, the instance gets a ``forward`` of its own; class, weights, sub-modules and
+hooks stay, so that adapters, checkpointing, sharding and saving see what they saw. What a module computes is read off
+its class: the code of its ``forward`` is that of Llama's. Rotary embedding is a function that attention calls by name;
+there the instance runs its class's code with that one name bound to ours.
+
+A call computes as before where the ops have nothing to offer: inside `torch.compile`, which fuses these passes itself,
+where dtypes are mixed, on tensors that are not plain ones, or where no kernel is built for the device and dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama as llama
+
+from rolltree.kernels import dispatch
+from rolltree.kernels.layer_ops import rms_norm, rotate, silu_mul
+
+HOME = "transformers.models."
+ROTARY = "apply_rotary_pos_emb"
+BACKENDS = {("cpu", torch.float32): "cpu"} | {
+    ("cuda", dtype): "triton" for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+
+
+def fuse_layers(model: nn.Module) -> nn.Module:
+    """Let the layers of ``model`` compute by the fused ops what these compute; returns the same ``model``.
+
+    Forward passes of float32 change in the last bit of gated units alone; gradients are rounded less often. Modules
+    whose ``forward`` something has replaced, and subclasses of Transformers' own, are left alone. They have no second
+    derivative. Fusing twice is fusing once; `unfuse_layers` undoes it.
+    """
+    for module in model.modules():
+        cls: Any = type(module)
+        fused = _fused_forward(cls)
+        if fused is not None and not _is_replaced(module) and (fused is not _gated_unit or _has_silu(module)):
+            module.forward = MethodType(fused, module)
+    return model
+
+
+def unfuse_layers(model: nn.Module) -> nn.Module:
+    """Give the modules that `fuse_layers` changed the ``forward`` of their class again; returns the same ``model``."""
+    for module in model.modules():
+        if _is_fused(module):
+            del module.forward
+    return model
+
+
+def _is_fused(module: nn.Module) -> bool:
+    own = getattr(vars(module).get("forward"), "__func__", None)
+    # sharding makes a subclass of a module's class
+    return own is not None and any(own is _fused_forward(cls) for cls in type(module).__mro__)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether the instance has a ``forward`` that is not its class's, ours included."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _has_silu(module: Any) -> bool:
+    return type(module.act_fn) in (nn.SiLU, SiLUActivation)
+
+
+@functools.cache
+def _fused_forward(cls: Any) -> Callable[..., Any] | None:
+    """What the instances of a class get, if it is one of Transformers that is known."""
+    if not cls.__module__.startswith(HOME) or not issubclass(cls, nn.Module):
+        return None
+    forward = cls.forward
+    if _same(forward, llama.LlamaRMSNorm.forward):
+        return _rms_norm
+    if _same(forward, llama.LlamaMLP.forward):
+        return _gated_unit
+    turned = _global(forward, ROTARY)
+    if not (
+        isinstance(forward, FunctionType)
+        and _same(turned, llama.apply_rotary_pos_emb)
+        and _same(_global(turned, "rotate_half"), llama.rotate_half)
+    ):
+        return None
+    return _with_turning(forward, turned)
+
+
+def _same(function: object, known: object) -> bool:
+    """Whether two functions have one code, whatever their documentation."""
+    if not (isinstance(function, FunctionType) and isinstance(known, FunctionType)):
+        return False
+    if not (function.__module__.startswith(HOME) and known.__module__.startswith(HOME)):
+        return False  # another package has put its own there, for all models
+    a, b = function.__code__, known.__code__
+    constants = [tuple(c for c in f.__code__.co_consts if c != f.__doc__) for f in (function, known)]
+    return (
+        (a.co_code, a.co_names) == (b.co_code, b.co_names)
+        and constants[0] == constants[1]
+        and function.__defaults__ == known.__defaults__
+    )
+
+
+def _global(function: object, name: str) -> Any:
+    """What a function calls by ``name``, if it does."""
+    named = isinstance(function, FunctionType) and name in function.__code__.co_names
+    return function.__globals__.get(name) if named and isinstance(function, FunctionType) else None
+
+
+def _can_fuse(*tensors: Tensor) -> bool:
+    first = tensors[0]
+    backend = BACKENDS.get((first.device.type, first.dtype))
+    return (
+        not torch.compiler.is_compiling()
+        and backend is not None
+        and all(type(t) in (Tensor, nn.Parameter) and t.dtype == first.dtype for t in tensors)
+        and all(t.device == first.device for t in tensors)
+        and dispatch.usable(backend, first.device)
+    )
+
+
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    if not _can_fuse(hidden_states, self.weight):
+        return type(self).forward(self, hidden_states)
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _gated_unit(self: Any, x: Tensor) -> Tensor:
+    activation = self.act_fn
+    if torch.compiler.is_compiling() or activation._forward_hooks or activation._forward_pre_hooks:
+        return type(self).forward(self, x)
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(silu_mul(gate, up) if _can_fuse(gate, up) else activation(gate) * up)
+
+
+def _with_turning(forward: FunctionType, plain: Any) -> Callable[..., Any]:
+    """An attention's ``forward``, which calls ours by the name of the ``plain`` rotary embedding."""
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        fits = unsqueeze_dim == 1 and cos.shape[-1] == q.shape[-1] and not (cos.requires_grad or sin.requires_grad)
+        if not fits or not _can_fuse(q, k, cos, sin):
+            return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotate(q, k, cos, sin)
+
+    known = {**forward.__globals__, ROTARY: turned}
+    fused = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
+    fused.__kwdefaults__ = forward.__kwdefaults__
+
+    @functools.wraps(forward)
+    def attention(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # a compiler looks for the names of a function in its module
+        return (forward if torch.compiler.is_compiling() else fused)(self, *args, **kwargs)
+
+    return attention
+
+
+_rms_norm.__name__ = _gated_unit.__name__ = "forward"  # by which pickle finds the class's own

@@ -1,0 +1,208 @@
+"""The custom ops ``rolltree::rms_norm``, ``rotate`` and ``silu_mul``: fakes, autograd, choice of the backend.
+
+Saved for the backward pass are the inputs, and of a norm one number a row: what the modules of Transformers save
+beside, rows of the inputs' size, is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from . import cpu, reference
+
+
+def _triton() -> ModuleType:
+    from . import triton  # optional dependency
+
+    return triton
+
+
+_BACKENDS: Mapping[str, Callable[[], ModuleType]] = {
+    "triton": _triton,
+    "cpu": lambda: cpu,
+    "reference": lambda: reference,
+}
+_HALF = {name: _BACKENDS[name] for name in ("triton", "reference")}
+
+
+def _backend(op: str, x: Tensor) -> Any:
+    if x.dtype == torch.float64:  # the reference alone has it; it exists for gradient checks
+        return reference
+    return dispatch.choose(op, _BACKENDS if x.dtype == torch.float32 else _HALF, x.device)()
+
+
+# ---- RMSNorm
+
+
+@torch.library.custom_op("rolltree::rms_norm", mutates_args=())
+def rms_norm_op(
+    x: Tensor,  # [..., H]
+    weight: Tensor,  # [H]
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns out [..., H] and the factor of each row [N], in float32. No gradient flows from the latter."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out, factor = _backend("rms_norm", x).rms_norm(rows, weight.contiguous(), eps)
+    return out.view(x.shape), factor
+
+
+@rms_norm_op.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape), x.new_empty(x.numel() // x.shape[-1], dtype=dtype)
+
+
+@torch.library.custom_op("rolltree::rms_norm_backward", mutates_args=())
+def rms_norm_backward_op(
+    dy: Tensor,  # [..., H]
+    x: Tensor,  # [..., H]
+    weight: Tensor,  # [H]
+    factor: Tensor,  # [N]
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x [..., H] and of weight [H], the latter empty where it is not needed."""
+    dy_rows, rows = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
+    backend = _backend("rms_norm", x)
+    dx, dweight = backend.rms_norm_backward(dy_rows, rows, weight.contiguous(), factor, need_weight)
+    return dx.view(x.shape), dweight
+
+
+@rms_norm_backward_op.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, factor: Tensor, need_weight: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if need_weight else 0)
+
+
+def _setup_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.backend = dispatch.forced()
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _rms_norm_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None
+    x, weight, factor = ctx.saved_tensors
+    need_weight = ctx.needs_input_grad[1]
+    with dispatch.again(ctx.backend):
+        dx, dweight = rms_norm_backward_op(dy, x, weight, factor, need_weight)
+    return dx, dweight if need_weight else None, None
+
+
+rms_norm_op.register_autograd(_rms_norm_backward, setup_context=_setup_rms_norm)
+
+
+# ---- rotary embedding
+
+
+@torch.library.custom_op("rolltree::rotate", mutates_args=())
+def rotate_op(
+    q: Tensor,  # [B, Hq, T, D]
+    k: Tensor,  # [B, Hkv, T, D]
+    cos: Tensor,  # [B or 1, T, D]
+    sin: Tensor,  # [B or 1, T, D]
+) -> tuple[Tensor, Tensor]:
+    """Returns q and k turned, in memory as `torch.empty_like` lays them out."""
+    return _rotated(q, k, cos, sin, back=False)
+
+
+@torch.library.custom_op("rolltree::rotate_backward", mutates_args=())
+def rotate_backward_op(
+    dq: Tensor,  # [B, Hq, T, D]
+    dk: Tensor,  # [B, Hkv, T, D]
+    cos: Tensor,  # [B or 1, T, D]
+    sin: Tensor,  # [B or 1, T, D]
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of q and k."""
+    return _rotated(dq, dk, cos, sin, back=True)
+
+
+@rotate_op.register_fake
+@rotate_backward_op.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(_last_contiguous(q)), torch.empty_like(_last_contiguous(k))
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    q, k = _last_contiguous(q), _last_contiguous(k)
+    found: tuple[Tensor, Tensor] = _backend("rotate", q).rotate(q, k, cos.contiguous(), sin.contiguous(), back)
+    return found
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.backend = dispatch.forced()
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _rotate_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    with dispatch.again(ctx.backend):
+        return *rotate_backward_op(dq, dk, *ctx.saved_tensors), None, None
+
+
+rotate_op.register_autograd(_rotate_backward, setup_context=_setup_rotate)
+
+
+def _rotate_again(ctx: Any, ddq: Tensor, ddk: Tensor) -> tuple[Tensor | None, ...]:
+    with dispatch.again(ctx.backend):
+        return *rotate_op(ddq, ddk, *ctx.saved_tensors), None, None
+
+
+rotate_backward_op.register_autograd(_rotate_again, setup_context=_setup_rotate)  # the gradient is linear in dq, dk
+
+
+# ---- the gated unit
+
+
+@torch.library.custom_op("rolltree::silu_mul", mutates_args=())
+def silu_mul_op(
+    gate: Tensor,  # [...]
+    up: Tensor,  # [...]
+) -> Tensor:  # [...]
+    return _backend("silu_mul", gate).silu_mul(gate.contiguous(), up.contiguous())
+
+
+@silu_mul_op.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("rolltree::silu_mul_backward", mutates_args=())
+def silu_mul_backward_op(
+    dy: Tensor,  # [...]
+    gate: Tensor,  # [...]
+    up: Tensor,  # [...]
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up."""
+    found: tuple[Tensor, Tensor] = _backend("silu_mul", gate).silu_mul_backward(
+        dy.contiguous(), gate.contiguous(), up.contiguous()
+    )
+    return found
+
+
+@silu_mul_backward_op.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _setup_silu_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.backend = dispatch.forced()
+    ctx.save_for_backward(*inputs)
+
+
+def _silu_mul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    with dispatch.again(ctx.backend):
+        return silu_mul_backward_op(dy, *ctx.saved_tensors)
+
+
+silu_mul_op.register_autograd(_silu_mul_backward, setup_context=_setup_silu_mul)
