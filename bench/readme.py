@@ -34,6 +34,7 @@ class Line(NamedTuple):
 
 HEAD = "N=4096 H=512 V=151936 "
 GROUP, LONG = "1024+16x128 layers 4 width 256 V=1024 float32", "32+4x512 layers 4 width 256 V=1024 float32"
+TRL_GROUP = "512+8x128 layers 4 width 256 V=151936"
 ROLLOUTS = "4 x (512 + 16x128) V=1024 float32 natural lengths"
 SUMMARY = (
     Line("a training step, prompt 1024, 16 responses of 128", "tree_step", GROUP, "step", "rolltree, tree",
@@ -42,8 +43,8 @@ SUMMARY = (
          "flat, transformers sdpa", "Transformers, flat"),
     Line("head and loss, vocabulary 151,936, forward and backward", "linear_policy_loss", HEAD + "all live",
          "forward+backward", "rolltree", "torch", "PyTorch"),
-    Line("the same, 36 % of the tokens with a gradient", "linear_policy_loss", HEAD + "36 % live", "forward+backward",
-         "rolltree", "torch", "PyTorch"),
+    Line("a step of TRL's GRPO, sampling included: prompt 512, 8 responses of 128, vocabulary 151,936", "trl_step",
+         TRL_GROUP, "step", "rolltree, all parts", "TRL", "TRL 1.16"),
     Line("rollouts, 4 prompts of 512, 16 responses each", "rollout", ROLLOUTS, "generate", "rolltree compiled", "vllm",
          "vLLM 0.32, CPU"),
 )  # fmt: skip
