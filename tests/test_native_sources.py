@@ -25,7 +25,6 @@ HEADERS = {
     "torch/headeronly/util/shim_utils.h",
 }
 MACROS = {
-    "STABLE_TORCH_LIBRARY",
     "STABLE_TORCH_LIBRARY_FRAGMENT",
     "STABLE_TORCH_LIBRARY_IMPL",
     "STD_TORCH_CHECK",
