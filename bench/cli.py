@@ -28,6 +28,7 @@ OPS = (
     "logprob_from_logits",
     "policy_loss",
     "tree_attention",
+    "layer_ops",
     "sample_tokens",
     "tree_step",
     "rl_step",

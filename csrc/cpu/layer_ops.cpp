@@ -1,4 +1,4 @@
-// RMSNorm, rotary embedding and the gated unit of a decoder layer where it trains, each with its gradient in one pass.
+// RMSNorm and rotary embedding of a decoder layer where it trains, each with its gradient in one pass.
 //
 // All are bound by memory: forwards read a row and write it, backwards read it and its gradient and write the row's. A
 // row is worked on by one thread and by the same arithmetic wherever it lies. The gradient of a norm's weight, a sum
@@ -135,43 +135,6 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& q, const Tensor& k, const Tensor
   return {q_out, k_out};
 }
 
-Tensor silu_mul_forward(const Tensor& gate, const Tensor& up) {
-  Tensor out = torch::stable::empty_like(gate);
-  const float *x = gate.const_data_ptr<float>(), *factor = up.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) store(to + i, silu_mul(load(x + i), load(factor + i)));
-    if (i < end) store_some(to + i, silu_mul(load_some(x + i, end - i), load_some(factor + i, end - i)), end - i);
-  });
-  return out;
-}
-
-// With s = 1 / (1 + e^-x): d gate = dy up s (1 + x (1 - s)), d up = dy x s.
-std::tuple<Tensor, Tensor> silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up) {
-  Tensor dgate = torch::stable::empty_like(gate), dup = torch::stable::empty_like(up);
-  const float *grad = dy.const_data_ptr<float>(), *gates = gate.const_data_ptr<float>(), *ups = up.const_data_ptr<float>();
-  float *to_gate = dgate.mutable_data_ptr<float>(), *to_up = dup.mutable_data_ptr<float>();
-  const auto of = [](Vec dy, Vec x, Vec up, Vec& dx, Vec& dup) {
-    const Vec sum = one_plus_exp_of_minus(x), s = 1.f / sum;
-    dx = dy * up * (s * (1.f + x * (1.f - s)));
-    dup = dy * (x / sum);
-  };
-  torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    Vec dx, d;
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) {
-      of(load(grad + i), load(gates + i), load(ups + i), dx, d);
-      store(to_gate + i, dx), store(to_up + i, d);
-    }
-    if (const int64_t n = end - i; n > 0) {
-      of(load_some(grad + i, n), load_some(gates + i, n), load_some(ups + i, n), dx, d);
-      store_some(to_gate + i, dx, n), store_some(to_up + i, d, n);
-    }
-  });
-  return {dgate, dup};
-}
-
 }  // namespace
 }  // namespace rolltree
 
@@ -179,14 +142,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor factor, bool need_weight) -> (Tensor, Tensor)");
   m.def("rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)");
-  m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
-  m.def("silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&rolltree::rms_norm_forward));
   m.impl("rms_norm_backward", TORCH_BOX(&rolltree::rms_norm_backward));
   m.impl("rotate", TORCH_BOX(&rolltree::rotate));
-  m.impl("silu_mul", TORCH_BOX(&rolltree::silu_mul_forward));
-  m.impl("silu_mul_backward", TORCH_BOX(&rolltree::silu_mul_backward));
 }

@@ -1,7 +1,7 @@
 // What a decoder layer does to a row between its products: RMSNorm, rotary embedding and the gated unit.
 //
-// Whoever includes this turns contraction off first: norms and rotary embedding have every rounding of PyTorch's own
-// operators, and squares are summed in its order, in eight lanes of four partial sums each, 16 at a time.
+// Norms and rotary embedding have every rounding of PyTorch's own operators, and squares are summed in its order, in eight
+// lanes of four partial sums each, 16 at a time; files that call them turn contraction off before they include this.
 #pragma once
 
 #include <algorithm>

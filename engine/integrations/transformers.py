@@ -94,7 +94,7 @@ def _attention(
         raise ValueError("Attention sinks are not supported on trees yet; use a model without them.")
     if query.shape[0] != 1:
         raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]; the gradient of x[0] is a copy
     if torch.is_autocast_enabled(q.device.type):  # as it casts what `sdpa` is given
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if kv_store is not None:

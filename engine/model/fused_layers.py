@@ -12,8 +12,9 @@ where dtypes are mixed, on tensors that are not plain ones, or where no kernel i
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,29 +36,44 @@ def fuse_layers(model: nn.Module) -> nn.Module:
     """Let the layers of ``model`` compute by the fused ops what these compute; returns the same ``model``.
 
     Forward passes of float32 change in the last bit of gated units alone; gradients are rounded less often. Modules
-    whose ``forward`` something has replaced, and subclasses of Transformers' own, are left alone. They have no second
-    derivative. Fusing twice is fusing once; `unfuse_layers` undoes it.
+    whose ``forward`` something has replaced, and subclasses of Transformers' own, are left alone. Norms and gated units
+    have no second derivative then. Fusing twice is fusing once; `unfuse_layers` undoes it. `nn.DataParallel` does not
+    go with it: its replicas have the attributes of one instance.
     """
     for module in model.modules():
         cls: Any = type(module)
         fused = _fused_forward(cls)
         if fused is not None and not _is_replaced(module) and (fused is not _gated_unit or _has_silu(module)):
-            module.forward = MethodType(fused, module)
+            module.forward = _Fused(fused, module)
     return model
 
 
 def unfuse_layers(model: nn.Module) -> nn.Module:
     """Give the modules that `fuse_layers` changed the ``forward`` of their class again; returns the same ``model``."""
     for module in model.modules():
-        if _is_fused(module):
+        if isinstance(vars(module).get("forward"), _Fused):
             del module.forward
     return model
 
 
-def _is_fused(module: nn.Module) -> bool:
-    own = getattr(vars(module).get("forward"), "__func__", None)
-    # sharding makes a subclass of a module's class
-    return own is not None and any(own is _fused_forward(cls) for cls in type(module).__mro__)
+class _Fused:
+    """A function as the method of a module, which it does not keep: weights are freed with the last use of a model."""
+
+    __slots__ = ("_function", "_module")
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self._function, self._module = function, weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Fused:
+        module = self._module()
+        assert module is not None
+        return _Fused(self._function, memo.get(id(module), module))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "forward")  # of its class: a function made here has no name to find it by
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -156,6 +172,3 @@ def _with_turning(forward: FunctionType, plain: Any) -> Callable[..., Any]:
         return (forward if torch.compiler.is_compiling() else fused)(self, *args, **kwargs)
 
     return attention
-
-
-_rms_norm.__name__ = _gated_unit.__name__ = "forward"  # by which pickle finds the class's own

@@ -1,4 +1,4 @@
-"""C++ backend (``csrc/cpu/layer_ops.cpp``), in float32."""
+"""C++ backend (``csrc/cpu/layer_ops.cpp``, ``csrc/cpu/silu_mul.cpp``), in float32."""
 
 from __future__ import annotations
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 from rolltree.engine import batch_loss, fuse_layers, pack
 from rolltree.engine.data.cost import CostModel
 from rolltree.engine.data.distribute import distribute
+from rolltree.engine.model import fused_layers
 from rolltree.engine.model.sharding import shard
-from rolltree.kernels import Objective
+from rolltree.kernels import Objective, dispatch
 
+from ...ranks import run_ranks
 from .test_tree_equals_flat import make_models, random_tree
 
 RANKS = 2
@@ -38,16 +40,18 @@ def work(rank: int, directory: str) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shard(model)
-        for batch in mine:
-            out = batch_loss(model, batch, OBJECTIVE, normalizer=5.0, old_logprob=None)
-            (out.loss * RANKS).backward()  # FSDP takes the mean over ranks
+        with mock.patch.object(fused_layers, "rotate", wraps=fused_layers.rotate) as fused:
+            for batch in mine:
+                out = batch_loss(model, batch, OBJECTIVE, normalizer=5.0, old_logprob=None)
+                (out.loss * RANKS).backward()  # FSDP takes the mean over ranks
+        assert fused.called or not dispatch.load_library("cpu")
         grads = {key: p.grad.full_tensor() for key, p in model.named_parameters()}
         save_file(grads, f"{directory}/{name}-{rank}.safetensors")
     dist.destroy_process_group()
 
 
 def test_sharded_gradients_are_those_of_one_process(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(work, (str(tmp_path),), RANKS)
     for name in CASES:
         model, _ = make_models(name)
         (batch,) = pack(trees(), max_tokens=10_000)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +232,17 @@ def test_a_copy_is_fused_and_computes_with_its_own_weights() -> None:
     pickled = torch.load(file, weights_only=False)
     assert torch.allclose(pickled(IDS).logits, before, atol=1e-5)
     assert torch.equal(fuse_layers(pickled)(IDS).logits, before)
+
+
+def test_weights_are_freed_with_the_model() -> None:
+    model = fuse_layers(made("qwen3"))
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    gc.disable()
+    try:
+        del model
+        assert all(p() is None for p in parameters)
+    finally:
+        gc.enable()
 
 
 class OwnNorm(LlamaRMSNorm):
