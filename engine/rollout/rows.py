@@ -196,5 +196,11 @@ class RowTable:
                 self.records[name] = old[name]
 
 
-_ROW = np.dtype([(name, get_args(get_args(of)[1])[0]) for name, of in get_type_hints(RowTable).items()], align=True)
+def element_type(array: Any) -> Any:
+    """The scalar type of ``npt.NDArray[scalar]``, which numpy 2.5 made an alias with that one argument."""
+    last = get_args(array)[-1]
+    return (get_args(last) or (last,))[0]
+
+
+_ROW = np.dtype([(name, element_type(of)) for name, of in get_type_hints(RowTable).items()], align=True)
 _FIELDS = tuple(_ROW.names or ())

@@ -30,6 +30,14 @@ def _tiles(q: Tensor, softcap: float | None) -> Tiles:
     return tiles_for(q.shape[2], q.dtype, major=major, softcap=softcap is not None)
 
 
+def aligned(t: Tensor) -> Tensor:  # [T, Hq, D]
+    """Itself, or a copy if the rows of its heads could begin at a multiple of 16 bytes and do not."""
+    unit = 16 // t.element_size()
+    if t.shape[2] % unit or (t.data_ptr() % 16 == 0 and t.stride(0) % unit == 0 and t.stride(1) % unit == 0):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 def _bf16_interpreted(q: Tensor) -> bool:
     """Triton's interpreter multiplies the bit patterns of bf16 operands; there the kernels run in fp32."""
     return interpreting() and q.dtype == torch.bfloat16
@@ -91,7 +99,7 @@ def tree_attention_backward(
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if rows == 0:
         return dq, dk.zero_(), dv.zero_()
-    out, lse = out.contiguous(), lse.contiguous()
+    out, lse, q, grad_out = out.contiguous(), lse.contiguous(), aligned(q), aligned(grad_out)
     tiles, width = _tiles(q, softcap), padded_width(dim)
     row_sums = lse.new_empty((heads, 2 * LARGEST * triton.cdiv(rows, LARGEST)))
     visible, order = heavy_first(subtree_end, position, window, tiles.dq, offset)

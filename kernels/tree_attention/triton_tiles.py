@@ -49,6 +49,7 @@ def hide(
 @triton.jit
 def wide_product(a, b):
     """In 64 bits, of numbers below 2^31 that are not negative: one instruction, where 64-bit factors take three."""
+    b += tl.zeros([], tl.int32)  # a stride of 1 comes as a constant
     if b.dtype == tl.int64:
         return a.to(tl.int64) * b
     else:
@@ -64,15 +65,17 @@ def load_tile(
 
     LEAN, for loops without a register to spare: a thread of 256 that copies 16 bytes of 128 columns has rows 16 apart.
     Their distances are the same for all threads, and what is left needs one register, as it is known to be positive.
+    Elements have two bytes, and where DIM is a multiple of 8 every row begins at a multiple of 16.
     """
     lines, columns = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     if LEAN:
         near = (tl.arange(0, 16) * stride)[None, :, None] + columns[None, None, :]
         if near.dtype == tl.int32:
             near &= 0x7FFFFFFF
-        far = tl.arange(0, SIZE // 16)[:, None, None] * (16 * stride.to(tl.int64))
+        far = wide_product(16 * tl.arange(0, SIZE // 16), stride)[:, None, None]
         pointers = tl.reshape((pointer + wide_product(first, stride) + far) + near, (SIZE, WIDTH))
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 16)), (1, WIDTH))
+        BYTES: tl.constexpr = 16 if DIM % 8 == 0 else 2
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, BYTES)), (1, WIDTH))
     else:
         pointers = pointer + first.to(tl.int64) * stride + (lines[:, None] * stride + columns[None, :])
     if WHOLE and DIM == WIDTH:

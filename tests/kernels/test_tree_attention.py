@@ -520,3 +520,18 @@ def test_errors_name_the_argument() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             call()
+
+
+def test_rows_of_gradients_are_aligned() -> None:
+    """dK/dV copies rows of q and of the output's gradient by 16 bytes wherever the head dimension allows it."""
+    whole = torch.randn(5, 2, 64).bfloat16()
+    wide = torch.randn(5, 2, 72).bfloat16()
+    assert triton_backend.aligned(whole) is whole
+    assert triton_backend.aligned(wide[..., 8:]).data_ptr() == wide[..., 8:].data_ptr()
+    for view in (wide[..., 1:65], torch.randn(5 * 132).bfloat16().as_strided((5, 2, 64), (132, 64, 1))):
+        copy = triton_backend.aligned(view)
+        assert torch.equal(copy, view)
+        assert copy.data_ptr() % 16 == 0
+        assert copy.stride() == (128, 64, 1)
+    odd = torch.randn(5, 2, 36).bfloat16()  # rows of 72 bytes begin anywhere
+    assert triton_backend.aligned(odd) is odd
