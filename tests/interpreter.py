@@ -1,8 +1,9 @@
-"""Triton's interpreter without the work whose outcome it drops, half of its time.
+"""Triton's interpreter without the work whose outcome it drops or has had before, most of its time.
 
 * Every operation of integers is computed again in int64 for an overflow check, which only debug builds look at.
 * A launch exchanges the language's functions for interpreted ones; every call of a kernel's function by another looks
   for them again among all members, in vain.
+* Every tensor's shape, block's type and dtype of NumPy is made from nothing, though a kernel has a few of each.
 """
 
 from __future__ import annotations
@@ -37,8 +38,43 @@ class Launch:
         scope.restore()
 
 
+def keep_what_was_made() -> None:
+    """Of equal shapes and types the first goes through Triton's own code and its checks; the others are as that one."""
+    new_tensor, new_block, new_dtype = tl.tensor.__init__, tl.block_type.__init__, interpreter._get_np_dtype
+    shapes = dict[tuple[Any, ...], tuple[Any, Any]]()
+    blocks = dict[tuple[Any, ...], dict[str, Any]]()
+    dtypes = dict[str, Any]()
+
+    def tensor(made: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes in shapes:
+            made.handle, made.type, made.dtype = handle, type, type.scalar
+            made.shape, made.numel = shapes[sizes]
+        else:
+            new_tensor(made, handle, type)
+            shapes[sizes] = made.shape, made.numel
+
+    def block(made: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        key = (element_ty.name, *sizes, *map(type, sizes))  # 16.0, which is refused, equals 16
+        if key in blocks:
+            vars(made).update(blocks[key], element_ty=element_ty)
+        else:
+            new_block(made, element_ty, shape)
+            blocks[key] = vars(made).copy()
+
+    def np_dtype(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in dtypes:
+            dtypes[name] = new_dtype(of)
+        return dtypes[name]
+
+    tl.tensor.__init__, tl.block_type.__init__, interpreter._get_np_dtype = tensor, block, np_dtype
+
+
 def leave_out_what_is_dropped() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = Launch()
+    keep_what_was_made()

@@ -11,7 +11,7 @@ from pathlib import Path
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
 wanted = (requires(re.split("[=<>]", sys.argv[1])[0]) or []) + project["dependencies"]
-for extra in ("engine", "train", "report", "tasks"):
+for extra in ("engine", "train"):
     wanted += [name for name in extras[extra] if not name.startswith("rolltree[")]
 wanted += [name for name in extras["dev"] if name.startswith(("pytest", "hypothesis"))]
 for requirement in wanted:

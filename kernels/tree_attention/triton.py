@@ -93,7 +93,7 @@ def tree_attention_backward(
         return dq, dk.zero_(), dv.zero_()
     out, lse = out.contiguous(), lse.contiguous()
     tiles, width = _tiles(q, softcap), padded_width(dim)
-    row_lse, row_delta = lse.new_empty((2, heads, triton.cdiv(rows, LARGEST) * LARGEST)).unbind()
+    row_sums = lse.new_empty((heads, 2 * LARGEST * triton.cdiv(rows, LARGEST)))
     visible, order = heavy_first(subtree_end, position, window, tiles.dq, offset)
     mask = mask_of(subtree_end, position, window, offset)
     strides = [s for t in (grad_out, q, k, v) for s in t.stride()[:2]]
@@ -103,9 +103,9 @@ def tree_attention_backward(
     }  # fmt: skip
     tile = tiles.dq
     dq_kernel[(heads, triton.cdiv(rows, tile.rows))](
-        grad_out, q, k, v, out, lse, row_lse, row_delta, dq, *visible, order, *mask,
+        grad_out, q, k, v, out, lse, row_sums, dq, *visible, order, *mask,
         tokens, offset, visible.blocks.shape[1], *strides, scale, window or 0, softcap or 0.0,
-        ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **options,
+        PACK=tiles.dkdv.rows, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     tile = tiles.dkdv
     programs = kv_heads * tile.parts
@@ -113,7 +113,7 @@ def tree_attention_backward(
     columns = {"DIM": dim // tile.parts, "WIDTH": width // tile.parts}
     sums = lse.new_empty((programs, work.slots, 2, tile.keys, columns["WIDTH"]))
     dkdv_kernel[(programs, len(work.items))](
-        grad_out, q, k, v, row_lse, row_delta, dk, dv, sums, work.items, *visible, *mask,
+        grad_out, q, k, v, row_sums, dk, dv, sums, work.items, *visible, *mask,
         tokens, offset, visible.blocks.shape[1], work.slots, *strides, scale, window or 0, softcap or 0.0,
         ROWS=tile.rows, KEYS=tile.keys, PARTS=tile.parts, num_warps=tile.warps, num_stages=tile.stages,
         **{**options, **columns},

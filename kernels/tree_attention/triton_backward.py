@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import LOG2E, hide, load_tile, log2_scores, store_tile
+from .triton_tiles import LOG2E, hide, load_lines, load_tile, log2_scores, store_tile, wide_product
 
 
 @triton.jit
@@ -60,8 +60,7 @@ def dq_kernel(
     v,  # [N, Hkv, D]
     out,  # [T, Hq, D]
     lse,  # [Hq, T] fp32
-    row_lse,  # [Hq, T filled up] fp32, written for dkdv_kernel: in the log2 domain, inf past the last row
-    row_delta,  # [Hq, T filled up] fp32, likewise
+    row_sums,  # [Hq, T filled up / PACK, 2, PACK] fp32, written for dkdv_kernel: lse in the log2 domain and delta
     dq,  # [T, Hq, D]
     blocks,  # [row blocks, width] int32, `VisibleBlocks`
     full_counts,  # [row blocks] int32
@@ -73,7 +72,7 @@ def dq_kernel(
     tokens, offset, width, g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head,
     scale, window, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     block = tl.load(order + tl.program_id(1))
@@ -87,9 +86,9 @@ def dq_kernel(
     delta = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
     lse2 = tl.load(lse + head * row_count + lines, mask=lines < row_count, other=float("inf")) * LOG2E
     lse2 = tl.where(lse2 == -float("inf"), 0.0, lse2)  # a row that saw nothing, whose scores are all hidden
-    filled = head * (tl.cdiv(row_count, FILL) * FILL)
-    tl.store(row_lse + filled + lines, lse2)
-    tl.store(row_delta + filled + lines, delta)
+    packed = head * (2 * FILL * tl.cdiv(row_count, FILL)) + lines // PACK * (2 * PACK) + lines % PACK
+    tl.store(row_sums + packed, lse2)  # inf past the last row
+    tl.store(row_sums + packed + PACK, delta)
     row_position = tl.load(row_positions + lines) if HAS_WINDOW else rows
     k += (head // GROUP) * k_head
     v += (head // GROUP) * v_head
@@ -118,7 +117,7 @@ def _by_halves(entry):
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_lse, row_delta,
+    dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_sums,
     q_stride, q_head, g_stride, g_head, row_head, first_head,
     row_positions, keys, end, key_position, listed, begin, stop, row_count, offset, scale, window, softcap,
     STEP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -127,43 +126,44 @@ def _dkdv_tiles(
     """Adds tiles ``begin`` to ``stop``: those of one row block of the list after the other, for each query head."""
     WHOLE: tl.constexpr = STEP == 1
     LEAN: tl.constexpr = PARTS == 1 and dk.numel * ROWS >= 128 * 128 * 64  # else dK, dV and scores leave registers
+    KEYS: tl.constexpr = dk.shape[0]
+    ROOM: tl.constexpr = PARTS == 1
     for i in range(begin, stop):
         entry = listed + STEP * (i // GROUP)
         block = _by_halves(entry) if WHOLE else tl.load(entry)
         head = first_head + i % GROUP
         first = block * ROWS
         query = load_tile(
-            q + own + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
+            q + own + wide_product(head, q_head), first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
         )
         grad = load_tile(
-            grad_out + own + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
+            grad_out + own + wide_product(head, g_head), first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
         )
-        lines = first + tl.arange(0, ROWS)
         product = tl.dot(key, query.T, input_precision="ieee")
         if PARTS == 2:
             far_query = load_tile(
-                q + far + head.to(tl.int64) * q_head, first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE
+                q + far + wide_product(head, q_head), first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE
             )
             product = tl.dot(far_key, far_query.T, product, input_precision="ieee")
         scores, slope = log2_scores(product, scale, softcap, HAS_SOFTCAP)
         if not WHOLE:
-            rows = offset + lines
-            row_position = tl.load(row_positions + lines) if HAS_WINDOW else rows
-            scores = hide(
-                scores, rows[None, :], keys[:, None], end[:, None], row_position[None, :], key_position[:, None],
-                window, HAS_WINDOW,
-            )  # fmt: skip
-        lse2 = tl.load(row_lse + head * row_head + lines)
-        probability = tl.exp2(scores - lse2[None, :])  # [keys, rows]
+            row, line = offset + first, tl.arange(0, ROWS)[None, :]
+            seen = (keys[:, None] - row <= line) & (line < end[:, None] - row)
+            if HAS_WINDOW:
+                row_position = load_lines(row_positions + first, KEYS, ROWS, ROOM)
+                seen &= row_position - key_position[:, None] < window
+            scores = tl.where(seen, scores, -float("inf"))
+        sums = row_sums + wide_product(head, 2 * row_head) + 2 * first
+        probability = tl.exp2(scores - load_lines(sums, KEYS, ROWS, ROOM))  # [keys, rows]
         dv = tl.dot(probability.to(grad.dtype), grad, dv, input_precision="ieee")
         dprobability = tl.dot(value, grad.T, input_precision="ieee")
         if PARTS == 2:
             far_grad = load_tile(
-                grad_out + far + head.to(tl.int64) * g_head, first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE
+                grad_out + far + wide_product(head, g_head), first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE
             )
             dprobability = tl.dot(far_value, far_grad.T, dprobability, input_precision="ieee")
-        delta = tl.load(row_delta + head * row_head + lines)  # here, not above: it takes registers until it is used
-        dscores = probability * (dprobability - delta[None, :]) * slope
+        delta = load_lines(sums + ROWS, KEYS, ROWS, ROOM)  # here, not above: it takes registers until it is used
+        dscores = probability * (dprobability - delta) * slope
         dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision="ieee")
     return dk, dv
 
@@ -174,8 +174,7 @@ def dkdv_kernel(
     q,  # [T, Hq, D]
     k,  # [N, Hkv, D]
     v,  # [N, Hkv, D]
-    row_lse,  # [Hq, T filled up] fp32
-    row_delta,  # [Hq, T filled up] fp32
+    row_sums,  # [Hq, T filled up / ROWS, 2, ROWS] fp32: lse and delta
     dk_out,  # [N, Hkv, D], D = PARTS DIM
     dv_out,  # [N, Hkv, D]
     sums,  # [Hkv PARTS, slots, 2, KEYS, WIDTH] fp32: dK and dV of items that are only a part of their key block's work
@@ -224,14 +223,14 @@ def dkdv_kernel(
     dk = tl.zeros([KEYS, WIDTH], tl.float32)
     dv = tl.zeros([KEYS, WIDTH], tl.float32)
     dk, dv = _dkdv_tiles(
-        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_lse, row_delta,
+        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_sums,
         q_stride, q_head, g_stride, g_head, row_head, first_head,
         row_positions, keys, end, key_position, listed,
         tl.minimum(begin, full), tl.minimum(stop, full),
         row_count, offset, scale, window, softcap, 1, GROUP, DIM, WIDTH, ROWS, PARTS, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     dk, dv = _dkdv_tiles(
-        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_lse, row_delta,
+        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_sums,
         q_stride, q_head, g_stride, g_head, row_head, first_head,
         row_positions, keys, end, key_position, listed + width - 1,
         tl.maximum(begin, full) - full, tl.maximum(stop, full) - full,

@@ -79,9 +79,9 @@ def check(case: str, kernel: machine_code.Kernel) -> None:
 
 PAGE = """# flash-attn 4 and quack on sm_100a
 
-Machine code of {versions}. Nothing here was run on a GPU, and nothing is modelled. Written by
-`tests/kernels/blackwell_figures.py`. Every product is tcgen05's (UTCHMMA); no kernel has a tensor instruction of
-earlier GPUs.
+Machine code of {versions}. Nothing here was run on a GPU, and
+nothing is modelled. Written by `tests/kernels/blackwell_figures.py`. Every product is tcgen05's (UTCHMMA); no kernel
+has a tensor instruction of earlier GPUs.
 
 - *registers*: a thread, as launched; warps then hand registers on to each other. *stack*: bytes a thread.
 - *products*: instructions a round of the loop that multiplies, which one warp runs; nothing is spilled in any.

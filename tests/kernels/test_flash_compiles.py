@@ -50,6 +50,11 @@ def test_machine_code_of_blackwell(hopper: Hopper, dim: int, option: str) -> Non
         blackwell_figures.check(flash_figures.case_of(direction, dim, option), kernel)
 
 
+def test_the_page_of_blackwell_shows_the_rows() -> None:
+    page = blackwell_figures.page([*blackwell_figures.written().values()])
+    assert (blackwell_figures.FOLDER / "table.md").read_text() == page
+
+
 @pytest.mark.parametrize("dim", TILES[9])
 def test_machine_code(hopper: Hopper, dim: int) -> None:
     """wgmma in every main loop, nothing spilled in the forward's; and no worse than what is written down."""

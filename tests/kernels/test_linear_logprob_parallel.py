@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from rolltree.kernels import Objective, PolicyFields, linear_logprob, linear_policy_loss
 from rolltree.kernels.linear_logprob.parallel import VocabShards
+
+from ..ranks import run_ranks
 
 N, H, K = 9, 16, 3
 
@@ -102,9 +103,9 @@ def rank(r: int, store: str, results: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every rank found for every case: NAME.RANK.pt. Starting the ranks takes longer than all cases."""
+    """What every rank found for every case: NAME.RANK.pt."""
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank, (str(directory / "store"), str(directory)), RANKS)
+    run_ranks(rank, (str(directory / "store"), str(directory)), RANKS)
     return directory
 
 

@@ -78,11 +78,12 @@ def forest(seed: int, *, roots: int = 3, page: int = 4, longest: int = 90, chunk
         leaf = nodes[path[-1]]
         queries = min(chunk, leaf.length)
         first = len(positions)
+        slots = [divmod(nodes[n].offset + x, page) for n in path for x in range(nodes[n].length)]
+        owner = [n for n in path for _ in range(nodes[n].length)]
+        whole = [(nodes[n].pages[p], s) for n, (p, s) in zip(owner, slots, strict=True)]
         for q in range(queries):
             positions.append(leaf.position + leaf.length - queries + q)
-            slots = [divmod(nodes[n].offset + x, page) for n in path for x in range(nodes[n].length)]
-            owner = [n for n in path for _ in range(nodes[n].length)]
-            keys.append([(nodes[n].pages[p], s) for n, (p, s) in zip(owner, slots, strict=True)][: positions[-1] + 1])
+            keys.append(whole[: positions[-1] + 1])
         for n in path:
             begin = nodes[n].rows[0] if nodes[n].rows[1] else first
             nodes[n].rows = (begin, len(positions))
@@ -118,18 +119,22 @@ def tensors(
 def by_paths(
     q: Tensor, k: Tensor, v: Tensor, step: Step, window: int | None = None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each row over its own gathered path, in the dtype of q."""
-    out, lse = [], []
+    """Each row over its own gathered path, in the dtype of q; rows that see as many keys at once."""
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    alike: dict[int, list[int]] = {}
     for row, slots in enumerate(step.keys):
-        slots = slots if window is None else slots[-window:]
-        page, slot = (torch.tensor(x) for x in zip(*slots, strict=True))
-        keys, values = (t[page, slot].repeat_interleave(q.shape[1] // t.shape[2], 1) for t in (k, v))
-        scores = torch.einsum("hd,xhd->hx", q[row], keys) * q.shape[2] ** -0.5
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        out.append(torch.einsum("hx,xhd->hd", scores.softmax(-1), values))
-        lse.append(scores.float().logsumexp(-1) if q.dtype != torch.float64 else scores.logsumexp(-1))
-    return torch.stack(out), torch.stack(lse)
+        alike.setdefault(min(len(slots), window or len(slots)), []).append(row)
+    for count, rows in alike.items():
+        for some in (rows[i : i + 64] for i in range(0, len(rows), 64)):
+            page, slot = torch.tensor([step.keys[row][-count:] for row in some]).unbind(-1)  # [R, X]
+            keys, values = (t[page, slot].repeat_interleave(q.shape[1] // t.shape[2], 2) for t in (k, v))
+            scores = torch.einsum("rhd,rxhd->rhx", q[some], keys) * q.shape[2] ** -0.5
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[some] = torch.einsum("rhx,rxhd->rhd", scores.softmax(-1), values)
+            lse[some] = scores.to(lse.dtype).logsumexp(-1)
+    return out, lse
 
 
 def run(

@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 from rolltree.engine import batch_loss, fuse_layers, pack
@@ -19,6 +18,7 @@ from rolltree.engine.model import fused_layers
 from rolltree.engine.model.sharding import shard
 from rolltree.kernels import Objective, dispatch
 
+from ...ranks import run_ranks
 from .test_tree_equals_flat import make_models, random_tree
 
 RANKS = 2
@@ -51,7 +51,7 @@ def work(rank: int, directory: str) -> None:
 
 
 def test_sharded_gradients_are_those_of_one_process(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path),), nprocs=RANKS)
+    run_ranks(work, (str(tmp_path),), RANKS)
     for name in CASES:
         model, _ = make_models(name)
         (batch,) = pack(trees(), max_tokens=10_000)

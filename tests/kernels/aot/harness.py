@@ -237,8 +237,9 @@ wholly visible tiles, and that over masked ones where there is one. Nothing here
 - *tensor*: clocks of the tensor cores a round, and those that its products need. They differ where the operands of a
   narrow product take longer to read than to multiply, and for mma.sync; no product is computed twice. Of dK/dV of
   D = 256 a round of one of its two programs, each of which computes all scores for half of the columns.
-- *wait*: copies that may be under way when a round begins. *small*: copies of less than 16 bytes a thread; those of a
-  vector of one number a row (lse, delta, the ends of subtrees). *local*: spilled registers, loaded and stored.
+- *wait*: copies that may be under way when a round begins. *small*: copies of less than 16 bytes a thread: of the ends
+  of subtrees where tiles are masked, and of lse and delta for D = 256 of dK/dV, which has no room for more.
+- *local*: spilled registers, loaded and stored.
 - *modelled*: clocks of a round if everything overlaps, and if tensor cores and instructions take turns. A model.
 
 """

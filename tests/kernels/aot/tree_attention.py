@@ -37,8 +37,7 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
         "HAS_SOFTCAP": softcap,
     }
     forward = {**tensors, "out": f"*{dtype}", "lse": "*fp32", "order": "*i32", **MASK, **Q_STRIDES, **FLOATS}
-    rows = dict.fromkeys(("row_lse", "row_delta"), "*fp32")
-    backward = {**tensors, "grad_out": f"*{dtype}", **rows, **MASK, **ALL_STRIDES, **FLOATS}
+    backward = {**tensors, "grad_out": f"*{dtype}", "row_sums": "*fp32", **MASK, **ALL_STRIDES, **FLOATS}
     dq = {**backward, "out": f"*{dtype}", "dq": f"*{dtype}", "lse": "*fp32", "order": "*i32"}
     dkdv = {**backward, "sums": "*fp32", "items": "*i32", "slots": "i32"}
     dkdv |= dict.fromkeys(("dk_out", "dv_out"), f"*{dtype}")
@@ -57,13 +56,14 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
             multiply_adds=int(products * tile.rows * tile.keys * dim)
             if dim in (64, 128, 256) and dtype == "bf16"
             else None,
-            vectors=(2 if name == "dkdv" else 1) + window,  # lse and delta; subtree_end where masked; positions
+            # subtree_end where masked, and positions; lse and delta where dK/dV has no room to copy them by 16 bytes
+            vectors=1 + window if name != "dkdv" else 2 * (parts - 1),
             ci=dtype == "bf16" and not option and (dim == 128 or (dim == 64 and archs == (90,))),
             archs=archs,
         )
         for name, kernel, signature, more, tile, products in [
             ("forward", forward_kernel, forward, {}, tiles.forward, 2),
-            ("dq", dq_kernel, dq, fill, tiles.dq, 3),
+            ("dq", dq_kernel, dq, {**fill, "PACK": tiles.dkdv.rows}, tiles.dq, 3),
             ("dkdv", dkdv_kernel, dkdv, parted, tiles.dkdv, 2 + 2 / parts),
         ]
     ]

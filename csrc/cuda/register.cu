@@ -1,4 +1,0 @@
-// Op schemas of the CUDA library; each family registers its kernels in its own file.
-#include <torch/csrc/stable/library.h>
-
-STABLE_TORCH_LIBRARY(rolltree_cuda, m) {}
