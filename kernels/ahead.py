@@ -60,6 +60,7 @@ class Model:
     window: bool = False  # whether some layers are sliding-window ones
     logit_softcap: float | None = None
     page: int = 16  # keys of a page of the KV cache
+    hidden: int = 0  # width of its layers; 0: what they do between products is not built
 
 
 class Built(NamedTuple):
@@ -106,6 +107,8 @@ def steps(
         yield f"attention, triton{name}", step
     if flash:
         yield "attention, flash: lists", functools.partial(_lists, target, model)
+    if model.hidden:
+        yield "layers", functools.partial(_layers, model)
     yield "decode attention", functools.partial(_decode, model)
     for names in filters:
         yield f"sampling{''.join(f', {name}' for name in names)}", functools.partial(_sample, model, names)
@@ -219,6 +222,22 @@ def _apply_entropy(model: Model, tile: int) -> None:
 
     of_tile = torch.empty(2, model.vocab // tile)
     apply_entropy(torch.empty(2, model.vocab, dtype=torch.bfloat16), of_tile, of_tile, tile)
+
+
+def _layers(model: Model, rows: int = ROWS) -> None:
+    """Norms of layers and of heads, whose weights are trained or frozen; rotary embedding; the gated unit."""
+    from .layer_ops import rms_norm, rotate, silu_mul
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=model.dtype, requires_grad=True)
+
+    for width in (model.hidden, model.head_dim):
+        for weight in (empty(width), empty(width).detach()):
+            rms_norm(empty(rows, width), weight, 1e-6).sum().backward()
+    q, k = (empty(1, rows, heads, model.head_dim).transpose(1, 2) for heads in (model.heads, model.kv_heads))
+    angles = torch.empty(1, rows, model.head_dim, dtype=model.dtype)
+    torch.autograd.backward(rotate(q, k, angles, angles), (q.detach(), k.detach()))
+    silu_mul(empty(rows, 16), empty(rows, 16)).sum().backward()
 
 
 def _decode(model: Model) -> None:

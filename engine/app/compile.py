@@ -159,4 +159,5 @@ def kernels_model(path: Path, dtype: str) -> ahead.Model:
         window=sliding,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         page=EngineConfig.page_size,
+        hidden=config.hidden_size,
     )

@@ -21,6 +21,7 @@ from rolltree.kernels import (
 )
 from rolltree.kernels.tree_decode import DecodePlan
 
+from ..kernels.test_layer_ops import OPS, both, inputs
 from ..kernels.trees import ancestors_mask, random_trees
 
 pytestmark = pytest.mark.gpu
@@ -99,6 +100,25 @@ def test_policy_loss(backend: str) -> None:
     exact_loss, exact_slope = gradient("reference", torch.float64)
     torch.testing.assert_close(loss.double(), exact_loss.double(), rtol=1e-5, atol=1e-7)
     assert relative(slope, exact_slope) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("rms_norm", (2051, 4096)),
+        ("rms_norm", (40001, 128)),
+        ("rotate", (1, 32, 8, 2049, 128)),
+        ("silu_mul", (1027, 14336)),
+    ],
+)
+def test_layer_ops(name: str, shape: tuple[int, ...]) -> None:
+    """Errors of values and gradients at most twice those of plain bf16 PyTorch."""
+    op = OPS[name]
+    given, upstream = ([t.to(CUDA) for t in some] for some in inputs(op, shape, torch.bfloat16))
+    exact = both(op.plain, op, [t.double() for t in given], [t.double() for t in upstream])
+    found = both(op.run, op, given, upstream)
+    for ours, theirs, known in zip(found, both(op.plain, op, given, upstream), exact, strict=True):
+        assert relative(ours, known) <= 2 * relative(theirs, known)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "dim"), [(3001, (16, 8), 128), (1500, (8, 2), 64), (777, (4, 4), 256)])

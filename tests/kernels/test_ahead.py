@@ -55,7 +55,11 @@ def sample(rows, filtered):
     sample_tokens(torch.empty(rows, 5003), temperature=some, seed=ids, step=ids, **filters)
 
 knobs.runtime.jit_cache_hook = note
-target, model = ahead.TARGETS["90a"], ahead.Model(heads=4, kv_heads=2, head_dim=64, vocab=5003, window=True)
+def train(rows, _):
+    ahead._layers(model, rows)
+
+target = ahead.TARGETS["90a"]
+model = ahead.Model(heads=4, kv_heads=2, head_dim=64, vocab=5003, window=True, hidden=576)
 with ahead.launching_nothing(target):
     for objective in sys.argv[1:]:
         job = command.Job(model, [TokenTerm(Objective.preset(objective))], frozenset(), ("top_k", "top_p"))
@@ -66,7 +70,8 @@ with ahead.launching_nothing(target):
         for number in [(length, *flags) for length in (2, 5, 130) for flags in ((0, 0), (0, 1), (1, 0), (1, 1))]:
             length, forked, on_policy = number
             print("again", *asks(lambda: command.update(job, command.tree(forked, length), on_policy)))
-    for step, sizes in ((sample, (1, 3, 4, 6)), (decode, (1, 3, 4, 6)), (attend, (257, 640, 1000, 2048, 9000))):
+    few, many = (1, 3, 4, 6), (257, 640, 1000, 2048, 9000)
+    for step, sizes in ((train, (1, 37, 256)), (sample, few), (decode, few), (attend, many)):
         for size in sizes:
             for option in (None, 100):
                 print("again", *asks(lambda: step(size, option)))
@@ -100,11 +105,12 @@ def test_no_batch_asks_for_another_kernel() -> None:
     lines = [line.split() for line in run(ASKED, "grpo", "gspo", "cispo")]
     assert {name for line in lines for name in line if name.endswith("_kernel")} == {
         "list_blocks_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel", "add_kernel", "partial_kernel",
+        "norm_kernel", "norm_gradient_kernel", "rotate_kernel", "silu_mul_kernel", "silu_mul_gradient_kernel",
         "merge_kernel", "scan_kernel", "select_kernel", "narrow_kernel", "race_kernel", "finish_kernel",
     }  # fmt: skip
     assert sum("_terms" in line for line in lines) >= 3
     again = [line[1:] for line in lines if line[0] == "again"]
-    assert len(again) == 3 * 12 + 2 * (4 + 4 + 5)
+    assert len(again) == 3 * 12 + 2 * (3 + 4 + 4 + 5)
     assert not any(again), again
 
 

@@ -20,17 +20,17 @@ from rolltree.kernels import ahead
 def test_what_kernels_depend_on(tmp_path: Path) -> None:
     Gemma2Config(num_attention_heads=4, num_key_value_heads=2, head_dim=96, vocab_size=77).save_pretrained(tmp_path)
     assert command.kernels_model(tmp_path, "float16") == ahead.Model(
-        4, 2, 96, 77, torch.float16, softcap=50.0, window=True, logit_softcap=30.0
+        4, 2, 96, 77, torch.float16, softcap=50.0, window=True, logit_softcap=30.0, hidden=2304
     )
     Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
-    assert command.kernels_model(tmp_path, "bfloat16") == ahead.Model(8, 4, 128, 99)
+    assert command.kernels_model(tmp_path, "bfloat16") == ahead.Model(8, 4, 128, 99, hidden=4096)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
 
     def build(target: ahead.Target, model: ahead.Model, *, flash: bool, **rest: Any) -> Iterator[ahead.Built]:
-        assert (target, model, flash) == (ahead.TARGETS["90a"], ahead.Model(8, 4, 128, 99), False)
+        assert (target, model, flash) == (ahead.TARGETS["90a"], ahead.Model(8, 4, 128, 99, hidden=4096), False)
         assert rest["filters"] == ((),)
         assert len(list(rest["losses"])) == 4
         yield ahead.Built("head", 2.0, 3)
@@ -69,7 +69,7 @@ def test_what_a_run_needs(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     given = ["--model.path", str(tmp_path), "--algorithm.objective", "gspo", "--rollout.top_p", "0.9"]
     job = command.job_of(tmp_path / "run.toml", given, None)
-    assert job.model == ahead.Model(8, 4, 128, 99, torch.float32)
+    assert job.model == ahead.Model(8, 4, 128, 99, torch.float32, hidden=4096)
     (term,) = job.terms
     assert isinstance(term, TokenTerm)
     assert term.objective.ratio_level == "sequence"
