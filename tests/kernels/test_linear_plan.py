@@ -76,11 +76,14 @@ def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton", h
     launched: list[str] = []
     products = SimpleNamespace(
         scale_operands=lambda device: hopper,
-        **{name: lambda *_, name=name: launched.append(name) for name in ("exponentials", "to_hidden", "to_weight")},
+        **{
+            name: lambda *_, name=name: launched.append(name)
+            for name in ("exponentials", "apply_entropy", "to_hidden", "to_weight")
+        },
     )
     patch.setattr(cute, "kernels", lambda: products)
     patch.setattr(cute, "portable", lambda: no_kernel)
-    patch.setattr(cute, "refusal", lambda *_: None)
+    patch.setattr(cute, "refusal", lambda *_, **__: None)
     patch.setattr(torch, "is_autocast_enabled", lambda device: False)  # neither knows the meta device
     patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     ran: list[str] = []
@@ -141,7 +144,8 @@ def test_the_host_never_waits(names: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("names", "hopper"), [("policy", True), ("policy", False), ("sequence+kl", True), ("cov", True)]
+    ("names", "hopper"),
+    [("policy", True), ("policy", False), ("sequence+kl", True), ("cov", True), ("policy+nll+kl+entropy", True)],
 )
 def test_the_host_never_waits_with_epilogues(names: str, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_waits(names, monkeypatch, "cute", hopper) == []
