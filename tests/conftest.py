@@ -27,8 +27,8 @@ hypothesis.settings.load_profile("rolltree")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if "OMP_NUM_THREADS" not in os.environ:
+    workers = getattr(config.option, "numprocesses", None) or 1
+    if "OMP_NUM_THREADS" not in os.environ:  # workers inherit what is set here
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start, too
