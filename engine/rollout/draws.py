@@ -60,7 +60,7 @@ class Drawn(NamedTuple):
     def fetch(self, samples: int) -> tuple[Array, Array, Array, Array]:
         """Token int64, logprob, raw_logprob, entropy [samples] of the first rows; waits for them."""
         if self.numbers is None:
-            token, logprob, raw_logprob, entropy = (column.numpy() for column in self.out[:4])
+            token, logprob, raw_logprob, entropy = (column.numpy()[:samples] for column in self.out[:4])
         else:
             token, logprob, raw_logprob, entropy = self.numbers[:, :samples].cpu().numpy()
             token = token.view(np.int32).astype(np.int64)
