@@ -68,7 +68,7 @@ def search(x, w, low, high, limit, enough, DTYPE: tl.constexpr):
     over = 0.0
     while (high - low > 1) & (over < enough):
         middle = low + (high - low) // 2
-        found = tl.sum(tl.where(x > value_of(middle, DTYPE), w, 0.0), 0)
+        found = tl.sum(tl.where(x > value_of(middle, DTYPE), w, 0.0))
         holds = found < limit
         low, high = tl.where(holds, low, middle), tl.where(holds, middle, high)
         over = tl.where(holds, found, over)
@@ -120,16 +120,19 @@ def select_kernel(
         low = tl.maximum(key_of(top - 104.0 * t, DTYPE), key_of(top - INFINITY, DTYPE) + 1) - 2
         high = key_of(top, DTYPE)
 
-        strip = tl.arange(0, BLOCKS * STRIPS)
-        peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=strip < blocks * STRIPS, other=-INFINITY)
+        # By blocks, so that a place is counted within a warp.
+        block, strip = tl.arange(0, BLOCKS)[:, None], tl.arange(0, STRIPS)[None, :]
+        strip += block * STRIPS
+        peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=block < blocks, other=-INFINITY)
         edge, _ = search(peak, 1.0, low, high, CHOSEN + 0.5, CHOSEN * 0.875, DTYPE)
         bottom = value_of(edge, DTYPE)
-        above = peak > bottom
-        place = tl.cumsum(above.to(tl.int32), 0)
-        tl.store(chosen + n * CHOSEN + place - 1, strip, mask=above)
+        above = (peak > bottom).to(tl.int32)
+        counts = tl.sum(above, 1)
+        place = tl.cumsum(above, 1) + (tl.cumsum(counts, 0) - counts)[:, None]
+        tl.store(chosen + n * CHOSEN + place - 1, strip, mask=above == 1)
         tl.debug_barrier()
         slot = tl.arange(0, CHOSEN)
-        there = slot < tl.max(place, 0)
+        there = slot < tl.sum(counts, 0)
         begin = tl.load(chosen + n * CHOSEN + slot, mask=there, other=0) * STRIP
         x, index = load_strips(logits + n * row_stride, begin, there, vocab, STRIP)
         x = tl.where(x > bottom, x, -INFINITY)

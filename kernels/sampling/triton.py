@@ -68,11 +68,19 @@ def scan_kernel(
     n, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     at = n * tl.num_programs(1) + tl.program_id(1)
     greedy, scale = scale_of(tl.load(temperature + n))
-    filtered = False
-    if peaks is not None:
+    if peaks is None:
+        filtered: tl.constexpr = False
+    else:
         filtered = is_filtered(n, top_k, top_p, min_p, vocab)
     x = load_block(logits + n * row_stride, begin, vocab, BLOCK)
-    top, low = tl.max(x, 0), tl.min(x, 0)
+    if filtered:
+        STRIPS: tl.constexpr = BLOCK // STRIP
+        strips = tl.max(tl.reshape(x, (STRIPS, STRIP)), 1)
+        tl.store(peaks + at * STRIPS + tl.arange(0, STRIPS), strips)
+        top = tl.max(strips, 0)
+        low = top
+    else:
+        top, low = tl.max(x, 0), tl.min(x, 0)
     base = tl.where(top == -INFINITY, 0.0, top)
     z = (x - base) * scale
     if (low - base) * scale < -125.0:  # only then is there a token without a weight
@@ -80,18 +88,17 @@ def scan_kernel(
         if not filtered:
             low = tl.min(tl.where(tl.exp2(z) >= TINY, x, INFINITY), 0)
     w = tl.exp2(z)
-    total = tl.sum(w, 0)  # NaN where a logit is NaN or +inf
+    total, sum_wz = tl.sum(w, 0), tl.sum(w * z, 0)  # NaN where a logit is NaN or +inf
+    if filtered:  # noqa: SIM102 (it may be decided when compiling)
+        if sum_wz != sum_wz:  # or where w is 0 and z is -inf
+            sum_wz = tl.sum(w * tl.maximum(z, NOTHING), 0)
     tl.store(best + at, tl.where(total == total, top, INFINITY))
     tl.store(mass + at, total)
-    tl.store(moment + at, tl.sum(w * z, 0))
+    tl.store(moment + at, sum_wz)
     if scale != LOG2E:
         tl.store(raw + at, tl.sum(tl.exp2((x - base) * LOG2E), 0))
     else:
         tl.store(raw + at, total)
-    if peaks is not None:  # noqa: SIM102 (the first is decided when compiling)
-        if filtered:
-            STRIPS: tl.constexpr = BLOCK // STRIP
-            tl.store(peaks + at * STRIPS + tl.arange(0, STRIPS), tl.max(tl.reshape(x, (STRIPS, STRIP)), 1))
     if not filtered:
         tl.store(least + at, low)
         if not greedy:

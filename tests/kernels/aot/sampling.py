@@ -1,7 +1,7 @@
 """The sampling kernels: what every row runs, and what filters add; as a module, their instructions a token as JSON."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from rolltree.kernels.sampling.triton import (
 from . import machine_code
 from .harness import AotCase, AotResult, compile_case
 
+Way = tuple[machine_code.Instruction, ...]
 VOCAB = 151936
 BLOCKS = 64  # of a row of it, a power of two
 GIVEN = {
@@ -89,22 +90,23 @@ def read(case: AotCase) -> tuple[machine_code.Kernel, AotResult]:
     return kernel, result
 
 
-def _count(way: tuple[machine_code.Instruction, ...], name: str, modifier: str = "") -> int:
-    return sum(i.name == name and modifier in i.opcode for i in way)
+def _most(ways: list[Way], counts: Callable[[machine_code.Instruction], int]) -> list[Way]:
+    """Those that have most of what ``counts``."""
+    found = [sum(map(counts, way)) for way in ways]
+    return [way for way, many in zip(ways, found, strict=True) if many == max(found)]
 
 
 def scan_figures(case: AotCase) -> dict[str, object]:
     """Instructions a token of the shortest and of the longest way through a whole block that the case is named for:
     temperature 1 and all tokens with a weight; another temperature and some without."""
     kernel, result = read(case)
-    products, peaks = (lambda way: _count(way, "IMAD", ".WIDE")), (lambda way: _count(way, "FMNMX"))
     wide = sum(i.name == "LDG" and i.bytes == 16 for i in kernel.instructions)
     ways = [way for way in kernel.ways() if sum(i.name == "LDG" and i.bytes == 16 for i in way) == wide]
     if case.name.endswith("race"):  # Philox's products
-        ways = [way for way in ways if products(way) == max(map(products, ways))]
-    else:  # the largest of each strip
-        ways = [way for way in ways if products(way) == min(map(products, ways))]
-        ways = [way for way in ways if peaks(way) >= min(map(peaks, ways)) + STRIP - 1]
+        ways = _most(ways, lambda i: i.opcode.startswith("IMAD.WIDE"))
+    else:  # neither these, nor the least logit
+        ways = _most(ways, lambda i: -(i.name == "FMNMX" and not i.operands.endswith("!PT")))
+        ways = _most(ways, lambda i: -i.opcode.startswith("IMAD.WIDE"))
     tokens = BLOCK // (32 * case.num_warps)  # of a thread
     shortest, longest = (choice(map(len, ways)) / tokens for choice in (min, max))
     return {"a_token": [shortest, longest], "wide_loads": wide, "ctas": result.ctas}
