@@ -97,8 +97,8 @@ def train(args: argparse.Namespace, accelerated: bool) -> tuple[float, float]:
         args=GRPOConfig(
             output_dir=args.output,
             num_generations=8,
-            per_device_train_batch_size=16,
-            max_completion_length=64,
+            per_device_train_batch_size=8,
+            max_completion_length=48,
             max_steps=args.steps,
             learning_rate=1e-3,
             logging_steps=1,
