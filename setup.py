@@ -87,6 +87,10 @@ def gpus_here() -> list[str]:
 class NativeParts(build_ext):
     """Builds what this machine can build and says what it cannot."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = True  # the host's part has one long file, beside which the kernels compile
+
     def build_extension(self, ext: Extension) -> None:
         part = {"_host": self.build_host, "_cpu": self.build_cpu, "_cuda": self.build_cuda}[ext.name.rpartition(".")[2]]
         target = Path(self.get_ext_fullpath(ext.name))
