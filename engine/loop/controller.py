@@ -39,7 +39,7 @@ from .cores import Cores
 from .judging import Judging, no_trace
 from .metrics import Stopwatch
 from .progress import Progress
-from .sources import PromptSource, make_prompt
+from .sources import PromptSource, make_prompts
 
 WORK = ("steps", "row_steps", "call_wait_us")
 """What of the engine's counts is added up over a run."""
@@ -182,7 +182,7 @@ class Controller:
                 self._begin(group, self._taken_up(group, request))
             elif state is State.JUDGING:
                 group.state = state
-                self.judging.ask(group)
+                self.judging.ask([group])
             elif state is State.READY:
                 group.state = state
         self._dropped_before = self.buffer.dropped.total()
@@ -326,6 +326,7 @@ class Controller:
 
     def _collect(self) -> None:
         """Finished groups go to the judges."""
+        finished = []
         for group in [group for group, request in self._sampling.items() if request.done]:
             request = self._sampling.pop(group)
             if request.error is not None:
@@ -333,8 +334,10 @@ class Controller:
                     raise request.error
             assert request.tree is not None
             self.buffer.to(group, State.JUDGING)
+            finished.append((group, request.tree))
+        if finished:
             with self._timed(None, "reward"):
-                self.judging.add(group, request.tree)
+                self.judging.add(finished)
 
     def _find_lost(self) -> None:
         """Where the engine has nothing to do, whatever is waited for is lost, and begun anew."""
@@ -379,7 +382,7 @@ class Controller:
             case Retry(text, entry):
                 prompt = group.prompt
                 problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))
-                group.prompt = make_prompt(problem, self.config.data, self.tokenizer)
+                (group.prompt,) = make_prompts([problem], self.config.data, self.tokenizer)
                 group.attempt += 1
                 group.parts.clear()
                 self.buffer.to(group, State.QUEUED)

@@ -416,15 +416,16 @@ def _check_old_logprobs(config: TrainConfig) -> None:
 
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
     """Lengths, reward spread and what the tree saved."""
+    length = np.concatenate([tree.response_length for tree in trees])
+    sums.add_values("response_length/mean", length)
+    sums.maximum("response_length/max", float(length.max()))
+    sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
+    sums.add_values("prompt_length/mean", np.array([tree.prompt_length for tree in trees]))
     for tree in trees:
-        length = tree.response_length
-        sums.add_values("response_length/mean", length)
-        sums.maximum("response_length/max", float(length.max()))
-        sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
-        sums.add("prompt_length/mean", float(tree.prompt_length))
         rewards = tree.rewards["reward"]
         if not np.isnan(rewards).any():
             sums.add("reward/group_std", float(rewards.std()))
-    sums.count("rollout/sampled_tokens", sum(int((tree.origin == Origin.SAMPLED).sum()) for tree in trees))
+    origin = np.concatenate([tree.origin for tree in trees])
+    sums.count("rollout/sampled_tokens", int(np.count_nonzero(origin == Origin.SAMPLED)))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))
