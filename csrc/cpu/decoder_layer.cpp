@@ -70,7 +70,7 @@ void rotate_and_store(float* q, const float* k, const float* v, const float* q_w
                       int64_t kv_heads, int64_t dim) {
   STD_TORCH_CHECK(dim <= kLongestHead, "rotate_and_store: heads of more than 1024 numbers");
   const int64_t width = kv_heads * dim;
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / (heads * dim), 1), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / (8 * heads * dim), 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float *c = turns.cos + turns.of(row) * dim, *s = turns.sin + turns.of(row) * dim;
       const int64_t slot = slots[row];

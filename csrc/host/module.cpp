@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -58,6 +60,40 @@ py::tuple arrange(KvTree& tree, const Ids& nodes, const Ids& counts, const Ids& 
   return py::make_tuple(to_numpy(std::move(a.order)), to_numpy(std::move(a.slots)), to_tuple(std::move(a.plan)));
 }
 
+// What `sample_dtype` begins with.
+struct Record {
+  int32_t token;
+  float logprob, raw_logprob, entropy;
+  int32_t version, kept;
+};
+
+// Writes one more record to each slot, offset[i] behind those there are, and counts it in the table's row; `columns` are the
+// places of fill, position, length, segment_tokens and last_token in a row, all int64. A slot's samples come in order. False,
+// and nothing is done, where the records have no room.
+bool push_tokens(py::array table, const std::array<int64_t, 5>& columns, py::array records, const Ids& slots, const Ids& offset,
+                 const Ids& token, const Floats& logprob, const Floats& raw_logprob, const Floats& entropy, int32_t version) {
+  const int64_t n = same_length(slots, offset), row = table.itemsize(), record = records.itemsize();
+  if (token.size() != n || logprob.size() != n || raw_logprob.size() != n || entropy.size() != n)
+    throw std::invalid_argument("Every sample needs its token and its numbers.");
+  if (table.ndim() != 1 || records.ndim() != 2 || table.shape(0) != records.shape(0) || !(table.flags() & py::array::c_style) ||
+      !(records.flags() & py::array::c_style) || record < static_cast<int64_t>(sizeof(Record)))
+    throw std::invalid_argument("The table and its records must be contiguous, with a row of records for each row.");
+  char *rows = static_cast<char*>(table.mutable_data()), *first = static_cast<char*>(records.mutable_data());
+  const int64_t width = records.shape(1), *slot = slots.data(), *behind = offset.data();
+  const auto at = [&](int64_t i, int column) -> int64_t& { return *reinterpret_cast<int64_t*>(rows + slot[i] * row + columns[column]); };
+  for (int64_t i = 0; i < n; ++i) {
+    if (slot[i] < 0 || slot[i] >= table.shape(0)) throw std::invalid_argument("The table has no slot " + std::to_string(slot[i]) + ".");
+    if (at(i, 0) + behind[i] >= width) return false;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const Record written{static_cast<int32_t>(token.data()[i]), logprob.data()[i], raw_logprob.data()[i], entropy.data()[i], version, 0};
+    std::memcpy(first + (slot[i] * width + at(i, 0)) * record, &written, sizeof written);
+    for (int column = 0; column < 4; ++column) ++at(i, column);
+    at(i, 4) = token.data()[i];
+  }
+  return true;
+}
+
 py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& segment_end, const Ids& length, const Ids& forks,
                   const Ids& seed, const Floats& temperature, int64_t most, const Floats& rates, const Ids& limits,
                   float least) {
@@ -77,6 +113,8 @@ py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& segment_
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Node table and page allocator of the KV tree; index of texts for drafts.";
   py::register_exception<rolltree::KvExhausted>(m, "KvExhaustedError", PyExc_RuntimeError);
+  m.def("push_tokens", &push_tokens, py::arg("table"), py::arg("columns"), py::arg("records"), py::arg("slots"), py::arg("offset"),
+        py::arg("token"), py::arg("logprob"), py::arg("raw_logprob"), py::arg("entropy"), py::arg("version"));
   py::class_<KvTree>(m, "KvTree")
       .def(py::init<int, int>(), py::arg("num_pages"), py::arg("page_size"))
       .def("insert", [](KvTree& tree, int64_t key, const Tokens& tokens) { return tree.insert(key, tokens.data(), tokens.size()); },

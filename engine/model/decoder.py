@@ -72,7 +72,7 @@ def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
 
 def _head_lora(layer: Any) -> HeadLora | None:
     """What peft has put on the head: its layers answer for ``weight`` with the one below the adapter."""
-    if not hasattr(layer, "base_layer") or layer.disable_adapters or layer.merged:
+    if type(layer) is nn.Linear or not hasattr(layer, "base_layer") or layer.disable_adapters or layer.merged:
         return None
     remedy = "leave lm_head out of the adapter's target_modules"
     if not hasattr(layer, "lora_A"):

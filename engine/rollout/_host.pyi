@@ -8,6 +8,19 @@ Array = npt.NDArray[Any]
 
 class KvExhaustedError(RuntimeError): ...
 
+def push_tokens(
+    table: Array,
+    columns: list[int],
+    records: Array,
+    slots: Array,
+    offset: Array,
+    token: Array,
+    logprob: Array,
+    raw_logprob: Array,
+    entropy: Array,
+    version: int,
+) -> bool: ...
+
 class KvTree:
     def __init__(self, num_pages: int, page_size: int) -> None: ...
     def insert(self, key: int, tokens: npt.ArrayLike) -> int: ...

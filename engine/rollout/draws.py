@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,17 +38,40 @@ class Draws:
     columns: Mapping[str, Array]  # [E] each, of `DTYPES`
     filters: tuple[str, ...]
     """Those of `FILTERS` that some row has."""
+    constrained: Array  # of E, those with biased or forbidden tokens
+    keeping: Array  # of E, those that keep the ids they are drawn from
+    most_top: int
+    """Likely tokens that some row keeps."""
+    changes: int
+    """As of the row table when they were made."""
 
     @staticmethod
-    def of(step: Step, rows: RowTable, samples: Array, seeds: Array) -> Draws:
-        """``samples`` [S] int64 from each of the step's sample_rows, with a seed [E] int64 each."""
-        head_row, slots, offset = np.arange(len(samples)), step.sample_slots, step.sample_offset
+    def of(step: Step, rows: RowTable, samples: Array, seeds: Array, before: Draws | None = None) -> Draws:
+        """``samples`` [S] int64 from each of the step's sample_rows, with a seed [E] int64 each.
+
+        Of the same branches as ``before``, all but the step of each stays.
+        """
+        slots, offset = step.sample_slots, step.sample_offset
+        if before is not None and before.changes == rows.changes and np.array_equal(before.slots, slots):
+            columns = {**before.columns, "step": rows.length[before.slots] + offset}
+            return replace(before, offset=offset, columns=columns)
+        head_row = np.arange(len(samples))
         if len(seeds) > len(samples):
             head_row = np.repeat(head_row, samples)
             slots, offset = slots[head_row], offset[head_row]
         columns = {name: getattr(rows, name)[slots] for name in ("temperature", *FILTERS)}
         filters = tuple(name for name, off in FILTERS.items() if (columns[name] != off).any())
-        return Draws(slots, offset, head_row, {**columns, "seed": seeds, "step": rows.length[slots] + offset}, filters)
+        return Draws(
+            slots,
+            offset,
+            head_row,
+            {**columns, "seed": seeds, "step": rows.length[slots] + offset},
+            filters,
+            constrained=np.flatnonzero(rows.constrained[slots]),
+            keeping=np.flatnonzero(rows.keeps[slots]),
+            most_top=int(rows.top[slots].max(initial=0)),
+            changes=rows.changes,
+        )
 
 
 class Drawn(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+from ._host import push_tokens
 from .branch import Branch, sample_dtype
 
 Array = npt.NDArray[Any]
@@ -67,14 +68,14 @@ class RowTable:
         self.records = np.zeros((capacity, width), sample_dtype(0))
         self.branch: list[Branch | None] = [None] * capacity
         self._free = list(range(capacity))[::-1]
+        self.changes = 0
+        """Of what `push` leaves as it is; counted up."""
 
     def _hold(self, table: Array) -> None:
         self._table = table
         self._whole = table.view(np.dtype((np.void, _ROW.itemsize)))  # to copy rows as bytes, not by field
         for name in _FIELDS:
             setattr(self, name, table[name])
-        # position, length, segment_tokens and fill, which lie together and grow with every token
-        self._lengths = np.ndarray((len(table), 4), np.int64, table, _FIRST_LENGTH, (_ROW.itemsize, 8))
 
     def add(self, branch: Branch, **columns: Any) -> int:
         """A slot for a branch; columns not given are 0."""
@@ -124,10 +125,12 @@ class RowTable:
         self.branch[slot] = None
         self.running[slot] = False
         self._free.append(slot)
+        self.changes += 1
 
     def start_segment(self, slot: int, segment_end: int) -> None:
         self.segment_end[slot] = segment_end
         self.segment_tokens[slot] = 0
+        self.changes += 1
 
     def push(self, slots: Array, offset: Array, sampled: Sampled, version: int) -> None:
         """More sampled tokens of each slot: ``slots`` [E] int64, and which of its slot's tokens each one is, in order.
@@ -135,28 +138,26 @@ class RowTable:
         if (sampled.token < 0).any():
             whole = sampled.token >= 0
             slots, offset, sampled = slots[whole], offset[whole], sampled.only(whole)
-        lengths = self._lengths[slots]
-        fill = lengths[:, 3] + offset
-        while fill.max(initial=0) >= self.records.shape[1]:
+        numbers = sampled.logprob, sampled.raw_logprob, sampled.entropy
+        while not push_tokens(self._table, _GROWING, self.records, slots, offset, sampled.token, *numbers, version):
             self._grow_width()
-        new: Array = np.zeros(len(slots), self.records.dtype)
-        new["token"], new["version"] = sampled.token, version
-        new["logprob"], new["raw_logprob"], new["entropy"] = sampled.logprob, sampled.raw_logprob, sampled.entropy
+        if sampled.top_id is None and sampled.kept is None:
+            return
+        fill, records = self.fill[slots] - 1, self.records
+        last = np.zeros(len(self.branch), np.int64)
+        np.maximum.at(last, slots, offset)
+        fill -= last[slots] - offset
         if sampled.top_id is not None and sampled.top_logprob is not None:
             top = sampled.top_id.shape[1]
-            new["top_id"][:, :top] = sampled.top_id
-            new["top_logprob"][:, :top] = sampled.top_logprob
-            new["top_raw"][:, :top] = sampled.top_raw
+            records["top_id"][slots, fill, :top] = sampled.top_id
+            records["top_logprob"][slots, fill, :top] = sampled.top_logprob
+            records["top_raw"][slots, fill, :top] = sampled.top_raw
         if sampled.kept is not None:
             for i in np.flatnonzero(self.keeps[slots]).tolist():
                 branch = self.branch[slots[i]]
                 assert branch is not None
                 branch.request.kept.append(sampled.kept[i])
-                new["kept"][i] = len(branch.request.kept)
-        as_bytes = np.dtype((np.void, new.itemsize))  # not field by field
-        self.records.view(as_bytes)[slots, fill] = new.view(as_bytes)
-        self._lengths[slots] = lengths + (offset + 1)[:, None]  # of a slot's tokens the last one is written
-        self.last_token[slots] = sampled.token
+                records["kept"][slots[i], fill[i]] = len(branch.request.kept)
 
     def sampled(self, slot: int) -> Array:  # [fill] records
         """A copy of what was sampled since the node began, with as many likely tokens as were asked for."""
@@ -170,6 +171,7 @@ class RowTable:
 
     def _take_slots(self, branches: Sequence[Branch]) -> list[int]:
         slots = []
+        self.changes += 1
         for branch in branches:
             if not self._free:
                 self._grow_capacity()
@@ -204,4 +206,4 @@ def element_type(array: Any) -> Any:
 
 _ROW = np.dtype([(name, element_type(of)) for name, of in get_type_hints(RowTable).items()], align=True)
 _FIELDS = tuple(_ROW.names or ())
-_FIRST_LENGTH = _ROW.fields["position"][1] if _ROW.fields else 0
+_GROWING = [_ROW.fields[name][1] for name in ("fill", "position", "length", "segment_tokens", "last_token")]  # type: ignore[index]

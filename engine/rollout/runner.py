@@ -68,6 +68,7 @@ class Runner:
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
         self._vector: StepVector | None = None  # of the step before
+        self._draws: Draws | None = None
         self._product: Head | None = None
         self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}
 
@@ -80,7 +81,7 @@ class Runner:
             seeds: [E] int64, one a sample.
         """
         self._use_adapter(step.adapter)
-        draws = Draws.of(step, rows, samples, seeds)
+        self._draws = draws = Draws.of(step, rows, samples, seeds, self._draws)
         taken = len(draws.slots)
         every_row = len(step.sample_rows) == len(step.input_ids)
         if self.graphs is not None and self._cache.ready and every_row and taken == len(samples):
@@ -133,10 +134,10 @@ class Runner:
     ) -> Sampled:
         slots, why = draws.slots, None
         free, columns = logits, vector.draws
-        if rows.constrained.any() and len(constrained := np.flatnonzero(rows.constrained[slots])):
+        if len(draws.constrained):
             logits, why = logits.clone(), np.full(len(slots), None)
             behind = step.input_ids[step.sample_rows[draws.head_row]]
-            self._constrain(logits, rows, slots, draws.offset, behind, constrained, why)
+            self._constrain(logits, rows, slots, draws.offset, behind, draws.constrained, why)
             own = {name: column[: len(slots)] for name, column in columns.items()}
             drawn = draw(logits, own, draws.filters)
             raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
@@ -144,20 +145,20 @@ class Runner:
         if drawn is None:
             drawn = draw(logits, columns, draws.filters)
         top_id = top_logprob = top_raw = None
-        if rows.top.any() and (most := int(rows.top[slots].max(initial=0))):
+        if draws.most_top:
             temperature = columns["temperature"][: len(slots)]
             scaled = free / torch.where(temperature == 0, 1.0, temperature)[:, None]
-            top = scaled.topk(min(most, self.vocabulary), dim=-1)
+            top = scaled.topk(min(draws.most_top, self.vocabulary), dim=-1)
             top_id = top.indices.cpu().numpy()
             top_logprob = (top.values - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()
             top_raw = (free.gather(1, top.indices) - free.logsumexp(-1, keepdim=True)).cpu().numpy()
         kept = None
-        if rows.keeps.any() and len(keeping := np.flatnonzero(rows.keeps[slots])):
-            some = self._to_device(keeping)
+        if len(draws.keeping):
+            some = self._to_device(draws.keeping)
             indptr, ids = kept_tokens(logits.index_select(0, some), drawn.out.last_kept.index_select(0, some))
             kept = np.empty(len(slots), object)
             for i, of_row in zip(
-                keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
+                draws.keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
             ):
                 kept[i] = of_row
         return Sampled(*drawn.fetch(len(slots)), top_id, top_logprob, top_raw, kept, why)
@@ -165,15 +166,13 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
         weight, bias, softcap, lora = self._head()
-        if (
-            self._product is None
-            or self._product.weight is not weight
-            or weight.dtype != torch.float32
-            or lora is not None
-        ):
-            self._product = Head(weight, None, lora, torch.float32)  # may hold a copy in fp32, for this once
+        product = self._product
+        if product is None or product.weight is not weight or lora is not None:
+            product = Head(weight, None, lora, torch.float32)
+            # one that has an adapter, or may hold a copy in fp32, is for this once
+            self._product = product if lora is None and weight.dtype == torch.float32 else None
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
-        self._product.logits(hidden, logits)
+        product.logits(hidden, logits)
         if bias is not None:
             logits = logits + bias.float()
         if softcap is not None:

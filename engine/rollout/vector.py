@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,7 @@ class StepVector:
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         host = self._host.numpy()
         self._columns = {name: host[place] for name, place in places.items()}
+        self._taken: Mapping[str, Array] = {}
         self._page_ids_begin = places["page_ids"].start
         self._views = {name: self._device[place] for name, place in places.items()}
         self.plan = DecodePlan.of_columns(self._views, partials)
@@ -102,17 +103,22 @@ class StepVector:
         values: dict[str, Array] = {
             "input_ids": step.input_ids,
             "slots": step.kv_slots,
-            **{name: np.ascontiguousarray(column).view(np.int32) for name, column in draws.columns.items()},
+            **draws.columns,
             "sample_rows": step.sample_rows,
             "head_row": draws.head_row,
             **columns,
         }
         for name, column in self._columns.items():
             new = values[name]
+            if new is self._taken.get(name):
+                continue  # as in the step before
+            if name in DTYPES:
+                new = np.ascontiguousarray(new).view(np.int32)
             column[: len(new)] = new
             if len(new) < len(column) and name != "page_ids":  # what lies beyond them no node names
                 last = name in ("page_indptr", "partial_begin")
                 column[len(new) :] = new[-1] if last else spare_slot if name == "slots" else 0
+        self._taken = values
         self.positions = int(step.position_ids.max()) + 1
         if self._device is not self._host:
             used = self._page_ids_begin + len(columns["page_ids"])
