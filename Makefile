@@ -6,7 +6,6 @@ CONFIG ?= examples/arithmetic_cpu.toml
 ARGS ?=
 
 BIN := $(VENV)/bin
-export ROLLTREE_CPU_ISA ?= native
 # Most of what is installed is never imported: Python compiles what is, then, and keeps it, as the tests' many processes
 # import the same.
 unexport PYTHONDONTWRITEBYTECODE

@@ -4,16 +4,19 @@ Three parts, each optional: without a compiler (or without nvcc for the last) th
 backends, and `rolltree doctor` says what is missing.
 
 * ``csrc/host``  pybind11 module ``rolltree.engine.rollout._host``: node table and page allocator, no torch in it.
-* ``csrc/cpu``   ``kernels/_cpu_<isa>.so``, once per instruction set; the machine's best one is loaded at run time.
+* ``csrc/cpu``   ``kernels/_cpu_<isa>.so`` for the instruction set of this machine, and on request for all of them; the
+  best that a machine has is loaded at run time.
 * ``csrc/cuda``  ``kernels/_cuda.so``; the CUDA toolkit suffices, torch itself may be a CPU build.
 
 The last two use only libtorch's stable ABI, so one binary serves several torch and Python versions.
-Environment: ``ROLLTREE_CPU_ISA=native`` builds only for this machine; ``ROLLTREE_CUDA_ARCHS=80,90a,100`` builds for
+Environment: ``ROLLTREE_CPU_ISA=all`` builds for every instruction set, for wheels that go to other machines: one that
+does not has this machine's in its name (``rolltree-0.1.0-1avx512-...``); ``ROLLTREE_CUDA_ARCHS=80,90a,100`` builds for
 these GPUs instead of those that the machine has; ``ROLLTREE_CUDA=0`` leaves CUDA out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -23,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -55,11 +59,19 @@ def torch_flags() -> tuple[list[str], list[str]]:
     return includes, [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch"]
 
 
-def this_machine() -> str:
+def cpu_levels() -> list[str]:
+    """The instruction sets to build for; raises ImportError where there is no torch."""
+    asked = os.environ.get("ROLLTREE_CPU_ISA", "native")
+    if asked not in ("native", "all"):
+        sys.exit(f"ROLLTREE_CPU_ISA is '{asked}'; it must be native (this machine's instruction set) or all.")
+    if platform.machine() != "x86_64":
+        return ["default"]
+    if asked == "all":
+        return list(X86_LEVELS)
     import torch
 
     found = torch.backends.cpu.get_cpu_capability().lower()
-    return next((level for level in ("avx512", "avx2") if found.startswith(level)), "default")
+    return [next((level for level in ("avx512", "avx2") if found.startswith(level)), "default")]
 
 
 def gpus_here() -> list[str]:
@@ -74,6 +86,10 @@ def gpus_here() -> list[str]:
 
 class NativeParts(build_ext):
     """Builds what this machine can build and says what it cannot."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = True  # the host's part has one long file, beside which the kernels compile
 
     def build_extension(self, ext: Extension) -> None:
         part = {"_host": self.build_host, "_cpu": self.build_cpu, "_cuda": self.build_cuda}[ext.name.rpartition(".")[2]]
@@ -98,12 +114,9 @@ class NativeParts(build_ext):
 
     def build_cpu(self, target: Path, temp: Path) -> None:
         includes, libs = torch_flags()
-        levels = {"default": ""}
-        if platform.machine() == "x86_64":
-            levels = X86_LEVELS
-            if os.environ.get("ROLLTREE_CPU_ISA") == "native":
-                levels = {this_machine(): X86_LEVELS[this_machine()]}
-        for level, march in levels.items():
+        for other in target.parent.glob("_cpu_*.so"):  # of an earlier build, maybe for other machines
+            other.unlink()
+        for level in cpu_levels():
             flags = [
                 "-O3",
                 "-std=c++20",
@@ -114,13 +127,10 @@ class NativeParts(build_ext):
                 STABLE_ABI,
                 *includes,
             ]
-            flags += (
-                [f"-march={march}", "-mprefer-vector-width=512"]
-                if level == "avx512"
-                else [f"-march={march}"]
-                if march
-                else []
-            )
+            if platform.machine() == "x86_64":
+                flags += [f"-march={X86_LEVELS[level]}"]
+            if level == "avx512":
+                flags += ["-mprefer-vector-width=512"]
             where = temp / level
             where.mkdir(exist_ok=True)
             self.compile_and_link(
@@ -215,11 +225,21 @@ class Package(build_py):
         return super().get_outputs(include_bytecode) + ([] if self.editable_mode else [str(self.marker)])
 
 
+class Wheel(bdist_wheel):
+    """Names the instruction set in the file's name where the wheel is for one alone: it is no wheel to hand on."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.build_number is None and os.environ.get("ROLLTREE_CPU_ISA") != "all":
+            with contextlib.suppress(ImportError):  # without torch there are no CPU kernels in it
+                self.build_number = f"1{cpu_levels()[0]}"
+
+
 setup(
     ext_modules=[
         Extension("rolltree.engine.rollout._host", []),
         Extension("rolltree.kernels._cpu", []),
         Extension("rolltree.kernels._cuda", []),
     ],
-    cmdclass={"build_ext": NativeParts, "build_py": Package},
+    cmdclass={"build_ext": NativeParts, "build_py": Package, "bdist_wheel": Wheel},
 )

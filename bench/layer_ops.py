@@ -52,8 +52,9 @@ def _inputs(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
         return random(1, shape[0], count * shape[3]).view(1, shape[0], count, shape[3]).transpose(1, 2)
 
     if op == "rotate":
-        given: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2]), random(1, shape[0], shape[3])
-        given = *given, given[2]
+        angle = random(1, shape[0], shape[3] // 2).float().repeat(1, 1, 2)
+        turn = angle.cos().to(dtype), angle.sin().to(dtype)  # Liger's turns its inputs: lengths stay
+        given: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2]), *turn
         upstream: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2])
     else:
         given = random(*shape), random(*(shape[1:] if op == "rms_norm" else shape))
@@ -93,16 +94,14 @@ def transformers(x: Inputs) -> Calls:
 
 
 def torch_compile(x: Inputs) -> Calls:
-    if x.given[0].device.type == "cpu":
-        raise UnsupportedError("timed on CUDA only, compiling takes longer than the benchmark")
     return both_directions(x, torch.compile(_modules(x)))
 
 
 def liger(x: Inputs) -> Calls:
+    if x.given[0].device.type == "cpu":
+        raise UnsupportedError("liger-kernel's functions are Triton kernels, which need CUDA")
     from liger_kernel.transformers import functional
 
-    if x.given[0].device.type == "cpu":
-        raise UnsupportedError("it needs CUDA")
     ops: dict[str, Op] = {
         "rms_norm": lambda h, w: functional.liger_rms_norm(h, w, EPS, in_place=False),
         "rotate": functional.liger_rope,

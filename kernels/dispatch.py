@@ -194,13 +194,12 @@ def load_library(name: str) -> bool:
     """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``torch.ops.rolltree_cuda``); False where not built."""
     here = Path(__file__).parent
     if name == "cuda":
-        candidates = [here / "_cuda.so"] if torch.cuda.is_available() else []
+        libraries = [here / "_cuda.so"] if torch.cuda.is_available() and (here / "_cuda.so").exists() else []
     else:
-        isa = torch.backends.cpu.get_cpu_capability().lower()
-        levels = ("avx512", "avx2", "default")
-        best = next((i for i, level in enumerate(levels) if isa.startswith(level)), len(levels) - 1)
-        candidates = [here / f"_cpu_{level}.so" for level in levels[best:]]
-    for library in filter(Path.exists, candidates):
+        libraries = cpu_libraries(here)
+        if not libraries and (others := sorted(path.name for path in here.glob("_cpu_*.so"))):
+            log_once(f"{', '.join(others)} is for another machine; build rolltree here, or with ROLLTREE_CPU_ISA=all.")
+    for library in libraries:
         try:
             torch.ops.load_library(str(library))
         except OSError as error:
@@ -208,6 +207,14 @@ def load_library(name: str) -> bool:
             return False
         return True
     return False
+
+
+def cpu_libraries(folder: Path) -> list[Path]:
+    """Those of ``folder`` whose instruction sets this machine has, the best first."""
+    isa = torch.backends.cpu.get_cpu_capability().lower()
+    levels = ("avx512", "avx2", "default")
+    best = next((i for i, level in enumerate(levels) if isa.startswith(level)), len(levels) - 1)
+    return [path for level in levels[best:] if (path := folder / f"_cpu_{level}.so").exists()]
 
 
 @functools.cache

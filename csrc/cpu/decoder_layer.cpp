@@ -14,6 +14,8 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "few_rows.h"
 #include "layer_rows.h"
@@ -26,23 +28,33 @@ using torch::stable::Tensor;
 
 constexpr int64_t kLongestHead = 1024;
 
-Tensor add_rms_norm(Tensor residual, const std::optional<Tensor>& x, const Tensor& weight, double eps) {
-  const int64_t rows = residual.size(0), width = residual.size(1);
-  Tensor out = torch::stable::empty_like(residual);
-  float* sums = residual.mutable_data_ptr<float>();
-  const float* added = x ? x->const_data_ptr<float>() : nullptr;
-  const float* weights = weight.const_data_ptr<float>();
-  float* normed = out.mutable_data_ptr<float>();
+// residual += x where there is one; out = RMSNorm of the sums.
+void add_rms_norm(float* residual, const float* x, const float* weight, float eps, int64_t rows, int64_t width, float* out) {
   torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / width, 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      float* sum = sums + row * width;
-      if (added)
-        for (int64_t d = 0; d < width; ++d) sum[d] += added[row * width + d];
-      rms_norm(sum, weights, static_cast<float>(eps), width, normed + row * width);
+      float* sum = residual + row * width;
+      if (x)
+        for (int64_t d = 0; d < width; ++d) sum[d] += x[row * width + d];
+      rms_norm(sum, weight, eps, width, out + row * width);
     }
   });
+}
+
+const float* data_of(const std::optional<Tensor>& x) { return x ? x->const_data_ptr<float>() : nullptr; }
+
+Tensor add_rms_norm_op(Tensor residual, const std::optional<Tensor>& x, const Tensor& weight, double eps) {
+  Tensor out = torch::stable::empty_like(residual);
+  add_rms_norm(residual.mutable_data_ptr<float>(), data_of(x), weight.const_data_ptr<float>(), static_cast<float>(eps),
+               residual.size(0), residual.size(1), out.mutable_data_ptr<float>());
   return out;
 }
+
+// Cosines and sines [*, dim], and which of them each row has: the `turns[row]`-th, or the `row`-th where that is null.
+struct Turns {
+  const float *cos, *sin;
+  const int32_t* turns;
+  int64_t of(int64_t row) const { return turns ? turns[row] : row; }
+};
 
 // out = rotary embedding of x, normed if there is a weight; `out` may be x.
 void rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t dim, float* out) {
@@ -52,86 +64,197 @@ void rotate(const float* x, const float* weight, float eps, const float* cos, co
   turn(from, cos, sin, dim, out);
 }
 
-void rotate_and_store(Tensor q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& q_weight,
-                      const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
-                      const Tensor& slots, Tensor k_pages, Tensor v_pages) {
-  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k.size(1), width = kv_heads * dim;
+template <class Slot>
+void rotate_and_store(float* q, const float* k, const float* v, const float* q_weight, const float* k_weight, float eps,
+                      const Turns& turns, const Slot* slots, float* k_pages, float* v_pages, int64_t rows, int64_t heads,
+                      int64_t kv_heads, int64_t dim) {
   STD_TORCH_CHECK(dim <= kLongestHead, "rotate_and_store: heads of more than 1024 numbers");
-  float* query = q.mutable_data_ptr<float>();
-  const float *key = k.const_data_ptr<float>(), *value = v.const_data_ptr<float>();
-  const float* q_weights = q_weight ? q_weight->const_data_ptr<float>() : nullptr;
-  const float* k_weights = k_weight ? k_weight->const_data_ptr<float>() : nullptr;
-  const float *cosines = cos.const_data_ptr<float>(), *sines = sin.const_data_ptr<float>();
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  float *keys = k_pages.mutable_data_ptr<float>(), *values = v_pages.mutable_data_ptr<float>();
-  const float epsilon = static_cast<float>(eps);
+  const int64_t width = kv_heads * dim;
   torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / (heads * dim), 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const float *c = cosines + row * dim, *s = sines + row * dim;
-      for (int64_t at = row * heads * dim; at < (row + 1) * heads * dim; at += dim)
-        rotate(query + at, q_weights, epsilon, c, s, dim, query + at);
-      for (int64_t h = 0; h < width; h += dim)
-        rotate(key + row * width + h, k_weights, epsilon, c, s, dim, keys + slot[row] * width + h);
-      std::copy_n(value + row * width, width, values + slot[row] * width);
+      const float *c = turns.cos + turns.of(row) * dim, *s = turns.sin + turns.of(row) * dim;
+      const int64_t slot = slots[row];
+      for (int64_t at = row * heads * dim; at < (row + 1) * heads * dim; at += dim) rotate(q + at, q_weight, eps, c, s, dim, q + at);
+      for (int64_t h = 0; h < width; h += dim) rotate(k + row * width + h, k_weight, eps, c, s, dim, k_pages + slot * width + h);
+      std::copy_n(v + row * width, width, v_pages + slot * width);
     }
   });
 }
 
-// ---- a whole layer ---------------------------------------------------------------------------------------------------
+void rotate_and_store_op(Tensor q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& q_weight,
+                      const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
+                      const Tensor& slots, Tensor k_pages, Tensor v_pages) {
+  const Turns turns{cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), nullptr};
+  rotate_and_store(q.mutable_data_ptr<float>(), k.const_data_ptr<float>(), v.const_data_ptr<float>(), data_of(q_weight),
+                   data_of(k_weight), static_cast<float>(eps), turns, slots.const_data_ptr<int64_t>(),
+                   k_pages.mutable_data_ptr<float>(), v_pages.mutable_data_ptr<float>(), q.size(0), q.size(1), k.size(1), q.size(2));
+}
+
+// ---- a whole decoder -------------------------------------------------------------------------------------------------
 
 template <size_t kCount>
 Tensor aten(const char* op, const char* overload, std::array<StableIValue, kCount> stack) {
-  STD_TORCH_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION) == 0, "a decoder layer: ", op, " failed");
+  STD_TORCH_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION) == 0, "a decoder: ", op, " failed");
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+using Weight = std::optional<Tensor>;
+enum { kInputNorm, kQ, kQBias, kK, kKBias, kV, kVBias, kQNorm, kKNorm, kO, kOBias, kMlpNorm, kGate, kUp, kDown, kOfLayer };
+
+Tensor linear(const Tensor& x, const Weight& weight, const Weight& bias) {
   using torch::stable::detail::from;
-  const int64_t rows = x.size(0), width = weight.size(0), depth = x.size(1);
-  if (rows > kFewRows) return aten<3>("aten::linear", "", {from(x), from(weight), from(bias)});
-  Tensor out = torch::stable::new_empty(x, {rows, width});
-  few_rows_product(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr, rows,
-                   width, depth, out.mutable_data_ptr<float>(), width);
-  return out;
+  return aten<3>("aten::linear", "", {from(x), from(*weight), from(bias)});
+}
+
+Product product_into(float* out, const Weight& weight, const Weight& bias, bool add = false) {
+  const int64_t width = weight->size(0);
+  return {weight->const_data_ptr<float>(), data_of(bias), width, out, width, add};
 }
 
 // x / (1 + e^-x) * up, in place; every element by the same arithmetic, wherever it lies.
-void silu_and_multiply(const Tensor& gate, const Tensor& up) {
-  float* x = gate.mutable_data_ptr<float>();
-  const float* factor = up.const_data_ptr<float>();
-  torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) store(x + i, silu_mul(load(x + i), load(factor + i)));
-    if (i < end) store_some(x + i, silu_mul(load_some(x + i, end - i), load_some(factor + i, end - i)), end - i);
+void silu_and_multiply(float* x, const float* up, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(x + i, silu_mul(load(x + i), load(up + i)));
+  if (i < count) store_some(x + i, silu_mul(load_some(x + i, count - i), load_some(up + i, count - i)), count - i);
+}
+
+// What all layers share in a step: which rows there are, where their keys go and what they see.
+struct Step {
+  int64_t rows;
+  Turns turns;
+  const int32_t* slots;
+  Plan plan;
+  float eps;
+  double scale;
+};
+
+struct Layer {
+  const Weight* weights;  // kOfLayer
+  float *k_pages, *v_pages;
+  AttentionShape shape;
+  std::optional<int64_t> window;
+
+  const Weight& operator[](int which) const { return weights[which]; }
+};
+
+void norm(float* residual, const Weight& weight, const Step& step, float* out) {
+  add_rms_norm(residual, nullptr, weight->const_data_ptr<float>(), step.eps, step.rows, weight->size(0), out);
+}
+
+void store_and_attend(float* q, const float* k, const float* v, const Layer& layer, const Step& step, float* out) {
+  const auto [heads, kv_heads, dim, page_size] = layer.shape;
+  rotate_and_store(q, k, v, data_of(layer[kQNorm]), data_of(layer[kKNorm]), step.eps, step.turns, step.slots, layer.k_pages,
+                   layer.v_pages, step.rows, heads, kv_heads, dim);
+  const Rows keys = Rows::paged(layer.k_pages, page_size, kv_heads, dim), values = Rows::paged(layer.v_pages, page_size, kv_heads, dim);
+  tree_decode(Rows(q, heads, dim), keys, values, Rows(out, heads, dim), nullptr, layer.shape, step.plan, step.scale, layer.window,
+              std::nullopt);
+}
+
+// The room of up to kFewRows rows that all layers use in turn, so that it stays in the cache.
+struct Room {
+  Room(const Layer& layer, int64_t rows)
+      : wide(std::max(layer.shape.heads * layer.shape.dim, layer[kGate]->size(0))),
+        first(rows * wide),
+        second(rows * wide),
+        keys(rows * layer[kK]->size(0)),
+        values(rows * layer[kV]->size(0)) {}
+  bool fits(const Layer& layer) const { return layer[kGate]->size(0) <= wide; }
+
+  int64_t wide;
+  Buffer first, second, keys, values;
+};
+
+// By our own products, as few passes over the rows and as few meetings of the threads as there can be.
+void few_rows_layer(float* residual, float* x, const Layer& layer, const Step& step, const Room& room) {
+  const int64_t rows = step.rows, width = layer[kInputNorm]->size(0), wide = layer[kGate]->size(0);
+  float *first = room.first.at(0), *second = room.second.at(0), *keys = room.keys.at(0), *values = room.values.at(0);
+  norm(residual, layer[kInputNorm], step, x);
+  few_rows_products(x, rows, width,
+                    std::array{product_into(first, layer[kQ], layer[kQBias]), product_into(keys, layer[kK], layer[kKBias]),
+                               product_into(values, layer[kV], layer[kVBias])});
+  store_and_attend(first, keys, values, layer, step, second);
+  few_rows_products(second, rows, layer[kQ]->size(0), std::array{product_into(residual, layer[kO], layer[kOBias], true)});
+  norm(residual, layer[kMlpNorm], step, x);
+  const Product gate = product_into(first, layer[kGate], {}), up = product_into(second, layer[kUp], {});
+  torch::stable::parallel_for(0, gate.blocks(), worth_a_thread(2 * rows, width), [&](int64_t begin, int64_t end) {
+    few_rows_blocks(x, rows, width, gate, begin, end);
+    few_rows_blocks(x, rows, width, up, begin, end);
+    const int64_t from = begin * kColumns, count = std::min(end * kColumns, wide) - from;
+    for (int64_t at = from; at < rows * wide; at += wide) silu_and_multiply(first + at, second + at, count);
+  });
+  few_rows_products(first, rows, wide, std::array{product_into(residual, layer[kDown], {}, true)});
+}
+
+void add(float* sums, const Tensor& more) {
+  const float* added = more.const_data_ptr<float>();
+  torch::stable::parallel_for(0, more.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sums[i] += added[i];
   });
 }
 
-void decoder_layer(Tensor residual, const Tensor& input_norm, const Tensor& q_weight, const std::optional<Tensor>& q_bias,
-                   const Tensor& k_weight, const std::optional<Tensor>& k_bias, const Tensor& v_weight,
-                   const std::optional<Tensor>& v_bias, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
-                   const Tensor& o_weight, const std::optional<Tensor>& o_bias, const Tensor& mlp_norm, const Tensor& gate_weight,
-                   const Tensor& up_weight, const Tensor& down_weight, double eps, const Tensor& cos, const Tensor& sin,
-                   const Tensor& slots, Tensor k_pages, Tensor v_pages, const Tensor& page_indptr, const Tensor& page_ids,
-                   const Tensor& node_offset, const Tensor& node_length, const Tensor& node_position, const Tensor& row_begin,
-                   const Tensor& row_end, const Tensor& query_position, double scale, std::optional<int64_t> window) {
-  const int64_t rows = residual.size(0), width = residual.size(1), dim = k_pages.size(3);
-  const auto heads = [&](const Tensor& x) { return torch::stable::view(x, {rows, x.size(1) / dim, dim}); };
-  const Tensor x = add_rms_norm(residual, std::nullopt, input_norm, eps);
-  const Tensor q = heads(linear(x, q_weight, q_bias));
-  rotate_and_store(q, heads(linear(x, k_weight, k_bias)), heads(linear(x, v_weight, v_bias)), q_norm, k_norm, eps, cos, sin, slots,
-                   k_pages, v_pages);
-  const Tensor seen = std::get<0>(tree_decode(q, k_pages, v_pages, page_indptr, page_ids, node_offset, node_length, node_position,
-                                              row_begin, row_end, query_position, scale, window, std::nullopt));
-  const Tensor mixed = linear(torch::stable::view(seen, {rows, o_weight.size(1)}), o_weight, o_bias);
-  const Tensor y = add_rms_norm(residual, mixed, mlp_norm, eps);
-  const Tensor gated = linear(y, gate_weight, std::nullopt);
-  silu_and_multiply(gated, linear(y, up_weight, std::nullopt));
-  const Tensor added = linear(gated, down_weight, std::nullopt);
-  float* sums = residual.mutable_data_ptr<float>();
-  const float* more = added.const_data_ptr<float>();
-  torch::stable::parallel_for(0, rows * width, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) sums[i] += more[i];
+// By a library's products.
+void many_rows_layer(float* residual, Tensor& normed, const Layer& layer, const Step& step) {
+  float* x = normed.mutable_data_ptr<float>();
+  norm(residual, layer[kInputNorm], step, x);
+  Tensor q = linear(normed, layer[kQ], layer[kQBias]);
+  const Tensor k = linear(normed, layer[kK], layer[kKBias]), v = linear(normed, layer[kV], layer[kVBias]);
+  Tensor seen = torch::stable::empty_like(q);
+  store_and_attend(q.mutable_data_ptr<float>(), k.const_data_ptr<float>(), v.const_data_ptr<float>(), layer, step,
+                   seen.mutable_data_ptr<float>());
+  add(residual, linear(seen, layer[kO], layer[kOBias]));
+  norm(residual, layer[kMlpNorm], step, x);
+  Tensor gate = linear(normed, layer[kGate], {});
+  const Tensor up = linear(normed, layer[kUp], {});
+  float* first = gate.mutable_data_ptr<float>();
+  const float* second = up.const_data_ptr<float>();
+  torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    silu_and_multiply(first + begin, second + begin, end - begin);
   });
+  add(residual, linear(gate, layer[kDown], {}));
+}
+
+// All between token ids and the last hidden states. `windows` has 0 for none.
+Tensor decoder(const Tensor& input_ids, const Tensor& embedding, const std::vector<Weight>& weights, const Tensor& last_norm,
+               std::vector<Tensor> pages, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& turns,
+               const Tensor& slots, const Tensor& page_indptr, const Tensor& page_ids, const Tensor& node_offset,
+               const Tensor& node_length, const Tensor& node_position, const Tensor& row_begin, const Tensor& row_end,
+               const Tensor& query_position, double eps, double scale, std::vector<int64_t> windows) {
+  const int64_t rows = input_ids.size(0), width = embedding.size(1), vocabulary = embedding.size(0);
+  const Step step{rows,
+                  {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), turns ? turns->const_data_ptr<int32_t>() : nullptr},
+                  slots.const_data_ptr<int32_t>(),
+                  {node_length.size(0), rows, page_indptr.const_data_ptr<int32_t>(), page_ids.const_data_ptr<int32_t>(),
+                   node_offset.const_data_ptr<int32_t>(), node_length.const_data_ptr<int32_t>(),
+                   node_position.const_data_ptr<int32_t>(), row_begin.const_data_ptr<int32_t>(), row_end.const_data_ptr<int32_t>(),
+                   query_position.const_data_ptr<int32_t>()},
+                  static_cast<float>(eps),
+                  scale};
+  Tensor out = torch::stable::new_empty(embedding, {rows, width});
+  const Buffer sums(rows * width);
+  float *residual = sums.at(0), *x = out.mutable_data_ptr<float>();
+  const int32_t* ids = input_ids.const_data_ptr<int32_t>();
+  const float* embedded = embedding.const_data_ptr<float>();
+  for (int64_t row = 0; row < rows; ++row) {
+    STD_TORCH_CHECK(ids[row] >= 0 && ids[row] < vocabulary, "a decoder: token ", ids[row], " is outside the vocabulary");
+    std::copy_n(embedded + ids[row] * width, width, residual + row * width);
+  }
+  std::optional<Room> room;
+  for (size_t i = 0; i < windows.size(); ++i) {
+    Tensor &k_pages = pages[2 * i], &v_pages = pages[2 * i + 1];
+    const Weight* own = &weights[i * kOfLayer];
+    const int64_t dim = k_pages.size(3);
+    const Layer layer{own, k_pages.mutable_data_ptr<float>(), v_pages.mutable_data_ptr<float>(),
+                      {own[kQ]->size(0) / dim, k_pages.size(2), dim, k_pages.size(1)},
+                      windows[i] ? std::optional(windows[i]) : std::nullopt};
+    if (rows > kFewRows) {
+      many_rows_layer(residual, out, layer, step);
+      continue;
+    }
+    if (!room || !room->fits(layer)) room.emplace(layer, rows);
+    few_rows_layer(residual, x, layer, step, *room);
+  }
+  add_rms_norm(residual, nullptr, last_norm.const_data_ptr<float>(), step.eps, rows, width, x);
+  return out;
 }
 
 }  // namespace
@@ -143,15 +266,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
       "rotate_and_store(Tensor(a!) q, Tensor k, Tensor v, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, "
       "Tensor sin, Tensor slots, Tensor(b!) k_pages, Tensor(c!) v_pages) -> ()");
   m.def(
-      "decoder_layer(Tensor(a!) residual, Tensor input_norm, Tensor q_weight, Tensor? q_bias, Tensor k_weight, Tensor? k_bias, "
-      "Tensor v_weight, Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, Tensor mlp_norm, "
-      "Tensor gate_weight, Tensor up_weight, Tensor down_weight, float eps, Tensor cos, Tensor sin, Tensor slots, "
-      "Tensor(b!) k_pages, Tensor(c!) v_pages, Tensor page_indptr, Tensor page_ids, Tensor node_offset, Tensor node_length, "
-      "Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, float scale, int? window) -> ()");
+      "decoder(Tensor input_ids, Tensor embedding, Tensor?[] weights, Tensor norm, Tensor(a!)[] pages, Tensor cos, Tensor sin, "
+      "Tensor? turns, Tensor slots, Tensor page_indptr, Tensor page_ids, Tensor node_offset, Tensor node_length, "
+      "Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, float eps, float scale, int[] windows) "
+      "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {
-  m.impl("add_rms_norm", TORCH_BOX(&rolltree::add_rms_norm));
-  m.impl("rotate_and_store", TORCH_BOX(&rolltree::rotate_and_store));
-  m.impl("decoder_layer", TORCH_BOX(&rolltree::decoder_layer));
+  m.impl("add_rms_norm", TORCH_BOX(&rolltree::add_rms_norm_op));
+  m.impl("rotate_and_store", TORCH_BOX(&rolltree::rotate_and_store_op));
+  m.impl("decoder", TORCH_BOX(&rolltree::decoder));
 }

@@ -13,7 +13,8 @@
 namespace rolltree {
 namespace {
 
-constexpr int kColumns = 4, kTileRows = kAccumulators / kColumns;
+constexpr int64_t kLine = 16;  // numbers of a cache line
+constexpr int kTileRows = kAccumulators / kColumns;
 constexpr int kRowsOfVector = kLanes / kColumns;
 
 // Lanes of a where kStride's bit of their number is 0, of b where it is 1, each the sum of two.
@@ -42,7 +43,7 @@ struct Columns {
 
 template <int kRows>
 inline void few_rows_tile(const float* x, const Columns& weight, const float* bias, int64_t depth, float* out, int64_t stride,
-                          bool ask_ahead) {
+                          bool added) {
   constexpr int kVectors = (kRows + kRowsOfVector - 1) / kRowsOfVector;
   Vec sum[kVectors * kRowsOfVector][kColumns] = {};
   const auto add = [&](auto load_from, int64_t d) {
@@ -57,11 +58,7 @@ inline void few_rows_tile(const float* x, const Columns& weight, const float* bi
     }
   };
   const int64_t whole = depth / kLanes * kLanes;
-  for (int64_t d = 0; d < whole; d += kLanes) {
-    if (ask_ahead)
-      for (int c = 0; c < kColumns; ++c) __builtin_prefetch(weight.row[c] + kColumns * depth + d, 0, 2);
-    add([](const float* p) { return load(p); }, d);
-  }
+  for (int64_t d = 0; d < whole; d += kLanes) add([](const float* p) { return load(p); }, d);
   if (whole < depth)
     add(
         [&](const float* p) {
@@ -79,6 +76,8 @@ inline void few_rows_tile(const float* x, const Columns& weight, const float* bi
       float* from = of[r - v * kRowsOfVector];
       if (bias)
         for (int64_t c = 0; c < weight.count; ++c) from[c] += bias[c];
+      if (added)
+        for (int64_t c = 0; c < weight.count; ++c) from[c] += out[r * stride + c];
       if (weight.count == kColumns) std::memcpy(out + r * stride, from, kColumns * sizeof(float));
       else std::memcpy(out + r * stride, from, weight.count * sizeof(float));
     }
@@ -87,31 +86,45 @@ inline void few_rows_tile(const float* x, const Columns& weight, const float* bi
 
 template <int kRows>
 inline void few_rows_tile(int64_t rows, const float* x, const Columns& weight, const float* bias, int64_t depth, float* out,
-                          int64_t stride, bool ask_ahead) {
+                          int64_t stride, bool added) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) few_rows_tile<kRows>(x, weight, bias, depth, out, stride, ask_ahead);
-    else few_rows_tile<kRows - 1>(rows, x, weight, bias, depth, out, stride, ask_ahead);
+    if (rows == kRows) few_rows_tile<kRows>(x, weight, bias, depth, out, stride, added);
+    else few_rows_tile<kRows - 1>(rows, x, weight, bias, depth, out, stride, added);
   }
 }
 
 }  // namespace
 
-void few_rows_product(const float* x, const float* weight, const float* bias, int64_t rows, int64_t width, int64_t depth,
-                      float* out, int64_t stride) {
-  constexpr int64_t kWorth = 1 << 16;      // products that are worth a thread
-  constexpr int64_t kOfCache = 1 << 18;    // numbers of a weight that come from memory anew each time
-  constexpr int64_t kNearest = 5 << 10;    // numbers of a weight that stay in the nearest cache beside a tile of x
-  const int64_t blocks = (width + kColumns - 1) / kColumns, grain = kWorth / (rows * depth * kColumns + 1) + 1;
+void few_rows_blocks(const float* x, int64_t rows, int64_t depth, const Product& product, int64_t begin, int64_t end) {
+  constexpr int64_t kNearest = 5 << 10;  // numbers of a weight that stay in the nearest cache beside a tile of x
+  const auto [weight, bias, width, out, stride, added] = product;
   const int64_t together = std::max<int64_t>(kNearest / (kColumns * depth + 1), 1);
-  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t first = begin; first < end; first += together)
-      for (int64_t r = 0; r < rows; r += kTileRows)
-        for (int64_t n = first * kColumns; n < std::min(std::min(first + together, end) * kColumns, width); n += kColumns) {
-          Columns columns{{}, std::min<int64_t>(kColumns, width - n)};
-          for (int64_t c = 0; c < kColumns; ++c) columns.row[c] = weight + std::min(n + c, width - 1) * depth;
-          few_rows_tile<kTileRows>(std::min<int64_t>(kTileRows, rows - r), x + r * depth, columns, bias ? bias + n : nullptr, depth,
-                                   out + r * stride + n, stride, r == 0 && width * depth >= kOfCache);
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, share = padded((depth + tiles - 1) / tiles);
+  for (int64_t first = begin; first < end; first += together)
+    for (int64_t r = 0, asked = 0; r < rows; r += kTileRows, asked += share)
+      for (int64_t n = first * kColumns; n < std::min(std::min(first + together, end) * kColumns, width); n += kColumns) {
+        Columns columns{{}, std::min<int64_t>(kColumns, width - n)};
+        for (int64_t c = 0; c < kColumns; ++c) {
+          columns.row[c] = weight + std::min(n + c, width - 1) * depth;
+          // what comes next is asked for bit by bit: weights are too many to stay in a cache
+          const float* next = columns.row[c] + together * kColumns * depth;
+          for (int64_t d = asked; d < std::min(asked + share, depth); d += kLine) __builtin_prefetch(next + d, 0, 2);
         }
+        few_rows_tile<kTileRows>(std::min<int64_t>(kTileRows, rows - r), x + r * depth, columns, bias ? bias + n : nullptr, depth,
+                                 out + r * stride + n, stride, added);
+      }
+}
+
+void few_rows_products(const float* x, int64_t rows, int64_t depth, std::span<const Product> products) {
+  int64_t blocks = 0;
+  for (const Product& product : products) blocks += product.blocks();
+  torch::stable::parallel_for(0, blocks, worth_a_thread(rows, depth), [&](int64_t begin, int64_t end) {
+    int64_t first = 0;
+    for (const Product& product : products) {
+      const int64_t own = product.blocks();
+      few_rows_blocks(x, rows, depth, product, std::max<int64_t>(begin - first, 0), std::min(end - first, own));
+      first += own;
+    }
   });
 }
 
@@ -120,8 +133,8 @@ namespace {
 void linear(const Tensor& x, const Tensor& weight, Tensor out) {
   const int64_t rows = x.size(0), width = weight.size(0);
   STD_TORCH_CHECK(rows <= kFewRows, "linear: more than ", kFewRows, " rows");
-  few_rows_product(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), nullptr, rows, width, x.size(1),
-                   out.mutable_data_ptr<float>(), rows > 1 ? out.stride(0) : width);
+  const Product product{weight.const_data_ptr<float>(), nullptr, width, out.mutable_data_ptr<float>(), rows > 1 ? out.stride(0) : width};
+  few_rows_products(x.const_data_ptr<float>(), rows, x.size(1), {&product, 1});
 }
 
 }  // namespace

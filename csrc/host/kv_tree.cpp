@@ -384,6 +384,35 @@ Plan KvTree::plan(const int64_t* nodes, const int64_t* counts, int64_t n) const 
   return plan;
 }
 
+Arranged KvTree::arrange(const int64_t* nodes, const int64_t* counts, const int64_t* appended, int64_t n, int64_t spare) {
+  if (arranged_at_ != clock_ || !std::equal(nodes, nodes + n, arranged_.begin(), arranged_.end())) {
+    order_ = depth_first(nodes, n);
+    arranged_.assign(nodes, nodes + n);
+    arranged_at_ = clock_;
+  }
+  std::vector<int64_t> node(n), count(n), writer, written;
+  int64_t rows = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t from = order_[i];
+    node[i] = nodes[from], rows += count[i] = counts[from];
+    if (appended[from] == 0) continue;
+    if (appended[from] != count[i]) throw std::invalid_argument("An item appends the keys of all its rows, or of none.");
+    writer.push_back(node[i]), written.push_back(count[i]);
+  }
+  std::vector<int64_t> slots = append(writer.data(), written.data(), static_cast<int64_t>(writer.size()));
+  if (static_cast<int64_t>(slots.size()) < rows) {
+    std::vector<int64_t> all;
+    all.reserve(rows);
+    auto next = slots.begin();
+    for (int64_t i = 0; i < n; ++i) {
+      if (appended[order_[i]] == 0) all.insert(all.end(), count[i], spare);
+      else all.insert(all.end(), next, next + count[i]), next += count[i];
+    }
+    slots = std::move(all);
+  }
+  return {order_, std::move(slots), plan(node.data(), count.data(), n)};
+}
+
 int64_t KvTree::last_page_end(const Node& node) const {
   const bool may_write = !node.sealed || node.length < node.size();
   return may_write ? static_cast<int64_t>(node.pages.size()) * page_size_ : node.offset + node.length;

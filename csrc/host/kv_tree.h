@@ -33,6 +33,13 @@ struct Plan {
   std::vector<int32_t> page_indptr{0}, page_ids, node_offset, node_length, node_position, row_begin, row_end;
 };
 
+// The rows of a step.
+struct Arranged {
+  std::vector<int64_t> order;  // of the items they were made of
+  std::vector<int64_t> slots;  // one a row
+  Plan plan;
+};
+
 // Runs of tokens without keys on a path, nodes nearest the root first.
 struct Missing {
   std::vector<int64_t> node, begin, count;
@@ -74,6 +81,9 @@ class KvTree {
   std::vector<int64_t> depth_first(const int64_t* nodes, int64_t n) const;
   // Rows in that order: counts[i] consecutive rows end their path in nodes[i].
   Plan plan(const int64_t* nodes, const int64_t* counts, int64_t n) const;
+  // Puts items in that order, appends the keys of those with appended[i] > 0 (then counts[i]), and plans their rows, which in
+  // other items have the slot `spare`.
+  Arranged arrange(const int64_t* nodes, const int64_t* counts, const int64_t* appended, int64_t n, int64_t spare);
 
   int64_t length(int node) const { return at(node).length; }
   int64_t position(int node) const { return at(node).position; }
@@ -129,6 +139,8 @@ class KvTree {
   std::set<std::pair<int64_t, int>> cached_;    // (used, node)
   bool records_drops_ = false;
   Dropped dropped_;
+  std::vector<int64_t> arranged_, order_;  // the nodes of the last `arrange` and their order, which stays
+  int64_t arranged_at_ = -1;               // while no node is made or let go
   int64_t clock_ = 0, keys_ = 0, peak_keys_ = 0, peak_pages_ = 0, reused_ = 0;
 };
 

@@ -42,11 +42,20 @@ void check_slots(const Ids& slots, const Ids& column, const Ids& other) {
     throw std::invalid_argument("Every slot needs its columns, of one length.");
 }
 
-py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
-  rolltree::Plan p = tree.plan(nodes.data(), counts.data(), same_length(nodes, counts));
+py::tuple to_tuple(rolltree::Plan&& p) {
   return py::make_tuple(to_numpy(std::move(p.page_indptr)), to_numpy(std::move(p.page_ids)), to_numpy(std::move(p.node_offset)),
                         to_numpy(std::move(p.node_length)), to_numpy(std::move(p.node_position)),
                         to_numpy(std::move(p.row_begin)), to_numpy(std::move(p.row_end)));
+}
+
+py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
+  return to_tuple(tree.plan(nodes.data(), counts.data(), same_length(nodes, counts)));
+}
+
+py::tuple arrange(KvTree& tree, const Ids& nodes, const Ids& counts, const Ids& appended, int64_t spare) {
+  same_length(counts, appended);
+  rolltree::Arranged a = tree.arrange(nodes.data(), counts.data(), appended.data(), same_length(nodes, counts), spare);
+  return py::make_tuple(to_numpy(std::move(a.order)), to_numpy(std::move(a.slots)), to_tuple(std::move(a.plan)));
 }
 
 py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& segment_end, const Ids& length, const Ids& forks,
@@ -127,6 +136,7 @@ PYBIND11_MODULE(_host, m) {
       .def("depth_first", [](const KvTree& tree, const Ids& nodes) { return to_numpy(tree.depth_first(nodes.data(), nodes.size())); },
            py::arg("nodes"))
       .def("plan", &plan, py::arg("nodes"), py::arg("counts"))
+      .def("arrange", &arrange, py::arg("nodes"), py::arg("counts"), py::arg("appended"), py::arg("spare"))
       .def("length", &KvTree::length, py::arg("node"))
       .def("position", &KvTree::position, py::arg("node"))
       .def("end", &KvTree::end, py::arg("node"))

@@ -174,8 +174,10 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from ..loop.orchestrator import Orchestrator
     from .console import Console
+    from .freed_memory import keep_freed_memory
 
     _quiet_transformers()
+    keep_freed_memory()
     with Console() as console:
         summary = Orchestrator(config, console=console, resume=args.resume, replay=args.replay).run()
         console.phase("writing the report")

@@ -6,6 +6,7 @@ rest does not.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -182,7 +183,7 @@ def compiled_parts(package: Path) -> Iterable[Finding]:
     compile_cpp = REBUILD if shutil.which(COMPILER) else f"apt-get install g++, then {REBUILD}"
     compile_cuda = REBUILD if shutil.which("nvcc") else f"put nvcc on PATH, then {REBUILD}"
     yield _library("_host (KV tree)", package / "engine" / "rollout", "_host*.so", "bad", compile_cpp)
-    yield _library("_cpu (CPU kernels)", kernels, "_cpu_*.so", "slow", compile_cpp)
+    yield _cpu_library(kernels, compile_cpp)
     yield _library("_cuda (CUDA kernels)", kernels, "_cuda*.so", "optional", compile_cuda)
 
 
@@ -208,6 +209,16 @@ def _library(name: str, folder: Path, pattern: str, level: Level, remedy: str) -
     if not files:
         return Finding("build", name, level, "not built", remedy)
     return Finding("build", name, "ok", ", ".join(f.name for f in files))
+
+
+def _cpu_library(folder: Path, remedy: str) -> Finding:
+    found = _library("_cpu (CPU kernels)", folder, "_cpu_*.so", "slow", remedy)
+    if found.level == "ok":
+        with contextlib.suppress(Exception):  # a broken torch, of which `devices` speaks
+            dispatch = importlib.import_module("rolltree.kernels.dispatch")
+            if not dispatch.cpu_libraries(folder):
+                return replace(found, level="slow", found=f"{found.found}: for another machine", remedy=remedy)
+    return found
 
 
 def _program(name: str, remedy: str, describe: Callable[[str], str]) -> Finding:

@@ -24,6 +24,7 @@ from .columns import COLUMNS, Array
 from .cost import CostModel
 from .device import to_device
 from .pieces import Piece, cut
+from .side_by_side import side_by_side
 from .tree import TokenTree
 
 FIELDS = frozenset(f.name for f in fields(PolicyFields))
@@ -339,88 +340,57 @@ def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree
 
 def _assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | str | None) -> TreeBatch:
     trees = [tree for _, tree, _ in parts]
-    tokens = np.cumsum([0] + [t.num_tokens for t in trees])
-    targets = np.cumsum([0] + [t.num_tokens - t.prompt_length for t in trees])
-    nodes = np.cumsum([0] + [t.num_nodes for t in trees])
-
-    def join(columns: list[Array], dtype: type = np.int64) -> Array:
-        return np.concatenate(columns).astype(dtype)
-
-    columns: dict[str, list[Array]] = {}
-
-    def add(**named: Array) -> None:
-        for name, column in named.items():
-            columns.setdefault(name, []).append(column)
-
-    for i, tree in enumerate(trees):
-        response = slice(tree.prompt_length, None)
-        node = np.repeat(np.arange(tree.num_nodes), tree.length)
-        order = tree.leaf_order
-
-        def target_of(row: Array, tree: TokenTree = tree, shift: int = targets[i]) -> Array:
-            return np.where(row < tree.prompt_length, -1, row - tree.prompt_length + shift)
-
-        add(
-            input_ids=tree.token_id,
-            position_ids=tree.position,
-            subtree_end=tree.subtree_end + tokens[i],
-            row=tree.parent_row[response] + tokens[i],
-            target=tree.token_id[response],
-            loss_mask=(tree.loss_mask & (tree.response_leaves > 0))[response],
-            target_end=tree.subtree_end[response] - tree.prompt_length + targets[i],
-            segment=node[response] + nodes[i],
-            copies=(tree.last_leaf - tree.first_leaf + 1)[node],
-            leaf_target=target_of(tree.row_at(tree.path_length - 1)[order]),
-            leaf_start=target_of(tree.row_at(tree.leaf_prompt - 1)[order]),
-            leaf_length=tree.loss_length[order],
-            leaf_advantage=tree.advantage[order],
-        )
-    row = join(columns["row"])
+    all_of = side_by_side(trees)
+    node = np.repeat(np.arange(all_of.num_nodes), all_of.length)
+    response = all_of.parent[node] >= 0
+    before = np.append(0, np.cumsum(response))  # targets before each row
+    order = all_of.leaf_order
+    row = all_of.parent_row[response].astype(np.int64)
     head_row, head_index = np.unique(row, return_inverse=True)
-    paths = _paths(trees, targets) if any(_along_paths(tree) for tree in trees) else {}
+    loss_mask = (all_of.loss_mask & (all_of.response_leaves > 0))[response]
+    rows = np.cumsum([0, *(tree.num_tokens for tree in trees)])
+
+    def target_of(row: Array) -> Array:
+        return np.where(response[row], before[row], -1)
+
+    def tensor(values: Array, dtype: type = np.int64) -> Tensor:
+        return torch.from_numpy(values.astype(dtype)).to(device)
+
+    leaf_start = target_of(all_of.row_at(all_of.leaf_prompt - 1)[order])
+    paths = _paths(all_of, trees, before) if any(_along_paths(tree) for tree in trees) else {}
     along = {name: torch.from_numpy(values).to(device) for name, values in paths.items()}
-
-    def tensor(name: str, dtype: type = np.int64) -> Tensor:
-        return torch.from_numpy(join(columns[name], dtype)).to(device)
-
     return TreeBatch(
         trees=tuple(trees),
         tree_index=tuple(index for index, _, _ in parts),
         leaf_index=tuple(leaf_index for _, _, leaf_index in parts),
-        input_ids=tensor("input_ids"),
-        position_ids=tensor("position_ids"),
-        subtree_end=tensor("subtree_end", np.int32),
-        row=torch.from_numpy(row).to(device),
-        target=tensor("target"),
-        head_row=torch.from_numpy(head_row).to(device),
-        head_index=torch.from_numpy(head_index.reshape(-1)).to(device),
-        loss_mask=tensor("loss_mask", np.bool_),
-        columns={
-            name: torch.from_numpy(values).to(device)
-            for name, values in _columns(trees, join(columns["loss_mask"], np.bool_))
-        },
-        target_end=tensor("target_end"),
-        leaf_target=tensor("leaf_target"),
-        leaf_start=tensor("leaf_start") if (join(columns["leaf_start"]) >= 0).any() else None,
-        leaf_length=tensor("leaf_length"),
-        segment=tensor("segment"),
-        copies=tensor("copies"),
-        leaf_advantage=tensor("leaf_advantage", np.float64),
-        mixed=any(_mixed(tree) for tree in trees),
+        input_ids=tensor(all_of.token_id),
+        position_ids=tensor(all_of.position),
+        subtree_end=tensor(all_of.subtree_end, np.int32),
+        row=tensor(row),
+        target=tensor(all_of.token_id[response]),
+        head_row=tensor(head_row),
+        head_index=tensor(head_index.reshape(-1)),
+        loss_mask=tensor(loss_mask, np.bool_),
+        columns={name: torch.from_numpy(values).to(device) for name, values in _columns(all_of, response, loss_mask)},
+        target_end=tensor(before[all_of.subtree_end[response]]),
+        leaf_target=tensor(target_of(all_of.row_at(all_of.path_length - 1)[order])),
+        leaf_start=tensor(leaf_start) if (leaf_start >= 0).any() else None,
+        leaf_length=tensor(all_of.loss_length[order]),
+        segment=tensor(node[response]),
+        copies=tensor((all_of.last_leaf - all_of.first_leaf + 1)[node]),
+        leaf_advantage=tensor(all_of.advantage[order], np.float64),
+        mixed=any(_has_credit(tree) and tree.num_leaves > 1 for tree in trees) or _mixed(all_of),
         path_target=along.get("path_target"),
         path_leaf=along.get("path_leaf"),
         path_advantage=along.get("path_advantage"),
-        cu_seqlens=torch.from_numpy(tokens.astype(np.int32)).to(device)
-        if all(t.num_leaves == 1 for t in trees)
-        else None,
-        longest=max(int(t.path_length.max()) for t in trees),
+        cu_seqlens=tensor(rows, np.int32) if all(tree.num_leaves == 1 for tree in trees) else None,
+        longest=int(all_of.path_length.max()),
         padded=None,
-        place=torch.arange(int(tokens[-1]), device=device),
+        place=torch.arange(all_of.num_tokens, device=device),
         pieces=(),
     )
 
 
-PATHS = ("path_target", "path_leaf", "path_advantage")
 CREDIT = ("token_advantage", "node_advantage", "path_advantage")
 """Columns of credit finer than a leaf's."""
 
@@ -434,71 +404,57 @@ def _has_credit(tree: TokenTree) -> bool:
     return any(name in tree.columns for name in CREDIT)
 
 
-def _paths(trees: Sequence[TokenTree], targets: Array) -> dict[str, Array]:
+def _paths(all_of: TokenTree, trees: Sequence[TokenTree], before: Array) -> dict[str, Array]:
     """Target, leaf and credit of every leaf's every response token, leaves in depth-first order."""
-    found: dict[str, list[Array]] = {name: [] for name in PATHS}
-    leaves = 0
-    for tree, shift in zip(trees, targets, strict=False):
-        rows = tree.path_tokens
-        in_order = _depth_first(tree)
-        found["path_target"].append(rows[in_order] - tree.prompt_length + shift)
-        rank = np.empty(tree.num_leaves, np.int64)
-        rank[tree.leaf_order] = np.arange(tree.num_leaves)
-        found["path_leaf"].append(np.repeat(rank, tree.response_length)[in_order] + leaves)
-        found["path_advantage"].append(_path_credit(tree, rows)[in_order])
-        leaves += tree.num_leaves
-    if not any(map(_has_credit, trees)):
-        del found["path_advantage"]
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+    in_order = _depth_first(all_of)
+    rank = np.empty(all_of.num_leaves, np.int64)
+    rank[all_of.leaf_order] = np.arange(all_of.num_leaves)
+    found = {
+        "path_target": before[all_of.path_tokens[in_order]],
+        "path_leaf": np.repeat(rank, all_of.response_length)[in_order],
+    }
+    if any(map(_has_credit, trees)):
+        found["path_advantage"] = np.concatenate([_path_credit(tree) for tree in trees])[in_order]
+    return found
 
 
-def _path_credit(tree: TokenTree, rows: Array) -> Array:  # [P] float64
+def _path_credit(tree: TokenTree) -> Array:  # [P] float64
     """The finest credit the tree carries, of every leaf's every response token."""
     credit = np.repeat(tree.advantage.astype(np.float64), tree.response_length)
     if "path_advantage" in tree.columns:
         credit = tree.path_advantage
     elif "token_advantage" in tree.columns:
-        credit = tree.token_advantage[rows]
+        credit = tree.token_advantage[tree.path_tokens]
     elif "node_advantage" in tree.columns:
-        credit = np.repeat(tree.node_advantage, tree.length)[rows]
+        credit = np.repeat(tree.node_advantage, tree.length)[tree.path_tokens]
     return credit.astype(np.float64)
 
 
 def _depth_first(tree: TokenTree) -> Array:  # [P]
     """Places of a ``path`` column's values, for leaves in depth-first order."""
-    first = np.cumsum(tree.response_length) - tree.response_length
-    runs = [np.arange(first[leaf], first[leaf] + tree.response_length[leaf]) for leaf in tree.leaf_order]
-    return np.concatenate(runs)
+    first, length = np.cumsum(tree.response_length) - tree.response_length, tree.response_length[tree.leaf_order]
+    return np.repeat(first[tree.leaf_order] - np.cumsum(length) + length, length) + np.arange(length.sum())
 
 
-def _columns(trees: Sequence[TokenTree], loss_mask: Array) -> Iterator[tuple[str, Array]]:
-    """Columns that training reads, joined; without those of tokens that a token in the loss has no value of."""
-    for name in dict.fromkeys(name for tree in trees for name in tree.columns):
+def _columns(all_of: TokenTree, response: Array, loss_mask: Array) -> Iterator[tuple[str, Array]]:
+    """Columns that training reads, without those of tokens that a token in the loss has no value of."""
+    for name, values in all_of.columns.items():
         column = COLUMNS[name]
         if not column.to_device or name in ("advantage", *CREDIT):
             continue
-        parts = []
-        for tree in trees:
-            values = getattr(tree, name)
-            if column.per == "node":
-                values = np.repeat(values, tree.length)
-            if column.per == "leaf":
-                values = values[tree.leaf_order]
-            elif column.per == "path":
-                values = values[_depth_first(tree)]
-            else:
-                values = values[tree.prompt_length :]
-            parts.append(values)
-        joined = np.concatenate(parts)
-        of_tokens = column.per in ("token", "node")
-        if not (of_tokens and joined.dtype.kind == "f" and np.isnan(joined[loss_mask]).any()):
-            yield name, joined
+        if column.per == "leaf":
+            yield name, values[all_of.leaf_order]
+        elif column.per == "path":
+            yield name, values[_depth_first(all_of)]
+        else:
+            values = (values if column.per == "token" else np.repeat(values, all_of.length))[response]
+            if not (values.dtype.kind == "f" and np.isnan(values[loss_mask]).any()):
+                yield name, values
 
 
 def _mixed(tree: TokenTree) -> bool:
-    """Whether leaves of one node below the prompt may differ in the sign of their credit."""
-    if _has_credit(tree):
-        return tree.num_leaves > 1
+    """Whether leaves of one node below a prompt may differ in the sign of their advantage."""
     sign = np.sign(tree.advantage)[tree.leaf_order]
-    changes = np.concatenate([[0], np.cumsum(sign[1:] != sign[:-1])])
-    return bool((changes[tree.last_leaf[1:]] != changes[tree.first_leaf[1:]]).any())
+    changes = np.append(0, np.cumsum(sign[1:] != sign[:-1]))
+    below = tree.parent >= 0
+    return bool((changes[tree.last_leaf[below]] != changes[tree.first_leaf[below]]).any())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from .columns import COLUMNS, Array
 from .segment import LeafStatus, Text
+from .side_by_side import side_by_side
 from .tree import TokenTree
 
 IDENTITY = pa.schema(
@@ -77,31 +78,30 @@ def _schema(trees: Sequence[TokenTree]) -> pa.Schema:
 
 def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequence[Sequence[str]]) -> pa.Table:
     leaves = [tree.num_leaves for tree in trees]
-    paths = [tree.all_path_rows for tree in trees]
-    prompts = [
-        tree.position[path] < np.repeat(tree.leaf_prompt, tree.path_length)
-        for tree, path in zip(trees, paths, strict=True)
-    ]
-    rows = [path[~prompt] for path, prompt in zip(paths, prompts, strict=True)]
-    nodes = [
-        np.repeat(np.arange(tree.num_nodes, dtype=np.int32), tree.length)[of]
-        for tree, of in zip(trees, rows, strict=True)
-    ]
-    offsets = _offsets([tree.response_length for tree in trees])
+    all_of = side_by_side(trees)
+    paths = all_of.all_path_rows
+    prompt = all_of.position[paths] < np.repeat(all_of.leaf_prompt, all_of.path_length)
+    rows = paths[~prompt]
+    node = np.repeat(np.arange(all_of.num_nodes), all_of.length)
+    node_id = np.concatenate([np.arange(tree.num_nodes, dtype=np.int32) for tree in trees])
+    offsets = _offsets(all_of.response_length)
 
-    def per_token(values: Iterable[Array]) -> pa.ListArray:  # each [P]
-        return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(list(values))))
+    def per_token(values: Array) -> pa.ListArray:  # [P]
+        return pa.ListArray.from_arrays(offsets, pa.array(values))
 
     def per_leaf(name: str) -> list[str]:
         return [value for tree, n in zip(trees, leaves, strict=True) for value in [tree.meta[name]] * n]
 
     def values_of(name: str) -> pa.Array:
-        values, per = [getattr(tree, name) for tree in trees], COLUMNS[name].per
-        if per == "leaf":
-            return pa.array(np.concatenate(values))
-        if per == "path":
-            return per_token(values)
-        return per_token(v[of] for v, of in zip(values, nodes if per == "node" else rows, strict=True))
+        values = all_of.columns[name]
+        match COLUMNS[name].per:
+            case "leaf":
+                return pa.array(values)
+            case "path":
+                return per_token(values)
+            case "node":
+                return per_token(values[node[rows]])
+        return per_token(values[rows])
 
     columns: dict[str, Any] = {
         "step": pa.array(np.full(sum(leaves), step)),
@@ -110,12 +110,9 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         "leaf": pa.array(np.concatenate([np.arange(n) for n in leaves])),
         "prompt_text": per_leaf("prompt_text"),
         "response_text": [text for some in texts for text in some],
-        "prompt_ids": pa.ListArray.from_arrays(
-            _offsets([tree.leaf_prompt for tree in trees]),
-            pa.array(np.concatenate([t.token_id[path[of]] for t, path, of in zip(trees, paths, prompts, strict=True)])),
-        ),
-        "response_ids": per_token(tree.token_id[of] for tree, of in zip(trees, rows, strict=True)),
-        "node_ids": per_token(nodes),
+        "prompt_ids": pa.ListArray.from_arrays(_offsets(all_of.leaf_prompt), pa.array(all_of.token_id[paths[prompt]])),
+        "response_ids": per_token(all_of.token_id[rows]),
+        "node_ids": per_token(node_id[node[rows]]),
         "status": [LeafStatus(status).name.lower() for tree in trees for status in tree.status.tolist()],
     }
     for name in schema.names:
@@ -129,8 +126,8 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
     return pa.table({name: _cast(columns[name], kind) for name, kind in _fields(schema)}, schema=schema)
 
 
-def _offsets(lengths: Sequence[Array]) -> pa.Array:
-    return pa.array(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]), pa.int32())
+def _offsets(lengths: Array) -> pa.Array:
+    return pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
 
 
 def _fields(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:

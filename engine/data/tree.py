@@ -124,7 +124,7 @@ class TokenTree:
         """Tokens of each response that ``mask`` marks."""
         change = np.zeros(self.num_tokens + 1, np.int64)
         change[:-1] = mask
-        np.subtract.at(change, self.subtree_end, mask)  # a token counts for the rows below it
+        change -= np.bincount(self.subtree_end[mask], minlength=len(change))  # a token counts for the rows below it
         along = change.cumsum()
         return along[self.row_at(self.path_length - 1)] - along[self.row_at(self.leaf_prompt - 1)]
 
@@ -347,8 +347,8 @@ class TokenTree:
     def all_path_rows(self) -> Array:  # int64
         """Rows of the tokens from the root to each leaf, leaf after leaf."""
         levels = [self.leaf_node]
-        while (levels[-1] > 0).any():
-            levels.append(np.where(levels[-1] > 0, self.parent[levels[-1]], -1))
+        while ((above := np.where(levels[-1] >= 0, self.parent[levels[-1]], -1)) >= 0).any():
+            levels.append(above)
         nodes = np.stack(levels[::-1], axis=1)  # [L, depth], -1 above the root
         nodes = nodes[nodes >= 0]
         length = self.length[nodes].astype(np.int64)

@@ -1,4 +1,5 @@
-"""`patch_model`: ``model(..., labels=...)`` of Transformers with the fused head, so that no logits are made."""
+"""`patch_model`: ``model(..., labels=...)`` of Transformers with the fused head, so that no logits are made, and with
+fused layers."""
 
 from __future__ import annotations
 
@@ -15,18 +16,20 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
 
 from ..model.decoder import head
+from ..model.fused_layers import fuse_layers
 
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
 
 
-def patch_model(model: PreTrainedModel) -> PreTrainedModel:
+def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedModel:
     """Let a training ``model(..., labels=...)`` compute its loss from hidden states; returns the same ``model``.
 
     While ``model.training``, a call with ``labels`` returns the loss of Transformers (the mean over the labels that are
     not ``ignore_index``, or their sum over ``num_items_in_batch``; with the load balancing of experts where the call or
     the config asks for it; 0 and not NaN where nothing has a label) and ``logits=None``. Rows without a label are not
     multiplied, and the gradients of the head are made in the same pass: one backward. Every other call, generation and
-    evaluation among them, is as before.
+    evaluation among them, is as before, but for ``layers``: norms, rotary embedding and gated units are one pass each
+    (`fuse_layers`), equal to fp32 rounding; `unfuse_layers` gives them back.
 
     Works below Transformers' own Trainer, accelerate, DDP, gradient checkpointing and peft; patch before they wrap the
     model. Patching twice is patching once.
@@ -50,7 +53,7 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
             "cross entropy of a causal language model alone."
         )
     inner.forward = MethodType(_fused(type(inner).forward), inner)
-    return model
+    return fuse_layers(model) if layers else model
 
 
 def _fused(forward: Any) -> Any:

@@ -1,10 +1,10 @@
 """verl's FSDP workers on packed trees: ``model.external_lib=rolltree.engine.integrations.verl_trees``.
 
 verl imports the module named there before it makes a model's engine, and its `EngineRegistry` then gives that model, be
-it actor, reference or critic, one of the engines below. They are verl's own FSDP engines but for two things: a
-micro-batch goes to the model as trees, every shared prefix once, and `linear_logprob` scores the rows that predict
-responses. What comes back has verl's layout, so losses, metrics, optimizer, checkpoints and the weights that rollouts
-get are verl's code.
+it actor, reference or critic, one of the engines below. They are verl's own FSDP engines but for three things: a
+micro-batch goes to the model as trees, every shared prefix once; norms, rotary embedding and gated units are one pass
+each (`fuse_layers`); and `linear_logprob` scores the rows that predict responses. What comes back has verl's layout, so
+losses, metrics, optimizer, checkpoints and the weights that rollouts get are verl's code.
 
 Sequences share what they share within a micro-batch; those of one prompt are therefore put side by side before verl
 cuts the batch.
@@ -35,6 +35,7 @@ from rolltree.kernels.dispatch import log_once
 
 from ..errors import UserError
 from ..model.decoder import head, target_logprob
+from ..model.fused_layers import fuse_layers
 from .transformers import NAME
 from .trees import odd_layers, packed
 
@@ -122,7 +123,7 @@ class TreeEngine(FSDPEngineWithLMHead):
         refuse({"a critic with trl's value head": not isinstance(module, PreTrainedModel)})
         refuse({f"layers of the kind {kind}": True for kind in odd_layers(module)})
         module.set_attn_implementation(NAME)  # verl names one of its own when it loads a critic
-        return module
+        return fuse_layers(module)
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
         """verl's, of the batch with the sequences of a prompt side by side; outputs have the order of ``data``."""

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rolltree.kernels import SampleOutput, sample_tokens
+from rolltree.kernels import SampleOutput
+from rolltree.kernels.sampling import sample_rows
 
 from .rows import RowTable
 from .scheduler import Step
@@ -41,8 +42,10 @@ class Draws:
     @staticmethod
     def of(step: Step, rows: RowTable, samples: Array, seeds: Array) -> Draws:
         """``samples`` [S] int64 from each of the step's sample_rows, with a seed [E] int64 each."""
-        head_row = np.repeat(np.arange(len(samples)), samples)
-        slots, offset = step.sample_slots[head_row], step.sample_offset[head_row]
+        head_row, slots, offset = np.arange(len(samples)), step.sample_slots, step.sample_offset
+        if len(seeds) > len(samples):
+            head_row = np.repeat(head_row, samples)
+            slots, offset = slots[head_row], offset[head_row]
         columns = {name: getattr(rows, name)[slots] for name in ("temperature", *FILTERS)}
         filters = tuple(name for name, off in FILTERS.items() if (columns[name] != off).any())
         return Draws(slots, offset, head_row, {**columns, "seed": seeds, "step": rows.length[slots] + offset}, filters)
@@ -52,15 +55,26 @@ class Drawn(NamedTuple):
     """What the sampler answers, on the device."""
 
     out: SampleOutput
-    numbers: Tensor  # [4, E] float32: the token's bits, logprob, raw_logprob, entropy: fetched by one copy
+    numbers: Tensor | None  # [4, E] float32: the token's bits, logprob, raw_logprob, entropy: fetched by one copy
+
+    def fetch(self, samples: int) -> tuple[Array, Array, Array, Array]:
+        """Token int64, logprob, raw_logprob, entropy [samples] of the first rows; waits for them."""
+        if self.numbers is None:
+            token, logprob, raw_logprob, entropy = (column.numpy()[:samples] for column in self.out[:4])
+        else:
+            token, logprob, raw_logprob, entropy = self.numbers[:, :samples].cpu().numpy()
+            token = token.view(np.int32).astype(np.int64)
+        return token, logprob, raw_logprob, entropy
 
 
 def draw(logits: Tensor, columns: Mapping[str, Tensor], filters: tuple[str, ...]) -> Drawn:
     """Sample [E, V] by columns [E]; waits for nothing."""
-    given: Any = {name: columns[name] for name in ("temperature", "seed", "step", *filters)}
-    out = sample_tokens(logits, **given)
-    return Drawn(out, numbers_of(out))
+    top_k, top_p, min_p = (columns[name] if name in filters else None for name in FILTERS)
+    out = sample_rows(logits, columns["temperature"], top_k, top_p, min_p, columns["seed"], columns["step"])
+    return drawn_from(out)
 
 
-def numbers_of(out: SampleOutput) -> Tensor:
-    return torch.stack((out.token.int().view(torch.float32), out.logprob, out.raw_logprob, out.entropy))
+def drawn_from(out: SampleOutput) -> Drawn:
+    if out.token.device.type == "cpu":  # there is nothing to fetch
+        return Drawn(out, None)
+    return Drawn(out, torch.stack((out.token.int().view(torch.float32), out.logprob, out.raw_logprob, out.entropy)))

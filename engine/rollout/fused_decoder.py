@@ -1,4 +1,4 @@
-"""A decoder on a CPU whose layers are each one call of `rolltree.kernels.decoder_layer`.
+"""A decoder on a CPU that is one call of `rolltree.kernels.decoder_layer`.
 
 A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding. Where an
 adapter stands in a product's place, the products are the layers' own modules and only what lies between them is fused.
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rolltree.kernels.decoder_layer import LayerWeights, add_rms_norm_, decoder_layers_, rotate_and_store_
+from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
 from rolltree.kernels.tree_decode import tree_decode_attention
 
 from .kv_cache import KvCache
+from .vector import StepVector
 
 FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")
 """Of Transformers, whose decoders are computed as here."""
@@ -47,7 +48,8 @@ class Found:
         places, names, parts = self.parts
         return (
             all(map(is_, map(dict.get, places, names), parts))  # some hundred, every step
-            and all(weight.dtype == torch.float32 and weight.is_contiguous() for weight in self.weights)
+            and all(map(Tensor.is_contiguous, self.weights))
+            and set(map(attrgetter("dtype"), self.weights)) <= {torch.float32}
             and not any(self.hooks)
         )
 
@@ -58,61 +60,70 @@ class FusedDecoder:
     def __init__(self, decoder: Any, cache: KvCache) -> None:
         self._decoder, self._cache = decoder, cache
         self._found: Found | None = None
+        self._whole: tuple[Found, Any, Decoder] | None = None
+        """The decoder as one call, and of which parts and pages it was made."""
         self._table: tuple[tuple[Any, ...], Tensor, Tensor, Tensor] | None = None
         """What the cosines and sines of all positions were made of, they, [P, D] each, and the frequencies."""
 
-    def run(self, input_ids: Tensor, position_ids: Tensor) -> Tensor | None:  # [N], [N] -> [N, H]
-        """The last hidden states; None where the decoder has to run as it is."""
+    def run(self, vector: StepVector) -> Tensor | None:  # [N, H]
+        """The last hidden states of a step; None where the decoder has to run as it is."""
         if self._found is None or not self._found.holds():
             self._found = _look_at(self._decoder)
         if not self._found.known or torch.is_autocast_enabled("cpu"):
             return None
-        decoder, norm = self._decoder, self._decoder.norm
-        hidden = F.embedding(input_ids, decoder.embed_tokens.weight)
-        cos, sin = self._turns(hidden, position_ids)
+        decoder, input_ids, positions = self._decoder, vector.view("input_ids"), vector.view("query_position")
+        cos, sin, turns = self._turns(input_ids, positions, vector.positions)
         if cos.shape[1] != decoder.layers[0].self_attn.head_dim:
             return None
         if not self._cache.ready:
             for layer in decoder.layers:
                 attention = layer.self_attn
-                keys = hidden.new_empty((0, attention.config.num_key_value_heads, attention.head_dim))
+                keys = cos.new_empty((0, attention.config.num_key_value_heads, attention.head_dim))
                 self._cache.make_pages(attention.layer_idx, keys, attention.num_key_value_groups)
-        if self._found.layers is None:
-            for layer in decoder.layers:
-                hidden = self._with_modules(layer, hidden, cos, sin)
-        else:
-            steps = [self._cache.layer(layer.self_attn.layer_idx) for layer in decoder.layers]
-            decoder_layers_(
-                hidden,
-                self._found.layers,
-                cos,
-                sin,
-                steps[0].slots,
-                [(step.k, step.v) for step in steps],
-                steps[0].plan,
-                eps=norm.variance_epsilon,
+        if self._found.layers is not None:
+            return self._as_one(self._found).run(input_ids, cos, sin, vector.view("slots"), vector.plan, turns)
+        vector.begin(self._cache)
+        if turns is not None:
+            cos, sin = cos.index_select(0, turns), sin.index_select(0, turns)
+        hidden = F.embedding(input_ids, decoder.embed_tokens.weight)
+        for layer in decoder.layers:
+            hidden = self._with_modules(layer, hidden, cos, sin)
+        return add_rms_norm_(hidden, None, decoder.norm.weight, decoder.norm.variance_epsilon)
+
+    def _as_one(self, found: Found) -> Decoder:
+        pages = self._cache.pages
+        if self._whole is None or self._whole[0] is not found or self._whole[1] is not pages:
+            assert found.layers is not None
+            decoder = self._decoder
+            whole = Decoder(
+                decoder.embed_tokens.weight,
+                found.layers,
+                decoder.norm.weight,
+                [pages[layer.self_attn.layer_idx] for layer in decoder.layers],
+                eps=decoder.norm.variance_epsilon,
                 scale=decoder.layers[0].self_attn.scaling,
                 windows=[_window(layer) for layer in decoder.layers],
             )
-        return add_rms_norm_(hidden, None, norm.weight, norm.variance_epsilon)
+            self._whole = found, pages, whole
+        return self._whole[2]
 
-    def _turns(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, H], [N] -> [N, D] each
-        """Cosines and sines of positions, each computed once where that is all the module does; of rows ``like``
-        these."""
+    def _turns(self, input_ids: Tensor, position_ids: Tensor, positions: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cosines and sines [*, D] of rows [N] whose positions are below ``positions``, and which of them each row has.
+        Where that is all the module does, they are computed once for every position; else each row has its own."""
         rotary = self._decoder.rotary_emb
         own = type(rotary).__module__ == type(self._decoder).__module__ and "forward" not in vars(rotary)
         if not own or rotary._forward_hooks or rotary._forward_pre_hooks or rotary.rope_type not in STEADY:
-            cos, sin = rotary(like[None], position_ids[None])
-            return cos[0], sin[0]
+            like = F.embedding(input_ids, self._decoder.embed_tokens.weight)
+            cos, sin = rotary(like[None], position_ids[None].long())
+            return cos[0].contiguous(), sin[0].contiguous(), None
         frequencies: Tensor = rotary.inv_freq
         version = None if frequencies.is_inference() else frequencies._version
         made_of = id(frequencies), version, rotary.attention_scaling
-        positions = int(position_ids.max()) + 1
         if self._table is None or self._table[0] != made_of or len(self._table[1]) < positions:
             every = torch.arange(1 << (positions - 1).bit_length())
-            cos, sin = rotary(like[None], every[None])
-            self._table = made_of, cos[0], sin[0], frequencies
-        return self._table[1].index_select(0, position_ids), self._table[2].index_select(0, position_ids)
+            cos, sin = rotary(self._decoder.embed_tokens.weight[None], every[None])
+            self._table = made_of, cos[0].contiguous(), sin[0].contiguous(), frequencies
+        return self._table[1], self._table[2], position_ids
 
     def _with_modules(self, layer: Any, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H], [N, D]
         attention, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
@@ -145,6 +156,8 @@ def _look_at(decoder: Any) -> Found:
     passed_over = [decoder, decoder.embed_tokens, decoder.norm, *_passed_over(decoder.layers)]
     products = [product for layer in decoder.layers for product in _products(layer)]
     parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
+    settings = ("scaling", "sliding_window")  # of which a decoder in one call is made
+    parts += [(vars(la.self_attn), name, vars(la.self_attn).get(name)) for la in decoder.layers for name in settings]
     weighted = [m for m in (*passed_over, *products) if m._parameters]
     parts += [(m._parameters, name, part) for m in weighted for name, part in m._parameters.items()]
     hooks = [hooks for m in passed_over for hooks in (m._forward_hooks, m._forward_pre_hooks)]

@@ -57,7 +57,7 @@ class DecodeGraphs:
     def run(self, vector: StepVector, filters: tuple[str, ...]) -> Decoded:
         """The step without a graph."""
         logits = self._forward(*vector.begin(self._cache))
-        return Decoded(vector, logits, draw(logits, vector.draws(), filters))
+        return Decoded(vector, logits, draw(logits, vector.draws, filters))
 
     def pad(self, step: Step, draws: Draws, rows: int, partials: int) -> StepVector:
         pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys

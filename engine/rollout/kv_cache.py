@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +94,11 @@ class KvCache:
         """Whether the layers have their pages."""
         return bool(self._pages)
 
+    @property
+    def pages(self) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """Keys and values of the layers that have their pages; another object when they have been given back."""
+        return self._pages
+
     def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
         self._slots, self._plan = slots, plan
 
@@ -162,7 +168,7 @@ class KvCache:
     def free(self) -> None:
         """Give the memory of the pages back; they are made again, empty, when a layer next attends."""
         self.forget_dropped()
-        self._pages.clear()
+        self._pages = {}
 
     def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]
         # zeros, so that what a kernel reads beyond a node's keys and masks is finite; one more page has the spare slot

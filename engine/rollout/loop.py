@@ -96,23 +96,22 @@ class NativeLoop(Steering):
         return self._hand_out()
 
     def _compute(self, step: Step) -> None:
-        slots = step.sample_slots
-        forks = self.rows.forks[slots]
+        targets, offset, row = step.sample_slots, step.sample_offset, step.sample_rows
+        forks = self.rows.forks[targets]
         samples = np.maximum(forks, 1)
-        sampled = self.runner.run(step, self.rows, samples, self._seeds(slots, forks, samples))
-        targets, offset = slots, np.repeat(step.sample_offset, samples)
-        behind = np.repeat(step.input_ids[step.sample_rows], samples)
+        sampled = self.runner.run(step, self.rows, samples, self._seeds(targets, forks, samples))
         if forks.any():
-            targets, kept = self._fork(slots, forks)
-            sampled, offset, behind = sampled.only(kept), offset[kept], behind[kept]
+            targets, kept = self._fork(targets, forks)
+            sampled, offset, row = sampled.only(kept), np.repeat(offset, samples)[kept], np.repeat(row, samples)[kept]
         drafted = int(np.count_nonzero(offset))
         queried = np.bincount(targets) if drafted else None
         if drafted:
-            kept = on_path(sampled.token, behind, offset)
+            kept = on_path(sampled.token, step.input_ids[row], offset)
             targets, offset, sampled = targets[kept], offset[kept], sampled.only(kept)
         ends, texts = self._ends(targets, offset, sampled.token)
-        kept = up_to_end(ends != GO_ON, offset) & (ends != LOST)
-        targets, offset, ends, sampled = targets[kept], offset[kept], ends[kept], sampled.only(kept)
+        if drafted or texts is not None:
+            kept = up_to_end(ends != GO_ON, offset) & (ends != LOST)
+            targets, offset, ends, sampled = targets[kept], offset[kept], ends[kept], sampled.only(kept)
         if queried is not None:
             self._rewind_rejected(targets, queried)
         self.rows.push(targets, offset, sampled, self.version)
@@ -128,7 +127,8 @@ class NativeLoop(Steering):
         self.counts["idle_row_steps"] += unfinished - branches
         if self.drafter is not None:
             self.drafter.sampled(self.rows, targets, offset, sampled.token, self.version)
-        self._end_segments(targets, ends, sampled, texts)
+        if ends.any():
+            self._end_segments(targets, ends, sampled, texts or {})
 
     def _propose(self, slots: Array, others: int, room: int) -> tuple[Array, Array]:
         assert self.drafter is not None
@@ -274,22 +274,25 @@ class NativeLoop(Steering):
         self.rows.divide(parent.slot, children)
         return children
 
-    def _ends(self, slots: Array, offset: Array, token: Array) -> tuple[Array, dict[int, str]]:
-        """What each sample ends where it is the last of its branch [E] int8, and the texts that did so by slot."""
+    def _ends(self, slots: Array, offset: Array, token: Array) -> tuple[Array, dict[int, str] | None]:
+        """What each sample ends where it is the last of its branch [E] int8, and the texts that did so by slot; None
+        where no text does."""
         rows = self.rows
         ends = self.stops.tokens(rows.stop_table[slots], token)
         ends[(ends == GO_ON) & (rows.length[slots] + offset + 1 >= rows.segment_end[slots])] = END_SEGMENT
         ends[token < 0] = END_RESPONSE  # the logits were not finite; only this branch is lost
+        if not (rows.stops_at_text.any() and (at_text := rows.stops_at_text[slots]).any()):
+            return ends, None
         texts: dict[int, str] = {}
-        for i in np.flatnonzero(rows.stops_at_text[slots]).tolist():
+        for i in np.flatnonzero(at_text).tolist():
             branch, begin = rows.branch[slots[i]], i - int(offset[i])
             if branch is not None and token[i] >= 0 and not (ends[begin:i] != GO_ON).any():
                 with self._alone(branch.request):
                     if (hit := self.stops.text(rows, branch, token[begin : i + 1])) is not None:
                         what, texts[branch.slot] = hit
                         ends[i] = max(ends[i], what)
-        if rows.stops_at_text[slots].any():  # a tokenizer that fails ends the request, its other branches too
-            ends[[rows.branch[slot] is None for slot in slots.tolist()]] = LOST
+        # a tokenizer that fails ends the request, its other branches too
+        ends[[rows.branch[slot] is None for slot in slots.tolist()]] = LOST
         return ends, texts
 
     def _end_segments(self, slots: Array, ends: Array, sampled: Sampled, texts: dict[int, str]) -> None:

@@ -45,10 +45,10 @@ class RowTable:
     last_token: npt.NDArray[np.int64]
     position: npt.NDArray[np.int64]  # of the last token, on the path
     length: npt.NDArray[np.int64]  # response tokens on the path
-    limit: npt.NDArray[np.int64]  # longest response
-    segment_end: npt.NDArray[np.int64]  # response length at which the segment is full
     segment_tokens: npt.NDArray[np.int64]
     fill: npt.NDArray[np.int64]  # tokens in the buffer
+    limit: npt.NDArray[np.int64]  # longest response
+    segment_end: npt.NDArray[np.int64]  # response length at which the segment is full
     forks: npt.NDArray[np.int64]  # children to sample next; 0: go on in the same node
     running: npt.NDArray[np.bool_]  # only the last token lacks its keys, and no answer is waited for
     temperature: npt.NDArray[np.float32]
@@ -73,6 +73,8 @@ class RowTable:
         self._whole = table.view(np.dtype((np.void, _ROW.itemsize)))  # to copy rows as bytes, not by field
         for name in _FIELDS:
             setattr(self, name, table[name])
+        # position, length, segment_tokens and fill, which lie together and grow with every token
+        self._lengths = np.ndarray((len(table), 4), np.int64, table, _FIRST_LENGTH, (_ROW.itemsize, 8))
 
     def add(self, branch: Branch, **columns: Any) -> int:
         """A slot for a branch; columns not given are 0."""
@@ -133,29 +135,27 @@ class RowTable:
         if (sampled.token < 0).any():
             whole = sampled.token >= 0
             slots, offset, sampled = slots[whole], offset[whole], sampled.only(whole)
-        fill, more = self.fill[slots] + offset, offset + 1
+        lengths = self._lengths[slots]
+        fill = lengths[:, 3] + offset
         while fill.max(initial=0) >= self.records.shape[1]:
             self._grow_width()
-        records = self.records
-        records["token"][slots, fill] = sampled.token
-        records["logprob"][slots, fill] = sampled.logprob
-        records["raw_logprob"][slots, fill] = sampled.raw_logprob
-        records["entropy"][slots, fill] = sampled.entropy
-        records["version"][slots, fill] = version
+        new: Array = np.zeros(len(slots), self.records.dtype)
+        new["token"], new["version"] = sampled.token, version
+        new["logprob"], new["raw_logprob"], new["entropy"] = sampled.logprob, sampled.raw_logprob, sampled.entropy
         if sampled.top_id is not None and sampled.top_logprob is not None:
             top = sampled.top_id.shape[1]
-            records["top_id"][slots, fill, :top] = sampled.top_id
-            records["top_logprob"][slots, fill, :top] = sampled.top_logprob
-            records["top_raw"][slots, fill, :top] = sampled.top_raw
-        records["kept"][slots, fill] = 0
+            new["top_id"][:, :top] = sampled.top_id
+            new["top_logprob"][:, :top] = sampled.top_logprob
+            new["top_raw"][:, :top] = sampled.top_raw
         if sampled.kept is not None:
             for i in np.flatnonzero(self.keeps[slots]).tolist():
                 branch = self.branch[slots[i]]
                 assert branch is not None
                 branch.request.kept.append(sampled.kept[i])
-                records["kept"][slots[i], fill[i]] = len(branch.request.kept)
-        for column in (self.fill, self.position, self.length, self.segment_tokens):
-            column[slots] = column[slots] + more  # of a slot's tokens the last one is written
+                new["kept"][i] = len(branch.request.kept)
+        as_bytes = np.dtype((np.void, new.itemsize))  # not field by field
+        self.records.view(as_bytes)[slots, fill] = new.view(as_bytes)
+        self._lengths[slots] = lengths + (offset + 1)[:, None]  # of a slot's tokens the last one is written
         self.last_token[slots] = sampled.token
 
     def sampled(self, slot: int) -> Array:  # [fill] records
@@ -204,3 +204,4 @@ def element_type(array: Any) -> Any:
 
 _ROW = np.dtype([(name, element_type(of)) for name, of in get_type_hints(RowTable).items()], align=True)
 _FIELDS = tuple(_ROW.names or ())
+_FIRST_LENGTH = _ROW.fields["position"][1] if _ROW.fields else 0

@@ -18,7 +18,7 @@ from rolltree.kernels.linear_logprob.head import Head
 from ..integrations.transformers import MASK_STUB
 from ..model.decoder import head_reader
 from .branch import Branch
-from .draws import Drawn, Draws, draw, numbers_of
+from .draws import Drawn, Draws, draw, drawn_from
 from .fused_decoder import FusedDecoder
 from .graphs import DecodeGraphs
 from .kv_cache import KvCache
@@ -67,6 +67,8 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
+        self._vector: StepVector | None = None  # of the step before
+        self._product: Head | None = None
         self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}
 
     def run(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
@@ -79,21 +81,25 @@ class Runner:
         """
         self._use_adapter(step.adapter)
         draws = Draws.of(step, rows, samples, seeds)
-        behind = step.input_ids[step.sample_rows[draws.head_row]]
-        only_decodes = len(step.sample_rows) == len(step.input_ids) == len(behind)
-        if self.graphs is not None and self._cache.ready and only_decodes:  # pages are made outside of a graph
-            vector, logits, drawn = self.graphs.decode(step, draws)
-            return self._sampled(vector, logits[: len(behind)], drawn, draws, rows, behind)
+        taken = len(draws.slots)
+        every_row = len(step.sample_rows) == len(step.input_ids)
+        if self.graphs is not None and self._cache.ready and every_row and taken == len(samples):
+            vector, logits, drawn = self.graphs.decode(step, draws)  # pages are made outside of a graph
+            return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
-        vector = StepVector.of(step, draws, self._cache, self._device, least=least)
-        hidden = self._decode(*vector.begin(self._cache))
-        if len(behind) == 0:
+        vector = StepVector.of(step, draws, self._cache, self._device, least=least, before=self._vector)
+        hidden = self._fused.run(vector) if self._fused is not None else None
+        if hidden is None:
+            hidden = self._decode(*vector.begin(self._cache))
+        if taken == 0:
+            self._vector = None  # nothing is fetched: the copy to the device may not be over when the next one begins
             empty = np.zeros(0, np.float32)
             return Sampled(np.zeros(0, np.int64), empty, empty, empty)
-        logits = self.logits(hidden.index_select(0, vector.view("sample_rows")))
-        if len(behind) > len(samples):
+        self._vector = vector
+        logits = self.logits(hidden if every_row else hidden.index_select(0, vector.view("sample_rows")))
+        if taken > len(samples):
             logits = logits.index_select(0, vector.view("head_row"))
-        return self._sampled(vector, logits, None, draws, rows, behind)
+        return self._sampled(step, vector, logits, None, draws, rows)
 
     def forget_graphs(self) -> None:
         """The weights or the pages have moved."""
@@ -101,10 +107,6 @@ class Runner:
             self.graphs.clear()
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
-        if self._fused is not None:
-            hidden = self._fused.run(input_ids, position_ids)
-            if hidden is not None:
-                return hidden
         # a layer's pages, and the groups of its heads, become known when it first runs, as it is
         layers = self._layers if self._cache.ready else None
         with layers.substituted() if layers is not None else nullcontext():
@@ -122,49 +124,56 @@ class Runner:
 
     def _sampled(
         self,
+        step: Step,
         vector: StepVector,
         logits: Tensor,  # [E, V] fp32
         drawn: Drawn | None,  # from these logits, if they have been
         draws: Draws,
         rows: RowTable,
-        behind: Array,  # [E] int64, the token behind which each is sampled
     ) -> Sampled:
         slots, why = draws.slots, None
-        free, columns = logits, vector.draws(len(slots))
-        if len(constrained := np.flatnonzero(rows.constrained[slots])):
+        free, columns = logits, vector.draws
+        if rows.constrained.any() and len(constrained := np.flatnonzero(rows.constrained[slots])):
             logits, why = logits.clone(), np.full(len(slots), None)
+            behind = step.input_ids[step.sample_rows[draws.head_row]]
             self._constrain(logits, rows, slots, draws.offset, behind, constrained, why)
-            out = draw(logits, columns, draws.filters).out
-            raw = free.log_softmax(-1).gather(1, out.token.clamp(min=0)[:, None])[:, 0]
-            out = out._replace(raw_logprob=raw)
-            drawn = Drawn(out, numbers_of(out))
-        out, numbers = drawn or draw(logits, columns, draws.filters)
+            own = {name: column[: len(slots)] for name, column in columns.items()}
+            drawn = draw(logits, own, draws.filters)
+            raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
+            drawn = drawn_from(drawn.out._replace(raw_logprob=raw))
+        if drawn is None:
+            drawn = draw(logits, columns, draws.filters)
         top_id = top_logprob = top_raw = None
-        if most := int(rows.top[slots].max(initial=0)):
-            temperature = columns["temperature"]
+        if rows.top.any() and (most := int(rows.top[slots].max(initial=0))):
+            temperature = columns["temperature"][: len(slots)]
             scaled = free / torch.where(temperature == 0, 1.0, temperature)[:, None]
             top = scaled.topk(min(most, self.vocabulary), dim=-1)
             top_id = top.indices.cpu().numpy()
             top_logprob = (top.values - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()
             top_raw = (free.gather(1, top.indices) - free.logsumexp(-1, keepdim=True)).cpu().numpy()
         kept = None
-        if len(keeping := np.flatnonzero(rows.keeps[slots])):
+        if rows.keeps.any() and len(keeping := np.flatnonzero(rows.keeps[slots])):
             some = self._to_device(keeping)
-            indptr, ids = kept_tokens(logits.index_select(0, some), out.last_kept.index_select(0, some))
+            indptr, ids = kept_tokens(logits.index_select(0, some), drawn.out.last_kept.index_select(0, some))
             kept = np.empty(len(slots), object)
             for i, of_row in zip(
                 keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
             ):
                 kept[i] = of_row
-        token, logprob, raw_logprob, entropy = numbers[:, : len(slots)].cpu().numpy()  # one copy, one wait
-        token = token.view(np.int32).astype(np.int64)
-        return Sampled(token, logprob, raw_logprob, entropy, top_id, top_logprob, top_raw, kept, why)
+        return Sampled(*drawn.fetch(len(slots)), top_id, top_logprob, top_raw, kept, why)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
         weight, bias, softcap, lora = self._head()
+        if (
+            self._product is None
+            or self._product.weight is not weight
+            or weight.dtype != torch.float32
+            or lora is not None
+        ):
+            self._product = Head(weight, None, lora, torch.float32)  # may hold a copy in fp32, for this once
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
-        Head(weight, None, lora, torch.float32).logits(hidden, logits)
+        self._product.logits(hidden, logits)
         if bias is not None:
             logits = logits + bias.float()
         if softcap is not None:

@@ -120,11 +120,15 @@ class Scheduler:
         self._admit(start)
         self._adapter = self._next_adapter()
         slots = self._running()
-        pages = self._pages_for(slots)
+        # a branch takes a page at most; which of them do is asked where it matters
+        fit = len(slots) <= self.cache.tree.free_pages and not self.waiting and propose is None
+        pages = 0 if fit else self._pages_for(slots)
         while pages > self.cache.tree.free_pages:
             slots = self._reclaim(pages)
             pages = self._pages_for(slots)
-        fills, pages = self._fill(pages, idle=not self.rows.running.any())
+        fills: list[Fill] = []
+        if self.waiting:
+            fills, pages = self._fill(pages, idle=not self.rows.running.any())
         drafts = self._draft(slots, fills, pages, propose) if propose is not None and len(slots) else None
         self.cache.save_dropped()
         return self._assemble(slots, fills, drafts) if len(slots) or fills else None
@@ -147,6 +151,8 @@ class Scheduler:
 
     def _next_adapter(self) -> int:
         """Adapters take turns: one step computes with one of them."""
+        if not self.rows.adapter.any():
+            return 0
         present = set(np.unique(self.rows.adapter[self.rows.running]).tolist())
         present |= {int(self.rows.adapter[branch.slot]) for branch in self.waiting}
         return min(present, key=lambda adapter: (adapter <= self._adapter, adapter), default=0)
@@ -294,28 +300,22 @@ class Scheduler:
             token = np.concatenate([token, *(tree.tokens(fill.node, fill.begin, fill.count) for fill in fills)])
             position = _extend(position, [tree.position(fill.node) + fill.begin for fill in fills])
             self.prefill_tokens += sum(fill.count for fill in fills)
-        begin = np.cumsum(count) - count
-        order = tree.depth_first(node)
-        node, count, appended, sampler = node[order], count[order], appended[order], sampler[order]
-        end, sampled = np.cumsum(count), sampled[order]
-        if fills or drafts is not None:
-            within = np.arange(end[-1]) - np.repeat(end - count, count)
-            input_ids = token[np.repeat(begin[order], count) + within].astype(np.int64)
-            position_ids = np.repeat(position[order], count) + within
-        else:
+        order, kv_slots, plan = tree.arrange(node, count, appended, self.cache.spare_slot)
+        sampler = sampler[order]
+        if not fills and drafts is None:
+            every = np.arange(len(order))
             input_ids, position_ids = token[order], position[order]
-
-        writes = appended > 0
-        kv_slots = tree.append(node[writes], appended[writes])
-        if not writes.all():
-            kv_slots, new = np.full(end[-1], self.cache.spare_slot, np.int64), kv_slots
-            kv_slots[np.repeat(writes, count)] = new
+            return Step(input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, self._adapter, [])
+        begin = (np.cumsum(count) - count)[order]
+        count, sampled = count[order], sampled[order]
+        end = np.cumsum(count)
+        within = np.arange(end[-1]) - np.repeat(end - count, count)
         offset = np.arange(sampled.sum()) - np.repeat(np.cumsum(sampled) - sampled, sampled)
         return Step(
-            input_ids,
-            position_ids,
-            kv_slots,
-            plan=tree.plan(node, count),
+            input_ids=token[np.repeat(begin, count) + within].astype(np.int64),
+            position_ids=np.repeat(position[order], count) + within,
+            kv_slots=kv_slots,
+            plan=plan,
             sample_rows=np.repeat(end - sampled, sampled) + offset,
             sample_slots=np.repeat(sampler, sampled),
             sample_offset=offset,

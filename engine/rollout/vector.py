@@ -24,8 +24,9 @@ Array = npt.NDArray[Any]
 class StepVector:
     """Room for steps of ``rows`` rows, ``partials`` partial results of attention and ``samples`` samples.
 
-    Token ids, slots, the plan of attention with its schedule, and how each row is sampled are views of it. Rows, nodes
-    and samples beyond a step's own are padding: such rows read no key and write to a slot that nobody reads.
+    Token ids, slots, the plan of attention with its schedule, and how each row is sampled are views of it, which stay
+    while steps come and go. Rows, nodes and samples beyond a step's own are padding: such rows read no key and write to
+    a slot that nobody reads.
 
     Args:
         groups: query heads a key head, of all layers.
@@ -43,7 +44,8 @@ class StepVector:
         samples: int,
         head_rows: int = 0,
     ) -> None:
-        self.partials = partials
+        self.sizes = rows, partials, samples, head_rows
+        self.pages = pages
         self._groups = groups
         nodes = partials  # a node that some row reads has at least one, and so has an item
         words = {name: samples * (dtype.itemsize // 4) for name, dtype in DTYPES.items()}
@@ -59,30 +61,44 @@ class StepVector:
         }
         if not groups:
             del sizes["partial_begin"]
-        self._places, length = lay_out(sizes)
+        places, length = lay_out(sizes)
         self._host = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        host = self._host.numpy()
+        self._columns = {name: host[place] for name, place in places.items()}
+        self._page_ids_begin = places["page_ids"].start
+        self._views = {name: self._device[place] for name, place in places.items()}
+        self.plan = DecodePlan.of_columns(self._views, partials)
+        self.draws = {name: self._views[name].view(dtype) for name, dtype in DTYPES.items()}
+        """How samples are drawn, see `Draws.columns`."""
+        self.positions = 0
+        """One more than the last position of a row."""
 
     @staticmethod
-    def of(step: Step, draws: Draws, cache: KvCache, device: torch.device, *, least: int = 1) -> StepVector:
+    def of(
+        step: Step,
+        draws: Draws,
+        cache: KvCache,
+        device: torch.device,
+        *,
+        least: int = 1,
+        before: StepVector | None = None,
+    ) -> StepVector:
         """A step without padding, but for what has fewer than ``least``: to compilers a size of one is another
-        program."""
+        program. Where the vector ``before`` is of its sizes, it takes the step."""
         rows, pages, nodes = (max(len(values), least) for values in (step.input_ids, *step.plan[1:3]))
-        vector = StepVector(
-            rows,
-            max(count_partials(step), nodes),
-            pages,
-            cache.groups if device.type == "cuda" else (),  # on a CPU nodes are gone through as they are
-            device,
-            samples=len(draws.slots),
-            head_rows=len(step.sample_rows),
-        )
-        vector.load(step, draws, cache.spare_slot)
-        return vector
+        groups = cache.groups if device.type == "cuda" else ()  # on a CPU nodes are gone through as they are
+        partials = max(count_partials(step), nodes) if groups else nodes
+        sizes = rows, partials, len(draws.slots), len(step.sample_rows)
+        if before is None or before.sizes != sizes or before.pages < pages:
+            pages += pages // 4  # a branch has another one after some steps
+            before = StepVector(rows, partials, pages, groups, device, samples=sizes[2], head_rows=sizes[3])
+        before.load(step, draws, cache.spare_slot)
+        return before
 
     def load(self, step: Step, draws: Draws, spare_slot: int) -> None:
         """Take a step's numbers over."""
-        columns = host_columns((*step.plan, step.position_ids.astype(np.int32)), self._groups)
+        columns = host_columns((*step.plan, step.position_ids), self._groups)
         values: dict[str, Array] = {
             "input_ids": step.input_ids,
             "slots": step.kv_slots,
@@ -91,32 +107,24 @@ class StepVector:
             "head_row": draws.head_row,
             **columns,
         }
-        rest = {"slots": spare_slot}
-        rest |= {name: int(column[-1]) for name, column in columns.items() if name in ("page_indptr", "partial_begin")}
-        host = self._host.numpy()
-        for name, place in self._places.items():
-            column, new = host[place], values[name]
+        for name, column in self._columns.items():
+            new = values[name]
             column[: len(new)] = new
-            if name != "page_ids":  # what lies beyond them no node names
-                column[len(new) :] = rest.get(name, 0)
+            if len(new) < len(column) and name != "page_ids":  # what lies beyond them no node names
+                last = name in ("page_indptr", "partial_begin")
+                column[len(new) :] = new[-1] if last else spare_slot if name == "slots" else 0
+        self.positions = int(step.position_ids.max()) + 1
         if self._device is not self._host:
-            used = self._places["page_ids"].start + len(columns["page_ids"])
+            used = self._page_ids_begin + len(columns["page_ids"])
             self._device[:used].copy_(self._host[:used], non_blocking=True)
 
     def view(self, name: str) -> Tensor:
-        return self._device[self._places[name]]
+        return self._views[name]
 
     def begin(self, cache: KvCache) -> tuple[Tensor, Tensor]:
         """Begin the step; its ids and positions [rows] int64."""
-        cache.begin_step(self.view("slots").long(), self.plan())
+        cache.begin_step(self.view("slots").long(), self.plan)
         return self.view("input_ids").long(), self.view("query_position").long()
-
-    def plan(self) -> DecodePlan:
-        return DecodePlan.of_columns({name: self.view(name) for name in self._places}, self.partials)
-
-    def draws(self, samples: int | None = None) -> dict[str, Tensor]:
-        """How rows are sampled: the first ``samples`` of each column."""
-        return {name: self.view(name).view(dtype)[:samples] for name, dtype in DTYPES.items()}
 
 
 def count_partials(step: Step) -> int:

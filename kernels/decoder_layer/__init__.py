@@ -1,5 +1,5 @@
-"""Decoder layers where they decode, and what they do between their products."""
+"""Decoders of the Llama family where they generate, and what their layers do between the products."""
 
-from .api import LayerWeights, add_rms_norm_, decoder_layers_, rotate_and_store_
+from .api import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
 
-__all__ = ["LayerWeights", "add_rms_norm_", "decoder_layers_", "rotate_and_store_"]
+__all__ = ["Decoder", "LayerWeights", "add_rms_norm_", "rotate_and_store_"]

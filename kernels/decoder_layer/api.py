@@ -23,7 +23,7 @@ _ROTATE_AND_STORE: Mapping[str, Callable[..., None]] = {
     "cpu": cpu.rotate_and_store,
     "reference": reference.rotate_and_store,
 }
-_DECODER_LAYER: Mapping[str, Callable[..., None]] = {"cpu": cpu.decoder_layer, "reference": reference.decoder_layer}
+_DECODER: Mapping[str, Callable[..., Tensor]] = {"cpu": cpu.decoder, "reference": reference.decoder}
 DTYPES = (torch.float32, torch.float64)
 LONGEST_HEAD = 1024
 
@@ -101,7 +101,7 @@ def rotate_and_store_(
     given["slots"] = check.tensor("slots", slots, (N,))
     check.require(slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}")
     _contiguous(check, given)
-    _in_pages(check, slots, P * page)
+    _below(check, "slots", slots, P * page)
     run = _choose("rotate_and_store_", _ROTATE_AND_STORE, q)
     run(q, k, v, q_weight, k_weight, check.number("eps", eps, least=0.0), cos, sin, slots, k_pages, v_pages)
 
@@ -160,10 +160,10 @@ class LayerWeights:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return tuple(vars(self).values())
 
-    def does_not_fit(self, H: int, heads: int, D: int, residual: Tensor) -> str | None:
-        """Why they are not those of a layer of rows like ``residual`` and pages of as many heads, if they are not."""
-        if self.q.shape[1] != H or self.q.dtype != residual.dtype or self.q.device != residual.device:
-            return f"layers must take rows of {H} {residual.dtype} numbers on {residual.device} like residual"
+    def does_not_fit(self, H: int, heads: int, D: int, rows: Tensor) -> str | None:
+        """Why they are not those of a layer of rows like ``rows`` and pages of as many heads, if they are not."""
+        if self.q.shape[1] != H or self.q.dtype != rows.dtype or self.q.device != rows.device:
+            return f"layers must take rows of {H} {rows.dtype} numbers on {rows.device} like the embedding's"
         queries, keys = len(self.q), len(self.k)
         if keys != heads * D or queries % keys:
             return (
@@ -174,76 +174,123 @@ class LayerWeights:
         return None
 
 
-def decoder_layers_(
-    residual: Tensor,  # [N, H] float32
-    layers: Sequence[LayerWeights],
-    cos: Tensor,  # [N, D]
-    sin: Tensor,  # [N, D]
-    slots: Tensor,  # [N] int64
-    pages: Sequence[tuple[Tensor, Tensor]],
-    plan: DecodePlan,
-    *,
-    eps: float,
-    scale: float,
-    windows: Sequence[int | None],
-) -> None:
-    """Layers of the Llama family on the rows of a step: attention over the pages, which get the rows' keys and values
-    before, and the gated unit; both are added to ``residual``.
+class Decoder:
+    """A decoder of the Llama family where it generates: from token ids to the last hidden states of a step's rows.
 
-    The norms are :func:`add_rms_norm_`'s, turning and storing :func:`rotate_and_store_`'s, attention is
-    `rolltree.kernels.tree_decode_attention`. On a CPU the products of up to 64 rows are made by a kernel of our own, by
-    which a row's result does not depend on the rows beside it. (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
+    Every layer attends over its pages, which get the rows' keys and values before, and adds that and its gated unit to
+    the rows; the last norm is behind them. Norms are :func:`add_rms_norm_`'s, turning and storing
+    :func:`rotate_and_store_`'s, attention is `rolltree.kernels.tree_decode_attention`. On a CPU the products of up to
+    64 rows are made by a kernel of our own, by which a row's result does not depend on the rows beside it.
+    (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
 
     Args:
+        embedding: [V, H] float32.
+        norm: [H], of what leaves the last layer.
         pages: each layer's keys and values, [P, page, Hkv, D].
-        plan: what the rows see, their own keys included.
         eps: of all norms.
         scale, windows: as of `tree_decode_attention`, the window of each layer.
 
     Raises:
-        ValueError, TypeError: a shape, dtype, device or number that does not fit, a tensor that is not contiguous, or
-            slots outside of the pages.
+        ValueError, TypeError: a shape, dtype, device or number that does not fit, or a tensor that is not contiguous.
     """
-    check = Arguments("decoder_layers_", "residual", residual)
-    check.require(
-        0 < len(layers) == len(pages) == len(windows),
-        f"there must be as many layers as pages and windows, not {len(layers)}, {len(pages)} and {len(windows)}",
-    )
-    N, H = check.floats("residual", residual, ("N", "H"), dtypes=DTYPES).shape
-    same = (residual.dtype,)
-    P, page, heads, D = check.floats("pages", pages[0][0], ("P", "page", "Hkv", "D"), " like residual", same).shape
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        check.floats(name, tensor, (N, D), " like residual", same)
-    slots = check.tensor("slots", slots, (N,))
-    check.require(slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}")
-    check.require(
-        D % 2 == 0 and D <= LONGEST_HEAD, f"heads must be even and of at most {LONGEST_HEAD} numbers, not {D}"
-    )
-    _contiguous(check, {"residual": residual, "cos": cos, "sin": sin, "slots": slots})
-    for weights, own, window in zip(layers, pages, windows, strict=True):
-        if not isinstance(weights, LayerWeights):
-            check.wrong_type("layers", "LayerWeights", weights)
-        wrong = weights.does_not_fit(H, heads, D, residual)
-        if wrong is not None:
-            check.require(False, wrong)
-        for tensor in own:
-            if tensor.shape != pages[0][0].shape or tensor.dtype != residual.dtype or not tensor.is_contiguous():
-                check.floats("pages", tensor, (P, page, heads, D), " like the first", same)
-                check.require(False, f"pages must be contiguous, got strides {list(tensor.stride())}")
-        check.window(window)
-    check_plan(check, plan, N, P, page)
-    _in_pages(check, slots, P * page)
-    run = _choose("decoder_layers_", _DECODER_LAYER, residual)
-    eps, scale = check.number("eps", eps, least=0.0), check.number("scale", scale)
-    nodes = tuple(plan.tensors().values())
-    for weights, (k_pages, v_pages), window in zip(layers, pages, windows, strict=True):
-        run(residual, weights, cos, sin, slots, k_pages, v_pages, nodes, eps, scale, window)
+
+    def __init__(
+        self,
+        embedding: Tensor,  # [V, H] float32
+        layers: Sequence[LayerWeights],
+        norm: Tensor,  # [H]
+        pages: Sequence[tuple[Tensor, Tensor]],
+        *,
+        eps: float,
+        scale: float,
+        windows: Sequence[int | None],
+    ) -> None:
+        check = Arguments("Decoder", "embedding", embedding)
+        check.require(
+            0 < len(layers) == len(pages) == len(windows),
+            f"there must be as many layers as pages and windows, not {len(layers)}, {len(pages)} and {len(windows)}",
+        )
+        _, H = check.floats("embedding", embedding, ("V", "H"), dtypes=DTYPES).shape
+        same = (embedding.dtype,)
+        check.floats("norm", norm, (H,), " like embedding", same)
+        shape = check.floats("pages", pages[0][0], ("P", "page", "Hkv", "D"), " like embedding", same).shape
+        heads, D = shape[2:]
+        check.require(
+            D % 2 == 0 and D <= LONGEST_HEAD, f"heads must be even and of at most {LONGEST_HEAD} numbers, not {D}"
+        )
+        _contiguous(check, {"embedding": embedding, "norm": norm})
+        for weights, own, window in zip(layers, pages, windows, strict=True):
+            if not isinstance(weights, LayerWeights):
+                check.wrong_type("layers", "LayerWeights", weights)
+            wrong = weights.does_not_fit(H, heads, D, embedding)
+            check.require(wrong is None, wrong or "")
+            for tensor in own:
+                check.floats("pages", tensor, shape, " like the first", same)
+                _contiguous(check, {"pages": tensor})
+            check.window(window)
+        self.embedding, self.norm = embedding, norm
+        self.layers, self.pages, self.windows = tuple(layers), tuple(pages), tuple(windows)
+        self.eps, self.scale = check.number("eps", eps, least=0.0), check.number("scale", scale)
+        self.every_weight = [tensor for weights in layers for tensor in weights.tensors]
+        self.every_page = [tensor for own in pages for tensor in own]
+        self.window_numbers = [window or 0 for window in windows]
+
+    def __call__(
+        self,
+        input_ids: Tensor,  # [N] int32
+        cos: Tensor,  # [T, D]
+        sin: Tensor,  # [T, D]
+        slots: Tensor,  # [N] int32
+        plan: DecodePlan,
+        *,
+        turns: Tensor | None = None,  # [N] int32
+    ) -> Tensor:  # [N, H]
+        """The normed last hidden states of a step; its keys and values are in the pages then.
+
+        Args:
+            cos, sin: by which heads are turned.
+            slots: the place of each row, page times its size plus the place within.
+            plan: what the rows see, their own keys included.
+            turns: which of ``cos`` and ``sin`` each row has; None: there is one a row.
+
+        Raises:
+            ValueError, TypeError: a shape, dtype or device that does not fit, a tensor that is not contiguous, ids
+                outside of the vocabulary, slots outside of the pages, or turns outside of ``cos``.
+        """
+        check = Arguments("Decoder", "embedding", self.embedding)
+        P, page, _, D = self.pages[0][0].shape
+        N = len(check.tensor("input_ids", input_ids, ("N",)))
+        T = len(check.floats("cos", cos, ("T" if turns is not None else N, D), " like embedding", (self.norm.dtype,)))
+        check.floats("sin", sin, (T, D), " like cos", (self.norm.dtype,))
+        within = {"input_ids": (input_ids, len(self.embedding)), "slots": (slots, P * page)}
+        if turns is not None:
+            within["turns"] = turns, T
+        for name, (tensor, end) in within.items():
+            check.tensor(name, tensor, (N,))
+            check.require(tensor.dtype == torch.int32, f"{name} must be int32, got {tensor.dtype}")
+            _below(check, name, tensor, end)
+        _contiguous(check, {"cos": cos, "sin": sin, **{name: tensor for name, (tensor, _) in within.items()}})
+        check_plan(check, plan, N, P, page)
+        return self.run(input_ids, cos, sin, slots, plan, turns)
+
+    def run(
+        self,
+        input_ids: Tensor,  # [N] int32
+        cos: Tensor,  # [T, D]
+        sin: Tensor,  # [T, D]
+        slots: Tensor,  # [N] int32
+        plan: DecodePlan,
+        turns: Tensor | None,  # [N] int32
+    ) -> Tensor:  # [N, H]
+        """The same of arguments that are right, for who has made them: they are not looked at."""
+        run = _choose("Decoder", _DECODER, self.embedding)
+        return run(self, input_ids, cos, sin, turns, slots, tuple(plan.tensors().values()))
 
 
-def _in_pages(check: Arguments, slots: Tensor, places: int) -> None:
-    if len(slots) and slots.device.type == "cpu":
-        least, most = (int(value) for value in slots.aminmax())
-        check.require(least >= 0 and most < places, f"slots must be in 0..{places - 1}, got {least}..{most}")
+def _below(check: Arguments, name: str, index: Tensor, end: int) -> None:
+    if len(index) and index.device.type == "cpu":
+        least, most = (int(value) for value in index.aminmax())
+        check.require(least >= 0 and most < end, f"{name} must be in 0..{end - 1}, got {least}..{most}")
 
 
 def _choose(op: str, table: Mapping[str, dispatch.Fn], first: Tensor) -> dispatch.Fn:

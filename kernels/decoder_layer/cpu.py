@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .api import LayerWeights
+    from .api import Decoder
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
@@ -31,18 +31,14 @@ def rotate_and_store(
     torch.ops.rolltree_cpu.rotate_and_store(q, k, v, q_weight, k_weight, eps, cos, sin, slots, k_pages, v_pages)
 
 
-def decoder_layer(
-    residual: Tensor,  # [N, H]
-    w: LayerWeights,
-    cos: Tensor,  # [N, D]
-    sin: Tensor,  # [N, D]
-    slots: Tensor,  # [N] int64
-    k_pages: Tensor,  # [P, page, Hkv, D]
-    v_pages: Tensor,  # [P, page, Hkv, D]
+def decoder(
+    of: Decoder,
+    input_ids: Tensor,  # [N] int32
+    cos: Tensor,  # [T, D]
+    sin: Tensor,  # [T, D]
+    turns: Tensor | None,  # [N] int32
+    slots: Tensor,  # [N] int32
     nodes: tuple[Tensor, ...],  # of the plan, in its order
-    eps: float,
-    scale: float,
-    window: int | None,
-) -> None:
-    step = (cos, sin, slots, k_pages, v_pages, *nodes)
-    torch.ops.rolltree_cpu.decoder_layer(residual, *w.tensors, eps, *step, scale, window)
+) -> Tensor:  # [N, H]
+    step = (cos, sin, turns, slots, *nodes, of.eps, of.scale, of.window_numbers)
+    return torch.ops.rolltree_cpu.decoder(input_ids, of.embedding, of.every_weight, of.norm, of.every_page, *step)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..tree_decode import reference as attention
 
 if TYPE_CHECKING:
-    from .api import LayerWeights
+    from .api import Decoder, LayerWeights
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
@@ -38,7 +38,24 @@ def rotate_and_store(
     v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
-def decoder_layer(
+def decoder(
+    of: Decoder,
+    input_ids: Tensor,  # [N] int32
+    cos: Tensor,  # [T, D]
+    sin: Tensor,  # [T, D]
+    turns: Tensor | None,  # [N] int32
+    slots: Tensor,  # [N] int32
+    nodes: tuple[Tensor, ...],  # of the plan, in its order
+) -> Tensor:  # [N, H]
+    residual = F.embedding(input_ids, of.embedding)
+    if turns is not None:
+        cos, sin = cos[turns], sin[turns]
+    for w, (k_pages, v_pages), window in zip(of.layers, of.pages, of.windows, strict=True):
+        _layer(residual, w, cos, sin, slots.long(), k_pages, v_pages, nodes, of.eps, of.scale, window)
+    return _rms_norm(residual, of.norm, of.eps)
+
+
+def _layer(
     residual: Tensor,  # [N, H]
     w: LayerWeights,
     cos: Tensor,  # [N, D]

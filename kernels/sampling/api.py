@@ -78,7 +78,23 @@ def sample_tokens(
     if torch.compiler.is_compiling():
         return SampleOutput(*_sample_op(logits, *parameters))
     with torch.no_grad():
-        return SampleOutput(*_sample(logits, *parameters))
+        return sample_rows(logits, *parameters)
+
+
+def sample_rows(
+    logits: Tensor,  # [N, V] bfloat16, float16 or float32
+    temperature: Tensor,  # [N] float32
+    top_k: Tensor | None,  # [N] int32
+    top_p: Tensor | None,  # [N] float32
+    min_p: Tensor | None,  # [N] float32
+    seed: Tensor,  # [N] int64
+    step: Tensor,  # [N] int64
+) -> SampleOutput:
+    """`sample_tokens` of arguments that are right, for who has made them: they are not looked at.
+
+    Dtypes and shapes are those above, all of one device and contiguous; there is no gradient to be kept.
+    """
+    return SampleOutput(*_sample(logits, temperature, top_k, top_p, min_p, seed, step))
 
 
 def kept_tokens(logits: Tensor, last_kept: Tensor) -> tuple[Tensor, Tensor]:  # [N, V], [N] int64

@@ -40,7 +40,7 @@ class DecodePlan:
     itself: it copies the plan to the host, and waits for that once a plan."""
 
     extent: tuple[int, int] | None = field(init=False, default=None)
-    """Pages that the keys lie in, and the least size of a page that holds them; None: made on a device, not known."""
+    """Pages that the keys lie in, and the least size of a page that holds them; None: not known, and believed."""
 
     def __post_init__(self) -> None:
         if not HAS_NUMPY:
@@ -76,16 +76,20 @@ class DecodePlan:
         vector = torch.from_numpy(host).to(device)
         partials = count_partials(arrays[3], arrays[5], arrays[6])
         plan = DecodePlan.of_columns({name: vector[place] for name, place in places.items()}, partials)
+        plan.__post_init__()
         if plan.extent is None:  # on a GPU its values are not looked at; here they still can be
             object.__setattr__(plan, "extent", extent_of(arrays))
         return plan
 
     @staticmethod
     def of_columns(columns: Mapping[str, Tensor], partials: int) -> DecodePlan:
-        """The plan of what `host_columns` names, on the device, with room for ``partials`` partials."""
-        plan = {name: columns[name] for name in TENSORS}
+        """The plan of what `host_columns` names, on the device, with room for ``partials`` partials. Who made them
+        answers for them: nothing is looked at, now or when it is used."""
         items = {int(name[5:]): columns[name].view(-1, FIELDS) for name in columns if name.startswith("items")}
-        return DecodePlan(**plan, schedule=Schedule(columns["partial_begin"], items, partials) if items else None)
+        plan = object.__new__(DecodePlan)
+        vars(plan).update({name: columns[name] for name in TENSORS}, extent=None)
+        vars(plan)["schedule"] = Schedule(columns["partial_begin"], items, partials) if items else None
+        return plan
 
 
 def extent_of(arrays: Sequence[Array]) -> tuple[int, int]:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rolltree.kernels import DecodePlan, dispatch, use_backend
-from rolltree.kernels.decoder_layer import LayerWeights, add_rms_norm_, decoder_layers_, rotate_and_store_
+from rolltree.kernels import DecodePlan, dispatch, tree_decode_attention, use_backend
+from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
 from rolltree.kernels.linear_logprob.head import FEW_ROWS, Head
 
 BACKENDS = [
@@ -195,25 +196,32 @@ def layer(
 
 
 def rows_of_a_prompt(N: int, H: int, kv_heads: int, D: int, page: int = 16) -> dict[str, Any]:
-    """A prompt of N tokens, each of which sees those before it."""
+    """A prompt of N tokens, each of which sees those before it; no token occurs twice."""
     torch.manual_seed(N)
     pages = (N + page - 1) // page + 1
     angle = torch.rand(N, D // 2).repeat(1, 2) * 6
     arrays = [[0, pages - 1], range(1, pages), [0], [N], [0], [0], [N], range(N)]
     return {
-        "residual": torch.randn(N, H),
+        "embedding": torch.randn(N, H),
+        "norm": 1 + 0.3 * torch.randn(H),
+        "input_ids": torch.arange(N, dtype=torch.int32),
         "cos": angle.cos(),
         "sin": angle.sin(),
-        "slots": torch.arange(page, page + N),
+        "slots": torch.arange(page, page + N, dtype=torch.int32),
         "k_pages": torch.zeros(pages, page, kv_heads, D),
         "v_pages": torch.zeros(pages, page, kv_heads, D),
         "plan": DecodePlan.from_host([np.array(a, np.int32) for a in arrays], torch.device("cpu")),
     }
 
 
-def run_layer(weights: Any, window: int | None = None, **given: Any) -> None:
-    pages = [(given.pop("k_pages"), given.pop("v_pages"))]
-    decoder_layers_(layers=[weights], pages=pages, windows=[window], **given)
+def run_layer(weights: Any, window: int | None = None, **given: Any) -> Tensor:
+    """A decoder of one layer."""
+    pages, options = (
+        [(given.pop("k_pages"), given.pop("v_pages"))],
+        {name: given.pop(name) for name in ("eps", "scale")},
+    )
+    embedding, norm = given.pop("embedding"), given.pop("norm")
+    return Decoder(embedding, [weights], norm, pages, windows=[window], **options)(**given)
 
 
 def doubled(given: dict[str, Any]) -> dict[str, Any]:
@@ -237,15 +245,15 @@ def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnit
     outs = {}
     for name in ("oracle", "reference", "cpu"):
         given = rows_of_a_prompt(N, H, kv_heads, D)
-        given["residual"] *= magnitude
+        given["embedding"] *= magnitude
         own = {k: None if t is None else t.clone() for k, t in weights.items()}
         if name == "oracle":
             given, own = doubled(given), doubled(own)
         elif name == "cpu" and not dispatch.load_library("cpu"):
             pytest.skip("the C++ kernels are not built")
         with use_backend("reference" if name == "oracle" else name):  # type: ignore[arg-type]
-            run_layer(weights=LayerWeights(**own), **given, scale=D**-0.5, **options)  # type: ignore[arg-type]
-        outs[name] = torch.cat([given[part].double().flatten() for part in ("residual", "k_pages", "v_pages")])
+            out = run_layer(weights=LayerWeights(**own), **given, scale=D**-0.5, **options)  # type: ignore[arg-type]
+        outs[name] = torch.cat([part.double().flatten() for part in (out, given["k_pages"], given["v_pages"])])
     scale = outs["oracle"].abs().max()
     plain, ours = ((outs[name] - outs["oracle"]).abs().max() / scale for name in ("reference", "cpu"))
     assert ours <= 2 * plain + 2**-23
@@ -254,20 +262,28 @@ def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnit
 @pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
 def test_a_row_of_a_layer_is_the_same_in_any_batch() -> None:
     weights = LayerWeights(**layer(100, 4, 2, 16, 90, normed=True))  # type: ignore[arg-type]
-    whole = rows_of_a_prompt(FEW_ROWS, 100, 2, 16)
-    expected = whole["residual"].clone()
-    alone = rows_of_a_prompt(FEW_ROWS, 100, 2, 16)
+    whole, alone = (rows_of_a_prompt(FEW_ROWS, 100, 2, 16) for _ in range(2))
     options = {"eps": 1e-6, "scale": 0.25}
-    run_layer(weights=weights, **whole, **options)
+    expected = run_layer(weights=weights, **whole, **options)
     for begin, end in ((0, 1), (1, 6), (6, 13), (13, 64)):
         arrays = [[0, 4], range(1, 5), [0], [end], [0], [0], [end - begin], range(begin, end)]
         plan = DecodePlan.from_host([np.array(a, np.int32) for a in arrays], torch.device("cpu"))
-        part = {name: alone[name][begin:end].clone() for name in ("residual", "cos", "sin", "slots")}
-        pages = {name: alone[name] for name in ("k_pages", "v_pages")}
-        run_layer(weights=weights, **part, **pages, plan=plan, **options)
-        assert torch.equal(part["residual"], whole["residual"][begin:end]), (begin, end)
-    assert not torch.equal(whole["residual"], expected)
+        part = {name: alone[name][begin:end].clone() for name in ("input_ids", "cos", "sin", "slots")}
+        rest = {name: alone[name] for name in ("embedding", "norm", "k_pages", "v_pages")}
+        assert torch.equal(run_layer(weights=weights, **part, **rest, plan=plan, **options), expected[begin:end]), begin
     assert torch.equal(alone["k_pages"], whole["k_pages"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_take_their_turns_from_a_table(backend: Any) -> None:
+    weights, options = LayerWeights(**layer(48, 4, 2, 16, 80)), {"eps": 1e-6, "scale": 0.25}  # type: ignore[arg-type]
+    own, shared = (rows_of_a_prompt(9, 48, 2, 16) for _ in range(2))
+    turns = torch.randperm(9).int()
+    for name in ("cos", "sin"):
+        shared[name] = torch.cat([shared[name][turns.argsort()], torch.randn(3, 16)])
+    with use_backend(backend):
+        expected = run_layer(weights, **own, **options)
+        assert torch.equal(run_layer(weights, **shared, **options, turns=turns), expected)
 
 
 @pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
@@ -293,12 +309,17 @@ def test_products_of_few_rows(width: int, depth: int) -> None:
 
 
 WRONG_LAYERS: list[tuple[dict[str, Any], str]] = [
-    ({"residual": torch.randn(5, 47)}, "rows of 47"),
-    ({"residual": torch.randn(48, 5).T}, "contiguous"),
+    ({"embedding": torch.randn(5, 47), "norm": torch.randn(47)}, "rows of 47"),
+    ({"embedding": torch.randn(48, 5).T}, "contiguous"),
+    ({"norm": torch.randn(47)}, "norm must be"),
+    ({"input_ids": torch.arange(1, 6).int()}, "input_ids must be in 0..4, got 1..5"),
+    ({"input_ids": torch.arange(5)}, "input_ids must be int32"),
+    ({"cos": torch.randn(6, 16)}, "cos must be"),
+    ({"turns": torch.tensor([0, 1, 2, 3, 5]).int()}, "turns must be in 0..4"),
     ({"weights": 3}, "LayerWeights"),
     ({"k_pages": torch.zeros(2, 16, 3, 16), "v_pages": torch.zeros(2, 16, 3, 16)}, "keys of 3 x 16"),
-    ({"slots": torch.arange(30, 35)}, "slots must be in 0..31"),
-    ({"slots": torch.arange(5).int()}, "int64"),
+    ({"slots": torch.arange(30, 35).int()}, "slots must be in 0..31"),
+    ({"slots": torch.arange(5)}, "slots must be int32"),
     ({"plan": rows_of_a_prompt(4, 48, 2, 16)["plan"]}, "4 query positions"),
     ({"plan": rows_of_a_prompt(5, 48, 2, 16, page=32)["plan"], "k_pages": torch.zeros(1, 4, 2, 16)}, "pages must be"),
     ({"eps": -1.0}, "eps"),
@@ -307,19 +328,38 @@ WRONG_LAYERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_several_layers_are_one_after_the_other() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("N", [9, FEW_ROWS + 1])
+def test_several_layers_are_one_after_the_other(backend: Any, N: int) -> None:
+    """Between two decoders stand the rows, which the norm behind the first one hides: here it is the last of both."""
     several = [LayerWeights(**layer(48, 4, 2, 16, 80 + i)) for i in range(3)]  # type: ignore[arg-type]
-    together, one_by_one = (rows_of_a_prompt(9, 48, 2, 16) for _ in range(2))
-    pages = [(torch.zeros(2, 16, 2, 16), torch.zeros(2, 16, 2, 16)) for _ in several]
-    own = {name: together[name] for name in ("residual", "cos", "sin", "slots", "plan")}
-    options = {"eps": 1e-6, "scale": 0.25}
-    decoder_layers_(layers=several, pages=pages, windows=[None, 4, None], **own, **options)
-    for weights, window, (k_pages, _) in zip(several, [None, 4, None], pages, strict=True):
-        run_layer(weights, window, **one_by_one, **options)
-        assert torch.equal(one_by_one["k_pages"], k_pages)
-    assert torch.equal(together["residual"], one_by_one["residual"])
+    given, windows = rows_of_a_prompt(N, 48, 2, 16), [None, 4, None]
+    pages = [(torch.zeros(6, 16, 2, 16), torch.zeros(6, 16, 2, 16)) for _ in several]
+    own = {name: given[name] for name in ("input_ids", "cos", "sin", "slots", "plan")}
+    options: dict[str, Any] = {"eps": 1e-6, "scale": 0.25}
+    near_enough = {"rtol": 2e-6, "atol": 2e-6}  # the gated unit has an exponential of its own
+    with use_backend(backend):
+        found = Decoder(given["embedding"], several, given["norm"], pages, windows=windows, **options)(**own)
+        residual = F.embedding(given["input_ids"], given["embedding"])
+        for w, window, (k_pages, v_pages) in zip(several, windows, pages, strict=True):
+            x, kept = add_rms_norm_(residual, None, w.input_norm, 1e-6), (k_pages.clone(), v_pages.clone())
+            q, k, v = (product(x, weight).view(N, -1, 16) for weight in (w.q, w.k, w.v))
+            rotate_and_store_(q, k, v, given["cos"], given["sin"], given["slots"].long(), k_pages, v_pages)
+            torch.testing.assert_close((k_pages, v_pages), kept, **near_enough)
+            seen, _ = tree_decode_attention(q, k_pages, v_pages, given["plan"], scale=0.25, window=window)
+            x = add_rms_norm_(residual, product(seen.flatten(1), w.o), w.mlp_norm, 1e-6)
+            residual += product(F.silu(product(x, w.gate)) * product(x, w.up), w.down)
+        expected = add_rms_norm_(residual, None, given["norm"], 1e-6)
+    torch.testing.assert_close(found, expected, **near_enough)
     with pytest.raises(ValueError, match="as many layers as pages and windows, not 3, 3 and 1"):
-        decoder_layers_(layers=several, pages=pages, windows=[None], **own, **options)
+        Decoder(given["embedding"], several, given["norm"], pages, windows=[None], **options)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """As a decoder on the backend in use makes it."""
+    if dispatch.forced() == "reference":
+        return F.linear(x, weight)
+    return Head(weight, None, None, torch.float32).logits(x, torch.empty(len(x), len(weight)))
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG_LAYERS)

@@ -1,5 +1,6 @@
 """The package's name: transformers imports whatever `kernels` it finds, also this folder when started in a checkout."""
 
+import platform
 import runpy
 import subprocess
 import sys
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import torch
+
+from rolltree.kernels import dispatch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -82,3 +86,49 @@ def test_cuda_is_built_for_the_gpus_of_the_machine(gpus, asked, built, tmp_path,
     assert for_each == ([built] * len(sources) + [set()] if built else [])  # the last one links
     assert calls.exists() == bool(built)
     assert ("no GPU here; ROLLTREE_CUDA_ARCHS=80,90a,100" in capsys.readouterr().err) == (not built)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+@pytest.mark.parametrize(
+    ("asked", "capability", "levels"),
+    [
+        (None, "AVX512", ["avx512"]),
+        ("native", "AVX2", ["avx2"]),
+        (None, "DEFAULT", ["default"]),
+        ("all", "AVX2", ["default", "avx2", "avx512"]),
+    ],
+)
+def test_cpu_kernels_are_built_for_the_machine_unless_asked_for_all(asked, capability, levels, tmp_path, monkeypatch):
+    calls = tmp_path / "calls"
+    program(tmp_path, "c++", f'echo "$@" >> {calls}')
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.delenv("ROLLTREE_CPU_ISA", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("ROLLTREE_CPU_ISA", asked)
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    of_another = tmp_path / "_cpu_avx999.so"
+    of_another.touch()
+    setup["NativeParts"](setuptools.Distribution()).build_cpu(tmp_path / "_cpu.so", tmp_path)
+    made = [Path(call.split(" -o ")[1].split()[0]).name for call in calls.read_text().splitlines() if "-shared" in call]
+    assert made == [f"_cpu_{level}.so" for level in levels]
+    assert not of_another.exists()
+    wheel = setup["Wheel"](setuptools.Distribution({"name": "rolltree", "version": "1"}))
+    wheel.finalize_options()
+    assert wheel.build_number == (None if asked == "all" else f"1{levels[0]}")
+
+
+def test_an_instruction_set_that_is_none(monkeypatch):
+    monkeypatch.setenv("ROLLTREE_CPU_ISA", "avx2")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    with pytest.raises(SystemExit, match="ROLLTREE_CPU_ISA is 'avx2'; it must be native"):
+        runpy.run_path(str(ROOT / "setup.py"))["cpu_levels"]()
+
+
+def test_kernels_for_another_machine_are_not_loaded_and_that_is_said(tmp_path, monkeypatch, caplog):
+    (tmp_path / "_cpu_avx512.so").touch()
+    monkeypatch.setattr(dispatch, "__file__", str(tmp_path / "dispatch.py"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not dispatch.load_library.__wrapped__("cpu")
+    assert "_cpu_avx512.so is for another machine; build rolltree here, or with ROLLTREE_CPU_ISA=all." in caplog.text

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from rolltree.engine.app import doctor
@@ -96,6 +97,11 @@ def test_compiled_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     host, cpu, cuda = doctor.compiled_parts(tmp_path)
     assert {host.level, cpu.level, cuda.level} == {"ok"}
     assert cpu.found == "_cpu_avx2.so, _cpu_default.so"
+    (tmp_path / "kernels/_cpu_default.so").unlink()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    _, cpu, _ = doctor.compiled_parts(tmp_path)
+    assert (cpu.level, cpu.found) == ("slow", "_cpu_avx2.so: for another machine")
+    assert cpu.remedy
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     host, cpu, cuda = doctor.compiled_parts(tmp_path / "empty")
     assert host.remedy.startswith("apt-get install g++")

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from rolltree.engine.integrations.fused_head import patch_model
+from rolltree.engine.model import fused_layers
+from rolltree.kernels import dispatch
 
 from ..model.test_tree_equals_flat import CONFIGS, make_models
 
@@ -35,9 +37,9 @@ def gradients(model: nn.Module, **call: Any) -> tuple[Any, dict[str, Tensor]]:
     return out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def pair(name: str) -> tuple[Any, Any]:
+def pair(name: str, *, layers: bool = True) -> tuple[Any, Any]:
     _, model = make_models(name)
-    return patch_model(copy.deepcopy(model)).train(), model.train()
+    return patch_model(copy.deepcopy(model), layers=layers).train(), model.train()
 
 
 def check(ours: Any, theirs: Any, **call: Any) -> Any:
@@ -93,8 +95,22 @@ def test_without_a_label_the_loss_is_zero() -> None:
     assert ours(**none, num_items_in_batch=5).loss == theirs(**none, num_items_in_batch=5).loss == 0
 
 
-def test_other_calls_are_as_before() -> None:
-    ours, theirs = pair("qwen3")
+@pytest.mark.parametrize("layers", [True, False])
+def test_layers_are_fused_unless_switched_off(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    for name in ("rms_norm", "rotate", "silu_mul"):
+        op = getattr(fused_layers, name)
+        monkeypatch.setattr(fused_layers, name, lambda *given, op=op: passes.append(op) or op(*given))
+    ours, theirs = pair("qwen3", layers=layers)
+    check(ours, theirs, **padded())
+    assert len(set(passes)) == (3 if layers and dispatch.load_library("cpu") else 0)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_other_calls_are_as_before(layers: bool) -> None:
+    ours, theirs = pair("qwen3", layers=layers)
+    if layers:
+        fused_layers.fuse_layers(theirs)
     batch = padded()
     bits = {"rtol": 0, "atol": 0}
     plain = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}

@@ -4,47 +4,65 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from .trl_tiny import WHOLE, save_model
+from ...ranks import run_ranks
+from .trl_tiny import WHOLE, grpo, save_model
 
-SCRIPT = """
-import json, sys
-from tests.engine.integrations.trl_tiny import grpo
-
-path, out, parts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-options = dict(num_iterations=2, learning_rate=0.5, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-done = grpo(path, parts, beta=0.1, **options)
-if done.accelerator.is_main_process:
-    weights = {name: weight.detach().double().norm().item() for name, weight in done.model.named_parameters()}
-    json.dump([done.state.log_history, weights], open(out, "w"))
-"""
+RANKS = 2
+PARTS: dict[str, dict[str, bool] | None] = {
+    "TRL": None,
+    "tree": {"rollouts": False},
+    "flat": {"tree": False, "rollouts": False},
+}
+OPTIONS = dict(num_iterations=2, learning_rate=0.5, per_device_train_batch_size=4, gradient_accumulation_steps=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [{"rollouts": False}, {"tree": False, "rollouts": False}], ids=["tree", "flat"])
-def test_two_ranks(tmp_path: Path, parts: dict[str, bool]) -> None:
-    path = save_model(tmp_path / "model")
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
-    found = []
-    for i, given in enumerate((None, parts)):
-        out = tmp_path / f"{i}.json"
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), path, str(out)]
-        root = Path(__file__).parents[3]
-        environment = {"PYTHONPATH": f"{root}:{':'.join(sys.path)}", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command, json.dumps(given)], env={**os.environ, **environment},
-            capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads(out.read_text()))
-    (theirs, weights), (ours, own) = found
+def free_port() -> int:
+    with socket.socket() as of:
+        of.bind(("127.0.0.1", 0))
+        return int(of.getsockname()[1])
+
+
+def work(rank: int, path: str, directory: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    GradientState._reset_state()  # of the process that this one is a fork of
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name, parts in PARTS.items():
+        done = grpo(path, parts, beta=0.1, **OPTIONS)
+        assert done.accelerator.num_processes == RANKS
+        assert isinstance(done.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+        if rank == 0:
+            weights = {key: weight.tolist() for key, weight in done.model.named_parameters()}
+            Path(directory, name).write_text(json.dumps([done.state.log_history, weights]))
+    PartialState().destroy_process_group()
+    assert not dist.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By its parts, what a run logged and its weights."""
+    directory = tmp_path_factory.mktemp("ranks")
+    run_ranks(work, (save_model(directory / "model"), str(directory), free_port()), RANKS)
+    return {name: json.loads((directory / name).read_text()) for name in PARTS}
+
+
+@pytest.mark.parametrize("parts", ["tree", "flat"])
+def test_two_ranks(found: dict[str, Any], parts: str) -> None:
+    (theirs, weights), (ours, own) = found["TRL"], found[parts]
     for a, b in zip(theirs, ours, strict=True):
+        assert a.keys() == b.keys()
         for name in a.keys() - WHOLE - {"entropy", "kl"} - {key for key in a if key.startswith("clip_ratio")}:
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
-    assert own == pytest.approx(weights, rel=1e-5)
+    assert own.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(torch.tensor(own[name]), torch.tensor(weight), rtol=1e-4, atol=1e-5, msg=name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +206,18 @@ def test_experts(tmp_path: Path) -> None:
     theirs, ours = (grpo(str(tmp_path), parts, **options) for parts in (None, TREE))
     assert "aux_loss" in ours.state.log_history[0]
     assert_same(theirs, ours)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """Both of its trainers, on a smaller model than its own."""
+    path = save_model(tmp_path / "model", max_position_embeddings=512)
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "trl_grpo.py"))
+    model, letters = example["small_model"]()
+    assert model.config.vocab_size == len(letters)
+    assert letters.decode(letters("What is 2 + 3?")["input_ids"]) == "What is 2 + 3?"
+    assert example["digits"](["1a", "", "23"]) == [0.5, 0.0, 1.0]
+    for accelerated in (False, True):
+        args = Namespace(model=path, steps=1, output=str(tmp_path / "out"))
+        seconds, reward = example["train"](args, accelerated)
+        assert seconds > 0
+        assert reward == 0  # its vocabulary has no digits

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.verl
 from tensordict import TensorDict  # noqa: E402
 
 from .verl_tiny import (  # noqa: E402  # before the rest of verl: it sets the platform
+    LAYER_OPS,
     LIBRARY,
     P,
     R,
@@ -79,6 +80,7 @@ def test_a_micro_batch(pair: tuple[Any, Any], groups: tuple[int, ...]) -> None:
     ours, theirs = (done(of, data, actor()) for of in pair)
     same(ours, theirs)
     assert set(ours.outputs) == {"log_probs", "entropy"}
+    assert (ours.fused, theirs.fused) == (LAYER_OPS, set())
     assert ours.seen == tokens_of_trees(data, [len(data)])
     assert theirs.seen == [len(data["input_ids"].values())]
 
@@ -207,6 +209,7 @@ def test_a_critic(paths: dict[bool, str], strategy: str) -> None:
     ours, theirs = (done(engine(paths[False], tree, strategy, "value_model"), data, loss) for tree in (True, False))
     same(ours, theirs)
     assert set(ours.outputs) == {"values"}
+    assert (ours.fused, theirs.fused) == (LAYER_OPS, set())
     assert ours.seen == tokens_of_trees(data, [len(data)])
 
 

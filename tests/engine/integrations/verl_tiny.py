@@ -53,6 +53,9 @@ from verl.workers.engine import EngineRegistry  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding  # noqa: E402
 
+from rolltree.engine.model import fused_layers  # noqa: E402
+from rolltree.kernels import dispatch  # noqa: E402
+
 LIBRARY = "rolltree.engine.integrations.verl_trees"
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 VOCABULARY, P, R = 97, 7, 6
@@ -174,14 +177,30 @@ class Done(NamedTuple):
     metrics: dict[str, list[float]]
     gradients: dict[str, Tensor]
     seen: list[int]  # tokens that the model was given, of each micro-batch
+    fused: set[str]  # ops of layers that computed
     outputs: dict[str, Tensor]  # of the same batch, inferred: [B, R]
+
+
+LAYER_OPS = {"rms_norm", "rotate", "silu_mul"} if dispatch.load_library("cpu") else set()
+"""Those that `fuse_layers` puts into a Qwen3 here."""
+
+
+@contextmanager
+def fused() -> Iterator[set[str]]:
+    """Which ops of layers compute meanwhile."""
+    seen: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rms_norm", "rotate", "silu_mul"):
+            op = getattr(fused_layers, name)
+            patch.setattr(fused_layers, name, lambda *given, op=op, name=name: seen.add(name) or op(*given))
+        yield seen
 
 
 def done(engine: Any, data: TensorDict, loss: Any) -> Done:
     seen: list[int] = []
     model = next(m for m in engine.module.modules() if hasattr(m, "get_input_embeddings"))
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0].numel()))
-    with engine.train_mode():
+    with engine.train_mode(), fused() as ops:
         engine.optimizer_zero_grad()
         out = engine.forward_backward_batch(data.copy(), loss)
         gradients = {
@@ -197,7 +216,7 @@ def done(engine: Any, data: TensorDict, loss: Any) -> Done:
         name: [float(v) for v in (values.values if hasattr(values, "aggregation") else values)]
         for name, values in out["metrics"].items()
     }
-    return Done(out["loss"], metrics, gradients, seen, outputs)
+    return Done(out["loss"], metrics, gradients, seen, ops, outputs)
 
 
 def tokens_of_trees(data: TensorDict, sizes: list[int]) -> list[int]:

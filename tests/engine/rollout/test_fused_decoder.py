@@ -20,9 +20,8 @@ from transformers import (
 )
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, fuse_layers
-from rolltree.engine.rollout import fused_decoder
 from rolltree.engine.rollout.fused_decoder import FusedDecoder
-from rolltree.kernels.decoder_layer import decoder_layers_
+from rolltree.kernels.decoder_layer import Decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -79,14 +78,15 @@ class Linear(nn.Linear):
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of the steps whose layers were one call each."""
+    """Rows of the steps whose decoder was one call."""
     rows: list[int] = []
+    run = Decoder.run
 
-    def counted(residual: Any, *args: Any, **kwargs: Any) -> None:
-        rows.append(len(residual))
-        decoder_layers_(residual, *args, **kwargs)
+    def counted(self: Decoder, input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        rows.append(len(input_ids))
+        return run(self, input_ids, *args)
 
-    monkeypatch.setattr(fused_decoder, "decoder_layers_", counted)
+    monkeypatch.setattr(Decoder, "run", counted)
     return rows
 
 
@@ -198,14 +198,16 @@ def test_positions_are_turned_as_the_model_turns_them(rope: str) -> None:
     if rope != "default":
         parameters |= {"factor": 2.0, "original_max_position_embeddings": 128}
     model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=parameters))
-    rotary, like = model.model.rotary_emb, torch.zeros(4, SIZES["hidden_size"])
+    rotary, like, tokens = model.model.rotary_emb, torch.zeros(4, SIZES["hidden_size"]), torch.zeros(4).int()
     fused = FusedDecoder(model.model, None)  # type: ignore[arg-type]
 
     def check(*positions: int) -> None:
         ids = torch.tensor(positions)
         expected = rotary(like[None], ids[None])
-        for found, of_model in zip(fused._turns(like, ids), expected, strict=True):
-            assert torch.equal(found, of_model[0])
+        *found, turns = fused._turns(tokens, ids.int(), max(positions) + 1)
+        assert (turns is None) == (rope == "dynamic")
+        for table, of_model in zip(found, expected, strict=True):
+            assert torch.equal(table if turns is None else table[turns], of_model[0])
 
     with torch.no_grad():
         check(0, 7, 3, 3)
@@ -232,14 +234,14 @@ def test_a_rotary_module_of_ones_own_is_asked_every_time() -> None:
             turns = (position_ids[..., None] * self.calls).expand(*position_ids.shape, 12).to(x.dtype)
             return turns, -turns
 
-    model, ids = LlamaForCausalLM(LlamaConfig(**SIZES)), torch.arange(4)
-    like, fused = torch.zeros(4, SIZES["hidden_size"]), FusedDecoder(model.model, None)  # type: ignore[arg-type]
+    model, ids = LlamaForCausalLM(LlamaConfig(**SIZES)), torch.arange(4, dtype=torch.int32)
+    fused = FusedDecoder(model.model, None)  # type: ignore[arg-type]
     with torch.no_grad():
         seen: list[int] = []
         handle = model.model.rotary_emb.register_forward_hook(lambda *_: seen.append(1))
-        fused._turns(like, ids)
-        fused._turns(like, ids)
+        fused._turns(ids, ids, 4)
+        fused._turns(ids, ids, 4)
         assert len(seen) == 2  # a hook hears of every step
         handle.remove()
         model.model.rotary_emb = Drifting()
-        assert [int(fused._turns(like, ids)[0][1, 0]) for _ in range(2)] == [1, 2]
+        assert [int(fused._turns(ids, ids, 4)[0][1, 0]) for _ in range(2)] == [1, 2]

@@ -28,7 +28,7 @@ class Uncaptured(DecodeGraphs):
     def decode(self, step: Step, draws: Draws) -> Decoded:
         self.steps += 1
         vector = self.pad(step, draws, _bucket(len(step.input_ids), 8), 1024)
-        assert (vector.plan().page_indptr.diff() >= 0).all()
+        assert (vector.plan.page_indptr.diff() >= 0).all()
         return self.run(vector, draws.filters)
 
 
