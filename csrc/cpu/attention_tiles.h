@@ -89,6 +89,16 @@ class Buffer {
 // A tensor whose last dimension is contiguous, read and written as rows of fp32.
 class Rows {
  public:
+  // fp32 [rows, heads, width], contiguous.
+  Rows(float* rows, int64_t heads, int64_t width) : base_(rows), type_(ScalarType::Float), width_(width), stride_{heads * width, width} {}
+
+  // fp32 [pages, page_size, heads, width], contiguous.
+  static Rows paged(float* pages, int64_t page_size, int64_t heads, int64_t width) {
+    Rows rows(pages, heads, width);
+    rows.stride_[0] = page_size * heads * width, rows.stride_[1] = heads * width, rows.stride_[2] = width;
+    return rows;
+  }
+
   explicit Rows(const Tensor& t) : base_(t.mutable_data_ptr()), type_(t.scalar_type()), width_(t.size(t.dim() - 1)) {
     for (int64_t d = 0; d + 1 < t.dim(); ++d) stride_[d] = t.stride(d);  // asking the tensor is a call through the ABI
     STD_TORCH_CHECK(type_ == ScalarType::Float || type_ == ScalarType::BFloat16 || type_ == ScalarType::Half,

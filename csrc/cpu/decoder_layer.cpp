@@ -106,11 +106,9 @@ Tensor linear(const Tensor& x, const Weight& weight, const Weight& bias) {
   return aten<3>("aten::linear", "", {from(x), from(*weight), from(bias)});
 }
 
-Tensor room_for(const Tensor& x, const Weight& weight) { return torch::stable::new_empty(x, {x.size(0), weight->size(0)}); }
-
-Product product_into(Tensor& out, const Weight& weight, const Weight& bias, bool add = false) {
+Product product_into(float* out, const Weight& weight, const Weight& bias, bool add = false) {
   const int64_t width = weight->size(0);
-  return {weight->const_data_ptr<float>(), data_of(bias), width, out.mutable_data_ptr<float>(), width, add};
+  return {weight->const_data_ptr<float>(), data_of(bias), width, out, width, add};
 }
 
 // x / (1 + e^-x) * up, in place; every element by the same arithmetic, wherever it lies.
@@ -120,104 +118,143 @@ void silu_and_multiply(float* x, const float* up, int64_t count) {
   if (i < count) store_some(x + i, silu_mul(load_some(x + i, count - i), load_some(up + i, count - i)), count - i);
 }
 
-// silu(x gate^T) * (x up^T)
-Tensor gated_unit(const Tensor& x, const Weight& gate, const Weight& up) {
-  const int64_t rows = x.size(0), depth = x.size(1), width = gate->size(0);
-  if (rows > kFewRows) {
-    Tensor out = linear(x, gate, {}), factor = linear(x, up, {});
-    float* first = out.mutable_data_ptr<float>();
-    const float* second = factor.const_data_ptr<float>();
-    torch::stable::parallel_for(0, rows * width, kGrain, [&](int64_t begin, int64_t end) {
-      silu_and_multiply(first + begin, second + begin, end - begin);
-    });
-    return out;
-  }
-  Tensor out = room_for(x, gate), factor = room_for(x, up);
-  const Product gates = product_into(out, gate, {}), ups = product_into(factor, up, {});
-  const float* from = x.const_data_ptr<float>();
-  torch::stable::parallel_for(0, gates.blocks(), worth_a_thread(2 * rows, depth), [&](int64_t begin, int64_t end) {
-    few_rows_blocks(from, rows, depth, gates, begin, end);
-    few_rows_blocks(from, rows, depth, ups, begin, end);
-    const int64_t first = begin * kColumns, count = std::min(end * kColumns, width) - first;
-    for (int64_t at = first; at < rows * width; at += width) silu_and_multiply(gates.out + at, ups.out + at, count);
-  });
-  return out;
-}
-
-// residual += x weight^T + bias
-void add_product(Tensor& residual, const Tensor& x, const Weight& weight, const Weight& bias) {
-  if (x.size(0) <= kFewRows) {
-    const Product product = product_into(residual, weight, bias, true);
-    few_rows_products(x.const_data_ptr<float>(), x.size(0), x.size(1), {&product, 1});
-    return;
-  }
-  const Tensor more = linear(x, weight, bias);
-  float* sums = residual.mutable_data_ptr<float>();
-  const float* added = more.const_data_ptr<float>();
-  torch::stable::parallel_for(0, residual.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) sums[i] += added[i];
-  });
-}
-
 // What all layers share in a step: which rows there are, where their keys go and what they see.
 struct Step {
+  int64_t rows;
   Turns turns;
   const int32_t* slots;
-  std::array<const Tensor*, 8> plan;
+  Plan plan;
   float eps;
   double scale;
 };
 
-void decoder_layer(Tensor& residual, Tensor& x, const Weight* w, Tensor& k_pages, Tensor& v_pages, int64_t window, const Step& step) {
-  const int64_t rows = residual.size(0), width = residual.size(1), kv_heads = k_pages.size(2), dim = k_pages.size(3);
-  const int64_t heads = w[kQ]->size(0) / dim;
-  const auto norm = [&](int which) {
-    add_rms_norm(residual.mutable_data_ptr<float>(), nullptr, w[which]->const_data_ptr<float>(), step.eps, rows, width,
-                 x.mutable_data_ptr<float>());
-  };
-  norm(kInputNorm);
-  const bool few = rows <= kFewRows;
-  Tensor q = few ? room_for(x, w[kQ]) : linear(x, w[kQ], w[kQBias]);
-  Tensor k = few ? room_for(x, w[kK]) : linear(x, w[kK], w[kKBias]);
-  Tensor v = few ? room_for(x, w[kV]) : linear(x, w[kV], w[kVBias]);
-  if (few)
-    few_rows_products(x.const_data_ptr<float>(), rows, width,
-                      std::array{product_into(q, w[kQ], w[kQBias]), product_into(k, w[kK], w[kKBias]), product_into(v, w[kV], w[kVBias])});
-  rotate_and_store(q.mutable_data_ptr<float>(), k.const_data_ptr<float>(), v.const_data_ptr<float>(), data_of(w[kQNorm]),
-                   data_of(w[kKNorm]), step.eps, step.turns, step.slots, k_pages.mutable_data_ptr<float>(),
-                   v_pages.mutable_data_ptr<float>(), rows, heads, kv_heads, dim);
-  const auto& [indptr, ids, offset, length, position, row_begin, row_end, query] = step.plan;
-  const Tensor seen = std::get<0>(tree_decode(torch::stable::view(q, {rows, heads, dim}), k_pages, v_pages, *indptr, *ids, *offset,
-                                              *length, *position, *row_begin, *row_end, *query, step.scale,
-                                              window ? std::optional(window) : std::nullopt, std::nullopt));
-  add_product(residual, torch::stable::view(seen, {rows, heads * dim}), w[kO], w[kOBias]);
-  norm(kMlpNorm);
-  add_product(residual, gated_unit(x, w[kGate], w[kUp]), w[kDown], {});
+struct Layer {
+  const Weight* weights;  // kOfLayer
+  float *k_pages, *v_pages;
+  AttentionShape shape;
+  std::optional<int64_t> window;
+
+  const Weight& operator[](int which) const { return weights[which]; }
+};
+
+void norm(float* residual, const Weight& weight, const Step& step, float* out) {
+  add_rms_norm(residual, nullptr, weight->const_data_ptr<float>(), step.eps, step.rows, weight->size(0), out);
+}
+
+void store_and_attend(float* q, const float* k, const float* v, const Layer& layer, const Step& step, float* out) {
+  const auto [heads, kv_heads, dim, page_size] = layer.shape;
+  rotate_and_store(q, k, v, data_of(layer[kQNorm]), data_of(layer[kKNorm]), step.eps, step.turns, step.slots, layer.k_pages,
+                   layer.v_pages, step.rows, heads, kv_heads, dim);
+  const Rows keys = Rows::paged(layer.k_pages, page_size, kv_heads, dim), values = Rows::paged(layer.v_pages, page_size, kv_heads, dim);
+  tree_decode(Rows(q, heads, dim), keys, values, Rows(out, heads, dim), nullptr, layer.shape, step.plan, step.scale, layer.window,
+              std::nullopt);
+}
+
+// The room of up to kFewRows rows that all layers use in turn, so that it stays in the cache.
+struct Room {
+  Room(const Layer& layer, int64_t rows)
+      : wide(std::max(layer.shape.heads * layer.shape.dim, layer[kGate]->size(0))),
+        first(rows * wide),
+        second(rows * wide),
+        keys(rows * layer[kK]->size(0)),
+        values(rows * layer[kV]->size(0)) {}
+  bool fits(const Layer& layer) const { return layer[kGate]->size(0) <= wide; }
+
+  int64_t wide;
+  Buffer first, second, keys, values;
+};
+
+// By our own products, as few passes over the rows and as few meetings of the threads as there can be.
+void few_rows_layer(float* residual, float* x, const Layer& layer, const Step& step, const Room& room) {
+  const int64_t rows = step.rows, width = layer[kInputNorm]->size(0), wide = layer[kGate]->size(0);
+  float *first = room.first.at(0), *second = room.second.at(0), *keys = room.keys.at(0), *values = room.values.at(0);
+  norm(residual, layer[kInputNorm], step, x);
+  few_rows_products(x, rows, width,
+                    std::array{product_into(first, layer[kQ], layer[kQBias]), product_into(keys, layer[kK], layer[kKBias]),
+                               product_into(values, layer[kV], layer[kVBias])});
+  store_and_attend(first, keys, values, layer, step, second);
+  few_rows_products(second, rows, layer[kQ]->size(0), std::array{product_into(residual, layer[kO], layer[kOBias], true)});
+  norm(residual, layer[kMlpNorm], step, x);
+  const Product gate = product_into(first, layer[kGate], {}), up = product_into(second, layer[kUp], {});
+  torch::stable::parallel_for(0, gate.blocks(), worth_a_thread(2 * rows, width), [&](int64_t begin, int64_t end) {
+    few_rows_blocks(x, rows, width, gate, begin, end);
+    few_rows_blocks(x, rows, width, up, begin, end);
+    const int64_t from = begin * kColumns, count = std::min(end * kColumns, wide) - from;
+    for (int64_t at = from; at < rows * wide; at += wide) silu_and_multiply(first + at, second + at, count);
+  });
+  few_rows_products(first, rows, wide, std::array{product_into(residual, layer[kDown], {}, true)});
+}
+
+void add(float* sums, const Tensor& more) {
+  const float* added = more.const_data_ptr<float>();
+  torch::stable::parallel_for(0, more.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sums[i] += added[i];
+  });
+}
+
+// By a library's products.
+void many_rows_layer(float* residual, Tensor& normed, const Layer& layer, const Step& step) {
+  float* x = normed.mutable_data_ptr<float>();
+  norm(residual, layer[kInputNorm], step, x);
+  Tensor q = linear(normed, layer[kQ], layer[kQBias]);
+  const Tensor k = linear(normed, layer[kK], layer[kKBias]), v = linear(normed, layer[kV], layer[kVBias]);
+  Tensor seen = torch::stable::empty_like(q);
+  store_and_attend(q.mutable_data_ptr<float>(), k.const_data_ptr<float>(), v.const_data_ptr<float>(), layer, step,
+                   seen.mutable_data_ptr<float>());
+  add(residual, linear(seen, layer[kO], layer[kOBias]));
+  norm(residual, layer[kMlpNorm], step, x);
+  Tensor gate = linear(normed, layer[kGate], {});
+  const Tensor up = linear(normed, layer[kUp], {});
+  float* first = gate.mutable_data_ptr<float>();
+  const float* second = up.const_data_ptr<float>();
+  torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    silu_and_multiply(first + begin, second + begin, end - begin);
+  });
+  add(residual, linear(gate, layer[kDown], {}));
 }
 
 // All between token ids and the last hidden states. `windows` has 0 for none.
-Tensor decoder(const Tensor& input_ids, const Tensor& embedding, const std::vector<Weight>& weights, const Tensor& norm,
+Tensor decoder(const Tensor& input_ids, const Tensor& embedding, const std::vector<Weight>& weights, const Tensor& last_norm,
                std::vector<Tensor> pages, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& turns,
                const Tensor& slots, const Tensor& page_indptr, const Tensor& page_ids, const Tensor& node_offset,
                const Tensor& node_length, const Tensor& node_position, const Tensor& row_begin, const Tensor& row_end,
                const Tensor& query_position, double eps, double scale, std::vector<int64_t> windows) {
   const int64_t rows = input_ids.size(0), width = embedding.size(1), vocabulary = embedding.size(0);
-  Tensor residual = torch::stable::new_empty(embedding, {rows, width}), x = torch::stable::new_empty(embedding, {rows, width});
-  const int32_t* ids = input_ids.const_data_ptr<int32_t>();
-  for (int64_t row = 0; row < rows; ++row) {
-    STD_TORCH_CHECK(ids[row] >= 0 && ids[row] < vocabulary, "a decoder: token ", ids[row], " is outside the vocabulary");
-    std::copy_n(embedding.const_data_ptr<float>() + ids[row] * width, width, residual.mutable_data_ptr<float>() + row * width);
-  }
-  const Step step{{cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), turns ? turns->const_data_ptr<int32_t>() : nullptr},
+  const Step step{rows,
+                  {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), turns ? turns->const_data_ptr<int32_t>() : nullptr},
                   slots.const_data_ptr<int32_t>(),
-                  {&page_indptr, &page_ids, &node_offset, &node_length, &node_position, &row_begin, &row_end, &query_position},
+                  {node_length.size(0), rows, page_indptr.const_data_ptr<int32_t>(), page_ids.const_data_ptr<int32_t>(),
+                   node_offset.const_data_ptr<int32_t>(), node_length.const_data_ptr<int32_t>(),
+                   node_position.const_data_ptr<int32_t>(), row_begin.const_data_ptr<int32_t>(), row_end.const_data_ptr<int32_t>(),
+                   query_position.const_data_ptr<int32_t>()},
                   static_cast<float>(eps),
                   scale};
-  for (size_t i = 0; i < windows.size(); ++i)
-    decoder_layer(residual, x, &weights[i * kOfLayer], pages[2 * i], pages[2 * i + 1], windows[i], step);
-  add_rms_norm(residual.mutable_data_ptr<float>(), nullptr, norm.const_data_ptr<float>(), step.eps, rows, width,
-               x.mutable_data_ptr<float>());
-  return x;
+  Tensor out = torch::stable::new_empty(embedding, {rows, width});
+  const Buffer sums(rows * width);
+  float *residual = sums.at(0), *x = out.mutable_data_ptr<float>();
+  const int32_t* ids = input_ids.const_data_ptr<int32_t>();
+  const float* embedded = embedding.const_data_ptr<float>();
+  for (int64_t row = 0; row < rows; ++row) {
+    STD_TORCH_CHECK(ids[row] >= 0 && ids[row] < vocabulary, "a decoder: token ", ids[row], " is outside the vocabulary");
+    std::copy_n(embedded + ids[row] * width, width, residual + row * width);
+  }
+  std::optional<Room> room;
+  for (size_t i = 0; i < windows.size(); ++i) {
+    Tensor &k_pages = pages[2 * i], &v_pages = pages[2 * i + 1];
+    const Weight* own = &weights[i * kOfLayer];
+    const int64_t dim = k_pages.size(3);
+    const Layer layer{own, k_pages.mutable_data_ptr<float>(), v_pages.mutable_data_ptr<float>(),
+                      {own[kQ]->size(0) / dim, k_pages.size(2), dim, k_pages.size(1)},
+                      windows[i] ? std::optional(windows[i]) : std::nullopt};
+    if (rows > kFewRows) {
+      many_rows_layer(residual, out, layer, step);
+      continue;
+    }
+    if (!room || !room->fits(layer)) room.emplace(layer, rows);
+    few_rows_layer(residual, x, layer, step, *room);
+  }
+  add_rms_norm(residual, nullptr, last_norm.const_data_ptr<float>(), step.eps, rows, width, x);
+  return out;
 }
 
 }  // namespace

@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "vectors.h"
@@ -293,15 +292,10 @@ void sample_rows(const Tensor& logits, const float* temperature, const int32_t* 
   });
 }
 
-// All but logits contiguous, as api.py passes them.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& logits, const Tensor& temperature,
-                                                                 const std::optional<Tensor>& top_k,
-                                                                 const std::optional<Tensor>& top_p,
-                                                                 const std::optional<Tensor>& min_p, const Tensor& seed,
-                                                                 const Tensor& step) {
-  Tensor token = torch::stable::empty_like(seed), last_kept = torch::stable::empty_like(seed);
-  Tensor logprob = torch::stable::empty_like(temperature), raw = torch::stable::empty_like(temperature);
-  Tensor entropy = torch::stable::empty_like(temperature);
+// All but logits contiguous, as api.py passes them; the last five are written.
+void sample_tokens(const Tensor& logits, const Tensor& temperature, const std::optional<Tensor>& top_k,
+                   const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p, const Tensor& seed, const Tensor& step,
+                   Tensor token, Tensor logprob, Tensor raw, Tensor entropy, Tensor last_kept) {
   const auto run = [&](auto element) {
     sample_rows<decltype(element)>(
         logits, temperature.const_data_ptr<float>(), top_k ? top_k->const_data_ptr<int32_t>() : nullptr,
@@ -317,7 +311,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& l
     case ScalarType::Half: run(torch::headeronly::Half{}); break;
     default: STD_TORCH_CHECK(false, "sample_tokens takes float32, bfloat16 or float16 logits.");
   }
-  return {token, logprob, raw, entropy, last_kept};
 }
 
 }  // namespace
@@ -325,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sample_tokens(const Tensor& l
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
   m.def(
       "sample_tokens(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, "
-      "Tensor step) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor step, Tensor(a!) token, Tensor(b!) logprob, Tensor(c!) raw, Tensor(d!) entropy, Tensor(e!) last_kept) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) { m.impl("sample_tokens", TORCH_BOX(&sample_tokens)); }

@@ -60,6 +60,12 @@ class Tiling {
   int64_t row_begin(int64_t m) const { return row_begin_[m]; }
   int64_t row_end(int64_t m) const { return row_begin_[m + 1]; }
   int64_t last_row(int64_t b) const { return std::min<int64_t>(extent_[b].max, tokens_); }  // exclusive
+  // One past the last row of the row blocks that see something of key blocks [first, last).
+  int64_t rows_end(int64_t first, int64_t last) const {
+    int64_t end = offset_;
+    for (int64_t b = first; b < last; ++b) end = std::max(end, last_row(b));
+    return *std::lower_bound(row_begin_.begin(), row_begin_.end(), end);
+  }
   int64_t row_block_of(int64_t row) const {
     return std::upper_bound(row_begin_.begin(), row_begin_.end(), std::max(row, offset_)) - row_begin_.begin() - 1;
   }
@@ -161,11 +167,6 @@ struct Shape {
   int64_t offset() const { return keys - tokens; }  // of row 0 among the keys
   int64_t key_tokens() const { return (keys + kTileKeys - 1) / kTileKeys * kTileKeys; }
 };
-
-// One head as rows [tokens, width] at dst.
-void load_head(const Rows& rows, int64_t tokens, int64_t head, float scale, int64_t width, float* dst) {
-  for (int64_t i = 0; i < tokens; ++i) rows.load_row(rows.offset(i, head), scale, dst + i * width);
-}
 
 // All heads of keys or values in fp32: rows [kv_heads, key_tokens, width], and per block transposed [width, 64].
 struct PackedKeys {
@@ -275,28 +276,29 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
   const Rows q_rows(q), out_rows(out), grad_rows(grad_out);
   const float* lse_data = lse.const_data_ptr<float>();
   const int64_t lse_stride[2] = {lse.stride(0), lse.stride(1)};
-  torch::stable::parallel_for(0, shape.heads, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, tokens, 64, [&](int64_t begin, int64_t end) {
     const Buffer row(width);
-    for (int64_t head = begin; head < end; ++head) {
-      load_head(q_rows, tokens, head, shape.query_scale, width, queries.at(head * tokens * width));
-      load_head(grad_rows, tokens, head, 1.f, width, grads.at(head * tokens * width));
-      for (int64_t i = 0; i < tokens; ++i) {
+    for (int64_t i = begin; i < end; ++i)
+      for (int64_t head = 0; head < shape.heads; ++head) {
+        const int64_t at = head * tokens + i;
+        q_rows.load_row(q_rows.offset(i, head), shape.query_scale, queries.at(at * width));
+        grad_rows.load_row(grad_rows.offset(i, head), 1.f, grads.at(at * width));
         out_rows.load_row(out_rows.offset(i, head), 1.f, row.at(0));
         Vec dot{};
-        for (int64_t d = 0; d < width; d += kLanes) dot += load(row.at(d)) * load(grads.at((head * tokens + i) * width + d));
-        *delta.at(head * tokens + i) = horizontal_sum(dot);
-        *lse2.at(head * tokens + i) = lse_data[head * lse_stride[0] + i * lse_stride[1]] * kLog2e;
+        for (int64_t d = 0; d < width; d += kLanes) dot += load(row.at(d)) * load(grads.at(at * width + d));
+        *delta.at(at) = horizontal_sum(dot);
+        *lse2.at(at) = lse_data[head * lse_stride[0] + i * lse_stride[1]] * kLog2e;
       }
-    }
   });
 
   const std::vector<int64_t> bounds = tiling.key_runs(std::max<int64_t>(kBackwardRuns / shape.kv_heads, 1));
   const int64_t runs = static_cast<int64_t>(bounds.size()) - 1;
-  // dQ of every run, from the run's first row on.
-  std::vector<int64_t> first_row(runs), dq_offset(runs + 1, 0);
+  // dQ of every run, of the rows that see one of its keys.
+  std::vector<int64_t> first_row(runs), end_row(runs), dq_offset(runs + 1, 0);
   for (int64_t c = 0; c < runs; ++c) {
     first_row[c] = std::max<int64_t>(bounds[c] * kTileKeys - shape.offset(), 0);
-    dq_offset[c + 1] = dq_offset[c] + shape.heads * (tokens - first_row[c]) * width;
+    end_row[c] = std::max(tiling.rows_end(bounds[c], bounds[c + 1]) - shape.offset(), first_row[c]);
+    dq_offset[c + 1] = dq_offset[c] + shape.heads * (end_row[c] - first_row[c]) * width;
   }
   const Buffer dq_parts(dq_offset[runs]);
   const Rows dk_rows(dk), dv_rows(dv), dq_rows(dq);
@@ -307,7 +309,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
     return [&, scores = Buffer(kRowBlock * kTileKeys), dscores = Buffer(kRowBlock * kTileKeys),
             dk_tile = Buffer(kTileKeys * width), dv_tile = Buffer(kTileKeys * width)](int64_t item) {
       const int64_t run = item / shape.kv_heads, kv_head = item % shape.kv_heads, origin = first_row[run];
-      const int64_t part_rows = tokens - origin;
+      const int64_t part_rows = end_row[run] - origin;
       float* dq_part = dq_parts.at(dq_offset[run] + kv_head * shape.group * part_rows * width);
       std::fill_n(dq_part, shape.group * part_rows * width, 0.f);
       for (int64_t b = bounds[run]; b < bounds[run + 1]; ++b) {
@@ -354,8 +356,9 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
       for (int64_t head = 0; head < shape.heads; ++head) {
         std::fill_n(row.at(0), width, 0.f);
         for (int64_t c = 0; c < runs && first_row[c] <= i; ++c) {
+          if (i >= end_row[c]) continue;
           const int64_t origin = first_row[c];
-          const float* part = dq_parts.at(dq_offset[c] + (head * (tokens - origin) + i - origin) * width);
+          const float* part = dq_parts.at(dq_offset[c] + (head * (end_row[c] - origin) + i - origin) * width);
           for (int64_t d = 0; d < width; d += kLanes) store(row.at(d), load(row.at(d)) + load(part + d));
         }
         dq_rows.store_row(dq_rows.offset(i, head), row.at(0), dq_scale);

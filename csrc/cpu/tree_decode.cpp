@@ -8,20 +8,14 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <tuple>
 #include <vector>
-
-#include "attention_tiles.h"
 
 namespace rolltree {
 namespace {
 
 constexpr int64_t kBlockQueries = 48;  // query vectors (rows x query heads of one key head) of a score tile
 constexpr int64_t kGroupRows = 64;     // rows of a work item, about: their running softmax stays in the cache
-
-struct Plan {
-  int64_t nodes, rows;
-  const int32_t *page_indptr, *page_ids, *offset, *length, *position, *row_begin, *row_end, *query_position;
-};
 
 // Cuts the rows into about `groups` contiguous groups, between trees where that is possible.
 std::vector<int64_t> row_groups(const Plan& plan, int64_t groups) {
@@ -96,27 +90,13 @@ void mask_positions(float* scores, const int32_t* query_position, int64_t rows, 
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, const Tensor& v_pages, const Tensor& page_indptr,
-                                       const Tensor& page_ids, const Tensor& node_offset, const Tensor& node_length,
-                                       const Tensor& node_position, const Tensor& row_begin, const Tensor& row_end,
-                                       const Tensor& query_position, double scale, std::optional<int64_t> window,
-                                       std::optional<double> softcap) {
-  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), width = padded(dim);
-  const int64_t page_size = k_pages.size(1), kv_heads = k_pages.size(2), group = heads / kv_heads;
-  Tensor out = torch::stable::new_empty(q, {rows, heads, dim});
-  Tensor lse = torch::stable::new_empty(q, {rows, heads}, ScalarType::Float);
-  if (q.numel() == 0) return {out, lse};
+void tree_decode(const Rows& q_rows, const Rows& k_rows, const Rows& v_rows, const Rows& out_rows, float* lse_data,
+                 const AttentionShape& shape, const Plan& plan, double scale, std::optional<int64_t> window,
+                 std::optional<double> softcap) {
+  const auto [heads, kv_heads, dim, page_size] = shape;
+  const int64_t rows = plan.rows, width = padded(dim), group = heads / kv_heads;
+  if (rows == 0) return;
 
-  const Plan plan{node_length.size(0),
-                  rows,
-                  page_indptr.const_data_ptr<int32_t>(),
-                  page_ids.const_data_ptr<int32_t>(),
-                  node_offset.const_data_ptr<int32_t>(),
-                  node_length.const_data_ptr<int32_t>(),
-                  node_position.const_data_ptr<int32_t>(),
-                  row_begin.const_data_ptr<int32_t>(),
-                  row_end.const_data_ptr<int32_t>(),
-                  query_position.const_data_ptr<int32_t>()};
   const float query_scale = static_cast<float>(softcap ? scale / *softcap : scale * kLog2e);
   const float cap = static_cast<float>(softcap ? *softcap * kLog2e : 0.);
   // Items: groups of rows, and parts of the key/value heads where the groups alone would not keep the threads busy. A node's
@@ -125,9 +105,7 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
   const int64_t groups = static_cast<int64_t>(bounds.size()) - 1, wanted = 2 * torch::stable::get_num_threads();
   const int64_t parts = std::clamp<int64_t>(groups > 1 ? wanted / groups : wanted / 2, 1, kv_heads);
   const int64_t block_rows = std::max<int64_t>(kBlockQueries / group, 1);
-  const Rows q_rows(q), k_rows(k_pages), v_rows(v_pages), out_rows(out);
   const int64_t k_step = k_rows.offset(0, 1), v_step = v_rows.offset(0, 1);  // from key to key of a page
-  float* lse_data = lse.mutable_data_ptr<float>();
   const Buffer zeros(width);
   std::fill_n(zeros.at(0), width, 0.f);
 
@@ -224,15 +202,41 @@ std::tuple<Tensor, Tensor> tree_decode(const Tensor& q, const Tensor& k_pages, c
         i = (head / group - h0) * count + head % group;
         for (int64_t row = r0; row < r1; ++row, i += group) {
           const auto [log_sum, factor] = running.finish(i);
-          lse_data[row * heads + head] = log_sum;
+          if (lse_data) lse_data[row * heads + head] = log_sum;
           out_rows.store_row(out_rows.offset(row, head), running.out + i * width, factor);
         }
       }
     };
   });
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> tree_decode_op(const Tensor& q, const Tensor& k_pages, const Tensor& v_pages, const Tensor& page_indptr,
+                                          const Tensor& page_ids, const Tensor& node_offset, const Tensor& node_length,
+                                          const Tensor& node_position, const Tensor& row_begin, const Tensor& row_end,
+                                          const Tensor& query_position, double scale, std::optional<int64_t> window,
+                                          std::optional<double> softcap) {
+  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2);
+  Tensor out = torch::stable::new_empty(q, {rows, heads, dim});
+  Tensor lse = torch::stable::new_empty(q, {rows, heads}, ScalarType::Float);
+  if (q.numel() == 0) return {out, lse};
+  const Plan plan{node_length.size(0),
+                  rows,
+                  page_indptr.const_data_ptr<int32_t>(),
+                  page_ids.const_data_ptr<int32_t>(),
+                  node_offset.const_data_ptr<int32_t>(),
+                  node_length.const_data_ptr<int32_t>(),
+                  node_position.const_data_ptr<int32_t>(),
+                  row_begin.const_data_ptr<int32_t>(),
+                  row_end.const_data_ptr<int32_t>(),
+                  query_position.const_data_ptr<int32_t>()};
+  tree_decode(Rows(q), Rows(k_pages), Rows(v_pages), Rows(out), lse.mutable_data_ptr<float>(),
+              {heads, k_pages.size(2), dim, k_pages.size(1)}, plan, scale, window, softcap);
   return {out, lse};
 }
 
+}  // namespace
 }  // namespace rolltree
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
@@ -242,4 +246,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
       "int? window, float? softcap) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) { m.impl("tree_decode", TORCH_BOX(&rolltree::tree_decode)); }
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) { m.impl("tree_decode", TORCH_BOX(&rolltree::tree_decode_op)); }

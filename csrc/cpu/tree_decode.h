@@ -1,19 +1,25 @@
 // Decode attention over a paged tree, for others than its op: see tree_decode.cpp.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
-#include <tuple>
+
+#include "attention_tiles.h"
 
 namespace rolltree {
 
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> tree_decode(
-    const torch::stable::Tensor& q, const torch::stable::Tensor& k_pages, const torch::stable::Tensor& v_pages,
-    const torch::stable::Tensor& page_indptr, const torch::stable::Tensor& page_ids, const torch::stable::Tensor& node_offset,
-    const torch::stable::Tensor& node_length, const torch::stable::Tensor& node_position, const torch::stable::Tensor& row_begin,
-    const torch::stable::Tensor& row_end, const torch::stable::Tensor& query_position, double scale,
-    std::optional<int64_t> window, std::optional<double> softcap);
+// What a step reads, see `DecodePlan`.
+struct Plan {
+  int64_t nodes, rows;
+  const int32_t *page_indptr, *page_ids, *offset, *length, *position, *row_begin, *row_end, *query_position;
+};
+
+struct AttentionShape {
+  int64_t heads, kv_heads, dim, page_size;
+};
+
+// q, out [plan.rows, heads, dim]; pages [*, page_size, kv_heads, dim]; lse [plan.rows, heads] or null.
+void tree_decode(const Rows& q, const Rows& k_pages, const Rows& v_pages, const Rows& out, float* lse, const AttentionShape& shape,
+                 const Plan& plan, double scale, std::optional<int64_t> window, std::optional<double> softcap);
 
 }  // namespace rolltree

@@ -141,8 +141,9 @@ def corrects(config: TrainConfig) -> bool:
 
 
 def rescores(config: TrainConfig) -> bool:
-    """Whether the policy scores the rollouts before it is updated."""
-    return config.algorithm.old_logprob == "recompute" or corrects(config)
+    """Whether the policy scores the rollouts before it is updated; a batch's only update begins with that policy."""
+    asked = config.algorithm.old_logprob == "recompute"
+    return asked or (corrects(config) and config.trainer.updates_per_step > 1)
 
 
 def budget(config: TrainConfig) -> Budget:
@@ -242,13 +243,21 @@ def objective(
 def corrected(objective: Objective, config: TrainConfig) -> Objective:
     """Decoupled (Hilton et al. 2021): ratios against the policy before the update, weights exp(proximal - behaviour).
 
-    An objective with a correction of its own keeps it, as does one that does not look at old log-probs.
+    Where ratios are those of sequences, so are the weights: geometric means. An objective with a correction of its own
+    keeps it, as does one that does not look at old log-probs. Where nobody has scored the policy before the update, it
+    is the current one: all ratios are 1, which no bounds exclude.
     """
-    if objective.mismatch != "none" or not objective.needs_old or "token_weight" in objective.needs_fields:
+    loop, level = config.loop, objective.mismatch_level
+    if objective.mismatch == "none" and objective.needs_old and "token_weight" not in objective.needs_fields:
+        if objective.ratio_level in ("sequence", "sequence_token"):
+            level = "geometric"
+        with suppress(ValueError):  # it weighs by the sampler's log-probs itself
+            objective = replace(
+                objective, mismatch=loop.correction, mismatch_level=level, mismatch_cap=loop.correction_cap
+            )
+    if objective.mismatch == "none" or rescores(config):
         return objective
-    with suppress(ValueError):  # it weighs by the sampler's log-probs itself
-        return replace(objective, mismatch=config.loop.correction, mismatch_cap=config.loop.correction_cap)
-    return objective
+    return replace(objective, ratio_base="current", dynamic_clip=False)
 
 
 def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:

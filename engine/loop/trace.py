@@ -1,7 +1,9 @@
 """trace.json: what a run was doing when, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 The events are those of the step's account (`Stopwatch`): each part of a step once, on the track of the learner; the
-engine's decode steps on the track of the sampler, neighbours joined; and calls of the verifier on their own.
+engine's decode steps on the track of the sampler, neighbours joined; and calls of the verifier on their own. Readers
+take the events of one thread to lie within or behind each other, and thread 0 for none of a program's, so calls at the
+same time are on threads of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import time
 from pathlib import Path
 
 TRACKS = ("learner", "sampler", "verifier")
+PROCESS = 1
+"""The number of the run as a process, and of the learner as its main thread; other tracks' threads count from there."""
 JOINED_S = 0.01
 """Events of one name on one track with less between them are one: decode steps take milliseconds."""
 
@@ -28,14 +32,16 @@ class Trace:
         self._offset = time.time() - time.perf_counter()  # one clock for all processes of a run
         self._lock = threading.Lock()
         self._open: dict[str, tuple[str, float, float]] = {}  # of each track, the event that may still grow
+        self._ends: dict[str, list[int]] = {track: [] for track in TRACKS}  # of the last event of each of its threads
         self._lines: list[str] = []
+        self._begun = False
 
     def add(self, track: str, name: str, begin: float, end: float) -> None:
         """``name`` went on from ``begin`` to ``end``, seconds of `time.perf_counter`."""
         with self._lock:
             last = self._open.get(track)
             if last is not None and last[0] == name and begin - last[2] < JOINED_S:
-                self._open[track] = (name, last[1], end)
+                self._open[track] = (name, min(last[1], begin), max(last[2], end))
                 return
             self._close(track)
             self._open[track] = (name, begin, end)
@@ -46,18 +52,34 @@ class Trace:
             for track in list(self._open):
                 self._close(track)
             lines, self._lines = self._lines, []
-        new = not self.path.exists()
+        if not self._begun:
+            self._begin()
         with self.path.open("a", encoding="utf-8") as file:
-            if new:
-                file.write("[\n")
-                for number, track in enumerate(TRACKS):
-                    named = {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
-                    file.write(json.dumps(named) + ",\n")
             file.writelines(lines)
 
+    def _begin(self) -> None:
+        """A new file, or one that a killed run has left, maybe in the middle of a line."""
+        self._begun = True
+        there = self.path.read_bytes() if self.path.exists() else b""
+        with self.path.open("ab") as file:
+            file.truncate(there.rfind(b"\n") + 1)
+            file.write((("" if b"\n" in there else "[\n") + _named("process_name", PROCESS, "rolltree")).encode())
+
     def _close(self, track: str) -> None:
-        if (event := self._open.pop(track, None)) is not None:
-            name, begin, end = event
-            microseconds = {"ts": round(1e6 * (begin + self._offset)), "dur": round(1e6 * (end - begin))}
-            what = {"name": name, "ph": "X", "pid": 1, "tid": TRACKS.index(track), **microseconds}
-            self._lines.append(json.dumps(what) + ",\n")
+        if (event := self._open.pop(track, None)) is None:
+            return
+        name, *times = event
+        begin, end = (round(1e6 * (at + self._offset)) for at in times)  # microseconds
+        ends = self._ends[track]
+        thread = next((i for i, last in enumerate(ends) if last <= begin), len(ends))
+        tid = 1 + TRACKS.index(track) + thread * len(TRACKS)
+        if thread == len(ends):
+            ends.append(end)
+            self._lines.append(_named("thread_name", tid, f"{track} {thread + 1}" if thread else track))
+        ends[thread] = end
+        what = {"name": name, "ph": "X", "pid": PROCESS, "tid": tid, "ts": begin, "dur": end - begin}
+        self._lines.append(json.dumps(what) + ",\n")
+
+
+def _named(what: str, tid: int, name: str) -> str:
+    return json.dumps({"name": what, "ph": "M", "pid": PROCESS, "tid": tid, "args": {"name": name}}) + ",\n"

@@ -15,4 +15,8 @@ def sample_cpu(
     seed: Tensor,  # [N] int64
     step: Tensor,  # [N] int64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return torch.ops.rolltree_cpu.sample_tokens(logits, temperature, top_k, top_p, min_p, seed, step)
+    token, last_kept = torch.empty_like(seed), torch.empty_like(seed)  # cheaper here than through the stable ABI
+    logprob, raw_logprob, entropy = (torch.empty_like(temperature) for _ in range(3))
+    out = token, logprob, raw_logprob, entropy, last_kept
+    torch.ops.rolltree_cpu.sample_tokens(logits, temperature, top_k, top_p, min_p, seed, step, *out)
+    return out

@@ -68,7 +68,7 @@ def search(x, w, low, high, limit, enough, DTYPE: tl.constexpr):
     over = 0.0
     while (high - low > 1) & (over < enough):
         middle = low + (high - low) // 2
-        found = tl.sum(tl.where(x > value_of(middle, DTYPE), w, 0.0), 0)
+        found = tl.sum(tl.where(x > value_of(middle, DTYPE), w, 0.0))
         holds = found < limit
         low, high = tl.where(holds, low, middle), tl.where(holds, middle, high)
         over = tl.where(holds, found, over)
@@ -101,6 +101,8 @@ def select_kernel(
     mode,  # [N] int32, out: PLAIN to RACE
     window,  # [N, 2] int64, out: keys, the cut above the first and not above the second, where it is not found
     left,  # [N] float32, out: the mass that top-k leaves, where it is found
+    known,  # [N] float32, out: the tokens above the window, or by mass their mass
+    cut, cut_index,  # [N], out: the least logit that is kept, and the last index; all, where they are not found
     token, last_kept,  # [N] int64, out, of rows that are drawn
     kept,  # [N] float32, out, of rows that are drawn: sum of w = exp((x - best) / T) over the tokens that are kept
     row_stride, vocab, blocks,
@@ -120,16 +122,19 @@ def select_kernel(
         low = tl.maximum(key_of(top - 104.0 * t, DTYPE), key_of(top - INFINITY, DTYPE) + 1) - 2
         high = key_of(top, DTYPE)
 
-        strip = tl.arange(0, BLOCKS * STRIPS)
-        peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=strip < blocks * STRIPS, other=-INFINITY)
+        # By blocks, so that a place is counted within a warp.
+        block, strip = tl.arange(0, BLOCKS)[:, None], tl.arange(0, STRIPS)[None, :]
+        strip += block * STRIPS
+        peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=block < blocks, other=-INFINITY)
         edge, _ = search(peak, 1.0, low, high, CHOSEN + 0.5, CHOSEN * 0.875, DTYPE)
         bottom = value_of(edge, DTYPE)
-        above = peak > bottom
-        place = tl.cumsum(above.to(tl.int32), 0)
-        tl.store(chosen + n * CHOSEN + place - 1, strip, mask=above)
+        above = (peak > bottom).to(tl.int32)
+        counts = tl.sum(above, 1)
+        place = tl.cumsum(above, 1) + (tl.cumsum(counts, 0) - counts)[:, None]
+        tl.store(chosen + n * CHOSEN + place - 1, strip, mask=above == 1)
         tl.debug_barrier()
         slot = tl.arange(0, CHOSEN)
-        there = slot < tl.max(place, 0)
+        there = slot < tl.sum(counts, 0)
         begin = tl.load(chosen + n * CHOSEN + slot, mask=there, other=0) * STRIP
         x, index = load_strips(logits + n * row_stride, begin, there, vocab, STRIP)
         x = tl.where(x > bottom, x, -INFINITY)
@@ -142,7 +147,7 @@ def select_kernel(
         weighs, missing = rest >= TINY, rest >= tl.maximum(floor, TINY)
         unknown = missing if top_p is None else weighs  # top_p asks for the mass that top_k leaves
         state = tl.where(missing, RACE, DRAWN)
-        cut = bottom
+        last = bottom
         ties = 0
         lowest = edge
         if top_k is not None:
@@ -150,10 +155,10 @@ def select_kernel(
             if (k >= 1) & (k < vocab):
                 if tl.sum((x > bottom).to(tl.int32), 0) >= k:
                     edge_k, over = search(x, 1.0, edge, high, k.to(tl.float32), INFINITY, DTYPE)
-                    cut = value_of(edge_k, DTYPE)
+                    last = value_of(edge_k, DTYPE)
                     ties = k - over.to(tl.int32)
-                    tied = tl.minimum(ties, tl.sum((x == cut).to(tl.int32), 0))
-                    mass_left = tl.sum(tl.where(x > cut, w, 0.0), 0) + tied * tl.exp2((cut - top) * scale)
+                    tied = tl.minimum(ties, tl.sum((x == last).to(tl.int32), 0))
+                    mass_left = tl.sum(tl.where(x > last, w, 0.0), 0) + tied * tl.exp2((last - top) * scale)
                     lowest = edge_k - 1
                     state = tl.full((), DRAWN, tl.int32)
                 elif unknown:
@@ -168,13 +173,13 @@ def select_kernel(
                     edge_p, over = search(x, w, lowest, high, limit, INFINITY, DTYPE)
                     value = value_of(edge_p, DTYPE)
                     ties_p = ties_of(limit, over, tl.exp2((value - top) * scale), vocab)
-                    ties = tl.where((value == cut) & (ties > 0), tl.minimum(ties, ties_p), ties_p)
-                    cut = value
+                    ties = tl.where((value == last) & (ties > 0), tl.minimum(ties, ties_p), ties_p)
+                    last = value
                     state = tl.full((), DRAWN, tl.int32)
 
         if state == DRAWN:
-            equal = x == cut
-            stay = (x > cut) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
+            equal = x == last
+            stay = (x > last) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
             w = tl.where(stay & (w >= floor), w, 0.0)
             tl.store(kept + n, tl.sum(w, 0))
             weighty = w >= TINY
@@ -186,7 +191,10 @@ def select_kernel(
             first = tl.min(tl.where(score == tl.min(score, 0), index, MAX_INDEX), 0)
             tl.store(token + n, first.to(tl.int64))
         else:
-            tl.store(window + 2 * n, low)
+            tl.store(window + 2 * n, tl.maximum(low, key_of(top - INFINITY, DTYPE)))
             tl.store(window + 2 * n + 1, edge)
             tl.store(left + n, mass_left)
+            tl.store(known + n, tl.sum(tl.where(state == BY_COUNT, (x > bottom).to(tl.float32), w), 0))
+            tl.store(cut + n, -INFINITY)
+            tl.store(cut_index + n, -1)
     tl.store(mode + n, state)

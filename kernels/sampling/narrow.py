@@ -1,11 +1,13 @@
 """The cut of rows whose candidates do not hold it: flat distributions, a large top-k, a top-p near 1.
 
-Every pass splits such a row over programs, which count and weigh the tokens above 17 keys that cut an interval into
-sixteenths; the next pass, which is another launch, puts their sums together, in their order, and goes on within the
-sixteenth that holds the cut. 4 passes end with one value for 16-bit logits, 8 for float32; top-k and top-p take turns.
-Each pass is launched always, and ends at once for other rows: nothing waits for the host.
+    bracket   keys above and below the cut, four standard deviations apart from it, by a sample of the row
+    gather    which tokens lie between them, and what lies above: programs share the row
+    settle    the cut among those tokens
+    race      judges the tokens that are kept, as the scan does those of rows without filters
 
-Then :func:`race_kernel` judges the tokens that are kept, as the scan does those of rows without filters.
+Top-k comes first and top-p searches what it leaves, by launches of their own. If the sample misled, or more tokens lie
+between than there is room for, `settle` sees it by the sums and searches the whole row: slower, and as exact. Each
+kernel is launched always, and ends at once for other rows: nothing waits for the host.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,191 +16,256 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .filters import BY_COUNT, BY_MASS, key_of, ties_of, value_of
+from .filters import BY_COUNT, BY_MASS, key_of, search, ties_of, value_of
 from .noise import least_bounds, words_of
-from .row import INFINITY, TINY, floor_of, load_block, load_blocks, log2_weights, scale_of
+from .row import INFINITY, MAX_INDEX, TINY, floor_of, is_kept, load_block, load_blocks, log2_weights, scale_of
 
-PARTS = tl.constexpr(16)  # of an interval, for each pass
-SUMS = tl.constexpr(32)  # room for one of each of their ends
-
-
-@triton.jit
-def end_of(low, high, i):
-    """The i-th of the keys that cut an interval into PARTS, the first and last of which are its own."""
-    return low + ((high - low) * i + PARTS - 1) // PARTS
+DEVIATIONS = tl.constexpr(4.0)  # of a sample's sum
+NEXT = tl.constexpr(8)  # tokens next to each other in a sample
 
 
 @triton.jit
-def load_sums(tally, n, number, MASS: tl.constexpr, SPLITS: tl.constexpr):
-    """[SPLITS, SUMS]: what each program of a pass counted, or weighed, above each key."""
-    at = ((number % 2 * tl.num_programs(0) + n) * SPLITS + tl.arange(0, SPLITS)) * 2 + MASS
-    return tl.load(tally + at[:, None] * SUMS + tl.arange(0, SUMS)[None, :])
+def is_searched(n, mode, top_p, MASS: tl.constexpr):
+    """Whether the cut of row n is to be found, by count or by mass."""
+    state = tl.load(mode + n)
+    found = state == BY_COUNT
+    if MASS:
+        found = (state == BY_MASS) | (found & (tl.load(top_p + n) < 1.0))
+    return found
 
 
 @triton.jit
-def around_cut(window, tally, n, number, limit, MASS: tl.constexpr, SPLITS: tl.constexpr):
-    """Of pass ``number`` for row n: the keys next to each other, the upper one of which has less than ``limit`` above
-    it; and which they are."""
-    at = 2 * (number * tl.num_programs(0) + n)
-    low, high = tl.load(window + at), tl.load(window + at + 1)
-    i = tl.arange(0, SUMS)
-    holds = tl.sum(load_sums(tally, n, number, MASS, SPLITS), 0) < limit
-    upper = PARTS - tl.sum((holds & (i > 0) & (i < PARTS)).to(tl.int32), 0)  # the last is known to hold
-    above = end_of(low, high, upper)
-    lower = tl.sum(((end_of(low, high, i) < above) & (i < PARTS)).to(tl.int32), 0) - 1
-    return end_of(low, high, lower), above, lower, upper
+def limit_of(n, top_k, top_p, left, vocab, MASS: tl.constexpr):
+    """What has to lie above a token that is not kept, and all that it is a part of."""
+    if MASS:
+        total = tl.load(left + n)
+        limit = tl.load(top_p + n) * total
+    else:
+        total = vocab.to(tl.float32)
+        limit = tl.load(top_k + n).to(tl.float32)
+    return limit, total
 
 
-@triton.jit
-def cut_of(window, tally, n, number, limit, MASS: tl.constexpr, SPLITS: tl.constexpr):
-    """The last pass's result for row n: the key of the cut; by splits, how many tokens lie above it and how many equal
-    it; and the mass above it."""
-    _key, key, lower, upper = around_cut(window, tally, n, number, limit, MASS, SPLITS)
-    i = tl.arange(0, SUMS)
-    counts = load_sums(tally, n, number, False, SPLITS)
-    over = tl.sum(tl.where(i[None, :] == upper, counts, 0.0), 1)
-    equal = tl.sum(tl.where(i[None, :] == lower, counts, 0.0), 1) - over
-    mass = tl.sum(tl.where(i == upper, tl.sum(load_sums(tally, n, number, True, SPLITS), 0), 0.0), 0)
-    return key, over, equal, mass
-
-
-@triton.jit
-def split_of(blocks, SPLITS: tl.constexpr):
-    """The blocks of this program."""
-    share = tl.cdiv(blocks, SPLITS)
-    begin = tl.program_id(1) * share
-    return begin, tl.minimum(begin + share, blocks)
-
-
-@triton.jit(do_not_specialize=["number", "begin", "vocab", "blocks"])
-def narrow_kernel(
+@triton.jit(do_not_specialize=["vocab", "blocks"])
+def bracket_kernel(
     logits, temperature, top_k, top_p,  # as in `sample_triton`
     best,  # [N, C], of `scan_kernel`
-    mode,  # [N], of `select_kernel`
-    window,  # [1 + passes, N, 2] int64: the first of `select_kernel`, out: the next
-    left,  # [N], of `select_kernel`, out: where top-k was searched here
-    tally,  # [2, N, SPLITS, 2, SUMS] float32, by turns: the tokens above each key and their mass
-    number, begin,  # this pass, and the first that searches by mass
+    mode, window, left, known,  # [N], window [N, 2], of `select_kernel`; of `settle_kernel` where top-k was searched
+    bracket,  # [N, 2] int64, out: keys, the cut above the first and not above the second, probably
     row_stride, vocab, blocks,
-    MASS: tl.constexpr, LAST: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr,
+    MASS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = logits.dtype.element_ty
-    n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    state = tl.load(mode + n)
-    mine = state == BY_COUNT
-    if MASS:
-        mine = (state == BY_MASS) | (mine & (tl.load(top_p + n) < 1.0))
-    if mine:
+    n = tl.program_id(0).to(tl.int64)
+    if is_searched(n, mode, top_p, MASS):
         _greedy, scale = scale_of(tl.load(temperature + n))
         top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
         low, high = tl.load(window + 2 * n), tl.load(window + 2 * n + 1)
-        if MASS:
-            if number > begin:
-                limit = tl.load(top_p + n) * tl.load(left + n)
-                low, high, _lower, _upper = around_cut(window, tally, n, number - 1, limit, True, SPLITS)
-            if top_k is not None:  # noqa: SIM102 (the first is decided when compiling)
-                if (number == begin) & (state == BY_COUNT):
-                    k = tl.load(top_k + n).to(tl.float32)
-                    edge, over, equal, mass_over = cut_of(window, tally, n, number - 1, k, False, SPLITS)
-                    tied = tl.minimum(k - tl.sum(over, 0), tl.sum(equal, 0))
-                    if split == 0:
-                        tl.store(left + n, mass_over + tied * tl.exp2((value_of(edge, DTYPE) - top) * scale))
-                    low, high = edge - 1, key_of(top, DTYPE)
-        elif number > 0:
-            k = tl.load(top_k + n).to(tl.float32)
-            low, high, _lower, _upper = around_cut(window, tally, n, number - 1, k, False, SPLITS)
-        if (split == 0) & (number > 0):
-            at = 2 * (number * tl.num_programs(0) + n)
-            tl.store(window + at, low)
-            tl.store(window + at + 1, high)
-
-        i = tl.arange(0, PARTS)
-        value, highest = value_of(end_of(low, high, i), DTYPE), value_of(high, DTYPE)
-        counts, masses = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32)
-        count = 0.0  # above the upper end, which the last pass needs too
-        mass = 0.0
-        first, last = split_of(blocks, SPLITS)
-        STEP: tl.constexpr = ROUND // 2 if LAST else ROUND  # as registers allow
-        for begin_at in range(first * BLOCK, tl.minimum(last * BLOCK, vocab), STEP):
-            x = load_block(logits + n * row_stride, begin_at, vocab, STEP)
-            w = tl.exp2((x - top) * scale)
-            above = x[None, :] > value[:, None]
-            if LAST or not MASS:
-                counts += tl.sum(tl.where(above, 1.0, 0.0), 1)
-            if LAST or MASS:
-                masses += tl.sum(tl.where(above, w[None, :], 0.0), 1)
-            if LAST:
-                count += tl.sum(tl.where(x > highest, 1.0, 0.0), 0)
-                mass += tl.sum(tl.where(x > highest, w, 0.0), 0)
-        at = tally + ((number % 2 * tl.num_programs(0) + n) * SPLITS + split) * 2 * SUMS
-        if LAST or not MASS:
-            tl.store(at + i, counts)
-        if LAST or MASS:
-            tl.store(at + SUMS + i, masses)
-        if LAST:
-            tl.store(at + PARTS, count)
-            tl.store(at + SUMS + PARTS, mass)
+        GROUPS: tl.constexpr = SAMPLE // NEXT
+        begin = tl.arange(0, GROUPS) * tl.maximum(tl.cdiv(vocab, NEXT), GROUPS) // GROUPS * NEXT
+        index = begin[:, None] + tl.arange(0, NEXT)[None, :]
+        x = tl.load(logits + n * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+        weight = vocab / tl.sum((index < vocab).to(tl.int32)).to(tl.float32)  # tokens that one of the sample stands for
+        under = (index < vocab) & (x <= value_of(high, DTYPE))
+        x = tl.where(under, x, -INFINITY)
+        inside = x > value_of(low, DTYPE)
+        w = tl.where(inside, tl.exp2((x - top) * scale), 0.0) if MASS else under.to(tl.float32)
+        if tl.sum(inside.to(tl.float32)) * weight > ROOM // 2:
+            # What lies above a key: what is known to, and the sample's; or all, but for the sample's that do not. That
+            # errs less which has the smaller part to guess.
+            limit, total = limit_of(n, top_k, top_p, left, vocab, MASS)
+            from_above, sampled = 2 * limit < total, tl.sum(w)
+            above, below = limit - tl.load(known + n), total - limit
+            limit = tl.where(from_above, tl.div_rn(above, weight), sampled - tl.div_rn(below, weight))
+            middle, _ = search(x, w, low, high, limit, INFINITY, DTYPE)
+            value = value_of(middle, DTYPE)
+            squares = tl.sum(tl.where((x > value) == from_above, w * w, 0.0))
+            one = tl.exp2((value - top) * scale) if MASS else 1.0
+            error = DEVIATIONS * tl.sqrt(squares + one * one)
+            upper, _ = search(x, w, low, high, limit - error, INFINITY, DTYPE)
+            lower, _ = search(x, w, low, high, limit + error, INFINITY, DTYPE)
+            low, high = lower - 1, upper
+        tl.store(bracket + 2 * n, low)
+        tl.store(bracket + 2 * n + 1, high)
 
 
-@triton.jit(do_not_specialize=["passes", "begin", "vocab", "blocks"])
-def race_kernel(
-    logits, temperature, top_k, top_p, min_p, seed, step,  # as in `sample_triton`
+@triton.jit(do_not_specialize=["vocab", "blocks"])
+def gather_kernel(
+    logits, temperature, top_p,  # as in `sample_triton`
     best,  # [N, C], of `scan_kernel`
-    mode, window, left, tally,  # of `narrow_kernel`
-    cut,  # [N] float32, out: the least logit that is kept
-    cut_index,  # [N, SPLITS] int32, out: the last index that is kept among logits equal to it, -1 where none is
-    kept,  # [N, C] float32, out: sum of w = exp((x - best of the row) / T) over the tokens that are kept
-    least, bound,  # out: as of `scan_kernel`, of the tokens that are kept, beside the row's best
-    passes, begin,  # of `narrow_kernel`: how many, and the first that searches by mass
+    mode,  # [N], of `select_kernel`
+    bracket,  # [N, 2], of `bracket_kernel`
+    between,  # [N, SPLITS, ROOM / SPLITS] int32, out: tokens between its keys, if there is room for them
+    counts,  # [N, SPLITS] int32, out: how many there are
+    over,  # [N, SPLITS, 2] float32, out: the tokens above them, and their mass
     row_stride, vocab, blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+    MASS: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = logits.dtype.element_ty
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    state = tl.load(mode + n)
-    if state >= BY_COUNT:
+    if is_searched(n, mode, top_p, MASS):
         _greedy, scale = scale_of(tl.load(temperature + n))
         top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
-        value = -INFINITY
-        ties = 0
-        before = tl.zeros((SPLITS,), tl.float32)
-        by_mass = state == BY_MASS
-        if top_p is not None:
-            p = tl.load(top_p + n)
-            by_mass |= (state == BY_COUNT) & (p < 1.0)
-            if by_mass:
-                limit = p * tl.load(left + n)
-                edge, over, before, mass = cut_of(window, tally, n, passes - 1, limit, True, SPLITS)
-                value = value_of(edge, DTYPE)
-                ties = ties_of(limit, mass, tl.exp2((value - top) * scale), vocab)
-                if top_k is not None:  # noqa: SIM102 (the first is decided when compiling)
-                    if state == BY_COUNT:
-                        ties = tl.minimum(ties, tl.load(top_k + n) - tl.sum(over, 0).to(tl.int32))
-        if top_k is not None:  # noqa: SIM102 (the first is decided when compiling)
-            if (state == BY_COUNT) & (not by_mass):
-                k = tl.load(top_k + n)
-                edge, over, before, mass = cut_of(window, tally, n, begin - 1, k.to(tl.float32), False, SPLITS)
-                value = value_of(edge, DTYPE)
-                ties = k - tl.sum(over, 0).to(tl.int32)
-        ties -= tl.sum(tl.where(tl.arange(0, SPLITS) < split, before, 0.0), 0).to(tl.int32)
+        bottom = value_of(tl.load(bracket + 2 * n), DTYPE)
+        ceiling = value_of(tl.load(bracket + 2 * n + 1), DTYPE)
+        WIDTH: tl.constexpr = 128 // DTYPE.primitive_bitwidth  # places are counted in a thread, then over threads
+        many, mass = tl.zeros((ROUND // WIDTH, WIDTH), tl.float32), tl.zeros((ROUND // WIDTH, WIDTH), tl.float32)
+        token = tl.reshape(tl.arange(0, ROUND), (ROUND // WIDTH, WIDTH))
+        count = 0
+        EACH: tl.constexpr = ROOM // SPLITS
+        room = between + (n * SPLITS + split) * EACH
+        for begin in range(split * ROUND, vocab, SPLITS * ROUND):
+            x = tl.reshape(load_block(logits + n * row_stride, begin, vocab, ROUND), (ROUND // WIDTH, WIDTH))
+            above = x > ceiling
+            if not MASS:
+                many += above.to(tl.float32)
+            if top_p is not None:
+                mass += tl.where(above, tl.exp2((x - top) * scale), 0.0)
+            inside = (x > bottom) ^ above
+            each = tl.sum(inside.to(tl.int32), 1)
+            found = tl.sum(each, 0)
+            if count + found <= EACH:
+                place = (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(inside.to(tl.int32), 1)
+                tl.store(room + (count - 1) + place, begin + token, mask=inside)
+            count += found
+        at = n * SPLITS + split
+        tl.store(counts + at, count)
+        tl.store(over + 2 * at, tl.sum(many))
+        tl.store(over + 2 * at + 1, tl.sum(mass))
 
-        floor = floor_of(n, min_p)
-        last_equal = -1
-        first, last = split_of(blocks, SPLITS)
-        for block in range(first, last):
-            at, begin_at = n * blocks + block, block * BLOCK
-            x = load_block(logits + n * row_stride, begin_at, vocab, BLOCK)
+
+@triton.jit
+def above_in_row(row, value, top, scale, vocab, ROUND: tl.constexpr):
+    """Of a whole row: how many tokens lie above a value, their mass, and how many equal it."""
+    many, mass, equal = tl.zeros((ROUND,), tl.float32), tl.zeros((ROUND,), tl.float32), tl.zeros((ROUND,), tl.int32)
+    for begin in range(0, vocab, ROUND):
+        x = load_block(row, begin, vocab, ROUND)
+        many += (x > value).to(tl.float32)
+        mass += tl.where(x > value, tl.exp2((x - top) * scale), 0.0)
+        equal += (x == value).to(tl.int32)
+    return tl.sum(many, 0), tl.sum(mass, 0), tl.sum(equal, 0)
+
+
+@triton.jit
+def search_row(row, low, high, limit, top, scale, vocab, MASS: tl.constexpr, DTYPE: tl.constexpr, ROUND: tl.constexpr):
+    """As `search`, among all tokens of a row."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        many, mass, _equal = above_in_row(row, value_of(middle, DTYPE), top, scale, vocab, ROUND)
+        holds = (mass if MASS else many) < limit
+        low, high = tl.where(holds, low, middle), tl.where(holds, middle, high)
+    return high
+
+
+@triton.jit
+def index_of(row, value, ties, vocab, ROUND: tl.constexpr):
+    """The index of the token that is number ``ties`` of those equal to ``value``."""
+    seen = 0
+    begin = 0
+    index = -1
+    while (seen < ties) & (begin < vocab):
+        equal = (load_block(row, begin, vocab, ROUND) == value).to(tl.int32)
+        many = tl.sum(equal, 0)
+        if seen + many >= ties:
+            is_last = (equal == 1) & (tl.cumsum(equal, 0) == ties - seen)
+            index = begin + tl.max(tl.where(is_last, tl.arange(0, ROUND), 0), 0)
+        seen += many
+        begin += ROUND
+    return index
+
+
+@triton.jit(do_not_specialize=["vocab", "blocks"])
+def settle_kernel(
+    logits, temperature, top_k, top_p,  # as in `sample_triton`
+    best,  # [N, C], of `scan_kernel`
+    mode,  # [N], of `select_kernel`
+    window, left, known,  # of it; out for top-p, where top-k was searched
+    bracket, between, counts, over,  # of `bracket_kernel` and `gather_kernel`
+    cut,  # [N] float32, out: the least logit that is kept
+    ties,  # [N] int32, out: how many tokens equal to it top-k keeps
+    cut_index,  # [N] int32, out: the last of those that are kept
+    row_stride, vocab, blocks,
+    MASS: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = logits.dtype.element_ty
+    n = tl.program_id(0).to(tl.int64)
+    if is_searched(n, mode, top_p, MASS):
+        _greedy, scale = scale_of(tl.load(temperature + n))
+        top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
+        row = logits + n * row_stride
+        limit, _total = limit_of(n, top_k, top_p, left, vocab, MASS)
+        EACH: tl.constexpr = ROOM // SPLITS
+        split, slot = n * SPLITS + tl.arange(0, SPLITS), tl.arange(0, EACH)[None, :]
+        count = tl.load(counts + split)
+        many, mass = tl.sum(tl.load(over + 2 * split), 0), tl.sum(tl.load(over + 2 * split + 1), 0)
+        fits = tl.max(count, 0) <= EACH
+        there = slot < tl.where(fits, count, 0)[:, None]
+        index = tl.load(between + split[:, None] * EACH + slot, mask=there, other=0)
+        x = tl.load(row + index, mask=there, other=float("-inf")).to(tl.float32)
+        w = tl.exp2((x - top) * scale)
+        amount = w if MASS else there.to(tl.float32)
+        above = mass if MASS else many
+        low, high = tl.load(window + 2 * n), tl.load(window + 2 * n + 1)
+        under, upper = tl.load(bracket + 2 * n), tl.load(bracket + 2 * n + 1)
+        holds = above < limit
+        if holds & fits & ((under == low) | (above + tl.sum(amount) >= limit)):
+            key, _ = search(x, amount, under, upper, limit - above, INFINITY, DTYPE)
+            value = value_of(key, DTYPE)
+            many += tl.sum((x > value).to(tl.float32))
+            mass += tl.sum(tl.where(x > value, w, 0.0))
+            equal = tl.sum((x == value).to(tl.int32))
+        else:
+            low, high = tl.where(holds, low, upper), tl.where(holds, upper, high)
+            key = search_row(row, low, high, limit, top, scale, vocab, MASS, DTYPE, ROUND)
+            value = value_of(key, DTYPE)
+            many, mass, equal = above_in_row(row, value, top, scale, vocab, ROUND)
+
+        one = tl.exp2((value - top) * scale)
+        ends = True
+        if MASS:
+            tied = ties_of(limit, mass, one, vocab)
+            if top_k is not None:  # noqa: SIM102 (the first is decided when compiling)
+                if (tl.load(mode + n) == BY_COUNT) & (tl.load(cut + n) == value):
+                    tied = tl.minimum(tied, tl.load(ties + n))
+        else:
+            tied = tl.load(top_k + n) - many.to(tl.int32)
+            tl.store(ties + n, tied)
+            if top_p is not None:  # noqa: SIM102 (the first is decided when compiling)
+                if tl.load(top_p + n) < 1.0:
+                    ends = False
+                    tl.store(left + n, mass + tl.minimum(tied, equal) * one)
+                    tl.store(known + n, 0.0)
+                    tl.store(window + 2 * n, key - 1)
+                    tl.store(window + 2 * n + 1, key_of(top, DTYPE))
+        tl.store(cut + n, value)
+        last = tl.full((), MAX_INDEX, tl.int32)
+        if ends & (tied < equal):
+            last = index_of(row, value, tied, vocab, ROUND)
+        tl.store(cut_index + n, last)
+
+
+@triton.jit(do_not_specialize=["vocab", "blocks"])
+def race_kernel(
+    logits, temperature, min_p, seed, step,  # as in `sample_triton`
+    best,  # [N, C], of `scan_kernel`
+    mode, cut, cut_index,  # [N], of `select_kernel` and `settle_kernel`
+    kept,  # [N, C] float32, out: sum of w = exp((x - best of the row) / T) over the tokens that are kept
+    least, bound,  # out: as of `scan_kernel`, of the tokens that are kept, beside the row's best
+    row_stride, vocab, blocks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(mode + n) >= BY_COUNT:
+        _greedy, scale = scale_of(tl.load(temperature + n))
+        top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
+        value, last, floor = tl.load(cut + n), tl.load(cut_index + n), floor_of(n, min_p)
+        for block in range(tl.program_id(1), blocks, SPLITS):
+            at, begin = n * blocks + block, block * BLOCK
+            x = load_block(logits + n * row_stride, begin, vocab, BLOCK)
             w = tl.exp2(log2_weights(x, top, scale))
-            equal = (x == value).to(tl.int32)
-            fits = (equal == 1) & (tl.cumsum(equal, 0) <= ties)
-            ties -= tl.sum(equal, 0)
-            last_equal = tl.maximum(last_equal, tl.max(tl.where(fits, begin_at + tl.arange(0, BLOCK), -1), 0))
-            w = tl.where(((x > value) | fits) & (w >= floor), w, 0.0)
+            w = tl.where(is_kept(x, w, begin + tl.arange(0, BLOCK), floor, value, last), w, 0.0)
             tl.store(kept + at, tl.sum(w, 0))
             tl.store(least + at, tl.min(tl.where(w >= TINY, x, INFINITY), 0))
-            WIDTH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-            words = words_of(tl.load(seed + n), tl.load(step + n), begin_at, BLOCK, WIDTH)
+            WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+            words = words_of(tl.load(seed + n), tl.load(step + n), begin, BLOCK, WIDTH)
             tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
-        tl.store(cut + n, value)
-        tl.store(cut_index + n * SPLITS + split, last_equal)

@@ -82,3 +82,9 @@ def floor_of(n, min_p):
     if min_p is not None:
         floor = tl.minimum(tl.load(min_p + n), 1.0)
     return floor
+
+
+@triton.jit
+def is_kept(x, w, index, floor, cut, cut_index):
+    """Which tokens min_p and the cut of top-k and top-p leave."""
+    return ((x > cut) | ((x == cut) & (index <= cut_index))) & (w >= floor)

@@ -2,7 +2,7 @@
 
     scan    a block: largest logit, sums of w and w log2 w; the race of its tokens, or the peaks of its strips
     select  a row with filters: its candidates, the last token that is kept, and the draw (:mod:`.filters`)
-    narrow  part of a row whose candidates do not hold that token, in passes; and race, over those that are kept
+    bracket, gather, settle    a row whose candidates do not hold that token; and race, over those that are kept
             (:mod:`.narrow`)
     finish  a row: its blocks put together
 
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .filters import BY_COUNT, DRAWN, select_kernel
-from .narrow import SUMS, narrow_kernel, race_kernel
+from .narrow import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 from .noise import arrival, least_bounds, log2_bound, uniforms, words_at, words_of
 from .row import (
     INFINITY,
@@ -35,6 +35,7 @@ from .row import (
     TINY,
     floor_of,
     is_filtered,
+    is_kept,
     is_valid,
     load_block,
     load_blocks,
@@ -47,8 +48,12 @@ BLOCK = 4096  # tokens of a program; part of the summation order, so not tuned b
 GROUPS = 16  # of a block's tokens, each with a bound of its own
 STRIP = 32  # tokens next to each other, of which the largest logit is kept
 CHOSEN = 128  # strips of a row that may hold its candidates
-SPLITS = 16  # programs of a row, and parts of its sums, where candidates are not enough
-ROUND = 2048  # tokens that a program goes through a row by
+# Of rows whose candidates are not enough:
+SPLITS = 16  # programs that share one
+SAMPLE = 4096  # tokens by which the cut is guessed
+ROOM = 16384  # tokens among which it is found
+ROUND = 2048  # tokens that a program goes through its share by, and through a row
+WHOLE = 8192  # tokens that one of more warps goes through a row by
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -68,11 +73,19 @@ def scan_kernel(
     n, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     at = n * tl.num_programs(1) + tl.program_id(1)
     greedy, scale = scale_of(tl.load(temperature + n))
-    filtered = False
-    if peaks is not None:
+    if peaks is None:
+        filtered: tl.constexpr = False
+    else:
         filtered = is_filtered(n, top_k, top_p, min_p, vocab)
     x = load_block(logits + n * row_stride, begin, vocab, BLOCK)
-    top, low = tl.max(x, 0), tl.min(x, 0)
+    if filtered:
+        STRIPS: tl.constexpr = BLOCK // STRIP
+        strips = tl.max(tl.reshape(x, (STRIPS, STRIP)), 1)
+        tl.store(peaks + at * STRIPS + tl.arange(0, STRIPS), strips)
+        top = tl.max(strips, 0)
+        low = top
+    else:
+        top, low = tl.max(x, 0), tl.min(x, 0)
     base = tl.where(top == -INFINITY, 0.0, top)
     z = (x - base) * scale
     if (low - base) * scale < -125.0:  # only then is there a token without a weight
@@ -80,30 +93,23 @@ def scan_kernel(
         if not filtered:
             low = tl.min(tl.where(tl.exp2(z) >= TINY, x, INFINITY), 0)
     w = tl.exp2(z)
-    total = tl.sum(w, 0)  # NaN where a logit is NaN or +inf
+    total, sum_wz = tl.sum(w, 0), tl.sum(w * z, 0)  # NaN where a logit is NaN or +inf
+    if filtered:  # noqa: SIM102 (it may be decided when compiling)
+        if sum_wz != sum_wz:  # or where w is 0 and z is -inf
+            sum_wz = tl.sum(w * tl.maximum(z, NOTHING), 0)
     tl.store(best + at, tl.where(total == total, top, INFINITY))
     tl.store(mass + at, total)
-    tl.store(moment + at, tl.sum(w * z, 0))
+    tl.store(moment + at, sum_wz)
     if scale != LOG2E:
         tl.store(raw + at, tl.sum(tl.exp2((x - base) * LOG2E), 0))
     else:
         tl.store(raw + at, total)
-    if peaks is not None:  # noqa: SIM102 (the first is decided when compiling)
-        if filtered:
-            STRIPS: tl.constexpr = BLOCK // STRIP
-            tl.store(peaks + at * STRIPS + tl.arange(0, STRIPS), tl.max(tl.reshape(x, (STRIPS, STRIP)), 1))
     if not filtered:
         tl.store(least + at, low)
         if not greedy:
             WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
             words = words_of(tl.load(seed + n), tl.load(step + n), begin, BLOCK, WIDTH)
             tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
-
-
-@triton.jit
-def is_kept(x, w, index, floor, cut, cut_index):
-    """Which tokens min_p and the cut of top-k and top-p leave."""
-    return ((x > cut) | ((x == cut) & (index <= cut_index))) & (w >= floor)
 
 
 @triton.jit
@@ -163,11 +169,11 @@ def finish_kernel(
     logits, temperature, top_p, min_p, seed, step,  # as in `sample_triton`
     best, mass, moment, raw,  # [N, C], of `scan_kernel`
     mode, drawn,  # [N], of `select_kernel`: how far a row has come, the mass it was drawn from; None without filters
-    cut, cut_index, kept,  # of `race_kernel`, or None
+    cut, cut_index, kept,  # of rows that are not drawn there, of :mod:`.narrow`, or None
     least, bound,  # of it or of `scan_kernel`
     token, logprob, raw_logprob, entropy, last_kept,  # [N] out
     row_stride, vocab, blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row = logits + n * row_stride
@@ -195,7 +201,7 @@ def finish_kernel(
             if raced:
                 kept_total = tl.sum(load_blocks(kept, n, blocks, 0.0, BLOCKS), 0)
                 last_value = tl.load(cut + n)
-                last_index = tl.max(tl.load(cut_index + n * SPLITS + tl.arange(0, SPLITS)), 0)
+                last_index = tl.load(cut_index + n)
 
         number = tl.arange(0, BLOCKS)
         if greedy:
@@ -263,33 +269,38 @@ def sample_triton(
     )  # fmt: skip
     mode = drawn = cut = cut_index = None
     if not plain:
-        chosen, mode = bound.new_empty((rows, CHOSEN)), bound.new_empty(rows)
-        drawn, left, cut = torch.empty_like(temperature), torch.empty_like(temperature), torch.empty_like(temperature)
-        cut_index = bound.new_empty((rows, SPLITS))
-        each = 4 if logits.element_size() == 2 else 8  # passes that end with one value
-        by_count, by_mass = each * (top_k is not None), each * (top_p is not None)
-        passes = by_count + by_mass
-        window = seed.new_empty((1 + passes, rows, 2))
-        tally = best.new_empty((2, rows, SPLITS, 2, SUMS.value))
+        chosen, between = bound.new_empty((rows, CHOSEN)), bound.new_empty((rows, SPLITS, ROOM // SPLITS))
+        drawn, left, known, cut = (torch.empty_like(temperature) for _ in range(4))
+        mode, ties, cut_index = (bound.new_empty(rows) for _ in range(3))
+        window, bracket = seed.new_empty((rows, 2)), seed.new_empty((rows, 2))
+        counts, over = bound.new_empty((rows, SPLITS)), best.new_empty((rows, SPLITS, 2))
         select_kernel[(rows,)](
-            logits, temperature, *filters, seed, step, best, mass, peaks, chosen, mode, window, left,
-            token, last_kept, drawn, *size, blocks,
+            logits, temperature, *filters, seed, step, best, mass, peaks, chosen, mode, window, left, known, cut,
+            cut_index, token, last_kept, drawn, *size, blocks,
             BLOCKS=many, STRIPS=BLOCK // STRIP, STRIP=STRIP, CHOSEN=CHOSEN, num_warps=8,
         )  # fmt: skip
-        for number in range(passes):
-            narrow_kernel[(rows, SPLITS)](
-                logits, temperature, top_k, top_p, best, mode, window, left, tally, number, by_count, *size, blocks,
-                MASS=number >= by_count, LAST=number % each == each - 1, BLOCKS=many, BLOCK=BLOCK,
-                ROUND=min(ROUND, BLOCK), SPLITS=SPLITS, num_warps=4,
+        share = {"BLOCKS": many, "ROOM": ROOM}
+        for by_mass in [False] * (top_k is not None) + [True] * (top_p is not None):
+            bracket_kernel[(rows,)](
+                logits, temperature, top_k, top_p, best, mode, window, left, known, bracket, *size, blocks,
+                MASS=by_mass, SAMPLE=SAMPLE, **share, num_warps=8,
+            )  # fmt: skip
+            gather_kernel[(rows, SPLITS)](
+                logits, temperature, top_p, best, mode, bracket, between, counts, over, *size, blocks,
+                MASS=by_mass, ROUND=ROUND, SPLITS=SPLITS, **share, num_warps=4,
+            )  # fmt: skip
+            settle_kernel[(rows,)](
+                logits, temperature, top_k, top_p, best, mode, window, left, known, bracket, between, counts, over,
+                cut, ties, cut_index, *size, blocks,
+                MASS=by_mass, ROUND=WHOLE, SPLITS=SPLITS, **share, num_warps=16,
             )  # fmt: skip
         race_kernel[(rows, SPLITS)](
-            logits, temperature, *filters, seed, step, best, mode, window, left, tally, cut, cut_index, kept, least,
-            bound, passes, by_count, *size, blocks,
+            logits, temperature, min_p, seed, step, best, mode, cut, cut_index, kept, least, bound, *size, blocks,
             BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, num_warps=4,
         )  # fmt: skip
     finish_kernel[(rows,)](
         logits, temperature, top_p, min_p, seed, step, best, mass, moment, raw, mode, drawn, cut, cut_index, kept,
         least, bound, token, logprob, raw_logprob, entropy, last_kept, *size, blocks,
-        BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, ROUND=ROUND, num_warps=4,
+        BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, ROUND=ROUND, num_warps=4,
     )  # fmt: skip
     return token, logprob, raw_logprob, entropy, last_kept

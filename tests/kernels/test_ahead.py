@@ -106,7 +106,8 @@ def test_no_batch_asks_for_another_kernel() -> None:
     assert {name for line in lines for name in line if name.endswith("_kernel")} == {
         "list_blocks_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel", "add_kernel", "partial_kernel",
         "norm_kernel", "norm_gradient_kernel", "rotate_kernel", "silu_mul_kernel", "silu_mul_gradient_kernel",
-        "merge_kernel", "scan_kernel", "select_kernel", "narrow_kernel", "race_kernel", "finish_kernel",
+        "merge_kernel", "scan_kernel", "select_kernel", "bracket_kernel", "gather_kernel", "settle_kernel",
+        "race_kernel", "finish_kernel",
     }  # fmt: skip
     assert sum("_terms" in line for line in lines) >= 3
     again = [line[1:] for line in lines if line[0] == "again"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -316,26 +317,24 @@ def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
     """Of Triton: rows of a few hundred tokens have several blocks, and two programs in each pass."""
-    tiles = {"BLOCK": 64, "GROUPS": 4, "ROUND": 128, "STRIP": 8, "SPLITS": 2} | more
-    for name, value in tiles.items():
+    tiles = {"BLOCK": 64, "GROUPS": 4, "STRIP": 8, "SPLITS": 2, "SAMPLE": 64, "ROOM": 64, "ROUND": 32, "WHOLE": 128}
+    for name, value in (tiles | more).items():
         monkeypatch.setattr(triton_backend, name, value)
 
 
-def modes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """How far the candidates brought each row, call by call."""
-    seen: list[list[int]] = []
+def watch(monkeypatch: pytest.MonkeyPatch, name: str, see: Callable[..., None]) -> None:
+    """Have ``see`` called with what each launch of a kernel was given, when it is done."""
 
     class Watched:
         def __getitem__(self, grid: Any) -> Any:
             def launch(*arguments: Any, **constants: Any) -> None:
-                seen.append(dict(zip(finish.arg_names, arguments, strict=False))["mode"].tolist())
-                finish[grid](*arguments, **constants)
+                kernel[grid](*arguments, **constants)
+                see(**dict(zip(kernel.arg_names, arguments, strict=False)), **constants)
 
             return launch
 
-    finish = triton_backend.finish_kernel
-    monkeypatch.setattr(triton_backend, "finish_kernel", Watched())
-    return seen
+    kernel = getattr(triton_backend, name)
+    monkeypatch.setattr(triton_backend, name, Watched())
 
 
 NONE, ALL, NEVER = 0, 1.0, 0.0  # of top_k, top_p, min_p
@@ -386,7 +385,8 @@ def test_candidates_and_the_fall_back(
 ) -> None:
     """Rows whose candidates, of eight strips at most, hold the last token that is kept, and rows whose do not."""
     small_tiles(monkeypatch, BLOCK=128, STRIP=4, CHOSEN=8)
-    seen = modes(monkeypatch)
+    seen: list[list[int]] = []  # how far the candidates brought each row, call by call
+    watch(monkeypatch, "finish_kernel", lambda mode, **_: seen.append(mode.tolist()))
     generator = torch.Generator().manual_seed(4)
     logits = torch.stack([hard_row(kind, generator) for kind, _, _ in cases]).to(dtype)
     filters = {name: torch.tensor([c[1][i] for c in cases]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
@@ -397,6 +397,62 @@ def test_candidates_and_the_fall_back(
     assert torch.equal(found.last_kept, expected.last_kept)
     for name in ("logprob", "raw_logprob", "entropy"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+SAMPLED = torch.arange(64) * 500 // 64 * 8  # where eight tokens each are read, of 4000, where 512 are
+FLAT: list[tuple[str, tuple[int, float, float], list[bool]]] = [  # logits, filters, whether each search was led well
+    ("normal", (1500, ALL, NEVER), [True]),
+    ("normal", (NONE, 0.6, 0.3), [True]),
+    ("normal", (2500, 0.7, NEVER), [True, True]),
+    ("steps", (1500, 0.9, 0.5), [True, True]),  # of a quarter: the cut goes through ties
+    ("nearly all", (3999, 0.99999, NEVER), [True, True]),
+    ("too high", (1500, ALL, NEVER), [False]),  # the sample, so the cut lies below the bracket
+    ("too high", (NONE, 0.6, NEVER), [False]),
+    ("too low", (1500, 0.5, NEVER), [False, True]),  # and all that is left has room
+    ("too low", (NONE, 0.6, NEVER), [False]),
+    ("equal", (1500, 0.25, NEVER), [False, False]),  # more tokens between than there is room for
+]
+
+
+def flat_row(kind: str, generator: torch.Generator) -> Tensor:
+    row = torch.randn(4000, generator=generator)
+    if kind == "steps":
+        return (row * 4).round() / 4
+    if kind == "equal":
+        return torch.full((4000,), -1.5)
+    if kind in ("too high", "too low"):
+        row[(SAMPLED[:, None] + torch.arange(8)).flatten()] += 5 if kind == "too high" else -5
+    return row
+
+
+@pytest.mark.parametrize(("dtype", "cases"), [(torch.bfloat16, FLAT), (torch.float32, FLAT[2:8:2])])
+def test_the_cut_by_a_sample(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cases: list[tuple[str, tuple[int, float, float], list[bool]]]
+) -> None:
+    """Flat rows: what is gathered around the cut holds it, or settles nothing and the whole row is searched."""
+    tiles = {"BLOCK": 512, "STRIP": 4, "CHOSEN": 8, "SAMPLE": 512, "ROOM": 2048, "ROUND": 512, "WHOLE": 2048}
+    small_tiles(monkeypatch, **tiles)
+    led: list[list[bool]] = [[] for _ in cases]
+
+    def key(value: Tensor) -> Tensor:  # as the kernels' key_of
+        bits = value.to(dtype).view(torch.int16 if dtype == torch.bfloat16 else torch.int32).long()
+        return torch.where(bits < 0, bits ^ (0x7FFF if dtype == torch.bfloat16 else 0x7FFFFFFF), bits)
+
+    def settled(cut: Tensor, counts: Tensor, bracket: Tensor, MASS: bool, **_: Any) -> None:
+        between = (bracket[:, 0] < key(cut)) & (key(cut) <= bracket[:, 1]) & (counts.amax(1) <= 1024)
+        for n, (_, (k, p, _), _) in enumerate(cases):
+            if p < ALL if MASS else k > 0:
+                led[n].append(bool(between[n]))
+
+    watch(monkeypatch, "settle_kernel", settled)
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.stack([flat_row(kind, generator) for kind, _, _ in cases]).to(dtype)
+    filters = {name: torch.tensor([c[1][i] for c in cases]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
+    expected, found = (sample(backend, logits, **filters) for backend in ("reference", "triton"))
+    assert torch.equal(found.token, expected.token)
+    assert torch.equal(found.last_kept, expected.last_kept)
+    torch.testing.assert_close(found.logprob, expected.logprob, rtol=2e-6, atol=2e-6)
+    assert led == [wanted for _, _, wanted in cases]
 
 
 def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from . import decode_figures
 from .aot import machine_code
-from .aot.harness import AotResult, worse
+from .aot.harness import AotResult, table_file, worse
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,26 +46,29 @@ def test_triton_decode() -> None:
 
 @pytest.mark.slow
 def test_sampling() -> None:
-    """Logits come 16 bytes a thread; each token of a row takes few instructions, and several programs fit.
+    """Logits come 16 bytes a thread, several programs fit, and no kernel has more instructions a token than written.
 
-    29.4 instructions a token are 60 % of 3.35 TB/s in bf16, 58.9 in fp32: 132 x 128 lanes at 1.755 GHz issue 29.6e12.
-    With filters these are the scan's and the selection's, whose searches take all the rounds that they can.
+    29.5 instructions a token are 60 % of 3.35 TB/s in bf16, 59 in fp32: 132 x 128 lanes at 1.755 GHz issue 29.6e12.
+    With filters these are the scan's and the selection's, whose searches take all the rounds that they can, and what
+    finishes a row. Rows whose candidates are not enough are far from it, but for min-p alone in fp32.
     """
-    found = {row["case"]: row for row in run("tests.kernels.aot.sampling")}
-    for dtype, shortest, most in (("bf16", 28.7, 29.4), ("fp32", 27.8, 58.9)):
-        race, scan = found[f"sample scan {dtype} race"], found[f"sample scan {dtype}"]
-        assert race["a_token"][0] <= shortest
-        assert race["a_token"][1] <= 38.1
-        assert scan["a_token"][0] <= 17.2
-        assert scan["a_token"][1] <= 25.5
+    found = {row["case"]: row for row in run("tests.kernels.sampling_figures")}
+    for dtype, most in (("bf16", 29.5), ("fp32", 59)):
+        assert found[f"sample scan {dtype} race"]["shortest"] <= 28.4
+        scan, finish = found[f"sample scan {dtype}"]["shortest"], found["sample finish filtered"]["shortest"]
         for filters in ("top_k", "top_p", "min_p", "top_k top_p min_p"):
-            assert scan["a_token"][0] + found[f"sample select {dtype} {filters}"]["a_token"][1] <= most
-        assert found[f"sample race {dtype}"]["a_token"] <= 59.5
+            assert scan + found[f"sample select {dtype} {filters}"]["longest"] + finish <= most
         for search in ("count", "mass"):
-            assert found[f"sample narrow {dtype} {search}"]["a_token"] <= 87.5
-            assert found[f"sample narrow {dtype} {search} last"]["a_token"] <= 179
-    assert all(row["wide_loads"] > 0 for row in found.values())
-    assert all(row["ctas"] >= 2 for name, row in found.items() if "select" not in name)
+            parts = [found[f"sample {kind} {dtype} {search}"] for kind in ("bracket", "gather", "settle")]
+            parts.append(found[f"sample race {dtype}"])
+            assert sum(part["shortest"] for part in parts) <= 115
+    alone = ("sample select", "sample settle")  # on a processor, in whose registers a row's candidates lie
+    assert all(
+        row["wide_loads"] > 0 for name, row in found.items() if "bracket" not in name
+    )  # eight tokens here and there
+    assert all(row["ctas"] >= 2 for name, row in found.items() if not name.startswith(alone))
+    written = {row["case"]: row for row in map(json.loads, table_file("sampling-").read_text().splitlines())}
+    assert found == written
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,12 +22,15 @@ from safetensors.torch import load_file
 
 from rolltree.engine import Orchestrator, load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.loop.archive import Archive
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner
+from rolltree.engine.loop.orchestrator import OPEN
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.trainer import Trainer
 
+from ..conversations import write_conversations
 from ..tiny import write_run
 from .processes import Process
 
@@ -118,24 +122,69 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
 def test_killed_at_any_moment(
     server: subprocess.Popen[bytes], toml: Path, tmp_path: Path, staleness: int, kills: int
 ) -> None:
-    """kill -9 at random moments of one run, a fifth of them before it has gone on from where it was."""
-    steps = 3 + 3 * kills
-    extra = [*STALE, f"--trainer.steps={steps}", f"--loop.staleness={staleness}", "--loop.overlap=true"]
+    extra = [*STALE, f"--loop.staleness={staleness}", "--loop.overlap=true"]
     command = ["train", str(toml), f"--output_dir={tmp_path}", *extra]
-    directory, moment = tmp_path / "tiny", random.Random(kills)
-    config = load_config(toml, command[2:])
+    command = kill(server, command, kills)
+    if staleness == 0:
+        assert Process(server, [*command, "--name=whole"]).wait() == 0
+        assert_same_run(tmp_path / "tiny", tmp_path / "whole")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", [1, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overlap", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_conversations_killed_at_any_moment(
+    server: subprocess.Popen[bytes], tmp_path: Path, kills: int, overlap: str
+) -> None:
+    """Calls of environments are under way at any moment; what they were asked is asked again, in the same turn."""
+    program = f'environment="{tmp_path}/parts.py:Leisurely",max_turns=3,turn_tokens=12'
+    program += f',environment_options={{log="{tmp_path}/tiny/metrics.jsonl"}}'
+    given = [f"--rollout.program_options={{{program}}}", "--loop.staleness=1", f"--loop.overlap={overlap}"]
+    toml, kept = write_conversations(tmp_path), Counter[str]()
+    command = ["train", str(toml), f"--output_dir={tmp_path}", *given, "--checkpoint.every=1"]
+
+    def count_kept(config: TrainConfig) -> None:
+        saved = checkpoint.load_latest(config.run_dir / "checkpoints", config)
+        archive = Archive({name.removeprefix(OPEN): t for name, t in saved.tensors.items() if name.startswith(OPEN)})
+        requests = [request for g in saved.state["groups"] if (request := archive.unpack(g)["request"]) is not None]
+        kept["groups"] += len(requests)
+        kept["calls"] += sum(len(request["calls"]) for request in requests)
+        talks = [talk for request in requests for _, talk in request["program"]["_talks"]]
+        kept["later turns"] += sum(environment["turns"] > 0 for environment, *_ in talks)
+        (tmp_path / "kept.json").write_text(json.dumps(kept))
+
+    kill(server, command, kills, least_rows=2, after_each=count_kept)
+    metrics = rows(tmp_path / "tiny")[1:]
+    assert all(row["rollout/failed"] == 0 for row in metrics)  # every environment knew which turn it was
+    assert not any(name.startswith("group/restarted") for row in metrics for name in row)
+    assert min(kept["calls"], kept["later turns"]) >= kills, "hardly any was unfinished; the test shows nothing"
+
+
+def kill(
+    server: subprocess.Popen[bytes],
+    command: list[str],
+    kills: int,
+    least_rows: int = 1,
+    after_each: Callable[[TrainConfig], object] = lambda config: None,
+) -> list[str]:
+    """kill -9 at random moments of one run, each after some rows of metrics or, a fifth of them, before it has gone on
+    from where it was; audited after each and at its end. Returns the command with the steps that it got."""
+    steps = 3 + 3 * kills
+    command = [*command, f"--trainer.steps={steps}"]
+    config, moment = load_config(Path(command[1]), command[2:]), random.Random(kills)
+    directory = config.run_dir
     start_s, where = 0.0, Counter[str](kills=kills)
-    for kill in range(kills):
-        before = len(rows(directory, whole=False)) if kill else 0
+    for number in range(kills):
+        before = len(rows(directory, whole=False)) if number else 0
         begin = time.monotonic()
-        process = Process(server, [*command, *(["--resume"] if kill else [])])
+        process = Process(server, [*command, *(["--resume"] if number else [])])
         if start_s and moment.random() < 0.2:
             time.sleep(moment.uniform(0, start_s))
         else:
-            process.await_row(directory / "metrics.jsonl", before + 1)
+            process.await_row(directory / "metrics.jsonl", before + least_rows)
             start_s = time.monotonic() - begin
             end = time.monotonic() + moment.uniform(0, 0.3)
-            while time.monotonic() < end and len(rows(directory, whole=False)) < before + 2:
+            while time.monotonic() < end and len(rows(directory, whole=False)) <= before + least_rows:
                 time.sleep(moment.uniform(0, 0.005))
         assert not process.ended(), "the run ended before it was killed"
         os.kill(process.pid, signal.SIGKILL)
@@ -144,13 +193,12 @@ def test_killed_at_any_moment(
         where["before it went on"] += len(rows(directory, whole=False)) == before
         repair_as_resuming_does(directory, config)
         audit(config)
-        (tmp_path / "kills.json").write_text(json.dumps(where))
+        after_each(config)
+        (directory.parent / "kills.json").write_text(json.dumps(where))
     assert Process(server, [*command, "--resume"]).wait() == 0
     assert len(audit(config)) == steps * config.trainer.prompts_per_step
     assert [row["step"] for row in rows(directory)] == list(range(steps + 1))
-    if staleness == 0:
-        assert Process(server, [*command, "--name=whole"]).wait() == 0
-        assert_same_run(directory, tmp_path / "whole")
+    return command
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:

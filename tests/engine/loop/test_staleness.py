@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from rolltree.engine.loop import setup
 from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.cores import Cores
 from rolltree.engine.loop.metrics import Sums
+from rolltree.engine.model.roles import Role
 
 from ..tiny import write_run
 
@@ -178,9 +180,12 @@ def test_who_waits_leaves_its_cores_to_the_other(four_threads: None) -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path) -> None:
-    """Tokens weigh min(exp(proximal - behaviour), cap), by an independent sum over sequences."""
+@pytest.mark.parametrize("scored", [False, True])
+def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path, scored: bool) -> None:
+    """Tokens weigh min(exp(proximal - behaviour), cap), by an independent sum over sequences, whether the policy has
+    scored the batch before its only update or that update itself does."""
     options = ["--loop.staleness=1", "--trainer.steps=1", "--loop.correction_cap=1.5", "--trainer.lr=1e-9"]
+    options += ["--algorithm.old_logprob=recompute"] if scored else []
     for correction in ("truncate", "mask", "none"):
         name = f"--name={correction}"
         run = Run(toml, tmp_path, *options, f"--loop.correction={correction}", "--algorithm.objective=grpo", name)
@@ -194,22 +199,47 @@ def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path) -> None
             shift = rng.normal(0, 0.5, tree.num_tokens).astype(np.float32)
             tree.set("behaviour_logprob", np.where(tree.loss_mask, tree.behaviour_logprob + shift, np.nan))
             tree.set("policy_version", np.full(tree.num_tokens, learner.trainer.updates - 1))
+        again = copy.deepcopy(batch)
+        Role("proximal_logprob", learner.model).score(again, max_tokens=4096, temperature=learner.temperature(1))
         sums = Sums()
         assert learner.update(batch, [], 1, sums)
+        assert all(("proximal_logprob" in tree.columns) == scored for tree in batch)
+        if correction == "none":
+            continue
         losses = []
-        for tree in batch:
+        for tree in again:
             reward = tree.rewards["reward"]
             advantage = (reward - reward.mean()) / (reward.std(ddof=1) + 1e-6)
             for leaf in range(tree.num_leaves):
                 rows = tree.response_rows(leaf)
-                assert ("proximal_logprob" in tree.columns) == (correction != "none")
-                if correction == "none":
-                    continue
                 weight = np.exp((tree.proximal_logprob - tree.behaviour_logprob)[rows].astype(np.float64))
                 kept = np.minimum(weight, 1.5) if correction == "truncate" else np.where(weight > 1.5, 0, weight)
                 losses.append(np.mean(-advantage[leaf] * kept))
-        if correction != "none":
-            assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
+        assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["dapo", "dcpo_clip", "decoupled_ppo", "rollout_is", "gspo", "vespo", "cispo"])
+def test_an_only_update_needs_no_scores_before_it(toml: Path, tmp_path: Path, objective: str) -> None:
+    """The same gradient as against recorded scores of the policy before the update, and another than uncorrected."""
+
+    def learned(*given: str) -> tuple[float, float]:
+        given = (f"--algorithm.objective={objective}", "--loop.staleness=1", "--trainer.max_grad_norm=1e9", *given)
+        run = Run(toml, tmp_path, *given)
+        batch, learner, rng, sums = _sample(run), run.loop.learner, np.random.default_rng(0), Sums()
+        learner.trainer.updates = 1
+        for tree in batch:
+            tree.rewards["reward"] = rng.random(tree.num_leaves).astype(np.float32)
+            shift = rng.normal(0, 0.5, tree.num_tokens).astype(np.float32)
+            tree.set("behaviour_logprob", np.where(tree.loss_mask, tree.behaviour_logprob + shift, np.nan))
+        assert learner.update(batch, [], 1, sums)
+        assert ("proximal_logprob" in batch[0].columns) == ("--algorithm.old_logprob=recompute" in given)
+        return sums.means()["actor/pg_loss"], sums.means()["actor/grad_norm"]
+
+    found = learned()
+    assert found == pytest.approx(learned("--algorithm.old_logprob=recompute"), rel=1e-4, abs=1e-6)
+    if objective not in ("decoupled_ppo", "rollout_is"):  # a correction of their own
+        uncorrected = learned("--loop.correction=none", "--algorithm.old_logprob=recompute")
+        assert found != pytest.approx(uncorrected, rel=1e-2)
 
 
 def _sample(run: Run) -> list[Any]:
@@ -227,7 +257,11 @@ def test_what_has_a_correction_keeps_it(toml: Path) -> None:
     assert (masked.mismatch, masked.mismatch_cap) == ("mask", 9.0)
     on_policy = load_config(toml, [])
     assert setup.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
-    assert [role.column for role in setup.roles(config, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
+    assert setup.roles(config, None) == []  # type: ignore[arg-type]
+    several = load_config(toml, ["--loop.staleness=1", "--trainer.updates_per_step=2"])
+    assert [role.column for role in setup.roles(several, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
+    bases = [setup.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)]
+    assert bases == ["old", "current", "old"]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from rich.console import Console as RichConsole
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltree.engine import LeafStatus, SamplingParams
 from rolltree.engine.app.config import load_config
@@ -30,14 +28,8 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.train import checkpoint
 
 from ...attack import serving
-from ..tiny import write_run
+from ..conversations import TEMPLATE, write_conversations
 
-TEMPLATE = (
-    "{% if tools %}{% for t in tools %}{{ t.function.name }},{% endfor %}<tool_call></tool_call>{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 QUESTION = [{"role": "user", "content": "Six times seven?"}]
 WORDS = serving.tokenizer()
 WORDS.chat_template = TEMPLATE
@@ -253,88 +245,10 @@ def test_mistakes_are_named(engine: NativeEngine, program: dict[str, Any], n: in
         talk(engine, lambda before: "a", EnvironmentTurns(**program), n=n)
 
 
-PARTS = '''
-import asyncio
-import os
-import random
-
-from rolltree.engine.programs import Observation
-
-
-class Guess:
-    """It is never right."""
-
-    def reset(self, *, seed=None, options=None):
-        self.rng = random.Random(seed)
-        return f"Guess {self.rng.randrange(10)}", {}
-
-    def step(self, action):
-        return "no", self.rng.random(), False, False, {}
-
-
-class Steady:
-    """A third turn and later ones wait until there is a file; the environment knows which turn it is."""
-
-    def __init__(self, context, flag):
-        self.seed, self.flag, self.turns = int(context["seed"]), flag, 0
-
-    async def step(self, messages):
-        while self.turns and self.seed >= 6 and not os.path.exists(self.flag):
-            await asyncio.sleep(0.01)
-        self.turns += 1
-        assert self.turns == sum(message["role"] == "assistant" for message in messages)
-        return Observation([{"role": "user", "content": "on"}], reward=random.random())
-
-    def state_dict(self):
-        return {"turns": self.turns}
-
-    def load_state_dict(self, state):
-        self.turns = state["turns"]
-
-
-class Forgetful(Steady):
-    state_dict = None
-
-
-def hinted(number: int) -> str:
-    """Gives a hint.
-
-    Args:
-        number: Which.
-    """
-    return f"hint {number}"
-
-
-def bare(number):
-    return ""
-'''
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of games from its TOML, by a model with a chat template."""
     directory = tmp_path_factory.mktemp("home")
-    toml = write_run(directory)
-    words = AutoTokenizer.from_pretrained(directory / "model")
-    words.chat_template = TEMPLATE.replace("<end>", words.eos_token)
-    words.save_pretrained(directory / "model")
-    model = AutoModelForCausalLM.from_pretrained(directory / "model")
-    with torch.no_grad():
-        model.get_input_embeddings().weight[words.eos_token_id] *= 100  # so that it ends its turns
-    model.save_pretrained(directory / "model")
-    (directory / "parts.py").write_text(PARTS)
-    text = toml.read_text()
-    begin, end = text.index("[data]"), text.index("[algorithm]")
-    toml.write_text(
-        text[:begin]
-        + '[data]\nsource = "games"\nsource_options = { make = "parts.py:Guess" }\nchat = true\n'
-        + "max_prompt_tokens = 64\n"
-        + '[rollout]\nprogram = "environment"\nn = 4\nmax_new_tokens = 60\nkv_tokens = 4096\n'
-        + "[rollout.program_options]\n"
-        + 'environment = "game"\nenvironment_options = { make = "parts.py:Guess" }\nmax_turns = 2\nways = [2]\n'
-        + 'turn_tokens = 12\n[reward]\nverifier = "program"\n'
-        + text[end:].replace("problems = 8\nevery = 3", "problems = 0")
-    )
+    write_conversations(directory)
     return directory
 
 

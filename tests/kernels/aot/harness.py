@@ -196,11 +196,11 @@ def compile_all(ops: list[str], archs: list[int], ci: bool = False) -> list[AotR
         return list(pool.map(_compile_by_index, *zip(*jobs, strict=True))) if jobs else []
 
 
-def table_file() -> Path:
+def table_file(of: str = "") -> Path:
     """Where the figures of this version of Triton are."""
     import triton
 
-    return STATIC / f"triton-{triton.__version__}.jsonl"
+    return STATIC / f"{of}triton-{triton.__version__}.jsonl"
 
 
 def read_table() -> dict[str, AotResult]:
@@ -211,7 +211,7 @@ def read_table() -> dict[str, AotResult]:
 
 
 def write_table(results: list[AotResult]) -> None:
-    """Bring the rows of ``results`` up to date; other rows stay. Clocks named modelled are of a model.
+    """Bring the rows of ``results`` up to date; other cases' rows stay. Clocks named modelled are of a model.
 
     Raises:
         ValueError: two cases have one name.
@@ -220,11 +220,11 @@ def write_table(results: list[AotResult]) -> None:
     named = Counter(r.case for r in compiled)
     if twice := [name for name, times in named.items() if times > 1]:
         raise ValueError(f"Several cases are named {', '.join(twice)}; give each its own name.")
-    rows = read_table() | {r.case: r for r in compiled}
+    listed = {case.name for op in OPS for case in cases(op)}
+    rows = {name: r for name, r in read_table().items() if name in listed} | {r.case: r for r in compiled}
     file = table_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(asdict(rows[case])) + "\n" for case in sorted(rows)))
-    (STATIC / "table.md").write_text(page())
 
 
 TABLED = re.compile(r"(tree (forward|dq|dkdv)|decode (partial|cuda)) D(64|128|256) bf16")
@@ -246,7 +246,9 @@ wholly visible tiles, and that over masked ones where there is one. Nothing here
 
 
 def page() -> str:
-    """The rows of all versions of Triton, and of nvcc for what is CUDA C++, as a table."""
+    """The rows of all versions of Triton, and of nvcc for what is CUDA C++, as tables."""
+    from .. import sampling_figures
+
     lines = ["| kernel | compiler | loop | instr / warp | tensor | wait | small | local | CTAs / SM | modelled |"]
     lines.append("|---|---|---|---|---|---|---|---|---|---|")
     found = []
@@ -265,7 +267,7 @@ def page() -> str:
                 f"{loop.copies} | {loop.small_copies} | {loop.local} | {row.ctas if i == 0 else ''} | "
                 f"{loop.modelled[0]:.0f} to {loop.modelled[1]:.0f} |"
             )
-    return PAGE + "\n".join(lines) + "\n"
+    return PAGE + "\n".join(lines) + "\n" + sampling_figures.section()
 
 
 def worse(now: AotResult, before: AotResult) -> list[str]:
@@ -300,7 +302,12 @@ def main() -> int:
         parser.error(f"no case module named {', '.join(sorted(unknown))} in {HERE.name}/")
     results = compile_all(args.ops or OPS, args.arch or sorted(SHARED_LIMIT), args.ci)
     if args.write:
+        from .. import sampling_figures
+
         write_table(results)
+        if "sampling" in (args.ops or OPS):
+            sampling_figures.write()
+        (STATIC / "table.md").write_text(page())
     if args.json:
         print(json.dumps([asdict(r) for r in results]))
     else:

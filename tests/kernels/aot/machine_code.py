@@ -231,7 +231,7 @@ class Kernel:
         return any(loop.local for loop in self.loops) if self.loops else self.stack > 0
 
     def ways(self) -> Iterator[tuple[Instruction, ...]]:
-        """What a warp executes on every way through the kernel: both sides of each branch, each loop once."""
+        """What a warp executes on every way through the kernel: both sides of each branch and exit, each loop once."""
         waiting = [(0, tuple[Instruction, ...]())]
         while waiting:
             at, done = waiting.pop()
@@ -240,8 +240,10 @@ class Kernel:
                 done, at = (*done, this), at + 1
                 target = _target(this, self.labels, at - 1)
                 uniform = this.operands.startswith(("UP", "!UP"))
-                if this.name == "EXIT" and this.predicate in ("", "PT"):
-                    break
+                if this.name == "EXIT":
+                    if this.predicate in ("", "PT"):
+                        break
+                    yield done
                 if target is not None and target >= at:
                     if this.predicate or uniform:
                         waiting.append((target, done))
@@ -318,8 +320,9 @@ def _functions(code: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _target(instruction: Instruction, labels: Mapping[str, int], default: int) -> int | None:
-    """Where a branch leads, None if it is none."""
-    found = re.search(r"`\((\.L_x_\d+)\)", instruction.operands) if instruction.name == "BRA" else None
+    """Where a branch leads, None if it is none, or one for warps that have parted."""
+    branches = instruction.name == "BRA" and ".DIV" not in instruction.opcode
+    found = re.search(r"`\((\.L_x_\d+)\)", instruction.operands) if branches else None
     return labels.get(found[1], default) if found else None
 
 

@@ -1,38 +1,37 @@
-"""The sampling kernels: what every row runs, and what filters add; as a module, their instructions a token as JSON."""
+"""The sampling kernels: what every row runs, and what filters add."""
 
-import json
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 from rolltree.kernels.sampling.filters import select_kernel
-from rolltree.kernels.sampling.narrow import narrow_kernel, race_kernel
+from rolltree.kernels.sampling.narrow import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 from rolltree.kernels.sampling.triton import (
     BLOCK,
     CHOSEN,
     GROUPS,
+    ROOM,
     ROUND,
+    SAMPLE,
     SPLITS,
     STRIP,
+    WHOLE,
     finish_kernel,
     scan_kernel,
 )
 
-from . import machine_code
-from .harness import AotCase, AotResult, compile_case
+from .harness import AotCase
 
-VOCAB = 151936
-BLOCKS = 64  # of a row of it, a power of two
+BLOCKS = 64  # of a row of 151,936 tokens, a power of two
 GIVEN = {
     "logits": "", "temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32", "seed": "*i64",
-    "step": "*i64", "row_stride": "i32:16", "vocab": "i32", "blocks": "i32", "number": "i32", "begin": "i32",
-    "passes": "i32", **dict.fromkeys(("token", "last_kept", "window"), "*i64"),
-    **dict.fromkeys(("bound", "chosen", "mode", "cut_index"), "*i32"),
+    "step": "*i64", "row_stride": "i32:16", "vocab": "i32", "blocks": "i32",
+    **dict.fromkeys(("token", "last_kept", "window", "bracket"), "*i64"),
+    **dict.fromkeys(("bound", "chosen", "mode", "cut_index", "between", "counts", "ties"), "*i32"),
 }  # fmt: skip
 CONSTANTS = {
     "BLOCK": BLOCK, "GROUPS": GROUPS, "STRIP": STRIP, "STRIPS": BLOCK // STRIP, "CHOSEN": CHOSEN, "SPLITS": SPLITS,
-    "ROUND": ROUND, "BLOCKS": BLOCKS,
+    "SAMPLE": SAMPLE, "ROOM": ROOM, "ROUND": ROUND, "BLOCKS": BLOCKS,
 }  # fmt: skip
 FILTERS = ("top_k", "top_p", "min_p")
 
@@ -44,9 +43,13 @@ def case(name: str, kernel: Any, dtype: str, absent: Collection[str] = (), warps
     return AotCase(f"sample {name}", kernel, signature, constants, num_warps=warps)
 
 
-def narrow(dtype: str, mass: bool, last: bool) -> AotCase:
-    name = f"narrow {dtype} {'mass' if mass else 'count'}{' last' if last else ''}"
-    return case(name, narrow_kernel, dtype, MASS=mass, LAST=last)
+def narrow(dtype: str, mass: bool) -> list[AotCase]:
+    by = f"{dtype} {'mass' if mass else 'count'}"
+    return [
+        case(f"bracket {by}", bracket_kernel, dtype, warps=8, MASS=mass),
+        case(f"gather {by}", gather_kernel, dtype, MASS=mass),
+        case(f"settle {by}", settle_kernel, dtype, warps=16, MASS=mass, ROUND=WHOLE),
+    ]
 
 
 def beside(case: AotCase) -> AotCase:
@@ -65,82 +68,9 @@ CASES = [
     *(case(f"scan {dtype}", scan_kernel, dtype) for dtype in DTYPES),
     *(selects(dtype, *FILTERS) for dtype in DTYPES),
     *(beside(selects(dtype, name)) for dtype in DTYPES for name in FILTERS),
-    *(narrow(dtype, mass=True, last=True) for dtype in DTYPES),
-    *(beside(narrow(dtype, *kind)) for dtype in DTYPES for kind in ((False, False), (False, True), (True, False))),
+    *(part for dtype in DTYPES for part in narrow(dtype, mass=True)),
+    *(beside(part) for dtype in DTYPES for part in narrow(dtype, mass=False)),
     *(case(f"race {dtype}", race_kernel, dtype) for dtype in DTYPES),
     case("finish", finish_kernel, "fp32", ("top_p", "min_p", "mode", "drawn", "cut", "cut_index", "kept")),
     case("finish filtered", finish_kernel, "fp32"),
 ]
-
-
-def read(case: AotCase) -> tuple[machine_code.Kernel, AotResult]:
-    found: list[machine_code.Kernel] = []
-
-    def keep(cubin: bytes) -> list[machine_code.Kernel]:
-        found[:] = real(cubin)
-        return found
-
-    real = machine_code.read
-    with mock.patch.object(machine_code, "read", keep):
-        result = compile_case(case, 90)
-    if result.error:
-        raise RuntimeError(result.line())
-    (kernel,) = found
-    return kernel, result
-
-
-def _count(way: tuple[machine_code.Instruction, ...], name: str, modifier: str = "") -> int:
-    return sum(i.name == name and modifier in i.opcode for i in way)
-
-
-def scan_figures(case: AotCase) -> dict[str, object]:
-    """Instructions a token of the shortest and of the longest way through a whole block that the case is named for:
-    temperature 1 and all tokens with a weight; another temperature and some without."""
-    kernel, result = read(case)
-    products, peaks = (lambda way: _count(way, "IMAD", ".WIDE")), (lambda way: _count(way, "FMNMX"))
-    wide = sum(i.name == "LDG" and i.bytes == 16 for i in kernel.instructions)
-    ways = [way for way in kernel.ways() if sum(i.name == "LDG" and i.bytes == 16 for i in way) == wide]
-    if case.name.endswith("race"):  # Philox's products
-        ways = [way for way in ways if products(way) == max(map(products, ways))]
-    else:  # the largest of each strip
-        ways = [way for way in ways if products(way) == min(map(products, ways))]
-        ways = [way for way in ways if peaks(way) >= min(map(peaks, ways)) + STRIP - 1]
-    tokens = BLOCK // (32 * case.num_warps)  # of a thread
-    shortest, longest = (choice(map(len, ways)) / tokens for choice in (min, max))
-    return {"a_token": [shortest, longest], "wide_loads": wide, "ctas": result.ctas}
-
-
-def row_figures(case: AotCase) -> dict[str, object]:
-    """Instructions of a row for each of its ``VOCAB`` tokens, on the longest way: each search ends after a round, or
-    after all that the bits of a logit allow."""
-    kernel, result = read(case)
-    share = 32 * case.num_warps / VOCAB
-    rounds = 16 if "bf16" in case.name else 32
-    once = kernel.longest * share
-    more = sum(loop.count * share * (rounds - 1) for loop in kernel.loops)
-    wide = sum(i.name == "LDG" and i.bytes == 16 for i in kernel.instructions)
-    return {"a_token": [once, once + more], "wide_loads": wide, "ctas": result.ctas}
-
-
-def round_figures(case: AotCase, tokens: int) -> dict[str, object]:
-    """Instructions a token of the main loop, a round of which has ``tokens``."""
-    kernel, result = read(case)
-    loop = max(kernel.loops, key=lambda loop: loop.count)
-    return {"a_token": loop.count * 32 * case.num_warps / tokens, "wide_loads": loop.loads[16], "ctas": result.ctas}
-
-
-def figures(case: AotCase) -> dict[str, object]:
-    kind = case.name.split()[1]
-    if kind == "scan":
-        found = scan_figures(case)
-    elif kind in ("select", "finish"):
-        found = row_figures(case)
-    elif kind == "race":
-        found = round_figures(case, BLOCK)
-    else:
-        found = round_figures(case, ROUND // 2 if case.name.endswith("last") else ROUND)
-    return {"case": case.name, **found}
-
-
-if __name__ == "__main__":
-    print(json.dumps([figures(case) for case in CASES]))
