@@ -219,24 +219,30 @@ def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path, scored:
         assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["dapo", "dcpo_clip", "decoupled_ppo", "rollout_is", "gspo", "vespo", "cispo"])
+@pytest.mark.parametrize(
+    "objective", ["dapo", "dcpo_clip", "decoupled_ppo", "rollout_is", "gspo", "vespo", "cispo", "topr"]
+)
 def test_an_only_update_needs_no_scores_before_it(toml: Path, tmp_path: Path, objective: str) -> None:
-    """The same gradient as against recorded scores of the policy before the update, and another than uncorrected."""
+    """The same gradient as against recorded scores of the policy before the update, and another than uncorrected; the
+    weights of topr's own are against the sampler."""
 
-    def learned(*given: str) -> tuple[float, float]:
+    def learned(*given: str, off: float = 0.5) -> tuple[float, float]:
         given = (f"--algorithm.objective={objective}", "--loop.staleness=1", "--trainer.max_grad_norm=1e9", *given)
         run = Run(toml, tmp_path, *given)
         batch, learner, rng, sums = _sample(run), run.loop.learner, np.random.default_rng(0), Sums()
         learner.trainer.updates = 1
         for tree in batch:
             tree.rewards["reward"] = rng.random(tree.num_leaves).astype(np.float32)
-            shift = rng.normal(0, 0.5, tree.num_tokens).astype(np.float32)
+            shift = rng.normal(0, off, tree.num_tokens).astype(np.float32)
             tree.set("behaviour_logprob", np.where(tree.loss_mask, tree.behaviour_logprob + shift, np.nan))
         assert learner.update(batch, [], 1, sums)
         assert ("proximal_logprob" in batch[0].columns) == ("--algorithm.old_logprob=recompute" in given)
         return sums.means()["actor/pg_loss"], sums.means()["actor/grad_norm"]
 
     found = learned()
+    if objective == "topr":
+        assert found != pytest.approx(learned(off=0.0), rel=1e-2)
+        return
     assert found == pytest.approx(learned("--algorithm.old_logprob=recompute"), rel=1e-4, abs=1e-6)
     if objective not in ("decoupled_ppo", "rollout_is"):  # a correction of their own
         uncorrected = learned("--loop.correction=none", "--algorithm.old_logprob=recompute")
