@@ -49,6 +49,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     program = setup.rollout_program(config.rollout)
     program.verify = PoolJudge()
     early.check_credit(config, setup.credit(config))
+    early.check_old_logprobs(config)
     setup.check_backend(config.rollout)
     setup.group_callback(config)
     early.check_writable(config.run_dir)

@@ -30,7 +30,7 @@ from ..programs import RolloutProgram
 from ..rewards import Rewards
 from ..rollout import NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.branch import Request
-from ..rollout.saving import request_state, restore_request
+from ..rollout.saving import restore_request
 from ..settings import TrainConfig
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
@@ -39,18 +39,13 @@ from .cores import Cores
 from .judging import Judging, no_trace
 from .metrics import Stopwatch
 from .progress import Progress
-from .sources import PromptSource, make_prompt
+from .sources import PromptSource, make_prompts
+from .unfinished import group_state
 
 WORK = ("steps", "row_steps", "call_wait_us")
 """What of the engine's counts is added up over a run."""
 MOST_ATTEMPTS = 64
 """Requests made for one group beside its first, after which it is dropped."""
-RESTARTED = {
-    "call": "a call was under way, which their program does not repeat",
-    "state": "their program or environment gives no state that a checkpoint can hold",
-    "engine": "vLLM's engine gives no state",
-}
-"""Why a checkpoint keeps only the prompt of an unfinished group; in a run, `lost`: the engine knows it no more."""
 LOOK_S = 0.05
 """Between looks at the sampling while only verdicts are outstanding."""
 
@@ -159,7 +154,10 @@ class Controller:
             self._collect()
             stopped = self.engine.abort(list(self._sampling.values()))
             try:
-                groups = [self._group_state(group, archive) for group in self.buffer.open.values()]
+                groups = [
+                    group_state(group, self._sampling.get(group), self.engine, self.program, archive)
+                    for group in self.buffer.open.values()
+                ]
             except NotKeptError as error:
                 raise RunError(
                     f"An open group cannot be saved: {error} Give prompts plain entries, or set loop.staleness to 0."
@@ -182,32 +180,10 @@ class Controller:
                 self._begin(group, self._taken_up(group, request))
             elif state is State.JUDGING:
                 group.state = state
-                self.judging.ask(group)
+                self.judging.ask([group])
             elif state is State.READY:
                 group.state = state
         self._dropped_before = self.buffer.dropped.total()
-
-    def _group_state(self, group: Group, archive: Archive) -> Any:
-        request = self._sampling.get(group)
-        unfinished, lost = None, None
-        if request is not None and request.started:
-            unfinished, lost = self._request_state(request)
-        kept = ("ticket", "prompt", "started", "overtaken", "attempt", "parts")
-        values = {name: getattr(group, name) for name in kept}
-        return archive.pack({**values, "state": group.state.value, "request": unfinished, "lost": lost})
-
-    def _request_state(self, request: Request) -> tuple[dict[str, Any] | None, str | None]:
-        """What is kept of a request, or None and why it has to be begun anew."""
-        if not isinstance(self.engine, NativeEngine):
-            return None, "engine"
-        if request.calls and type(request.program).repeated is RolloutProgram.repeated:
-            return None, "call"
-        try:
-            found = request_state(request, self.program)
-            Archive().pack(found["program"])
-        except NotKeptError:
-            return None, "state"
-        return found, None
 
     def _taken_up(self, group: Group, state: dict[str, Any]) -> Request:
         """The request of an unfinished group, where it was."""
@@ -326,6 +302,7 @@ class Controller:
 
     def _collect(self) -> None:
         """Finished groups go to the judges."""
+        finished = []
         for group in [group for group, request in self._sampling.items() if request.done]:
             request = self._sampling.pop(group)
             if request.error is not None:
@@ -333,8 +310,10 @@ class Controller:
                     raise request.error
             assert request.tree is not None
             self.buffer.to(group, State.JUDGING)
+            finished.append((group, request.tree))
+        if finished:
             with self._timed(None, "reward"):
-                self.judging.add(group, request.tree)
+                self.judging.add(finished)
 
     def _find_lost(self) -> None:
         """Where the engine has nothing to do, whatever is waited for is lost, and begun anew."""
@@ -379,7 +358,7 @@ class Controller:
             case Retry(text, entry):
                 prompt = group.prompt
                 problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))
-                group.prompt = make_prompt(problem, self.config.data, self.tokenizer)
+                (group.prompt,) = make_prompts([problem], self.config.data, self.tokenizer)
                 group.attempt += 1
                 group.parts.clear()
                 self.buffer.to(group, State.QUEUED)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from ..methods.credit import CreditFunction, give_credit
 from ..programs import GroupState, RolloutProgram
 from ..settings import TrainConfig
 from ..train import checkpoint
-from .setup import FROM_ROLES
+from .setup import FROM_ROLES, corrects
 from .sources import Prompt
 
 TRIED = 8
@@ -55,6 +57,49 @@ def check_writable(directory: Path) -> None:
         raise UserError(
             f"The run directory '{directory}' cannot be written: '{there}' allows no writing; choose another "
             "--output_dir."
+        )
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Make the run's directory and hold it against other processes; the lock goes with the process, however it ends.
+
+    Raises:
+        UserError: it cannot be made, or another process holds it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"The run directory '{directory}' cannot be made: {error.strerror}; choose another --output_dir."
+        ) from error
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another process is writing the run '{directory}'; wait for it, or choose another --name."
+            ) from None
+        yield
+
+
+def check_old_logprobs(config: TrainConfig) -> None:
+    """Where the sampler's log-probs are compared with, they must be those of the whole softmax.
+
+    Raises:
+        UserError: sampling leaves tokens out.
+    """
+    rollout = config.rollout
+    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
+    if corrects(config):
+        why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
+    elif config.trainer.updates_per_step == 1:
+        return
+    if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
+        raise UserError(
+            f"{why} compares with the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
+            "[rollout] or set it back."
         )
 
 

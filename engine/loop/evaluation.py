@@ -62,8 +62,8 @@ class Evaluation:
             contexts=[p.context for p in self.problems],
         )
         items = [
-            item(p, Responses(tree, decode(self.tokenizer, tree), {}), 0)
-            for tree, p in zip(trees, self.problems, strict=True)
+            item(p, Responses(tree, texts, {}), 0)
+            for tree, texts, p in zip(trees, decode(self.tokenizer, trees), self.problems, strict=True)
             if not unsampled(tree)
         ]
         results = rewards.score(items)

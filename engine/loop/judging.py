@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..data.segment import LeafStatus, Origin, Segment
+from ..data.side_by_side import side_by_side
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..rewards import RewardItem, RewardResult, Rewards
@@ -61,17 +62,20 @@ class Judging:
         """Whether verdicts are outstanding or not taken."""
         return bool(self._waiting or self._asked or self._judged)
 
-    def add(self, group: Group, tree: TokenTree) -> None:
-        """``tree`` holds (further) responses of ``group``: ask for the verdicts on them."""
-        tree.set("group", group.ticket)
-        group.parts.append(Responses(tree, decode(self.tokenizer, tree), unsampled(tree)))
-        self.ask(group)
+    def add(self, finished: Sequence[tuple[Group, TokenTree]]) -> None:
+        """Trees that hold (further) responses of their groups: ask for the verdicts on them."""
+        texts = decode(self.tokenizer, [tree for _, tree in finished])
+        for (group, tree), some in zip(finished, texts, strict=True):
+            tree.set("group", group.ticket)
+            group.parts.append(Responses(tree, some, unsampled(tree)))
+        self.ask([group for group, _ in finished])
 
-    def ask(self, group: Group) -> None:
-        """Ask for the verdicts on a group's newest responses; those that could not be sampled are not judged."""
-        last = group.parts[-1]
-        items = [item(group.prompt, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
-        self._waiting.append((group, items))
+    def ask(self, groups: Sequence[Group]) -> None:
+        """Ask for the verdicts on each group's newest responses; those that could not be sampled are not judged."""
+        for group in groups:
+            last = group.parts[-1]
+            items = [item(group.prompt, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
+            self._waiting.append((group, items))
         self._send()
 
     def _send(self) -> None:
@@ -148,10 +152,14 @@ class Judging:
         tree.meta["attempt"] = group.attempt
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, tree: TokenTree) -> list[str]:
-    """The text of each leaf's response."""
-    responses = np.split(tree.token_id[tree.path_tokens], np.cumsum(tree.response_length)[:-1])
-    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> list[list[str]]:
+    """The text of each leaf's response, of each tree."""
+    if not trees:
+        return []
+    all_of = side_by_side(trees)
+    responses = np.split(all_of.token_id[all_of.path_tokens], np.cumsum(all_of.response_length)[:-1])
+    texts = iter(tokenizer.batch_decode(responses, skip_special_tokens=True))
+    return [list(islice(texts, tree.num_leaves)) for tree in trees]
 
 
 def item(prompt: Prompt, responses: Responses, leaf: int) -> RewardItem:

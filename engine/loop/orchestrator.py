@@ -7,7 +7,6 @@ repeats the uninterrupted one.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import math
 import shutil
@@ -32,7 +31,7 @@ from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
 from . import early, setup
 from .buffer import Buffer, Group
-from .controller import RESTARTED, Controller
+from .controller import Controller
 from .evaluation import Evaluation
 from .failures import Failures
 from .learner import Learner
@@ -43,6 +42,7 @@ from .sources import PromptSource, held_out
 from .stopping import Stopping
 from .trace import Trace
 from .trackers import Trackers
+from .unfinished import RESTARTED
 from .utilization import GpuMonitor
 
 OPEN = "open/"
@@ -83,7 +83,7 @@ class Orchestrator:
         program = setup.rollout_program(config.rollout)
         self.judge = program.verify = PoolJudge()
         early.check_credit(config, setup.credit(config))
-        _check_old_logprobs(config)
+        early.check_old_logprobs(config)
         self._saved = self._check_directory(resume)
         set_seed(config.seed)
 
@@ -143,7 +143,7 @@ class Orchestrator:
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
         with (
             setup.rewards(self.config, self.engine, self.tokenizer) as self.rewards,
-            _held(self.config.run_dir),
+            early.held(self.config.run_dir),
             self.controller.running(self.rewards),
         ):
             self.judge.pool = self.rewards
@@ -371,60 +371,18 @@ def _only_new_garbage() -> Iterator[None]:
             gc.unfreeze()
 
 
-@contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """Make the run's directory and hold it against other processes; the lock goes with the process, however it ends.
-
-    Raises:
-        UserError: it cannot be made, or another process holds it.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
-    except OSError as error:
-        raise UserError(
-            f"The run directory '{directory}' cannot be made: {error.strerror}; choose another --output_dir."
-        ) from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"Another process is writing the run '{directory}'; wait for it, or choose another --name."
-            ) from None
-        yield
-
-
-def _check_old_logprobs(config: TrainConfig) -> None:
-    """Where the sampler's log-probs are compared with, they must be those of the whole softmax.
-
-    Raises:
-        UserError: sampling leaves tokens out.
-    """
-    rollout = config.rollout
-    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
-    if setup.corrects(config):
-        why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
-    elif config.trainer.updates_per_step == 1:
-        return
-    if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
-        raise UserError(
-            f"{why} compares with the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
-            "[rollout] or set it back."
-        )
-
-
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
     """Lengths, reward spread and what the tree saved."""
+    length = np.concatenate([tree.response_length for tree in trees])
+    sums.add_values("response_length/mean", length)
+    sums.maximum("response_length/max", float(length.max()))
+    sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
+    sums.add_values("prompt_length/mean", np.array([tree.prompt_length for tree in trees]))
     for tree in trees:
-        length = tree.response_length
-        sums.add_values("response_length/mean", length)
-        sums.maximum("response_length/max", float(length.max()))
-        sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
-        sums.add("prompt_length/mean", float(tree.prompt_length))
         rewards = tree.rewards["reward"]
         if not np.isnan(rewards).any():
             sums.add("reward/group_std", float(rewards.std()))
-    sums.count("rollout/sampled_tokens", sum(int((tree.origin == Origin.SAMPLED).sum()) for tree in trees))
+    origin = np.concatenate([tree.origin for tree in trees])
+    sums.count("rollout/sampled_tokens", int(np.count_nonzero(origin == Origin.SAMPLED)))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))

@@ -79,7 +79,7 @@ class PromptSource:
         else:
             problems = _read(config, config.path, "data.path")
             # all of them now: a row that is too long must not end a run in its third hour
-            prompts = [make_prompt(problem, config, tokenizer) for problem in problems]
+            prompts = make_prompts(problems, config, tokenizer)
             self._rows = [prompt for prompt in prompts if prompt.problem not in self._excluded]
             if not self._rows:
                 raise UserError(
@@ -92,12 +92,15 @@ class PromptSource:
         Raises:
             UserError: a prompt is longer than `data.max_prompt_tokens`, or every generated problem is held out.
         """
-        prompts: list[Prompt] = []
+        if self._rows:
+            self._cursor += count
+            return [self._row(turn) for turn in range(self._cursor - count, self._cursor)]
+        problems: list[Problem] = []
         skipped = 0
-        while len(prompts) < count:
-            prompt = self._prompt(self._cursor)
+        while len(problems) < count:
+            problem = self._stream[self._cursor]
             self._cursor += 1
-            if prompt.problem in self._excluded:
+            if problem.text in self._excluded:
                 skipped += 1
                 if skipped > GIVE_UP:
                     what = "source" if self._config.source is not None else "tasks"
@@ -107,8 +110,8 @@ class PromptSource:
                     )
                 continue
             skipped = 0
-            prompts.append(prompt)
-        return prompts
+            problems.append(problem)
+        return make_prompts(problems, self._config, self._tokenizer)
 
     def peek(self, count: int) -> list[Prompt]:
         """What `next` will give."""
@@ -145,9 +148,7 @@ class PromptSource:
         if isinstance(self._stream, UserProblems):
             self._stream.load_state_dict(state["source"])
 
-    def _prompt(self, cursor: int) -> Prompt:
-        if not self._rows:
-            return make_prompt(self._stream[cursor], self._config, self._tokenizer)
+    def _row(self, cursor: int) -> Prompt:
         turn, index = divmod(cursor, len(self._rows))
         if self._order[0] != turn:
             self._order = (turn, np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist())
@@ -233,7 +234,7 @@ class Demonstrations:
         return chosen
 
     def _tree(self, problem: Problem, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TokenTree:
-        prompt = make_prompt(problem, data, tokenizer)
+        (prompt,) = make_prompts([problem], data, tokenizer)
         answer = str(problem.entry["answer"])
         ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)]
         return TokenTree.from_nodes(
@@ -274,56 +275,66 @@ def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pr
             "some."
         )
     one_answer_each = data.model_copy(update={"n_key": None})
-    return [make_prompt(problem, one_answer_each, tokenizer) for problem in found.values()]
+    return make_prompts(list(found.values()), one_answer_each, tokenizer)
 
 
-def make_prompt(problem: Problem, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The problem in its template, as token ids.
+def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The problems in their template, as token ids.
 
     Raises:
-        UserError: it is longer than `data.max_prompt_tokens`, has no tokens, or no number of responses where
+        UserError: one is longer than `data.max_prompt_tokens`, has no tokens, or no number of responses where
             `data.n_key` asks for one.
     """
+    if not problems:
+        return []
+    written = [_write(problem, config, tokenizer) for problem in problems]
+    encoded = tokenizer([text for text, _ in written], add_special_tokens=not config.chat)["input_ids"]
+    prompts = []
+    for problem, (text, messages), ids in zip(problems, written, encoded, strict=True):
+        if len(ids) > config.max_prompt_tokens:
+            raise UserError(
+                f"The prompt '{problem.id}' is {len(ids)} tokens long, over data.max_prompt_tokens = "
+                f"{config.max_prompt_tokens}; raise it or leave the prompt out."
+            )
+        if not ids:
+            raise UserError(f"The prompt '{problem.id}' has no tokens; leave it out or give it a data.template.")
+        wanted = _wanted(problem, config)
+        prompts.append(
+            Prompt(
+                problem.id,
+                problem.task,
+                text,
+                list(ids),
+                problem.entry,
+                problem.text,
+                wanted,
+                messages,
+                config.tools,
+            )
+        )
+    return prompts
+
+
+def _write(
+    problem: Problem, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, tuple[dict[str, str], ...]]:
+    """What the model reads of a problem, and its messages where they are those of a chat."""
     text = config.template.replace("{prompt}", problem.text)
     if problem.messages and (not config.chat or config.template != "{prompt}"):
         raise UserError(
             f"The prompt '{problem.id}' is a conversation, which the tokenizer's chat template writes; set data.chat "
             "to true and leave data.template out."
         )
-    messages: tuple[dict[str, str], ...] = ()
-    if config.chat:
-        messages = problem.messages or ({"role": "user", "content": text},)
-        if tokenizer.chat_template is None:
-            raise UserError(
-                "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
-            )
-        text = str(
-            tokenizer.apply_chat_template(
-                list(messages),
-                tools=[tool_schema(name) for name in config.tools] or None,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        )
-    ids = list(tokenizer(text, add_special_tokens=not config.chat)["input_ids"])
-    if len(ids) > config.max_prompt_tokens:
+    if not config.chat:
+        return text, ()
+    messages = problem.messages or ({"role": "user", "content": text},)
+    if tokenizer.chat_template is None:
         raise UserError(
-            f"The prompt '{problem.id}' is {len(ids)} tokens long, over data.max_prompt_tokens = "
-            f"{config.max_prompt_tokens}; raise it or leave the prompt out."
+            "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
         )
-    if not ids:
-        raise UserError(f"The prompt '{problem.id}' has no tokens; leave it out or give it a data.template.")
-    return Prompt(
-        problem.id,
-        problem.task,
-        text,
-        ids,
-        problem.entry,
-        problem.text,
-        _wanted(problem, config),
-        messages,
-        config.tools,
-    )
+    tools = [tool_schema(name) for name in config.tools] or None
+    chat = tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False)
+    return str(chat), messages
 
 
 def _wanted(problem: Problem, config: DataConfig) -> int | None:

@@ -41,7 +41,9 @@ class GymProblems:
             self._generator(index, 0)
 
     def __getitem__(self, k: int) -> Problem:
-        index = int(np.random.default_rng([*self._seed, k]).choice(len(self._names), p=self._share))
+        index = 0
+        if len(self._names) > 1:
+            index = int(np.random.default_rng([*self._seed, k]).choice(len(self._names), p=self._share))
         generator = self._generator(index, k // CHUNK)
         try:
             item = dict(generator[k % CHUNK])

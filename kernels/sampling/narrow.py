@@ -21,7 +21,7 @@ from .noise import least_bounds, words_of
 from .row import INFINITY, MAX_INDEX, TINY, floor_of, is_kept, load_block, load_blocks, log2_weights, scale_of
 
 DEVIATIONS = tl.constexpr(4.0)  # of a sample's sum
-NEXT = tl.constexpr(8)  # tokens next to each other in a sample
+NEXT = tl.constexpr(4)  # tokens next to each other in a sample: few, as neighbours are alike
 
 
 @triton.jit
@@ -62,11 +62,14 @@ def bracket_kernel(
         top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
         low, high = tl.load(window + 2 * n), tl.load(window + 2 * n + 1)
         GROUPS: tl.constexpr = SAMPLE // NEXT
-        begin = tl.arange(0, GROUPS) * tl.maximum(tl.cdiv(vocab, NEXT), GROUPS) // GROUPS * NEXT
-        index = begin[:, None] + tl.arange(0, NEXT)[None, :]
-        x = tl.load(logits + n * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-        weight = vocab / tl.sum((index < vocab).to(tl.int32)).to(tl.float32)  # tokens that one of the sample stands for
-        under = (index < vocab) & (x <= value_of(high, DTYPE))
+        whole = vocab // NEXT
+        group = tl.arange(0, GROUPS)[:, None] * tl.maximum(whole, GROUPS) // GROUPS
+        there = group < whole
+        index = group * NEXT + tl.arange(0, NEXT)[None, :]
+        x = tl.load(logits + n * row_stride + index, mask=there, other=float("-inf")).to(tl.float32)
+        sampled = tl.minimum(whole, GROUPS) * NEXT
+        weight = vocab / sampled.to(tl.float32)  # tokens that one of the sample stands for
+        under = there & (x <= value_of(high, DTYPE))
         x = tl.where(under, x, -INFINITY)
         inside = x > value_of(low, DTYPE)
         w = tl.where(inside, tl.exp2((x - top) * scale), 0.0) if MASS else under.to(tl.float32)
@@ -74,9 +77,9 @@ def bracket_kernel(
             # What lies above a key: what is known to, and the sample's; or all, but for the sample's that do not. That
             # errs less which has the smaller part to guess.
             limit, total = limit_of(n, top_k, top_p, left, vocab, MASS)
-            from_above, sampled = 2 * limit < total, tl.sum(w)
+            from_above = 2 * limit < total
             above, below = limit - tl.load(known + n), total - limit
-            limit = tl.where(from_above, tl.div_rn(above, weight), sampled - tl.div_rn(below, weight))
+            limit = tl.where(from_above, tl.div_rn(above, weight), tl.sum(w) - tl.div_rn(below, weight))
             middle, _ = search(x, w, low, high, limit, INFINITY, DTYPE)
             value = value_of(middle, DTYPE)
             squares = tl.sum(tl.where((x > value) == from_above, w * w, 0.0))

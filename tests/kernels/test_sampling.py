@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -399,7 +400,7 @@ def test_candidates_and_the_fall_back(
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-SAMPLED = torch.arange(64) * 500 // 64 * 8  # where eight tokens each are read, of 4000, where 512 are
+SAMPLED = torch.arange(128) * 1000 // 128 * 4  # where four tokens each are read, of 4000, where 512 are
 FLAT: list[tuple[str, tuple[int, float, float], list[bool]]] = [  # logits, filters, whether each search was led well
     ("normal", (1500, ALL, NEVER), [True]),
     ("normal", (NONE, 0.6, 0.3), [True]),
@@ -421,7 +422,7 @@ def flat_row(kind: str, generator: torch.Generator) -> Tensor:
     if kind == "equal":
         return torch.full((4000,), -1.5)
     if kind in ("too high", "too low"):
-        row[(SAMPLED[:, None] + torch.arange(8)).flatten()] += 5 if kind == "too high" else -5
+        row[(SAMPLED[:, None] + torch.arange(4)).flatten()] += 5 if kind == "too high" else -5
     return row
 
 
@@ -453,6 +454,26 @@ def test_the_cut_by_a_sample(
     assert torch.equal(found.last_kept, expected.last_kept)
     torch.testing.assert_close(found.logprob, expected.logprob, rtol=2e-6, atol=2e-6)
     assert led == [wanted for _, _, wanted in cases]
+
+
+@pytest.mark.slow  # Triton's interpreter takes a minute for each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [50257, 151669, 151936])
+def test_real_vocabularies(vocab: int, dtype: torch.dtype) -> None:
+    """Every set of filters, narrow and wide, of rows that are peaked, flat, partly forbidden or full of ties."""
+    sets = list(itertools.product((NONE, 40, 3000), (ALL, 0.9, 0.99), (NEVER, 0.02)))
+    generator = torch.Generator().manual_seed(1)
+    each = torch.arange(len(sets))
+    logits = torch.randn(len(sets), vocab, generator=generator) * torch.tensor([1.0, 3.0, 0.3, 6.0])[each % 4, None]
+    logits[::5, vocab // 3 : vocab // 2] = -math.inf
+    logits[1::7] = (logits[1::7] * 4).round() / 4
+    filters = {name: torch.tensor([c[i] for c in sets]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
+    options = filters | {"temperature": torch.tensor([1.0, 0.7, 1.3])[each % 3]}
+    expected, found = (sample(backend, logits.to(dtype), **options) for backend in ("reference", "triton"))
+    assert torch.equal(found.token, expected.token)
+    assert torch.equal(found.last_kept, expected.last_kept)
+    for name in ("logprob", "raw_logprob", "entropy"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
 
 
 def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

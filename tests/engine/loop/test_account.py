@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
@@ -306,3 +307,33 @@ def test_without_a_gpu_or_the_library_nobody_is_asked(monkeypatch: pytest.Monkey
         monitor = GpuMonitor.of(torch.device(device), pytest.fail)
         assert monitor.read() == {}
         monitor.close()
+
+
+def test_the_stand_in_is_what_the_library_is() -> None:
+    """Each of its functions takes what nvidia-ml-py's takes, and structures have the fields that are read."""
+    real = pytest.importorskip("pynvml", reason="nvidia-ml-py (extra `monitor`) is not installed")
+    functions = [name for name in vars(Nvml) if name.startswith("nvml")]
+    assert len(functions) == 6
+    for name in functions:
+        ours = list(inspect.signature(getattr(Nvml, name)).parameters)[1:]
+        theirs = inspect.signature(getattr(real, name)).parameters
+        assert [p.name for p in theirs.values() if p.default is p.empty] == ours, name
+    assert "gpu" in dict(real.c_nvmlUtilization_t._fields_)
+    assert "used" in dict(real.c_nvmlMemory_t._fields_)
+    assert issubclass(real.NVMLError, Exception)
+
+
+def test_the_library_without_a_driver_says_so_once() -> None:
+    real = pytest.importorskip("pynvml", reason="nvidia-ml-py (extra `monitor`) is not installed")
+    try:
+        real.nvmlInit()
+    except real.NVMLError as error:
+        expected = str(error)
+    else:
+        pytest.skip("this machine has NVIDIA's driver")
+    said: list[str] = []
+    monitor = GpuMonitor("GPU-7", said.append)
+    monitor._thread.join(10)
+    assert monitor.read() == {}
+    monitor.close()
+    assert said == [f"NVML says nothing of the GPU from here on ({expected}); the metrics lack perf/gpu."]

@@ -18,6 +18,7 @@ from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop import setup
 from rolltree.engine.loop.budget import Budget, StalenessError
@@ -276,6 +277,8 @@ def test_what_has_a_correction_keeps_it(toml: Path) -> None:
 def test_what_does_not_go_together_is_refused(toml: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Run(toml, tmp_path, *overrides)
+    with pytest.raises(UserError, match=said):  # as --dry-run does
+        list(plan_lines(load_config(toml, [*QUICK, f"--output_dir={tmp_path}/runs", *overrides])))
     assert not (tmp_path / "runs").exists()
 
 
