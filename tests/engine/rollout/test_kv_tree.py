@@ -219,6 +219,58 @@ def test_a_plan_covers_each_row_with_its_path(events: list[tuple[str, int, int]]
         )
 
 
+@given(events=EVENTS, seed=st.integers(0, 99))
+def test_what_is_arranged_is_ordered_appended_and_planned(events: list[tuple[str, int, int]], seed: int) -> None:
+    """Also where nothing came or went since the call before, whose order stays then, and behind a fork."""
+    whole, parts = Traced(400, 3), Traced(400, 3)
+    for event in [*events, ("insert", 7, 3), ("fork", seed, 2)]:
+        whole.apply(*event)
+        parts.apply(*event)
+    rng = np.random.default_rng(seed)
+    for call in range(3):
+        nodes = rng.permutation(np.array(sorted(whole.paths), np.int64)) if call % 2 == 0 else nodes  # noqa: F821
+        for traced in (whole, parts):
+            for node in nodes.tolist():
+                assert traced.compute(node)
+        counts = 1 + rng.integers(3, size=len(nodes))
+        appended = np.array([c if n in whole.open else 0 for n, c in zip(nodes.tolist(), counts.tolist(), strict=True)])
+        for traced in (whole, parts):
+            for node, count in zip(nodes.tolist(), appended.tolist(), strict=True):
+                traced.tree.extend_by(node, [1] * count) if count else None
+        order, slots, plan = whole.tree.arrange(nodes, counts, appended, 4321)
+        expected = parts.tree.depth_first(nodes)
+        np.testing.assert_array_equal(order, expected)
+        writes = np.repeat(appended[order] > 0, counts[order])
+        wrote = parts.tree.append(nodes[order][appended[order] > 0], appended[order][appended[order] > 0])
+        np.testing.assert_array_equal(slots[writes], wrote)
+        assert (slots[~writes] == 4321).all()
+        for found, wanted in zip(plan, parts.tree.plan(nodes[order], counts[order]), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+        if call == 1:
+            for traced in (whole, parts):
+                traced.fork(min(traced.paths), 0, 2)
+    whole.tree.check()
+    with pytest.raises(ValueError, match="all its rows, or of none"):
+        whole.tree.arrange(nodes[:1], ids(3), ids(2), 0)
+
+
+def test_an_order_does_not_outlive_its_nodes() -> None:
+    """A new node has the number of one that is gone, and comes behind those that stayed."""
+    tree = KvTree(9, 4)
+    root = tree.insert(0, path(1, 2))
+    fill(tree, root)
+    first, second = tree.fork(root, 2)
+    for expected in ([0, 1], [1, 0]):
+        for node in (first, second):
+            tree.extend_by(node, [5])
+        order, _, _ = tree.arrange(ids(first, second), ids(1, 1), ids(1, 1), 0)
+        assert order.tolist() == expected
+        if expected == [0, 1]:
+            tree.evict(first)
+            tree.release(first)
+            assert tree.fork(tree.rewind(second, 2), 1) == [first]
+
+
 def test_fork_in_mid_page_and_rewind_share_pages() -> None:
     tree = KvTree(10, 4)
     root = tree.insert(0, path(1, 2, 3, 4, 5, 6))
