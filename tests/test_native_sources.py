@@ -45,7 +45,6 @@ NAMES = {
     "get_num_threads",
     "new_empty",
     "parallel_for",
-    "view",
 }  # of torch::stable and torch::headeronly
 
 
