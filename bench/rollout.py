@@ -93,7 +93,6 @@ def native(x: Inputs, *, compile: bool = False) -> Calls:
 def vllm(x: Inputs) -> Calls:
     """vLLM itself, as its users call it: `n` samples of each prompt, prefix caching, compiled."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it pins the threads of all providers
     import vllm
 
     from rolltree.engine.integrations.vllm import VllmEngine
