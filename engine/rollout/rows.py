@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-from ._host import push_tokens
 from .branch import Branch, sample_dtype
+
+with contextlib.suppress(ImportError):  # `KvCache` says what is missing
+    from ._host import push_tokens
 
 Array = npt.NDArray[Any]
 

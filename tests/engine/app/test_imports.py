@@ -78,3 +78,13 @@ def test_public_names_are_those_declared():
         assert getattr(rolltree.engine, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         _ = rolltree.engine.Trainr
+
+
+def test_all_but_rollouts_works_without_a_compiler():
+    done = python(
+        f"BLOCKED = ('rolltree.engine.rollout._host',)\n{BLOCK}"
+        "import rolltree.engine.rollout\n"
+        "from rolltree.engine import NativeEngine, TokenTree, pack\n"
+        "print(len(pack([TokenTree.from_sequences([1], [[2], [3]])], max_tokens=8)))\n"
+    )
+    assert done.stdout.strip() == "1", done.stderr
