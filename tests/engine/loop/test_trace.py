@@ -65,12 +65,11 @@ def test_events_are_joined_named_and_appended(tmp_path: Path) -> None:
     assert {event["tid"]: event["args"]["name"] for event in names} == {1: "learner", 2: "sampler"}
     assert check(path) == {("sampler", "decode"): 2, ("learner", "optimizer"): 1, ("learner", "gen"): 1}
     found = [event for event in events(path) if event["ph"] == "X"]
-    assert sorted((event["name"], event["tid"], event["dur"]) for event in found) == [
-        ("decode", 2, 3000),
-        ("decode", 2, 100000),
-        ("gen", 1, 500000),
-        ("optimizer", 1, 300000),
-    ]
+    lasted = sorted((event["name"], event["tid"], event["dur"]) for event in found)
+    assert [event[:2] for event in lasted] == [("decode", 2), ("decode", 2), ("gen", 1), ("optimizer", 1)]
+    assert [dur for *_, dur in lasted] == pytest.approx(
+        [3000, 100_000, 500_000, 300_000], abs=1
+    )  # both ends are rounded
     begin = {event["name"]: event["ts"] for event in found}
     assert begin["gen"] - begin["optimizer"] == pytest.approx(900_000, abs=2)
 

@@ -136,7 +136,7 @@ def compare(
             torch.tensor([float(x) for x in metrics[name]]),
             torch.tensor([float(value), float(count)]),
             rtol=1e-4,
-            atol=1e-4,
+            atol=max(1e-4, 1e-6 * float(count)),  # sums of differences of log-probs, each of which is rounded
             msg=lambda text, name=name: f"{name}: {text}",
         )
     return errors

@@ -47,8 +47,8 @@ def test_padding_changes_nothing(name: str, sizes: dict[str, int]) -> None:
         torch.testing.assert_close(
             torch.from_numpy(tree.behaviour_logprob),
             torch.from_numpy(other.behaviour_logprob),
-            atol=2e-6,
-            rtol=0,
+            rtol=1e-6,
+            atol=1e-6,
             equal_nan=True,
         )
     assert_all_free(native)
@@ -71,7 +71,7 @@ def test_padded_steps_take_the_parameters_of_each_row() -> None:
         for ours, theirs in zip(found.completions(), expected.completions(), strict=True):
             np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
             for name in ("logprobs", "raw_logprobs", "entropies"):
-                np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=2e-6, rtol=0)
+                np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-6, atol=1e-6)
             assert [list(top) for top in ours.top] == [list(top) for top in theirs.top]
             assert (ours.kept is None) == (theirs.kept is None)
             for kept, wanted in zip(ours.kept or (), theirs.kept or (), strict=True):
@@ -82,7 +82,7 @@ def assert_same(native: NativeEngine, other: NativeEngine, prompts: Any, params:
     trees, expected = (e.generate(prompts, params, program) for e in (native, other))
     assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
     for tree, wanted in zip(trees, expected, strict=True):
-        np.testing.assert_allclose(tree.behaviour_logprob, wanted.behaviour_logprob, atol=2e-6, rtol=0)
+        np.testing.assert_allclose(tree.behaviour_logprob, wanted.behaviour_logprob, rtol=1e-6, atol=1e-6)
 
 
 def deeper(name: str) -> Any:

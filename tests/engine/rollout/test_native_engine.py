@@ -264,7 +264,7 @@ def test_dropped_keys_come_back_from_the_host(program: str | RolloutProgram, hos
     trees = native.generate(PROMPTS, params, program)
     assert [responses(tree) for tree in trees] == [responses(tree) for tree in expected]
     for tree, other in zip(trees, expected, strict=True):
-        np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=1e-6, atol=1e-6)
     assert native.stats["restored_tokens"] > 0
     computed, before = native.stats["prefill_tokens"], recomputing.stats["prefill_tokens"]
     assert computed < (before if host_tokens == 60 else before // 2)
