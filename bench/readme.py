@@ -74,7 +74,18 @@ def markdown(rows: Sequence[Row]) -> str:
             ratio,
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", measured_on(rows)]) + "\n"
+
+
+def measured_on(rows: Sequence[Row]) -> str:
+    """The devices, versions of torch and commits that the rows are of."""
+    parts = (
+        {row.device for row in rows},
+        {f"torch {row.versions['torch']}" for row in rows},
+        {row.commit for row in rows},
+    )
+    devices, torches, commits = (" and ".join(sorted(filter(None, part))) for part in parts)
+    return f"Measured on {devices}, {torches}, commit {commits}."
 
 
 def jobs(rows: Sequence[Row]) -> str:
@@ -96,7 +107,7 @@ def jobs(rows: Sequence[Row]) -> str:
             f"{100 * accuracy.value:.1f} %",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", measured_on(rows)]) + "\n"
 
 
 def summary(folder: str, lines: Sequence[Line] = SUMMARY) -> str:

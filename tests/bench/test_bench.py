@@ -284,3 +284,11 @@ def test_the_table_of_jobs() -> None:
     ]
     line = readme.jobs(rows).splitlines()[2]
     assert line == "| sums | rolltree_tree | 970 ms (960 to 980) | 2.50 x | 62 s | 800 MiB | 85.1 % |"
+
+
+def test_a_table_says_what_it_was_measured_on() -> None:
+    one = row()
+    rows = [one, replace(one, provider="torch", commit="fedcba9")]
+    commits = " and ".join(sorted((one.commit, "fedcba9")))
+    last = f"Measured on {one.device}, torch {one.versions['torch']}, commit {commits}."
+    assert readme.markdown(rows).splitlines()[-2:] == ["", last]
