@@ -42,6 +42,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
@@ -348,7 +349,8 @@ def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[
 
 def native_parts(device: torch.device) -> dict[str, bool]:
     """Whether each native part loads here and is no older than its sources."""
-    host = importlib.util.find_spec("rolltree.engine.rollout._host")
+    # found without its package, which imports what a machine for kernels alone may lack
+    host = PathFinder.find_spec("_host", [str(REPOSITORY / "engine" / "rollout")])
     found = {"_host": host is not None, "_cpu": load_library("cpu")}
     files = {"_host": [Path(host.origin)] if host and host.origin else []}
     files["_cpu"] = list((REPOSITORY / "kernels").glob("_cpu_*.so"))

@@ -11,8 +11,8 @@ import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +175,7 @@ def test_a_benchmark_goes_on_behind_the_provider_that_killed_its_process(tmp_pat
     code = f"""
 import os, sys
 from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
 from rolltree.bench.journal import Journal
@@ -353,17 +354,32 @@ def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> Non
 
 def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library, source = tmp_path / "kernels" / "_cpu_any.so", tmp_path / "csrc" / "cpu" / "op.cpp"
-    host, host_source = tmp_path / "_host.so", tmp_path / "csrc" / "host" / "module.cpp"
+    host = tmp_path / "engine" / "rollout" / f"_host{EXTENSION_SUFFIXES[0]}"
+    host_source = tmp_path / "csrc" / "host" / "module.cpp"
     for path in (library, source, host, host_source):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.utime(path, (1000, 1000))
     monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
     monkeypatch.setattr(gpu, "load_library", lambda name: True)
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(host)))
     assert gpu.native_parts(CPU) == {"_host": True, "_cpu": True}
     os.utime(source, (2000, 2000))
     assert gpu.native_parts(CPU) == {"_host": True, "_cpu": False}
+    os.utime(host_source, (2000, 2000))
+    assert gpu.native_parts(CPU) == {"_host": False, "_cpu": False}
+    host.unlink()
+    assert gpu.native_parts(CPU) == {"_host": False, "_cpu": False}
+
+
+def test_native_parts_are_found_without_the_packages_of_the_engine() -> None:
+    """Else the build fails on a machine that has what kernels need and no more."""
+    blocked = dict.fromkeys(("numba", "transformers", "pydantic", "plotly", "tomli_w"))
+    program = (
+        f"import sys; sys.modules.update({blocked!r})\nimport torch\nfrom rolltree.bench import gpu\n"
+        "print(sorted(gpu.native_parts(torch.device('cpu')).items()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == str(sorted(gpu.native_parts(CPU).items())), done.stderr
 
 
 @pytest.mark.skipif(not interpreting(), reason="Triton runs on the CPU in its interpreter")
