@@ -47,7 +47,7 @@ class AotCase:
     num_stages: int = 2
     needs_wgmma: bool = False
     multiply_adds: int | None = None  # one round of a main loop needs; if given, sm_90's loops must have no `faults`
-    vectors: int = 0  # that a round copies, for `faults`
+    elements: int = 0  # of vectors that a round copies, for `faults`
     ci: bool = True  # compiled by the tests too, not by `make aot` alone
     archs: tuple[int, ...] = tuple(SHARED_LIMIT)  # those it is launched on
 
@@ -148,7 +148,7 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
     if case.needs_wgmma and not wgmma:
         problems.append("does not use wgmma")
     if case.multiply_adds is not None:
-        needs = case.num_warps, case.multiply_adds, case.vectors
+        needs = case.num_warps, case.multiply_adds, case.elements
         problems += [fault for loop in code.main_loops for fault in loop.faults(*needs)]
     ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps)
     loops = tuple(_figures(loop, case) for loop in code.main_loops)
@@ -238,7 +238,9 @@ wholly visible tiles, and that over masked ones where there is one. Nothing here
   narrow product take longer to read than to multiply, and for mma.sync; no product is computed twice. Of dK/dV of
   D = 256 a round of one of its two programs, each of which computes all scores for half of the columns.
 - *wait*: copies that may be under way when a round begins. *small*: copies of less than 16 bytes a thread: of the ends
-  of subtrees where tiles are masked, and of lse and delta for D = 256 of dK/dV, which has no room for more.
+  of subtrees where tiles are masked, and of lse and delta for D = 256 of dK/dV. There tiles fill 224 of the 227 KiB of
+  shared memory, and 16 bytes for each of 256 threads would be 4 KiB a vector and stage. Issuing small copies takes at
+  most 1.7 % of a round's modelled clocks, and 0.8 % of those of dK/dV.
 - *local*: spilled registers, loaded and stored.
 - *modelled*: clocks of a round if everything overlaps, and if tensor cores and instructions take turns. A model.
 

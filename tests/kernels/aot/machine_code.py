@@ -9,7 +9,7 @@
         loop.waits, loop.bulk_copies                   # wait counts of cp.async groups; 0 = waits for the newest copy
         loop.local                                     # local loads and stores: registers spilled where it hurts
         loop.small_copies                              # asynchronous copies under 16 bytes a thread
-        loop.faults(warps, multiply_adds, vectors)     # sentences on all of these, [] for a loop as it should be
+        loop.faults(warps, multiply_adds, elements)    # sentences on all of these, [] for a loop as it should be
     kernel.registers, kernel.stack, ctas_per_sm(kernel.registers, shared_bytes, warps)
 
 A loop is what lies between a label and the last branch back to it; ``main_loops`` are the innermost ones with tensor
@@ -174,11 +174,12 @@ class Loop:
                 clocks += warps / 4 * 6.5 * int(i.opcode.split(".")[1][3:]) / 16
         return clocks
 
-    def faults(self, warps: int, multiply_adds: int, vectors: int = 0) -> list[str]:
+    def faults(self, warps: int, multiply_adds: int, elements: int = 0) -> list[str]:
         """What keeps it from the speed its tile allows; none for every main loop of a main kernel.
 
-        ``vectors``: how many vectors one round copies that have a single element for a row or key of the tile. Triton
-        copies these by elements, one small copy a thread each; a tile must be copied by 16 bytes.
+        ``elements``: of vectors that one round copies, with a single element for a row or key of the tile. Triton
+        copies them one a thread, or (3.6) to each thread those that it reads, which of the columns of a product are 2
+        of 8. A tile must be copied by 16 bytes.
         """
         found = []
         if self.tensor and self.multiply_adds(warps) != multiply_adds:
@@ -187,7 +188,7 @@ class Loop:
             found.append("waits for the copy that it has just issued")
         if self.local:
             found.append(f"{self.local} loads and stores of spilled registers in a loop")
-        if self.small_copies > vectors:
+        if self.small_copies > elements // 8:
             found.append(f"{self.small_copies} copies under 16 bytes in a loop")
         return found
 
