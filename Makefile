@@ -99,8 +99,8 @@ gpu-wheels:
 equality: $(VENV)/.ready-dev
 	$(BIN)/python -m tests.engine.equality_table
 
-# Compile every Triton kernel for sm_80, sm_90 and sm_100, print what the machine code says, and write the figures of
-# sm_90 to bench/results/static-sm_90/. Needs no GPU.
+# Compile every Triton kernel for sm_80, sm_90 and sm_100, print what the machine code says, and write the figures of the
+# last two to bench/results/static-sm_*/. Needs no GPU.
 aot: $(VENV)/.ready-dev
 	$(BIN)/python -m tests.kernels.aot.harness --write
 

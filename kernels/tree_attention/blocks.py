@@ -50,8 +50,10 @@ def tiles_for(dim: int, dtype: torch.dtype, *, major: int, softcap: bool) -> Til
         # wgmma takes 64 keys, whose gradients of 256 columns registers do not hold
         dkdv = Tile(32, 128, 8, 3, parts=2) if dim == 256 else Tile(32, 32, 8)
         return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), dkdv)
+    stages = 3 if major == 10 else 2
     if width <= 64:
-        return Tiles(Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 4))
+        return Tiles(Tile(128, 64, 8, stages), Tile(128, 64, 8, stages), Tile(64, 64, 4, stages))
     if width <= 128:
-        return Tiles(Tile(128, 64 if major >= 9 else 32, 8), Tile(64, 64, 8), Tile(32 if softcap else 64, 64, 8))
-    return Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8))
+        dkdv = Tile(32 if softcap else 64, 64, 8, stages)
+        return Tiles(Tile(128, 64 if major >= 9 else 32, 8, stages), Tile(64, 64, 8, stages), dkdv)
+    return Tiles(Tile(64, 32, 8, stages), Tile(32, 32, 4, stages), Tile(32, 32, 8, stages))

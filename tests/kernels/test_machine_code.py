@@ -97,7 +97,7 @@ def test_faults_name_what_is_wrong(loop: Loop) -> None:
     needed = loop.multiply_adds(8)
     assert loop.faults(8, needed) == ["1 copies under 16 bytes in a loop"]
     assert loop.faults(8, needed, elements=8) == []
-    assert loop.faults(8, needed, elements=7) == loop.faults(8, needed)
+    assert loop.faults(8, needed, elements=7) == loop.faults(8, needed) == loop.faults(8, None)
     assert any("multiply-adds" in fault for fault in loop.faults(8, needed // 2))
     spilled = parse(CODE, USAGE)[1].loops[0]
     found = " ".join(spilled.faults(4, spilled.multiply_adds(4)))

@@ -1,9 +1,9 @@
 """Compiles Triton kernels ahead of time for GPUs that are not there, and reads their machine code.
 
 ``python -m tests.kernels.aot.harness [op ...] [--arch 90] [--json]`` prints one line a kernel and architecture:
-registers, stack, shared memory, CTAs an SM; and one for each main loop on sm_90 (`machine_code`). Each module beside
-this file lists its kernels in ``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter replaces the
-compiler.
+registers, stack, shared memory, CTAs an SM; and one for each main loop on sm_90 and sm_100 (`machine_code`). Each
+module beside this file lists its kernels in ``CASES: list[AotCase]``. TRITON_INTERPRET must not be set: the interpreter
+replaces the compiler.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +25,9 @@ from typing import Any
 from . import machine_code
 
 HERE = Path(__file__).parent
-STATIC = HERE.parents[2] / "bench" / "results" / "static-sm_90"
+RESULTS = HERE.parents[2] / "bench" / "results"
+STATIC = RESULTS / "static-sm_90"
+READ = (90, 100)  # architectures whose machine code is read
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may ask for
 OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "harness", "machine_code"))
 
@@ -46,7 +49,7 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     needs_wgmma: bool = False
-    multiply_adds: int | None = None  # one round of a main loop needs; if given, sm_90's loops must have no `faults`
+    multiply_adds: int | None = None  # one round of a main loop needs; if given, loops must have no `faults`
     elements: int = 0  # of vectors that a round copies, for `faults`
     ci: bool = True  # compiled by the tests too, not by `make aot` alone
     archs: tuple[int, ...] = tuple(SHARED_LIMIT)  # those it is launched on
@@ -54,7 +57,7 @@ class AotCase:
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """A main loop on sm_90."""
+    """A main loop on sm_90 or sm_100; of the latter nothing is modelled."""
 
     instructions: int  # a warp, each round
     tensor: dict[str, int]  # tensor instructions of a warp by shape
@@ -64,17 +67,20 @@ class LoopFigures:
     copies: int
     small_copies: int
     local: int
-    modelled: tuple[float, float]  # clocks a round with and without overlap; a model (`machine_code`)
+    modelled: tuple[float, float] | None  # clocks a round with and without overlap; a model (`machine_code`)
     busiest: str  # unit of that model
 
     def line(self) -> str:
         tensor = ""
         if self.tensor:
             shapes = ", ".join(f"{times} {shape}" for shape, times in self.tensor.items())
-            tensor = f"tensor {self.tensor_clocks:.0f} clocks, {self.useful_clocks:.0f} useful ({shapes})  "
+            clocks = f"{self.tensor_clocks:.0f} clocks, {self.useful_clocks:.0f} useful " if self.modelled else ""
+            tensor = f"tensor {clocks}({shapes})  "
         wait = f"wait {self.wait}, {self.copies} copies, {self.small_copies} small  " if self.copies else ""
-        clocks = f"modelled {self.modelled[0]:.0f} to {self.modelled[1]:.0f} clocks ({self.busiest})"
-        return f"    {self.instructions:>5} instr/warp  {tensor}{wait}{self.local} local  {clocks}"
+        line = f"    {self.instructions:>5} instr/warp  {tensor}{wait}{self.local} local"
+        if self.modelled:
+            line += f"  modelled {self.modelled[0]:.0f} to {self.modelled[1]:.0f} clocks ({self.busiest})"
+        return line
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,9 @@ class AotResult:
     stack: int = 0  # bytes a thread
     shared: int = 0  # bytes a block
     wgmma: bool = False
-    ctas: int = 0  # an SM holds, on sm_90
-    instructions: int = 0  # of the whole kernel, on sm_90
-    loops: tuple[LoopFigures, ...] = ()  # on sm_90
+    ctas: int = 0  # an SM holds, on sm_90 and sm_100
+    instructions: int = 0  # of the whole kernel, likewise
+    loops: tuple[LoopFigures, ...] = ()  # likewise
     error: str = ""  # what is wrong with it, "" if nothing
 
     @classmethod
@@ -143,32 +149,32 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
         problems.append(f"spills registers in a loop, {code.stack} bytes of stack a thread")
     if shared > SHARED_LIMIT[arch]:
         problems.append(f"needs {shared} bytes of shared memory, sm_{arch} has {SHARED_LIMIT[arch]}")
-    if arch != 90:
+    if arch not in READ:
         return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, error="; ".join(problems))
-    if case.needs_wgmma and not wgmma:
+    if arch == 90 and case.needs_wgmma and not wgmma:
         problems.append("does not use wgmma")
     if case.multiply_adds is not None:
-        needs = case.num_warps, case.multiply_adds, case.elements
+        needs = case.num_warps, case.multiply_adds if arch == 90 else None, case.elements
         problems += [fault for loop in code.main_loops for fault in loop.faults(*needs)]
-    ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps)
-    loops = tuple(_figures(loop, case) for loop in code.main_loops)
+    ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps, getattr(kernel.metadata, "tmem_size", 0))
+    loops = tuple(_figures(loop, case, modelled=arch == 90) for loop in code.main_loops)
     count, error = len(code.instructions), "; ".join(problems)
     return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, ctas, count, loops, error)
 
 
-def _figures(loop: machine_code.Loop, case: AotCase) -> LoopFigures:
-    model = loop.modelled(case.num_warps)
+def _figures(loop: machine_code.Loop, case: AotCase, *, modelled: bool) -> LoopFigures:
+    model = loop.modelled(case.num_warps) if modelled else None
     return LoopFigures(
         loop.count,
         dict(loop.tensor),
-        loop.tensor_clocks(case.num_warps),
-        (case.multiply_adds or 0) / machine_code.MULTIPLY_ADDS,
+        loop.tensor_clocks(case.num_warps) if model else 0.0,
+        (case.multiply_adds or 0) / machine_code.MULTIPLY_ADDS if model else 0.0,
         min(loop.waits, default=None),
         loop.copies,
         loop.small_copies,
         loop.local,
-        (model.overlapped, model.serial),
-        model.busiest,
+        (model.overlapped, model.serial) if model else None,
+        model.busiest if model else "",
     )
 
 
@@ -196,35 +202,33 @@ def compile_all(ops: list[str], archs: list[int], ci: bool = False) -> list[AotR
         return list(pool.map(_compile_by_index, *zip(*jobs, strict=True))) if jobs else []
 
 
-def table_file(of: str = "") -> Path:
+def table_file(of: str = "", arch: int = 90) -> Path:
     """Where the figures of this version of Triton are."""
     import triton
 
-    return STATIC / f"{of}triton-{triton.__version__}.jsonl"
+    return RESULTS / f"static-sm_{arch}" / f"{of}triton-{triton.__version__}.jsonl"
 
 
-def read_table() -> dict[str, AotResult]:
+def read_table(arch: int = 90) -> dict[str, AotResult]:
     """The written figures by case; {} if none are written for this version of Triton."""
-    file = table_file()
+    file = table_file(arch=arch)
     rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     return {row["case"]: AotResult.of(row) for row in rows}
 
 
-def write_table(results: list[AotResult]) -> None:
+def write_table(results: list[AotResult], arch: int) -> None:
     """Bring the rows of ``results`` up to date; other cases' rows stay. Clocks named modelled are of a model.
 
     Raises:
         ValueError: two cases have one name.
     """
-    compiled = [r for r in results if r.arch == 90 and not r.error.startswith("does not compile")]
+    compiled = [r for r in results if r.arch == arch and not r.error.startswith("does not compile")]
     named = Counter(r.case for r in compiled)
     if twice := [name for name, times in named.items() if times > 1]:
         raise ValueError(f"Several cases are named {', '.join(twice)}; give each its own name.")
     listed = {case.name for op in OPS for case in cases(op)}
-    rows = {name: r for name, r in read_table().items() if name in listed} | {r.case: r for r in compiled}
-    file = table_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(asdict(rows[case])) + "\n" for case in sorted(rows)))
+    rows = {name: r for name, r in read_table(arch).items() if name in listed} | {r.case: r for r in compiled}
+    table_file(arch=arch).write_text("".join(json.dumps(asdict(rows[case])) + "\n" for case in sorted(rows)))
 
 
 TABLED = re.compile(r"(tree (forward|dq|dkdv)|decode (partial|cuda)) D(64|128|256) bf16")
@@ -247,14 +251,27 @@ wholly visible tiles, and that over masked ones where there is one. Nothing here
 """
 
 
-def page() -> str:
-    """The rows of all versions of Triton, and of nvcc for what is CUDA C++, as tables."""
-    from .. import sampling_figures
+PAGE_100 = """# The main loops of attention and decoding on sm_100
 
-    lines = ["| kernel | compiler | loop | instr / warp | tensor | wait | small | local | CTAs / SM | modelled |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+Machine code of the Triton kernels in bf16, as in [static-sm_90](../static-sm_90/table.md). Nothing here was run on a
+GPU, and nothing is modelled. Written by `make aot`.
+
+- *tensor*: instructions of a round. UTCHMMA is tcgen05's product of whole tiles, whose size is not in its name, and is
+  issued by one thread; HMMA is mma.sync's of a warp.
+- *wait*: copies that may be under way when a round begins.
+- *small*, *local*: copies of less than 16 bytes a thread; spilled registers, loaded and stored.
+
+| kernel | compiler | loop | instr / warp | tensor | wait | small | local | CTAs / SM |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def _rows(arch: int) -> Iterator[tuple[str, str, str, str, LoopFigures]]:
+    """Kernel, compiler, kind of loop, CTAs an SM and figures, of all versions of Triton, and of nvcc for what is CUDA
+    C++; of a kernel's second loop without what is said of the first."""
+    folder = RESULTS / f"static-sm_{arch}"
     found = []
-    for file in (*STATIC.glob("triton-*.jsonl"), STATIC / "decode.jsonl"):
+    for file in (*folder.glob("triton-*.jsonl"), *folder.glob("decode.jsonl")):
         compiler = "nvcc" if file.stem == "decode" else file.stem.replace("-", " ")
         rows = [AotResult.of(row) for row in map(json.loads, file.read_text().splitlines())]
         found += [(row, compiler) for row in rows if TABLED.fullmatch(row.case)]
@@ -262,18 +279,38 @@ def page() -> str:
         found, key=lambda of: (of[0].case.split(" D")[0], int(of[0].case.split()[2][1:]), of[1])
     ):
         for i, loop in enumerate(row.loops):
-            name = row.case.removesuffix(" bf16") if i == 0 else ""
-            lines.append(
-                f"| {name} | {compiler if i == 0 else ''} | {('full', 'masked')[i] if len(row.loops) == 2 else ''} | "
-                f"{loop.instructions} | {loop.tensor_clocks:.0f} / {loop.useful_clocks:.0f} | {loop.wait} of "
-                f"{loop.copies} | {loop.small_copies} | {loop.local} | {row.ctas if i == 0 else ''} | "
-                f"{loop.modelled[0]:.0f} to {loop.modelled[1]:.0f} |"
-            )
+            head = (row.case.removesuffix(" bf16"), compiler, str(row.ctas)) if i == 0 else ("", "", "")
+            yield *head[:2], ("full", "masked")[i] if len(row.loops) == 2 else "", head[2], loop
+
+
+def page() -> str:
+    """The rows of sm_90 as tables."""
+    from .. import sampling_figures
+
+    lines = ["| kernel | compiler | loop | instr / warp | tensor | wait | small | local | CTAs / SM | modelled |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    for name, compiler, kind, ctas, loop in _rows(90):
+        assert loop.modelled is not None
+        lines.append(
+            f"| {name} | {compiler} | {kind} | {loop.instructions} | "
+            f"{loop.tensor_clocks:.0f} / {loop.useful_clocks:.0f} | {loop.wait} of {loop.copies} | "
+            f"{loop.small_copies} | {loop.local} | {ctas} | {loop.modelled[0]:.0f} to {loop.modelled[1]:.0f} |"
+        )
     return PAGE + "\n".join(lines) + "\n" + sampling_figures.section()
 
 
+def page_100() -> str:
+    """The rows of sm_100 as a table."""
+    return PAGE_100 + "".join(
+        f"| {name} | {compiler} | {kind} | {loop.instructions} | "
+        f"{', '.join(f'{times} {shape}' for shape, times in loop.tensor.items())} | {loop.wait} of {loop.copies} | "
+        f"{loop.small_copies} | {loop.local} | {ctas} |\n"
+        for name, compiler, kind, ctas, loop in _rows(100)
+    )
+
+
 def worse(now: AotResult, before: AotResult) -> list[str]:
-    """In which figures of its main loops a kernel on sm_90 lost; without loops, in its whole length."""
+    """In which figures of its main loops a kernel lost; without loops, in its whole length."""
     lost = []
     if not before.loops and now.instructions > before.instructions:
         lost.append(f"{now.instructions} instructions, before {before.instructions}")
@@ -295,7 +332,7 @@ def main() -> int:
     parser.add_argument("ops", nargs="*", help=f"which of: {', '.join(OPS)} (default: all)")
     parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT), help="default: all")
     parser.add_argument("--ci", action="store_true", help="only the cases that the tests compile")
-    parser.add_argument("--write", action="store_true", help=f"write the sm_90 figures below {STATIC}")
+    parser.add_argument("--write", action="store_true", help=f"write the figures below {RESULTS}")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of a table")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -306,10 +343,12 @@ def main() -> int:
     if args.write:
         from .. import sampling_figures
 
-        write_table(results)
+        for arch in READ:
+            write_table(results, arch)
         if "sampling" in (args.ops or OPS):
             sampling_figures.write()
         (STATIC / "table.md").write_text(page())
+        (RESULTS / "static-sm_100" / "triton.md").write_text(page_100())
     if args.json:
         print(json.dumps([asdict(r) for r in results]))
     else:

@@ -1,4 +1,5 @@
-"""Reads sm_90 machine code: what each loop of a kernel executes, what it waits for, and how long that should take.
+"""Reads machine code of sm_90, and counts that of sm_100: what each loop of a kernel executes, what it waits for, and
+how long that should take on sm_90.
 
     kernel, = read(compiled.asm["cubin"])              # of Triton; of nvcc's cubins every kernel
     for loop in kernel.main_loops:
@@ -103,7 +104,7 @@ class Loop:
     @cached_property
     def tensor(self) -> Counter[str]:
         """Tensor instructions by shape."""
-        shapes = (".".join(i.opcode.split(".")[:2]) for i in self._of("HGMMA", "HMMA", "QGMMA", "IGMMA"))
+        shapes = (".".join(i.opcode.split(".")[:2]) for i in self._of("HGMMA", "HMMA", "QGMMA", "IGMMA", "UTCHMMA"))
         return Counter(shapes)
 
     @property
@@ -174,15 +175,15 @@ class Loop:
                 clocks += warps / 4 * 6.5 * int(i.opcode.split(".")[1][3:]) / 16
         return clocks
 
-    def faults(self, warps: int, multiply_adds: int, elements: int = 0) -> list[str]:
+    def faults(self, warps: int, multiply_adds: int | None, elements: int = 0) -> list[str]:
         """What keeps it from the speed its tile allows; none for every main loop of a main kernel.
 
         ``elements``: of vectors that one round copies, with a single element for a row or key of the tile. Triton
         copies them one a thread, or (3.6) to each thread those that it reads, which of the columns of a product are 2
-        of 8. A tile must be copied by 16 bytes.
+        of 8. A tile must be copied by 16 bytes. ``multiply_adds``: None on sm_100, whose code does not tell.
         """
         found = []
-        if self.tensor and self.multiply_adds(warps) != multiply_adds:
+        if multiply_adds is not None and self.tensor and self.multiply_adds(warps) != multiply_adds:
             found.append(f"computes {self.multiply_adds(warps)} multiply-adds a round where {multiply_adds} are needed")
         if self.copies and not min(self.waits, default=0):
             found.append("waits for the copy that it has just issued")
@@ -345,7 +346,8 @@ def _loops(lines: list[str]) -> tuple[tuple[Instruction, ...], tuple[Loop, ...],
     return tuple(instructions), tuple(Loop(tuple(instructions[a : b + 1])) for a, b in inner), labels
 
 
-def ctas_per_sm(registers: int, shared: int, warps: int) -> int:
-    """CTAs that one SM of sm_90 holds: 64 K registers (given out by 256 a warp), 228 KiB (1 KiB a CTA), 64 warps."""
+def ctas_per_sm(registers: int, shared: int, warps: int, tensor_columns: int = 0) -> int:
+    """CTAs that one SM of sm_90 or sm_100 holds: 64 K registers (given out by 256 a warp), 228 KiB (1 KiB a CTA), 64
+    warps, and of sm_100's tensor memory 512 columns."""
     by_registers = 65536 // (warps * 256 * -(-registers * 32 // 256))
-    return min(32, 64 // warps, by_registers, 228 * 1024 // (shared + 1024))
+    return min(32, 64 // warps, by_registers, 228 * 1024 // (shared + 1024), 512 // max(tensor_columns, 16))
