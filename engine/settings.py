@@ -136,7 +136,7 @@ class RolloutConfig(Section):
     kv_tokens: PositiveInt = 65536
     """Capacity of the native backend's paged KV cache, in tokens."""
     compile: bool = False
-    """Sample with torch.compile: faster steps after some seconds of compilation."""
+    """Sample with torch.compile, after some seconds of compilation; on a CPU steps are no faster."""
     drafts: NonNegativeInt = 0
     """Tokens of earlier responses that the native backend drafts from, 28 bytes each: it samples the same tokens,
     faster where prompts come again; their log-probs, and so the weights, differ by rounding. 0: none."""
