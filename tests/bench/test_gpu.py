@@ -352,6 +352,20 @@ def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1:] == ["True carried"], done.stderr
 
 
+def test_the_tests_of_kernels_need_no_package_of_developers() -> None:
+    """Such a machine has pytest, without any of its plugins."""
+    blocked = dict.fromkeys(("hypothesis", "xdist", "pytest_timeout", "pydantic", "plotly", "tomli_w"))
+    program = (
+        f"import sys; sys.modules.update({blocked!r}); import pytest\n"
+        "sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', 'tests/gpu/test_kernels_gpu.py']))"
+    )
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=schema.REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_tree_attention" in done.stdout
+
+
 def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library, source = tmp_path / "kernels" / "_cpu_any.so", tmp_path / "csrc" / "cpu" / "op.cpp"
     host = tmp_path / "engine" / "rollout" / f"_host{EXTENSION_SUFFIXES[0]}"
