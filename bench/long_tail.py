@@ -54,7 +54,7 @@ class Quiet:
 
 
 class Loop:
-    """A run without a directory, one update a call."""
+    """A run without a directory."""
 
     def __init__(self, x: Inputs, name: str, **loop: Any) -> None:
         self.x, self.name = x, name
@@ -84,6 +84,11 @@ class Loop:
         self.model = model
         self._running = contextlib.ExitStack()
         self._running.enter_context(self.controller.running(_Verdicts()))
+
+    def updates(self) -> None:
+        """As many as a call has."""
+        for _ in range(self.x.updates):
+            self.update()
 
     def update(self) -> None:
         self.model.eval()

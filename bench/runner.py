@@ -21,7 +21,7 @@ import torch
 
 from .journal import Journal
 from .schema import Context, Row
-from .timing import GraphError, Samples, interleaved, peak_memory_mib, quantiles, replay
+from .timing import WARMUP_CALLS, GraphError, Samples, interleaved, peak_memory_mib, quantiles, replay
 
 Calls = dict[str, Callable[[], object]]  # by direction
 CEILING = "ceiling"
@@ -66,6 +66,8 @@ class Bench:
     speedup_ceiling: Callable[[Any], float] | None = None
     replayed: bool = False
     alone: bool = False
+    warmup: int = WARMUP_CALLS
+    """Calls between the first, which is never timed, and those that are."""
     work: Callable[[Any], Mapping[str, tuple[float, float]]] | None = None
     """By direction, the FLOP and bytes of any implementation that repeats nothing: what a roofline is drawn of."""
     shares: Callable[[Any], Mapping[str, float]] | None = None
@@ -170,7 +172,7 @@ def _measure(
 
     def time(calls: dict[str, Calls]) -> None:
         for direction, by_provider in calls.items():
-            found = interleaved(by_provider, device, seconds=choice.budget, guard=guard)
+            found = interleaved(by_provider, device, seconds=choice.budget, warmup=bench.warmup, guard=guard)
             samples.setdefault(direction, {}).update(found)
             if bench.replayed and device.type == "cuda" and not direction.endswith("launched"):
                 continue  # a replay allocates nothing

@@ -47,6 +47,7 @@ def interleaved(
     *,
     seconds: float,
     max_rounds: int = 200,
+    warmup: int = WARMUP_CALLS,
     guard: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> dict[str, Samples]:
     """Time ``calls`` against each other for about ``seconds`` seconds, at least three rounds.
@@ -66,7 +67,7 @@ def interleaved(
         del found[name]
 
     for name in list(found):
-        for _ in range(WARMUP_CALLS):
+        for _ in range(warmup):
             if name in found:
                 measure(name, keep=False)
     deadline = time.perf_counter() + seconds

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .app.config import load_config
-    from .data.batch import TreeBatch, pack
+    from .data.batch import TreeBatch
     from .data.cost import CostModel
     from .data.distribute import distribute
+    from .data.packing import pack
     from .data.segment import LeafStatus, Origin, Segment, Sequence
     from .data.tree import TokenTree
     from .errors import RunError, UserError
@@ -52,7 +53,7 @@ _HOME = {
     "load_config": "app.config",
     "load_model": "model.decoder",
     "load_tokenizer": "model.decoder",
-    "pack": "data.batch",
+    "pack": "data.packing",
     "shard": "model.sharding",
     "tree_error": "model.self_check",
     "unfuse_layers": "model.fused_layers",

@@ -14,8 +14,9 @@ import torch
 
 from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, plan_terms_loss
 
-from ..data.batch import FIELDS, pack
+from ..data.batch import FIELDS
 from ..data.columns import COLUMNS
+from ..data.packing import pack
 from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError

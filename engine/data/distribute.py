@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from . import checks
-from .batch import TreeBatch, pack
+from .batch import TreeBatch
 from .cost import CostModel
+from .packing import pack
 from .tree import TokenTree
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batch import TreeBatch, pack
+from ..data.batch import TreeBatch
 from ..data.cost import CostModel
+from ..data.packing import pack
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..integrations import varlen

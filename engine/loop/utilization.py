@@ -30,6 +30,12 @@ PEAK_TFLOP_S = {
 """Dense products in bf16 and fp16 by NVIDIA's data sheets, by the beginning of the device's name."""
 SAMPLE_S = 0.5
 """Between two questions to the driver."""
+COUNTERS: dict[str, Callable[[Any, Any], float]] = {
+    "perf/gpu/utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "perf/gpu/memory_gb": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9,
+    "perf/gpu/power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+}
+"""What is asked of ``pynvml`` about a GPU; some of it is unknown where the GPU is partitioned or virtual."""
 
 
 def peak_tflop_s(name: str, dtype: torch.dtype) -> float | None:
@@ -90,14 +96,13 @@ class GpuMonitor:
 
     Args:
         uuid: of the GPU; None: nobody is asked and nothing recorded.
-        told: once, why nothing is recorded any more.
+        told: once, why nothing is recorded any more, or which counter there is not.
     """
 
     def __init__(self, uuid: str | None, told: Callable[[str], object], sample_s: float = SAMPLE_S) -> None:
         self._uuid, self._told, self._sample_s = uuid, told, sample_s
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._sums: dict[str, float] = {}
-        self._count = 0
+        self._taken: dict[str, list[float]] = {}
         self._thread = threading.Thread(target=self._run, name="rolltree-nvml", daemon=True)
         if uuid is not None:
             self._thread.start()
@@ -111,9 +116,8 @@ class GpuMonitor:
     def read(self) -> dict[str, float]:
         """Means since the last call; nothing where none was taken."""
         with self._lock:
-            sums, count = self._sums, self._count
-            self._sums, self._count = {}, 0
-        return {name: total / count for name, total in sums.items()}
+            taken, self._taken = self._taken, {}
+        return {name: sum(values) / len(values) for name, values in taken.items()}
 
     def close(self) -> None:
         self._closed.set()
@@ -122,25 +126,27 @@ class GpuMonitor:
 
     def _run(self) -> None:
         nvml: Any = importlib.import_module("pynvml")
+        counters = dict(COUNTERS)
         try:
             nvml.nvmlInit()
             try:
                 handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
                 while not self._closed.is_set():
-                    self._sample(nvml, handle)
+                    self._sample(nvml, handle, counters)
                     self._closed.wait(self._sample_s)
             finally:
                 nvml.nvmlShutdown()
         except nvml.NVMLError as error:
             self._told(f"NVML says nothing of the GPU from here on ({error}); the metrics lack perf/gpu.")
 
-    def _sample(self, nvml: Any, handle: Any) -> None:
-        found = {
-            "perf/gpu/utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-            "perf/gpu/memory_gb": nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
-            "perf/gpu/power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        }
+    def _sample(self, nvml: Any, handle: Any, counters: dict[str, Callable[[Any, Any], float]]) -> None:
+        found = {}
+        for name, ask in list(counters.items()):
+            try:
+                found[name] = ask(nvml, handle)
+            except nvml.NVMLError_NotSupported as error:
+                del counters[name]
+                self._told(f"NVML does not say {name} of this GPU ({error}); the metrics lack it.")
         with self._lock:
-            self._count += 1
             for name, value in found.items():
-                self._sums[name] = self._sums.get(name, 0.0) + value
+                self._taken.setdefault(name, []).append(value)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batch import TreeBatch, pack
+from ..data.batch import TreeBatch
+from ..data.packing import pack
 from ..data.tree import TokenTree
 from .decoder import batch_logprob
 

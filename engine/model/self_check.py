@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..data.batch import pack
+from ..data.packing import pack
 from ..data.tree import TokenTree
 from .decoder import batch_logprob
 

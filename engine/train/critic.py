@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from rolltree.kernels import TermsLossOutput, value_loss
 
-from ..data.batch import TreeBatch, pack
+from ..data.batch import TreeBatch
+from ..data.packing import pack
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.roles import write_column

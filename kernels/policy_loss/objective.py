@@ -177,7 +177,7 @@ class Objective:
         exclude(self.dynamic_clip and ("low" not in reads or changed), "dynamic_clip", surrogate)
         own = self.ratio_base in ("self", "current")
         exclude(self.dynamic_clip and own, "dynamic_clip", f"ratio_base '{self.ratio_base}'")
-        exclude(self.surrogate == "topr" and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'")
+        exclude(self.weighs_by_sampler and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'")
         of_sequences = self.mismatch != "none" and self.mismatch_level != "token"
         exclude(self.surrogate == "vespo" and of_sequences, surrogate, f"mismatch_level '{self.mismatch_level}'")
 
@@ -258,6 +258,11 @@ class Objective:
         ratio = "d" in self.formula.reads or self.surrogate in ("topr", "vespo")
         mismatch = self.mismatch != "none"
         return {"old": ratio or mismatch, "self": mismatch}.get(self.ratio_base, False)
+
+    @property
+    def weighs_by_sampler(self) -> bool:
+        """Whether its weights are by definition against what sampled, whatever the ratios of other objectives are."""
+        return self.surrogate == "topr"
 
     @property
     def needs_entropy(self) -> bool:

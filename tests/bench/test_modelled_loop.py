@@ -129,9 +129,9 @@ def test_the_real_loop_takes_as_many_steps(name: str, monkeypatch: pytest.Monkey
 
     Steps agree exactly at S = 0; above, the controller samples one more while the last group of a batch is judged.
     """
-    prompts, prompt, width, median, longest, rows = 4, 32, 4, 24, 384, 16
+    prompts, prompt, width, median, longest, rows = 4, 32, 4, 16, 256, 32
     monkeypatch.setattr(long_tail._Verdicts, "in_turn", True)  # else it takes as many steps as the judges need time for
-    real = long_tail.Loop(Inputs(tiny, prompts, prompt, width, median, longest, rows), name, **SETTINGS[name])
+    real = long_tail.Loop(Inputs(tiny, prompts, prompt, width, median, longest, rows, 1), name, **SETTINGS[name])
 
     def lengths(ticket: int) -> list[int]:
         block, index = divmod(ticket, prompts)

@@ -238,8 +238,11 @@ class Nvml:
     class NVMLError(Exception):
         pass
 
-    def __init__(self, fails_after: int = 10**9) -> None:
-        self.calls, self.fails_after = Counter[str](), fails_after
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818
+        pass
+
+    def __init__(self, fails_after: int = 10**9, power: bool = True) -> None:
+        self.calls, self.fails_after, self.power = Counter[str](), fails_after, power
         self.enough, self.go_on = threading.Event(), threading.Event()
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -266,6 +269,9 @@ class Nvml:
         if self.calls["sample"] == 4:
             self.enough.set()
             assert self.go_on.wait(10)
+        if not self.power:
+            self.calls["power"] += 1
+            raise self.NVMLError_NotSupported("Not Supported")
         return 250_000
 
 
@@ -280,6 +286,20 @@ def test_nvml_is_averaged_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first["perf/gpu/memory_gb"], first["perf/gpu/power_w"]) == (3.0, 250.0)
     monitor.close()
     assert (nvml.calls["init"], nvml.calls["shutdown"], said) == (1, 1, [])
+
+
+def test_a_counter_that_there_is_not_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml, said = Nvml(power=False), []
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monitor = GpuMonitor("GPU-7", said.append, sample_s=0.0)
+    while nvml.calls["sample"] < 3:
+        time.sleep(0.001)
+    monitor.close()
+    found = monitor.read()
+    assert found.keys() == {"perf/gpu/utilization", "perf/gpu/memory_gb"}
+    assert found["perf/gpu/memory_gb"] == 3.0
+    assert nvml.calls["power"] == 1
+    assert said == ["NVML does not say perf/gpu/power_w of this GPU (Not Supported); the metrics lack it."]
 
 
 def test_a_driver_that_fails_is_told_of_once_and_a_run_goes_on(toml: Path, tmp_path: Path, monkeypatch) -> None:
@@ -321,6 +341,8 @@ def test_the_stand_in_is_what_the_library_is() -> None:
     assert "gpu" in dict(real.c_nvmlUtilization_t._fields_)
     assert "used" in dict(real.c_nvmlMemory_t._fields_)
     assert issubclass(real.NVMLError, Exception)
+    assert issubclass(real.NVMLError_NotSupported, real.NVMLError)
+    assert type(real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)) is real.NVMLError_NotSupported
 
 
 def test_the_library_without_a_driver_says_so_once() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
-from rolltree.engine import Orchestrator, UserError, load_config
+from rolltree.engine import Orchestrator, UserError, load_config, pack
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError
@@ -25,6 +25,7 @@ from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.cores import Cores
 from rolltree.engine.loop.metrics import Sums
 from rolltree.engine.model.roles import Role
+from rolltree.kernels import Objective
 
 from ..tiny import write_run
 
@@ -247,6 +248,19 @@ def test_an_only_update_needs_no_scores_before_it(toml: Path, tmp_path: Path, ob
     if objective not in ("decoupled_ppo", "rollout_is"):  # a correction of their own
         uncorrected = learned("--loop.correction=none", "--algorithm.old_logprob=recompute")
         assert found != pytest.approx(uncorrected, rel=1e-2)
+
+
+def test_weights_of_toprs_own_are_against_the_sampler_in_several_updates(toml: Path, tmp_path: Path) -> None:
+    """The policy before the step, which others are compared with, is scored all the same."""
+    trees = _sample(Run(toml, tmp_path))
+    for tree in trees:
+        tree.set("proximal_logprob", np.where(tree.loss_mask, tree.behaviour_logprob - 1, np.nan))
+    (batch,) = pack(trees, max_tokens=4096)
+    for name, shift in (("dapo", -1), ("topr", 0)):
+        old = batch.fields(Objective.preset(name), old_logprob="behaviour").old_logprob
+        assert old is not None
+        assert batch.behaviour_logprob is not None
+        assert torch.equal(old[batch.loss_mask], (batch.behaviour_logprob + shift)[batch.loss_mask])
 
 
 def _sample(run: Run) -> list[Any]:
