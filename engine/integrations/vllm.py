@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 from ..rollout.branch import Request
 from ..rollout.engine import RolloutEngine
 from ..rollout.stops import eos_token_ids
-from .vllm_loop import VllmLoop
+from .vllm_loop import VllmLoop, is_plain
 
 Array = npt.NDArray[Any]
 TRANSFER = "rolltree"
@@ -87,7 +87,9 @@ class VllmEngine(RolloutEngine):
     fork is a new request, whose path vLLM finds in its prefix cache; a seed repeats a sample only in the same version
     of vLLM, and not over `abort`; there is no grammar hook and no adapter. vLLM's own drafts are
     ``speculative_config={"method": "suffix"}`` (or "ngram", "eagle", ..., see there); they keep the distribution of
-    what is sampled, but unlike the native engine's not the sample: other drafts, other tokens from the same seed.
+    what is sampled, but unlike the native engine's not the sample: other drafts, other tokens from the same seed. With
+    them vLLM's log-probs after temperature and filters are wrong where a draft was refused (0.32, on a CPU), and those
+    of the logits are right: so temperatures but 0 and 1, filters and biases are refused.
 
     Args:
         model: a Hugging Face directory.
@@ -119,6 +121,9 @@ class VllmEngine(RolloutEngine):
         }
         if current_platform.is_cpu():  # there vLLM cannot rewind the seed of a prompt that it computes in parts
             arguments["enable_chunked_prefill"] = False
+        self._drafts = engine_args.get("speculative_config") is not None
+        if self._drafts:
+            arguments["logprobs_mode"] = "raw_logprobs"
         arguments |= engine_args
         with _without_odd_modules():
             self.llm = LLM(model=model, **arguments)
@@ -187,6 +192,11 @@ class VllmEngine(RolloutEngine):
         if params.prefix_allowed_tokens_fn is not None or params.kept_tokens or params.adapter is not None:
             raise ValueError(
                 "VllmEngine has no prefix_allowed_tokens_fn, no kept_tokens and no adapters; use the native engine."
+            )
+        if self._drafts and not is_plain(replace(params, temperature=params.temperature or 1.0)):
+            raise ValueError(
+                "With speculative_config vLLM tells wrong log-probs at temperatures but 0 and 1 and with filters or "
+                "biases; leave them out, or speculative_config, or use the native engine and its own drafts."
             )
 
 

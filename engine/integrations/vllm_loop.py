@@ -36,7 +36,8 @@ class VllmLoop(Steering):
     """Requests of vLLM on behalf of branches.
 
     Args:
-        llm: an engine in this process, whose logprobs_mode is "processed_logprobs".
+        llm: an engine in this process, whose logprobs_mode is "processed_logprobs", or "raw_logprobs" where these are
+            the same.
         eos: tokens that end a response unless it ignores them.
         raw_logprobs: score finished responses once more, by prefill, where their raw log-probs are not those sampled
             with anyway.
@@ -187,12 +188,12 @@ class VllmLoop(Steering):
         for record, token, known in zip(records, output.token_ids, output.logprobs or (), strict=True):
             record["token"], record["version"] = token, self.version
             record["logprob"] = known[token].logprob if params.temperature else 0.0
-            record["raw_logprob"] = known[token].logprob if _plain(params) else np.nan
+            record["raw_logprob"] = known[token].logprob if is_plain(params) else np.nan
             record["entropy"] = np.nan
             ranked = sorted(known.items(), key=lambda item: item[1].rank)[:top]
             record["top_id"] = [id_ for id_, _ in ranked]
             record["top_logprob"] = [value.logprob for _, value in ranked]
-            record["top_raw"] = record["top_logprob"] if _plain(params) else np.nan
+            record["top_raw"] = record["top_logprob"] if is_plain(params) else np.nan
         flow.records.append(records)
         return len(records)
 
@@ -225,7 +226,7 @@ class VllmLoop(Steering):
 
     def _complete(self, request: Request) -> None:
         params = request.params
-        if not self._raw or _plain(params) or request.number in self._unscored:
+        if not self._raw or is_plain(params) or request.number in self._unscored:
             self._unscored.pop(request.number, None)
             super()._complete(request)
             return
@@ -304,7 +305,7 @@ class VllmLoop(Steering):
         super()._let_go(request)
 
 
-def _plain(params: Any) -> bool:
+def is_plain(params: Any) -> bool:
     """Whether tokens are sampled from softmax(logits) itself."""
     filtered = params.top_p < 1 or params.top_k or params.min_p
     return params.temperature == 1 and not filtered and not params.constrained

@@ -38,7 +38,7 @@ PRIOR, GUESS = 4.0, np.array([0.3, 0.5, 0.7])  # rates at first, by share of the
 UNTRIED = 16  # drafted tokens that tell how right a kind is; until then a step drafts no more of it, whatever it brings
 MARGIN = 1.05  # how much faster a step with drafts must be: estimates are estimates
 ANY = 1 << 40  # no limit
-PATIENCE, PAUSE = 8, 8  # steps that found nothing to draft, after which only one in so many looks
+PATIENCE, PAUSE = 8, 16  # steps that found nothing to draft, after which only one in so many looks
 
 
 class HistoryDrafter:
@@ -64,12 +64,12 @@ class HistoryDrafter:
         self._prompts: set[int] = set()
 
     def propose(self, rows: RowTable, slots: Array, others: int, room: int) -> tuple[Array, Array]:
-        self._branches, self._others = len(slots), others
         self._in_vain += 1
-        self._drafting = False
+        self._drafting, self._branches = False, 0
         none = _NOTHING, _NOTHING
         if self._in_vain > PATIENCE and self._in_vain % PAUSE:
-            return none
+            return none  # nor is such a step's time looked at
+        self._branches, self._others = len(slots), others
         line = self.cost.line(len(slots))
         if line is None or room < 1:
             return none

@@ -121,7 +121,7 @@ class Scheduler:
         self._adapter = self._next_adapter()
         slots = self._running()
         # a branch takes a page at most; which of them do is asked where it matters
-        fit = len(slots) <= self.cache.tree.free_pages and not self.waiting and propose is None
+        fit = len(slots) <= self.cache.tree.free_pages and not self.waiting
         pages = 0 if fit else self._pages_for(slots)
         while pages > self.cache.tree.free_pages:
             slots = self._reclaim(pages)
@@ -272,13 +272,13 @@ class Scheduler:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def _draft(self, slots: Array, fills: list[Fill], taken: int, propose: Propose) -> tuple[Array, Array] | None:
-        """Drafts of the running branches, where pages are left when all else has its own."""
+        """Drafts of the running branches, where pages are left when all else has its own; ``taken`` 0: if all fits."""
         others, tree = sum(fill.count for fill in fills), self.cache.tree
         counts, tokens = propose(slots, others, self.max_batch_rows - len(slots))
         if not len(tokens):
             return None
         nodes = self.rows.kv_node[slots]
-        needed = taken + tree.pages_needed(nodes, 1 + counts) - self._pages_for(slots)
+        needed = tree.pages_needed(nodes, 1 + counts) + (taken - self._pages_for(slots) if taken else 0)
         return (counts, tokens) if tree.make_room(needed) >= needed else None
 
     def _assemble(self, slots: Array, fills: list[Fill], drafts: tuple[Array, Array] | None) -> Step:

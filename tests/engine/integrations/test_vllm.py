@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,12 @@ def net() -> Any:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_engine(tmp_path_factory.mktemp("model"))
+
+
+def make_engine(directory: Path, **options: Any) -> Any:
     from rolltree.engine.integrations.vllm import VllmEngine
 
-    directory: Path = tmp_path_factory.mktemp("model")
     net().save_pretrained(directory)
     letters().save_pretrained(directory)
     tokenizer = letters()
@@ -48,6 +53,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
         enforce_eager=True,
         max_model_len=512,
         kv_cache_memory_bytes=1 << 28,
+        **options,
     )
 
 
@@ -180,3 +186,32 @@ def test_what_it_cannot_do_is_refused(engine: Any, params: dict[str, Any], progr
     chosen = CASES[program][0]()
     with pytest.raises(ValueError, match=said):
         engine.generate(PROMPTS, SamplingParams(**params), chosen)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_its_own_drafts_keep_greedy_tokens_and_log_probs(method: str, tmp_path: Path) -> None:
+    """In a process of its own: a second engine of vLLM in one sampled wrong tokens."""
+    if method == "suffix":
+        pytest.importorskip("arctic_inference")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(check_its_own_drafts, method, tmp_path).result()
+
+
+def check_its_own_drafts(method: str, directory: Path) -> None:
+    """Log-probs only where they are the logits' own: of others it tells wrong ones where it refused a draft."""
+    own = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1} if method == "ngram" else {}
+    engine = make_engine(directory, speculative_config={"method": method, **own}, disable_log_stats=False)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(n=4, temperature=temperature, max_new_tokens=24, ignore_eos=True)
+        for prompt, tree in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+            assert np.isfinite(tree.behaviour_logprob[tree.loss_mask]).all()
+            assert temperature == 0 or rescored(tree, net(), temperature, {}) < 1e-5
+            whole = net().generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)[0]
+            if temperature == 0:
+                assert all(leaf.response == whole[len(prompt) :].tolist() for leaf in tree.flatten())
+    counted = {metric.name: metric for metric in engine.llm.get_metrics()}
+    drafted, accepted = (counted[f"vllm:spec_decode_num_{name}_tokens"].value for name in ("draft", "accepted"))
+    assert drafted > accepted > 0
+    for wrong in ({"temperature": 0.8}, {"top_p": 0.9}, {"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
+        with pytest.raises(ValueError, match="speculative_config"):
+            engine.generate(PROMPTS, SamplingParams(**wrong))

@@ -111,7 +111,7 @@ def rescored(tree: TokenTree, net: Any, temperature: float, bias: dict[int, floa
         if temperature:
             logits /= temperature
         expected = logits.log_softmax(-1).gather(1, torch.tensor(leaf.response)[:, None])[:, 0].numpy()
-        worst = max(worst, float(np.abs(leaf.behaviour_logprob - expected)[leaf.loss_mask].max()))
+        worst = float(np.maximum(worst, np.abs(leaf.behaviour_logprob - expected)[leaf.loss_mask].max()))  # NaN stays
     return worst
 
 

@@ -415,43 +415,43 @@ def test_anything_may_come_between(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("products", ["of all rows at once", "row by row"])
-def test_a_million_tokens_of_later_epochs(products: str, request: pytest.FixtureRequest) -> None:
-    """How many fall the other way. 512 rows decode side by side with the drafter itself and without; where a response
-    has parted, nothing behind is compared.
+@pytest.mark.parametrize(("together", "most_rows"), [(32, 4096), (2, 64)], ids=["many rows", "at most 64 rows"])
+def test_a_million_tokens_of_later_epochs(together: int, most_rows: int) -> None:
+    """How many fall the other way. So many prompts of 16 rows decode side by side with the drafter itself and without;
+    where a response has parted, nothing behind is compared.
 
-    Products of all rows round as their number is, so two tokens whose scores tie within rounding may change places:
-    with logits of up to 4 that agree to eight of their last places, 2e-6, that is a few in a million. Where products do
-    not depend on the other rows there is none, and no log-prob differs in a bit.
+    A library's products of many rows round as their number is, so two tokens whose scores tie within rounding may
+    change places: with logits of up to 4 that agree to eight of their last places, 2e-6, that is a few in a million.
+    Our own, of at most 64 rows, do not depend on the other rows: there is none, and no log-prob differs in a bit.
     """
-    if products == "row by row":
-        request.getfixturevalue("row_by_row")
     params = SamplingParams(n=16, max_new_tokens=64, temperature=0.1, ignore_eos=True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 211, int(n)).tolist() for n in rng.integers(4, 24, 32)]
-    sizes = {"page_size": 16, "kv_tokens": 1 << 17, "max_batch_rows": 4096}
+    sizes = {"page_size": 16, "kv_tokens": 1 << 17, "max_batch_rows": most_rows}
     plain, native = (NativeEngine(model("qwen3"), config=EngineConfig(**sizes, drafts=n)) for n in (0, 1 << 18))
     assert isinstance(native.loop.drafter, HistoryDrafter)
     native.loop.drafter.cost = FewerStepsAreFaster()
     compared, parted, most, epoch, accepted = 0, 0, 0.0, 0, 0.0
     while compared < 1_000_000:
-        trees = []
-        for each in (plain, native):
-            each.forget_prefixes()
-            each.policy_version = epoch
-            trees.append(each.generate(prompts, params, seeds=[1000 * epoch + i for i in range(len(prompts))]))
-        accepted += native.stats["accepted_tokens"]
-        for tree, other in zip(*trees, strict=True):
-            for one, two in zip(tree.flatten(), other.flatten(), strict=True):
-                same = np.array(one.response) == two.response
-                end = len(same) if same.all() else int(same.argmin())
-                compared, parted = compared + min(end + 1, len(same)), parted + (end < len(same))
-                far = np.abs(one.behaviour_logprob[:end] - two.behaviour_logprob[:end])
-                most = max(most, float((far / np.maximum(1, np.abs(two.behaviour_logprob[:end]))).max(initial=0)))
+        for begin in range(0, len(prompts), together):
+            trees = []
+            for each in (plain, native):
+                each.forget_prefixes()
+                each.policy_version = epoch
+                some = prompts[begin : begin + together]
+                trees.append(each.generate(some, params, seeds=[1000 * epoch + begin + i for i in range(len(some))]))
+            accepted += native.stats["accepted_tokens"]
+            for tree, other in zip(*trees, strict=True):
+                for one, two in zip(tree.flatten(), other.flatten(), strict=True):
+                    same = np.array(one.response) == two.response
+                    end = len(same) if same.all() else int(same.argmin())
+                    compared, parted = compared + min(end + 1, len(same)), parted + (end < len(same))
+                    far = np.abs(one.behaviour_logprob[:end] - two.behaviour_logprob[:end])
+                    most = max(most, float((far / np.maximum(1, np.abs(two.behaviour_logprob[:end]))).max(initial=0)))
         epoch += 1
     print(f"{parted} of {compared} tokens differ, log-probs by {most:.1e} at most; {accepted:.0f} were drafted right")
-    assert accepted > 0.2 * compared
-    if products == "row by row":
+    assert accepted > 0.15 * compared  # drafts were used
+    if most_rows == 64:
         assert (parted, most) == (0, 0.0)
     else:
         assert parted <= 3
