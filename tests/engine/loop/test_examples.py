@@ -75,20 +75,6 @@ def test_ppo_with_a_critic_learns(train: Train) -> None:
     assert last < first
 
 
-def test_staleness_learns_as_well(train: Train) -> None:
-    """Three seeds of the README's job: their mean accuracy is higher by far than before, and at S = 1 what it is at
-    S = 0, but for the chance of 256 problems a seed: a standard error of 2 % of the difference."""
-    seeds = range(3)
-    reached = {}
-    for name, given in (("S0", ()), ("S1", ("--loop.staleness=1",))):
-        runs = [train("arithmetic_cpu", *given, f"--seed={seed}", f"--name={name}_{seed}")[0] for seed in seeds]
-        reached[name] = [accuracies(rows) for rows in runs]
-    print(json.dumps(reached))
-    (before, at_once), (_, behind) = (np.mean(found, axis=0) for found in reached.values())
-    assert min(at_once, behind) > before + 0.1
-    assert abs(at_once - behind) < 0.05
-
-
 def test_grpo_with_a_kl_learns_and_a_huge_coefficient_keeps_the_reference(train: Train) -> None:
     rows, _ = train("grpo_kl_cpu")
     before, after = accuracies(rows)
