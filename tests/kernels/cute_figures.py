@@ -41,7 +41,7 @@ def figures(name: str, tile: int, kernel: machine_code.Kernel) -> harness.AotRes
     case = harness.AotCase(
         case_of(name, tile), None, {}, num_warps=warps, multiply_adds=ROWS * columns * TILE_K
     )  # fmt: skip
-    loops = tuple(harness._figures(loop, case) for loop in kernel.main_loops)
+    loops = tuple(harness.loop_figures(loop, case, modelled=True) for loop in kernel.main_loops)
     wgmma = all(any(shape.startswith("HGMMA") for shape in loop.tensor) for loop in kernel.main_loops)
     return harness.AotResult(
         case.name, 90, kernel.registers, kernel.stack, 0, wgmma, 1, len(kernel.instructions), loops

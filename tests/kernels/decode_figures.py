@@ -94,7 +94,7 @@ def _figures(
     return harness.AotResult(
         name, 90, kernel.registers, kernel.stack, shared, any(s.startswith("HGMMA") for s in loop.tensor),
         machine_code.ctas_per_sm(kernel.registers, shared, warps + copying_warps), len(kernel.instructions),
-        (harness._figures(loop, case),),
+        (harness.loop_figures(loop, case, modelled=True),),
     )  # fmt: skip
 
 

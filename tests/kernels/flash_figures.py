@@ -33,7 +33,7 @@ def figures(dim: int, direction: str, kernel: machine_code.Kernel) -> harness.Ao
     case = harness.AotCase(
         case_of(direction, dim), None, {}, num_warps=warps, multiply_adds=products * rows * tile.keys * dim
     )
-    loops = tuple(harness._figures(loop, case) for loop in kernel.main_loops)
+    loops = tuple(harness.loop_figures(loop, case, modelled=True) for loop in kernel.main_loops)
     wgmma = any(shape.startswith("HGMMA") for loop in kernel.main_loops for shape in loop.tensor)
     return harness.AotResult(
         case.name, 90, kernel.registers, kernel.stack, 0, wgmma, 1, len(kernel.instructions), loops

@@ -26,12 +26,13 @@ print([faults() for _ in range(4)][-1])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
-def test_pages_are_kept():
-    seen = {}
-    for how in ("kept", "default"):
+def test_pages_are_kept() -> None:
+    def faults(how: str) -> int:
         ran = subprocess.run(
             [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True, timeout=60
         )
-        seen[how] = int(ran.stdout)
-    assert seen["kept"] < 100
-    assert seen["default"] > 10 * seen["kept"] + 1000, "malloc keeps them by itself now: keep_freed_memory can go"
+        return int(ran.stdout)
+
+    assert faults("kept") < 100
+    # where a small block happens to lie behind the large ones, malloc keeps them anyway, in every second process or so
+    assert any(faults("default") > 1000 for _ in range(12)), "malloc keeps them by itself now: keep_freed_memory can go"

@@ -157,12 +157,12 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
         needs = case.num_warps, case.multiply_adds if arch == 90 else None, case.elements
         problems += [fault for loop in code.main_loops for fault in loop.faults(*needs)]
     ctas = machine_code.ctas_per_sm(code.registers, shared, case.num_warps, getattr(kernel.metadata, "tmem_size", 0))
-    loops = tuple(_figures(loop, case, modelled=arch == 90) for loop in code.main_loops)
+    loops = tuple(loop_figures(loop, case, modelled=arch == 90) for loop in code.main_loops)
     count, error = len(code.instructions), "; ".join(problems)
     return AotResult(case.name, arch, code.registers, code.stack, shared, wgmma, ctas, count, loops, error)
 
 
-def _figures(loop: machine_code.Loop, case: AotCase, *, modelled: bool) -> LoopFigures:
+def loop_figures(loop: machine_code.Loop, case: AotCase, *, modelled: bool) -> LoopFigures:
     model = loop.modelled(case.num_warps) if modelled else None
     return LoopFigures(
         loop.count,
