@@ -22,6 +22,8 @@ def kind(reason: str) -> str:
     """``timeout``, ``died``, ``not_finite``, ``no_score`` or ``raised``: what a failure is called in the metrics."""
     if reason in ("timeout", "died"):
         return reason
+    if "TimeoutError" in reason or "did not return within" in reason:  # of a tool, a judge or an environment
+        return "timeout"
     if "the judge gave no score" in reason:
         return "no_score"
     return "not_finite" if "not finite" in reason else "raised"

@@ -11,6 +11,7 @@ from concurrent.futures import wait
 import pytest
 
 from rolltree.engine import LeafStatus, SamplingParams
+from rolltree.engine.loop.failures import kind, unsampled
 from rolltree.engine.programs import Call, RolloutProgram
 from rolltree.engine.rollout.calls import CallPool
 
@@ -87,6 +88,7 @@ def test_a_judge_that_hangs_fails_its_leaf_alone():
     assert [LeafStatus(s) for s in tree.status] == [LeafStatus.FAILED, LeafStatus.LENGTH, LeafStatus.LENGTH]
     assert native.stats["failed_calls"] == 1
     assert "did not return within its 0.2 s" in tree.meta["errors"][0]
+    assert [kind(why) for why in unsampled(tree).values()] == ["timeout"]
 
 
 def test_a_hung_call_does_not_keep_the_process():

@@ -21,6 +21,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
+from rolltree.engine.loop.failures import kind, unsampled
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.programs import EnvironmentTurns, Observation
 from rolltree.engine.programs.chat import added_ids, tool_schema
@@ -194,6 +195,7 @@ def test_slow_environments_hold_nobody_up_and_are_cancelled(engine: NativeEngine
     assert time.monotonic() - begin < 3  # 16 waits of 0.2 s one after the other would take longer
     tree = talk(engine, lambda before: "wait", EnvironmentTurns(Slow, timeout_s=0.2), n=2)
     assert [LeafStatus(s) for s in tree.status] == [LeafStatus.FAILED] * 2
+    assert [kind(why) for why in unsampled(tree).values()] == ["timeout"] * 2
     deadline = time.monotonic() + 5
     while Slow.cancelled < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
