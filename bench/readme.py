@@ -57,6 +57,8 @@ def markdown(rows: Sequence[Row]) -> str:
     for row in rows:
         by_line.setdefault((row.case, row.direction, row.provider), {})[row.metric] = row
     for (case, direction, provider), of in by_line.items():
+        if "time_ms" not in of:  # a share of something, which has no time of its own
+            continue
         time = of["time_ms"]
         memory, speedup = of.get("peak_memory_mib"), of.get("speedup")
         ceiling = "" if time.ceiling is None else f"{_number(time.ceiling)} ms"
