@@ -63,6 +63,8 @@ class Moody:
         self.seen[text] = self.seen.get(text, 0) + 1
         while "slow" in text and not await request.is_disconnected():
             await asyncio.sleep(0.05)
+        if "slow" in text:  # nobody waits any more, and what a later test counts is not this one
+            return Response("{}", status_code=400)
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.02)
