@@ -166,10 +166,14 @@ def test_equals_the_two_ops(backend: Backend, name: str, chunk: int, monkeypatch
             objective = Objective.preset(name, **extra)
             full = replace(fields, **{n: needed[n] for n in objective.needs})
             expected = run(composed, given, full, objective, TRAINED)
-            wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
-            with use_backend("reference"):
-                exact = run(composed, wide, full, objective, TRAINED)
-            same(run(fused, given, full, objective, TRAINED), expected, 1e-6, exact=exact)
+            exact = None
+            if backend == "triton":  # either is some 3e-6 from float64, and they round apart by nearly as much
+                wide = {
+                    k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()
+                }
+                with use_backend("reference"):
+                    exact = run(composed, wide, full, objective, TRAINED)
+            same(run(fused, given, full, objective, TRAINED), expected, 2e-6 if exact is None else 1e-6, exact=exact)
 
 
 SOME_TRAINED = [

@@ -67,9 +67,8 @@ def test_events_are_joined_named_and_appended(tmp_path: Path) -> None:
     found = [event for event in events(path) if event["ph"] == "X"]
     lasted = sorted((event["name"], event["tid"], event["dur"]) for event in found)
     assert [event[:2] for event in lasted] == [("decode", 2), ("decode", 2), ("gen", 1), ("optimizer", 1)]
-    assert [dur for *_, dur in lasted] == pytest.approx(
-        [3000, 100_000, 500_000, 300_000], abs=1
-    )  # both ends are rounded
+    rounded = pytest.approx([3000, 100_000, 500_000, 300_000], abs=1)  # both ends are
+    assert [dur for *_, dur in lasted] == rounded
     begin = {event["name"]: event["ts"] for event in found}
     assert begin["gen"] - begin["optimizer"] == pytest.approx(900_000, abs=2)
 
