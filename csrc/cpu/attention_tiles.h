@@ -113,10 +113,11 @@ class Rows {
   }
 
   // Asks for `count` elements that will be read soon.
+  template <int kLocality = 2>
   void prefetch(int64_t offset, int64_t count) const {
     const int64_t size = type_ == ScalarType::Float ? 4 : 2;
     const char* from = static_cast<const char*>(base_) + offset * size;
-    for (int64_t b = 0; b < count * size; b += 64) __builtin_prefetch(from + b, 0, 2);
+    for (int64_t b = 0; b < count * size; b += 64) __builtin_prefetch(from + b, 0, kLocality);
   }
 
   // dst [count, padded(width)] = rows at base + offsets[i] + shift, times scale; zeros behind a row's end.

@@ -40,14 +40,18 @@ std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const Tensor& weigh
 
 // sum of a b c
 float sum_of_products(const float* a, const float* b, const float* c, int64_t n) {
-  Eight sum[kPartials] = {};
+  Eight sum[kPartials];
+#pragma GCC unroll 4
+  for (int64_t p = 0; p < kPartials; ++p) sum[p] = Eight{};
   int64_t i = 0;
   for (; i + kPartials * kEight <= n; i += kPartials * kEight)
+#pragma GCC unroll 4
     for (int64_t p = 0; p < kPartials; ++p) {
       const int64_t at = i + p * kEight;
       sum[p] += load_as<Eight>(a + at) * load_as<Eight>(b + at) * load_as<Eight>(c + at);
     }
   for (; i + kEight <= n; i += kEight) sum[0] += load_as<Eight>(a + i) * load_as<Eight>(b + i) * load_as<Eight>(c + i);
+#pragma GCC unroll 4
   for (int64_t p = 1; p < kPartials; ++p) sum[0] += sum[p];
   float total = 0.f;
   for (; i < n; ++i) total += a[i] * b[i] * c[i];

@@ -24,16 +24,22 @@ inline Eight square(const float* x) {
 
 inline float sum_of_squares(const float* x, int64_t n) {
   const int64_t vectors = n / kEight, steps = vectors / kPartials;
-  Eight sum[kPartials] = {}, block[kPartials] = {};
+  Eight sum[kPartials], block[kPartials];  // unrolled, else they are not registers
+#pragma GCC unroll 4
+  for (int64_t p = 0; p < kPartials; ++p) sum[p] = block[p] = Eight{};
   for (int64_t i = 0; i < steps;) {
     const int64_t end = std::min(i + kBlock, steps), whole = end - i == kBlock;
     for (; i < end; ++i)
+#pragma GCC unroll 4
       for (int64_t p = 0; p < kPartials; ++p) block[p] += square(x + (i * kPartials + p) * kEight);
     if (whole)
+#pragma GCC unroll 4
       for (int64_t p = 0; p < kPartials; ++p) sum[p] += block[p], block[p] = Eight{};
   }
+#pragma GCC unroll 4
   for (int64_t p = 0; p < kPartials; ++p) block[p] += sum[p];
   for (int64_t i = steps * kPartials; i < vectors; ++i) block[0] += square(x + i * kEight);
+#pragma GCC unroll 4
   for (int64_t p = 1; p < kPartials; ++p) block[0] += block[p];
   float total = 0.f;
   for (int64_t d = vectors * kEight; d < n; ++d) total += x[d] * x[d];

@@ -180,6 +180,10 @@ void tree_decode(const Rows& q_rows, const Rows& k_rows, const Rows& v_rows, con
               else
                 v_rows.load_rows(v_offset, tile_keys, v_head, 1.f, values.at(0));
               packed = true;
+              // what is read next comes to the nearest cache meanwhile
+              for (int64_t j = 0; j < tile_keys; ++j) v_rows.prefetch<3>(v_offset[j] + v_head, dim);
+              if (head + 1 < h1)
+                for (int64_t j = 0; j < tile_keys; ++j) k_rows.prefetch<3>(k_offset[j] + k_rows.offset(0, 0, head + 1), dim);
             }
             const int64_t at = (head - h0) * count + (row - r0) * group, queries = block * group;
             gemm(queries, end, width, Down{query.at((head - h0) * width * ld + (row - r0) * group), ld},
