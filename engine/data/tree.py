@@ -234,7 +234,7 @@ class TokenTree:
         merged = merge(
             prompt, responses, advantages, behaviour_logprobs, loss_masks, policy_version, statuses, columns or {}
         )
-        tree = _in_order(*merged.nodes)
+        tree = in_order(*merged.nodes)
         for name, values in merged.summed.items():
             sums = np.zeros(tree.num_tokens, np.float64)
             np.add.at(sums, tree.path_tokens, values)
@@ -290,7 +290,7 @@ class TokenTree:
             "leaf": keep_leaf,
             "path": np.repeat(keep_leaf, self.response_length),
         }
-        tree = _in_order(
+        tree = in_order(
             parent,
             self.length[keep_node],
             self.token_id[keep["token"]],
@@ -316,7 +316,7 @@ class TokenTree:
             "leaf": np.array([leaf]),
             "path": np.arange(first[leaf], first[leaf] + self.response_length[leaf]),
         }
-        tree = _in_order(
+        tree = in_order(
             np.arange(len(length)) - 1,
             length,
             self.token_id[rows],
@@ -399,10 +399,10 @@ def of_runs(
     leaf_node = np.array([new[n] for n in leaf_nodes], np.int32)
     length = np.array([n for n in lengths if n], np.int32)
     columns = {**tokens.columns, "status": status}
-    return _in_order(parent, length, tokens.token_ids, leaf_node, np.full(len(leaf_node), length[0]), columns)
+    return in_order(parent, length, tokens.token_ids, leaf_node, np.full(len(leaf_node), length[0]), columns)
 
 
-def _in_order(
+def in_order(
     parent: Array, length: Array, token_id: Array, leaf_node: Array, leaf_prompt: Array, columns: dict[str, Array]
 ) -> TokenTree:
     """The tree of nodes in any order that puts parents first, with their tokens end to end."""

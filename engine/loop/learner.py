@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import TreeBatch
 from ..data.cost import CostModel
+from ..data.equal_prefixes import share_equal_prefixes
 from ..data.packing import pack
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -27,6 +28,7 @@ from ..rollout import SamplingParams
 from ..settings import TrainConfig
 from ..train.critic import Critic
 from ..train.phases import MODEL, Phases
+from ..train.terms import TokenTerm
 from ..train.trainer import Trainer, Weighted
 from . import setup
 from .metrics import Stopwatch, Sums
@@ -115,7 +117,7 @@ class Learner:
                 if (normalizer := term.normalizer(members, given)) and (weight := at_step(schedule, step, self.metrics))
             ]
             rollouts = [tree for tree, drop in zip(members, dropped, strict=True) if not drop]
-            live = rollouts + given
+            live = self._shared(rollouts + given)
             batches = self._packed(live)
         if not batches or not terms:
             sums.count("actor/empty_updates")
@@ -142,6 +144,11 @@ class Learner:
         for role in self.roles:
             role.follow(self.model)
         return True
+
+    def _shared(self, trees: list[TokenTree]) -> list[TokenTree]:
+        """With what leaves sampled alike computed once, but where nodes mean something, or nothing is to be shared."""
+        by_node = (isinstance(t, TokenTerm) and t.objective.ratio_level == "segment" for t, _ in self.terms)
+        return trees if self._shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
 
     def _packed(self, trees: list[TokenTree]) -> list[TreeBatch]:
         return pack(

@@ -12,7 +12,7 @@ import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop import setup
+from rolltree.engine.loop import learner, setup
 
 from ..tiny import ROOT, write_run
 
@@ -194,3 +194,22 @@ def test_what_is_missing_is_named_before_the_run(toml, tmp_path, overrides, said
     with pytest.raises(UserError, match=said):
         run(toml, tmp_path, *overrides)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_what_responses_sampled_alike_is_computed_once(toml, tmp_path, monkeypatch, segments):
+    """Unless a ratio is of segments, which are the nodes that the program made."""
+    seen: list[tuple[int, int]] = []
+    share, packed = learner.share_equal_prefixes, learner.pack
+
+    def pack(trees, **options):
+        alone = [share(tree).num_tokens for tree in trees]
+        seen.extend(zip((tree.num_tokens for tree in trees), alone, strict=True))
+        return packed(trees, **options)
+
+    monkeypatch.setattr(learner, "pack", pack)
+    level = '{ratio_level="segment"}' if segments else "{}"
+    alike = ["--rollout.temperature=0.001", "--algorithm.drop_zero_variance=false"]
+    run(toml, tmp_path, *alike, "--algorithm.objective=ppo", f"--algorithm.objective_options={level}")
+    assert seen
+    assert all(of == least for of, least in seen) != segments
