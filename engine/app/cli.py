@@ -172,9 +172,9 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         print(resolved_toml(config))
         print("\n".join(plan_lines(config)))
         return 0
+    from ..freed_memory import keep_freed_memory
     from ..loop.orchestrator import Orchestrator
     from .console import Console
-    from .freed_memory import keep_freed_memory
 
     _quiet_transformers()
     keep_freed_memory()

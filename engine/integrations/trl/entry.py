@@ -9,6 +9,7 @@ from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 from rolltree.kernels import Objective
 
 from ...errors import UserError
+from ...freed_memory import keep_freed_memory
 from ...model.fused_layers import fuse_layers
 from .. import transformers as attention
 from . import checks
@@ -26,7 +27,7 @@ def accelerate(
     """Let a TRL trainer compute by rolltree; returns it. Call it before ``trainer.train()``.
 
     The trainer stays what it is, also where its class is a subclass of TRL's: what it does beside computing log-probs
-    and sampling is its own code.
+    and sampling is its own code. On a CPU the process keeps the memory that its steps free (`keep_freed_memory`).
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which have head and layers alone.
@@ -54,6 +55,8 @@ def accelerate(
     models = [checks.base_model(trainer.model)]
     if getattr(trainer, "ref_model", None) is not None:
         models.append(checks.base_model(trainer.accelerator.unwrap_model(trainer.ref_model)))
+    if models[0].device.type == "cpu":
+        keep_freed_memory()
     if of_groups and (tree or rollouts):
         for model in models:
             checks.tree_layers(model)

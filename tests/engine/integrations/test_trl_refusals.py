@@ -13,7 +13,7 @@ from transformers import CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHead
 from trl import GRPOTrainer
 
 from rolltree.engine import UserError
-from rolltree.engine.integrations.trl import RolltreeGRPOTrainer, accelerate
+from rolltree.engine.integrations.trl import RolltreeGRPOTrainer, accelerate, entry
 
 from .trl_tiny import make_grpo, save_model, tokenizer
 
@@ -70,6 +70,13 @@ def test_layers_are_fused_unless_switched_off(path: str, layers: bool) -> None:
     assert set(fused) - {type(trainer.model).__name__} == (
         {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"} if layers else set()
     )
+
+
+def test_a_trainer_on_a_cpu_keeps_the_memory_that_its_steps_free(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(entry, "keep_freed_memory", lambda: asked.append(True))
+    accelerate(make_grpo(path))
+    assert asked == [True]
 
 
 TRAINERS: dict[str, tuple[Callable[[Any], object], str]] = {

@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from rolltree.engine.app.freed_memory import keep_freed_memory
+from rolltree.engine.freed_memory import keep_freed_memory
 
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
