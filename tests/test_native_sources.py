@@ -7,8 +7,14 @@ torch 2.11 (``include/torch`` of its wheel).
 
 from __future__ import annotations
 
+import platform
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(f for f in ROOT.glob("csrc/c*/*") if f.suffix in (".cu", ".cuh", ".cpp", ".h"))
@@ -67,3 +73,14 @@ def test_functions() -> None:
 
 def test_names() -> None:
     assert found(r"\b(?:torch::)?(?:stable|headeronly)::([\w:]+)") == NAMES
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for the narrowest vectors of x86")
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/cpu/*.cpp")), ids=lambda file: file.stem)
+def test_no_vector_is_compared_one_number_at_a_time(source: Path) -> None:
+    """GCC splits the arithmetic of vectors wider than the machine's, but not what compares and selects: it says so."""
+    flags = ["-std=c++20", "-march=x86-64-v2", "-Wvector-operation-performance", *(f"-I{p}" for p in include_paths())]
+    command = ["g++", *flags, "-S", "-o", "/dev/null", str(source)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stderr
+    assert "vector condition will be expanded piecewise" not in said

@@ -1,9 +1,10 @@
 // Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/chunked.py has the formulas).
 //
 // A row is scaled, scanned for its maximum and summed, all while it is in the cache, so a tile is read from memory once.
-// Half-precision logits are widened into a row of scratch; their gradient is rounded once, on its way out. Loops are
-// written with 64-byte GCC vectors: each instruction set compiles to its own width, but the order of every sum is the
-// same on all of them. One thread per run of rows; a row's result depends on that row alone.
+// Half-precision logits are widened into a row of scratch; their gradient is rounded once, on its way out. Sums have the
+// lanes of 64 bytes, as many vectors of this machine as that takes, so their order is the same on all machines. (Vectors
+// wider than the machine's would do that too, but GCC compares and selects those one number at a time.) One thread per
+// run of rows; a row's result depends on that row alone.
 //
 // NaN and +inf make their own row NaN; -inf is a logit of probability zero.
 #include <torch/csrc/stable/library.h>
@@ -31,19 +32,20 @@ template <class T>
 struct Vector;
 template <>
 struct Vector<float> {
-  typedef float type __attribute__((vector_size(64)));
+  typedef float type __attribute__((vector_size(rolltree::kVectorBytes)));
   static constexpr float lowest = -87.0f;  // exp of less counts as zero
 };
 template <>
 struct Vector<double> {
-  typedef double type __attribute__((vector_size(64)));
+  typedef double type __attribute__((vector_size(rolltree::kVectorBytes)));
   static constexpr double lowest = -708.0;
 };
 
 template <class T>
 using Vec = typename Vector<T>::type;
 template <class T>
-constexpr int64_t kLanes = 64 / sizeof(T);
+constexpr int64_t kLanes = sizeof(Vec<T>) / sizeof(T);
+constexpr int kParts = 64 / rolltree::kVectorBytes;  // vectors of a sum
 template <class T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
@@ -54,25 +56,40 @@ inline Vec<double> exponential(Vec<double> x) {
   return x;
 }
 
-template <class T>
-inline Vec<T> load(const T* p) {
-  Vec<T> v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
+inline Vec<float> hyperbolic_tangent(Vec<float> x) { return rolltree::tanh(x); }
+
+inline Vec<double> hyperbolic_tangent(Vec<double> x) {
+  for (int64_t i = 0; i < kLanes<double>; ++i) x[i] = std::tanh(x[i]);
+  return x;
 }
 
-// The last, partial vector of a row, filled up with `fill`.
 template <class T>
-inline Vec<T> load_tail(const T* p, int64_t n, T fill) {
+inline Vec<T> load(const T* p) {
+  return rolltree::load_as<Vec<T>>(p);
+}
+
+// The first n of a vector, or all of it, filled up with `fill`.
+template <class T>
+inline Vec<T> load_some(const T* p, int64_t n, T fill) {
+  if (n >= kLanes<T>) return load(p);
   Vec<T> v = fill - Vec<T>{};
   std::memcpy(&v, p, n * sizeof(T));
   return v;
 }
 
 template <class T>
-inline T total(Vec<T> v) {
+inline void store_some(T* p, Vec<T> v, int64_t n) {
+  if (n >= kLanes<T>)
+    std::memcpy(p, &v, sizeof v);  // of constant size: one store
+  else
+    std::memcpy(p, &v, n * sizeof(T));
+}
+
+template <class T>
+inline T total(const Vec<T> (&v)[kParts]) {
   T sum = 0;
-  for (int64_t i = 0; i < kLanes<T>; ++i) sum += v[i];
+  for (const Vec<T>& part : v)
+    for (int64_t i = 0; i < kLanes<T>; ++i) sum += part[i];
   return sum;
 }
 
@@ -101,7 +118,10 @@ struct Tile {
     if (bias)
       for (int64_t j = 0; j < width; ++j) scratch[j] += bias[j];
     if (softcap != 0)
-      for (int64_t j = 0; j < width; ++j) scratch[j] = softcap * std::tanh(scratch[j] / softcap);
+      for (int64_t j = 0; j < width; j += kLanes<T>) {
+        const Vec<T> z = load_some(scratch + j, width - j, T(0));
+        store_some<T>(scratch + j, softcap * hyperbolic_tangent(z / softcap), width - j);
+      }
     for (int64_t j = 0; j < width; ++j) scratch[j] *= inverse;
     return scratch;
   }
@@ -118,13 +138,8 @@ struct Tile {
 template <class T>
 T maximum(const T* z, int64_t width) {
   Vec<T> most = -kInfinity<T> - Vec<T>{};
-  int64_t j = 0;
-  for (; j + kLanes<T> <= width; j += kLanes<T>) {
-    Vec<T> v = load(z + j);
-    most = v > most ? v : most;
-  }
-  if (j < width) {
-    Vec<T> v = load_tail(z + j, width - j, -kInfinity<T>);
+  for (int64_t j = 0; j < width; j += kLanes<T>) {
+    const Vec<T> v = load_some(z + j, width - j, -kInfinity<T>);
     most = v > most ? v : most;
   }
   return *std::max_element(reinterpret_cast<T*>(&most), reinterpret_cast<T*>(&most) + kLanes<T>);
@@ -138,19 +153,26 @@ struct Sums {
 template <class T, bool Entropy, bool SumP2>
 Sums<T> sum_exponentials(const T* z, int64_t width, T shift) {
   Sums<T> sums;
-  const int64_t block = 64 * kLanes<T>;  // summed apart, which keeps the rounding of long rows small
+  constexpr int64_t lanes = kParts * kLanes<T>, block = 64 * lanes;  // blocks apart: long rows round little
   for (int64_t begin = 0; begin < width; begin += block) {
     const int64_t end = std::min(begin + block, width);
-    Vec<T> e_sum{}, ed_sum{}, e2_sum{};
-    for (int64_t j = begin; j < end; j += kLanes<T>) {
-      Vec<T> d = (j + kLanes<T> <= end ? load(z + j) : load_tail(z + j, end - j, -kInfinity<T>)) - shift;
+    Vec<T> e_sum[kParts]{}, ed_sum[kParts]{}, e2_sum[kParts]{};
+    const auto add = [&](int part, Vec<T> v) {
+      Vec<T> d = v - shift;
       const auto none = d < Vector<T>::lowest;
       d = none ? Vec<T>{} : d;
       const Vec<T> e = none ? Vec<T>{} : exponential(d);
-      e_sum += e;
-      if constexpr (Entropy) ed_sum += e * d;
-      if constexpr (SumP2) e2_sum += e * e;
-    }
+      e_sum[part] += e;
+      if constexpr (Entropy) ed_sum[part] += e * d;
+      if constexpr (SumP2) e2_sum[part] += e * e;
+    };
+    int64_t j = begin;
+    for (; j + lanes <= end; j += lanes)
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) add(part, load(z + j + part * kLanes<T>));
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part, j += kLanes<T>)
+      if (j < end) add(part, load_some(z + j, end - j, -kInfinity<T>));
     sums.e += total<T>(e_sum);
     if constexpr (Entropy) sums.ed += total<T>(ed_sum);
     if constexpr (SumP2) sums.e2 += total<T>(e2_sum);
@@ -184,18 +206,14 @@ void softmax_gradient(const Tile<T, In>& tile, int64_t i, const T* z, T lse, T c
   const T inverse = tile.inverse_temperature(i);
   const T untanh = tile.softcap != 0 ? 1 / (inverse * tile.softcap) : 0;
   for (int64_t j = 0; j < tile.width; j += kLanes<T>) {
-    const int64_t n = std::min(kLanes<T>, tile.width - j);
-    const Vec<T> v = n == kLanes<T> ? load(z + j) : load_tail(z + j, n, T(0));
+    const Vec<T> v = load_some(z + j, tile.width - j, T(0));
     Vec<T> logp = (v - lse) - correction;
     const auto none = logp < Vector<T>::lowest;
     logp = none ? Vec<T>{} : logp;
     const Vec<T> p = none ? Vec<T>{} : exponential(logp);
     Vec<T> value = p * (c - b * logp + q * p) * inverse;
     if (untanh != 0) value *= 1 - (v * untanh) * (v * untanh);
-    if (n == kLanes<T>)
-      std::memcpy(g + j, &value, sizeof value);  // of constant size: one store
-    else
-      std::memcpy(g + j, &value, n * sizeof(T));
+    store_some<T>(g + j, value, tile.width - j);
   }
 }
 

@@ -25,7 +25,7 @@ class Targets(NamedTuple):
         return torch.repeat_interleave(rows, self.start.diff(), output_size=len(self.target))
 
     def of_rows(self, rows: Tensor) -> tuple[Targets, Tensor]:
-        """The targets of ``rows`` [K], ascending, and their places among these ``[P] int64``."""
+        """The targets of ``rows`` [K], in their order, and their places among these ``[P] int64``."""
         first, count = self.start[:-1][rows], self.start.diff()[rows]
         start = torch.cat([count.new_zeros(1), count.cumsum(0)])
         place = torch.repeat_interleave(first - start[:-1], count) + torch.arange(int(start[-1]), device=count.device)

@@ -75,10 +75,9 @@ def one_pass(
         alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if counted else None
         x, out = hidden[c], d_tile[:n]
         if alive is not None:
+            alive = to_front(logits, alive)
             local, of_alive = local.of_rows(alive)
-            logits, x, out = logits[alive], x[alive], d_tile[: len(alive)]
-            if out.dtype == logits.dtype:
-                out = logits
+            logits, x, out = logits[: len(alive)], x[alive], out[: len(alive)]
             a, constant, logsumexp, correction = a[of_alive], constant[alive], logsumexp[alive], correction[alive]
             b = b[alive] if len(b) else b
             scaling = (head.bias, temperature[c][alive], softcap)
@@ -92,6 +91,18 @@ def one_pass(
     if shared is not None:
         shared.learn(judge, need_hidden, need, d_hidden)
     return d_hidden, scores
+
+
+def to_front(tile: Tensor, rows: Tensor) -> Tensor:
+    """Make ``rows [K]``, ascending, of ``tile [C, V]`` its first K; returns which row each of these is now.
+
+    Rows that are among the first K stay, the others fill the gaps: as few as can be are copied, into memory in use.
+    """
+    K = len(rows)
+    order = torch.arange(K, device=rows.device)
+    gaps = torch.ones_like(order, dtype=torch.bool).index_fill_(0, rows[rows < K], False).nonzero().flatten()
+    tile[gaps] = tile[rows[rows >= K]]
+    return order.index_copy_(0, gaps, rows[rows >= K])
 
 
 class SharedRows:

@@ -248,3 +248,17 @@ def test_a_gradient_is_scaled_and_cast_by_one_kernel() -> None:
         _, found = policy_op._autograd_backward(ctx, upstream)
     assert [name for name in ran.names if not name.startswith("empty")] == ["mul"]
     assert found.equal(expected)
+
+
+@pytest.mark.parametrize("V", [1023, 1024, 1025, 2500])
+@pytest.mark.parametrize("C", [3, 70])
+def test_logits_by_parts_of_the_vocabulary_are_the_whole_product(C: int, V: int) -> None:
+    """More rows than our own product takes, and fewer; parts that end anywhere; an output wider than its rows."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 24, generator=g).to(DEVICE) for n in (C, V))
+    tile = torch.full((C, V + 8), torch.nan, device=DEVICE)
+    found = Head(weight, None, None, torch.float32).logits(hidden, tile[:, :V])
+    exact = hidden.double() @ weight.double().T
+    assert (found.double() - exact).abs().max() <= 2 * (hidden @ weight.T - exact).abs().max() + 1e-6
+    assert found.data_ptr() == tile.data_ptr()
+    assert tile[:, V:].isnan().all()

@@ -25,6 +25,7 @@ from rolltree.kernels import (
 from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.linear_logprob import chunked
 from rolltree.kernels.linear_policy_loss import api, op, plan
+from rolltree.kernels.linear_policy_loss.fused import to_front
 from rolltree.kernels.policy_loss import PRESETS
 
 from .on_device import interpret_some
@@ -318,6 +319,20 @@ def test_clipped_rows_leave_after_the_log_sum_exp(monkeypatch: pytest.MonkeyPatc
     )
     same(run(fused, given, fields, objective, ("hidden", "weight")), expected, 2e-6)
     assert reached == [kept]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95, 1.0])
+def test_rows_brought_to_the_front_copy_as_few_as_can_be(share: float) -> None:
+    g = torch.Generator().manual_seed(int(100 * share))
+    tile = torch.randn(97, 13, generator=g)
+    before, rows = tile.clone(), (torch.rand(97, generator=g) < share).nonzero().flatten()
+    order = to_front(tile, rows)
+    assert order.sort().values.equal(rows)
+    assert tile[: len(rows)].equal(before[order])
+    stays = rows[rows < len(rows)]
+    assert order[stays].equal(stays)
+    moved = (tile != before).any(1)
+    assert int(moved.sum()) == len(rows) - len(stays)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -70,6 +70,7 @@ CASES = {
     "temperature": made(19, 65, temperature=0.7),
     "everything": made(23, 131, M=60, temperature="rows", softcap=5.0),
     "several blocks": made(3, 5003, M=40, temperature="rows"),
+    "several blocks, capped": made(3, 5003, M=40, temperature="rows", softcap=3.0),
 }
 
 
