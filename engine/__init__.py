@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .data.batch import TreeBatch
     from .data.cost import CostModel
     from .data.distribute import distribute
+    from .data.equal_prefixes import share_equal_prefixes
     from .data.packing import pack
     from .data.segment import LeafStatus, Origin, Segment, Sequence
     from .data.tree import TokenTree
@@ -55,6 +56,7 @@ _HOME = {
     "load_tokenizer": "model.decoder",
     "pack": "data.packing",
     "shard": "model.sharding",
+    "share_equal_prefixes": "data.equal_prefixes",
     "tree_error": "model.self_check",
     "unfuse_layers": "model.fused_layers",
 }
@@ -87,6 +89,7 @@ __all__ = [
     "load_tokenizer",
     "pack",
     "shard",
+    "share_equal_prefixes",
     "tree_error",
     "unfuse_layers",
 ]

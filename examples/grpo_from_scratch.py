@@ -28,6 +28,7 @@ from rolltree.engine import (
     load_model,
     load_tokenizer,
     pack,
+    share_equal_prefixes,
 )
 from rolltree.kernels import Objective
 
@@ -115,7 +116,8 @@ def main() -> None:
         mean = np.mean([tree.rewards["reward"].mean() for tree in trees])
         learnable = [tree for tree in trees if tree.advantage.any()]  # a group of equal rewards teaches nothing
         normalizer = sum(int(tree.loss_length.sum()) for tree in learnable)  # tokens, of the whole update
-        for batch in pack(learnable, max_tokens=args.tokens):
+        shared = [share_equal_prefixes(tree) for tree in learnable]  # what siblings sampled alike is computed once
+        for batch in pack(shared, max_tokens=args.tokens):
             # one update on fresh samples: the ratio is 1, and no log-probs of an old policy are needed
             batch_loss(model, batch, objective, normalizer=normalizer, old_logprob=None).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
