@@ -45,7 +45,7 @@ SUMMARY = (
          "forward+backward", "rolltree", "torch", "PyTorch"),
     Line("a step of TRL's GRPO, sampling included: prompt 512, 8 responses of 128, vocabulary 151,936", "trl_step",
          TRL_GROUP, "step", "rolltree, all parts", "TRL", "TRL 1.16"),
-    Line("rollouts, 4 prompts of 512, 16 responses each", "rollout", ROLLOUTS, "generate", "rolltree compiled", "vllm",
+    Line("rollouts, 4 prompts of 512, 16 responses each", "rollout", ROLLOUTS, "generate", "rolltree", "vllm",
          "vLLM 0.32, CPU"),
 )  # fmt: skip
 
