@@ -2,7 +2,7 @@
 
 A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary of
 a few between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, that of whole jobs between ``<!-- jobs FOLDER/job -->``
-and ``<!-- end -->``; a test fails where the rows say otherwise. The curves of these jobs are drawn into docs/job.svg
+and ``<!-- end -->``; a test fails where the rows say otherwise. The curves of these jobs are drawn into docs/job_*.svg
 by matplotlib.
 """
 
@@ -150,15 +150,16 @@ def _number(value: float) -> str:
 
 
 def draw_jobs() -> None:
-    """The last of the recorded jobs, accuracy over seconds and over tokens."""
+    """Each recorded job, accuracy over seconds and over tokens."""
     import matplotlib
 
     from . import plot
 
     matplotlib.rcParams["svg.hashsalt"] = "rolltree"  # the same names, and so the same file, each time
     _, points = plot.read(sorted(RESULTS.glob(f"*/job{plot.CURVES}")))
-    for _, figure in plot.curves(points):
-        figure.savefig(REPOSITORY / "docs" / "job.svg", format="svg", metadata={"Date": None})
+    for name, figure in plot.curves(points):
+        job = name.split("-")[1]
+        figure.savefig(REPOSITORY / "docs" / f"job_{job}.svg", format="svg", metadata={"Date": None})
 
 
 def main() -> None:
