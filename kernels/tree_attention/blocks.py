@@ -36,10 +36,11 @@ def padded_width(dim: int) -> int:
 def tiles_for(dim: int, dtype: torch.dtype, *, major: int, softcap: bool) -> Tiles:
     """``major``: of the compute capability; Hopper's products want tiles that fill Ampere's registers."""
     width = padded_width(dim)
+    stages = 3 if major == 10 else 2
     if dtype == torch.float32:  # no tensor cores: operands stay in registers
         if width > 64:
             return Tiles(Tile(16, 16, 4), Tile(16, 16, 4), Tile(16, 16, 4))
-        return Tiles(Tile(32, 16, 4), Tile(16, 32, 4), Tile(16, 16, 4))
+        return Tiles(Tile(32, 16, 4), Tile(16, 32, 4), Tile(16, 16, 4, stages))
     if major == 9:
         if width <= 64:
             return Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))
@@ -50,7 +51,6 @@ def tiles_for(dim: int, dtype: torch.dtype, *, major: int, softcap: bool) -> Til
         # wgmma takes 64 keys, whose gradients of 256 columns registers do not hold
         dkdv = Tile(32, 128, 8, 3, parts=2) if dim == 256 else Tile(32, 32, 8)
         return Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), dkdv)
-    stages = 3 if major == 10 else 2
     if width <= 64:
         return Tiles(Tile(128, 64, 8, stages), Tile(128, 64, 8, stages), Tile(64, 64, 4, stages))
     if width <= 128:
