@@ -14,6 +14,7 @@ namespace rolltree {
 namespace {
 
 constexpr int64_t kLine = 16;  // numbers of a cache line
+constexpr int64_t kBit = 4 * kLine;  // asked for in one go: a core has some twenty reads under way, more would stall it
 constexpr int kTileRows = kAccumulators / kColumns;
 constexpr int kRowsOfVector = kLanes / kColumns;
 
@@ -39,6 +40,8 @@ inline Vec totals(Vec* s) {
 struct Columns {
   const float* row[kColumns];
   int64_t count;
+  const float* next;  // asked for meanwhile, bit by bit: weights are too many to stay in a cache
+  int64_t asked;      // columns of it
 };
 
 template <int kRows>
@@ -46,7 +49,7 @@ inline void few_rows_tile(const float* x, const Columns& weight, const float* bi
                           bool added) {
   constexpr int kVectors = (kRows + kRowsOfVector - 1) / kRowsOfVector;
   Vec sum[kVectors * kRowsOfVector][kColumns] = {};
-  const auto add = [&](auto load_from, int64_t d) {
+  const auto add = [&](auto load_from, int64_t d) __attribute__((always_inline)) {
     Vec columns[kColumns];
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) columns[c] = load_from(weight.row[c] + d);
@@ -58,7 +61,13 @@ inline void few_rows_tile(const float* x, const Columns& weight, const float* bi
     }
   };
   const int64_t whole = depth / kLanes * kLanes;
-  for (int64_t d = 0; d < whole; d += kLanes) add([](const float* p) { return load(p); }, d);
+  const float* next = weight.next;
+  for (int64_t d = 0; d < whole;) {
+    const int64_t until = std::min(d + kBit, whole);
+    for (const float* stop = next + weight.asked * (until - d); next < stop; next += kLine) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 1
+    for (; d < until; d += kLanes) add([](const float* p) { return load(p); }, d);
+  }
   if (whole < depth)
     add(
         [&](const float* p) {
@@ -99,20 +108,18 @@ void few_rows_blocks(const float* x, int64_t rows, int64_t depth, const Product&
   constexpr int64_t kNearest = 5 << 10;  // numbers of a weight that stay in the nearest cache beside a tile of x
   const auto [weight, bias, width, out, stride, added] = product;
   const int64_t together = std::max<int64_t>(kNearest / (kColumns * depth + 1), 1);
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, share = padded((depth + tiles - 1) / tiles);
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t first = begin; first < end; first += together)
-    for (int64_t r = 0, asked = 0; r < rows; r += kTileRows, asked += share)
+    for (int64_t tile = 0, r = 0, own; tile < tiles; ++tile, r += own) {
+      own = rows / tiles + (tile < rows % tiles);
+      const int64_t asked = tile * kColumns / tiles;
       for (int64_t n = first * kColumns; n < std::min(std::min(first + together, end) * kColumns, width); n += kColumns) {
-        Columns columns{{}, std::min<int64_t>(kColumns, width - n)};
-        for (int64_t c = 0; c < kColumns; ++c) {
-          columns.row[c] = weight + std::min(n + c, width - 1) * depth;
-          // what comes next is asked for bit by bit: weights are too many to stay in a cache
-          const float* next = columns.row[c] + together * kColumns * depth;
-          for (int64_t d = asked; d < std::min(asked + share, depth); d += kLine) __builtin_prefetch(next + d, 0, 2);
-        }
-        few_rows_tile<kTileRows>(std::min<int64_t>(kTileRows, rows - r), x + r * depth, columns, bias ? bias + n : nullptr, depth,
-                                 out + r * stride + n, stride, added);
+        Columns columns{{}, std::min<int64_t>(kColumns, width - n), weight + (n + together * kColumns + asked) * depth,
+                        (tile + 1) * kColumns / tiles - asked};
+        for (int64_t c = 0; c < kColumns; ++c) columns.row[c] = weight + std::min(n + c, width - 1) * depth;
+        few_rows_tile<kTileRows>(own, x + r * depth, columns, bias ? bias + n : nullptr, depth, out + r * stride + n, stride, added);
       }
+    }
 }
 
 void few_rows_products(const float* x, int64_t rows, int64_t depth, std::span<const Product> products) {
