@@ -28,9 +28,10 @@ from .row import (
     scale_of,
 )
 
-# How far a row has come: it needs no filter (or fails, or is greedy); it is drawn; or what is missing for it
+# How far a row has come: it needs no filter (or fails, or is greedy); it is drawn; or what is missing for it; at last
+# that its groups are judged, which with its cut is all that the draw needs
 PLAIN, DRAWN = tl.constexpr(0), tl.constexpr(1)
-BY_COUNT, BY_MASS, RACE = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+BY_COUNT, BY_MASS, RACE, JUDGED = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 
 
 @triton.jit

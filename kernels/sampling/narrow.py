@@ -1,9 +1,12 @@
 """The cut of rows whose candidates do not hold it: flat distributions, a large top-k, a top-p near 1.
 
     bracket   keys above and below the cut, four standard deviations apart from it, by a sample of the row
-    gather    which tokens lie between them, and what lies above: programs share the row
-    settle    the cut among those tokens
-    race      judges the tokens that are kept, as the scan does those of rows without filters
+    gather    which tokens lie between them, and what lies above: programs share the row. The last search of a row
+              also judges groups of tokens, as the scan does those of rows without filters, by all that may be kept
+    settle    the cut among those tokens, and the mass and the last token above it
+    race      judges groups by the tokens that are kept, where gather did not: rows of min-p, or misled ones
+
+A group's bound may stem from a token that is not kept: :func:`.triton.winner` asks of each whether it is.
 
 Top-k comes first and top-p searches what it leaves, by launches of their own. If the sample misled, or more tokens lie
 between than there is room for, `settle` sees it by the sums and searches the whole row: slower, and as exact. Each
@@ -16,9 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .filters import BY_COUNT, BY_MASS, key_of, search, ties_of, value_of
-from .noise import least_bounds, words_of
-from .row import INFINITY, MAX_INDEX, TINY, floor_of, is_kept, load_block, load_blocks, log2_weights, scale_of
+from .filters import BY_COUNT, BY_MASS, JUDGED, key_of, search, ties_of, value_of
+from .noise import bounds_of, least_bounds, least_of_groups, philox, words_of
+from .row import INFINITY, MAX_INDEX, TINY, columns, floor_of, is_kept, load_block, load_blocks, log2_weights, scale_of
 
 DEVIATIONS = tl.constexpr(4.0)  # of a sample's sum
 NEXT = tl.constexpr(4)  # tokens next to each other in a sample: few, as neighbours are alike
@@ -94,15 +97,17 @@ def bracket_kernel(
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def gather_kernel(
-    logits, temperature, top_p,  # as in `sample_triton`
+    logits, temperature, top_p, seed, step,  # as in `sample_triton`
     best,  # [N, C], of `scan_kernel`
     mode,  # [N], of `select_kernel`
     bracket,  # [N, 2], of `bracket_kernel`
     between,  # [N, SPLITS, ROOM / SPLITS] int32, out: tokens between its keys, if there is room for them
     counts,  # [N, SPLITS] int32, out: how many there are
     over,  # [N, SPLITS, 2] float32, out: the tokens above them, and their mass
+    bound,  # out, of a row's last search: as of `scan_kernel`, of the tokens above the lower key, beside the row's best
     row_stride, vocab, blocks,
-    MASS: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
+    MASS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = logits.dtype.element_ty
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -111,29 +116,47 @@ def gather_kernel(
         top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
         bottom = value_of(tl.load(bracket + 2 * n), DTYPE)
         ceiling = value_of(tl.load(bracket + 2 * n + 1), DTYPE)
-        WIDTH: tl.constexpr = 128 // DTYPE.primitive_bitwidth  # places are counted in a thread, then over threads
-        many, mass = tl.zeros((ROUND // WIDTH, WIDTH), tl.float32), tl.zeros((ROUND // WIDTH, WIDTH), tl.float32)
-        token = tl.reshape(tl.arange(0, ROUND), (ROUND // WIDTH, WIDTH))
-        count = 0
+        WIDTH: tl.constexpr = 128 // DTYPE.primitive_bitwidth  # neighbours in a thread: by columns all stays there
         EACH: tl.constexpr = ROOM // SPLITS
+        lane = tl.arange(0, BLOCK // WIDTH)
+        many, mass = tl.zeros_like(lane), tl.zeros((BLOCK // WIDTH,), tl.float32)
+        count = 0
         room = between + (n * SPLITS + split) * EACH
-        for begin in range(split * ROUND, vocab, SPLITS * ROUND):
-            x = tl.reshape(load_block(logits + n * row_stride, begin, vocab, ROUND), (ROUND // WIDTH, WIDTH))
-            above = x > ceiling
-            if not MASS:
-                many += above.to(tl.float32)
-            if top_p is not None:
-                mass += tl.where(above, tl.exp2((x - top) * scale), 0.0)
-            inside = (x > bottom) ^ above
-            each = tl.sum(inside.to(tl.int32), 1)
+        seed_of, step_of = tl.load(seed + n), tl.load(step + n)
+        is_last = True
+        if not MASS and top_p is not None:
+            is_last = tl.load(top_p + n) >= 1.0
+        for block in range(split, blocks, SPLITS):
+            begin = block * BLOCK
+            x = columns(load_block(logits + n * row_stride, begin, vocab, BLOCK), WIDTH)
+            each = tl.zeros_like(lane)
+            for j in tl.static_range(WIDTH):
+                above = x[j] > ceiling
+                if not MASS:
+                    many += above.to(tl.int32)
+                mass += tl.where(above, tl.exp2((x[j] - top) * scale), 0.0)
+                each += ((x[j] > bottom) ^ above).to(tl.int32)
+            if is_last:
+                counter = begin // 4 + WIDTH // 4 * lane
+                least = tl.full((BLOCK // WIDTH,), MAX_INDEX, tl.int32)
+                for j in tl.static_range(WIDTH):
+                    if j % 4 == 0:
+                        words = philox(seed_of, step_of, counter + j // 4)
+                    w = tl.where(x[j] > bottom, tl.exp2((x[j] - top) * scale), 0.0)
+                    least = tl.minimum(least, bounds_of(words[j % 4], w))
+                at = (n * blocks + block) * GROUPS + tl.arange(0, GROUPS)
+                tl.store(bound + at, least_of_groups(least, GROUPS))
             found = tl.sum(each, 0)
             if count + found <= EACH:
-                place = (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(inside.to(tl.int32), 1)
-                tl.store(room + (count - 1) + place, begin + token, mask=inside)
+                place = count + tl.cumsum(each, 0) - each
+                for j in tl.static_range(WIDTH):
+                    inside = (x[j] > bottom) ^ (x[j] > ceiling)
+                    tl.store(room + place, begin + lane * WIDTH + j, mask=inside)
+                    place += inside.to(tl.int32)
             count += found
         at = n * SPLITS + split
         tl.store(counts + at, count)
-        tl.store(over + 2 * at, tl.sum(many))
+        tl.store(over + 2 * at, tl.sum(many).to(tl.float32))
         tl.store(over + 2 * at + 1, tl.sum(mass))
 
 
@@ -179,14 +202,15 @@ def index_of(row, value, ties, vocab, ROUND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def settle_kernel(
-    logits, temperature, top_k, top_p,  # as in `sample_triton`
+    logits, temperature, top_k, top_p, min_p,  # as in `sample_triton`
     best,  # [N, C], of `scan_kernel`
-    mode,  # [N], of `select_kernel`
+    mode,  # [N], of `select_kernel`; out: JUDGED, if nothing but the draw is left
     window, left, known,  # of it; out for top-p, where top-k was searched
     bracket, between, counts, over,  # of `bracket_kernel` and `gather_kernel`
     cut,  # [N] float32, out: the least logit that is kept
     ties,  # [N] int32, out: how many tokens equal to it top-k keeps
     cut_index,  # [N] int32, out: the last of those that are kept
+    drawn, last_kept,  # [N] float32, int64, out, of rows that are JUDGED: the mass that is kept, the last token
     row_stride, vocab, blocks,
     MASS: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
@@ -205,17 +229,18 @@ def settle_kernel(
         there = slot < tl.where(fits, count, 0)[:, None]
         index = tl.load(between + split[:, None] * EACH + slot, mask=there, other=0)
         x = tl.load(row + index, mask=there, other=float("-inf")).to(tl.float32)
-        w = tl.exp2((x - top) * scale)
-        amount = w if MASS else there.to(tl.float32)
+        amount = tl.exp2((x - top) * scale) if MASS else 1.0
         above = mass if MASS else many
+        listed = tl.sum(amount) if MASS else tl.sum(count, 0).to(tl.float32)
         low, high = tl.load(window + 2 * n), tl.load(window + 2 * n + 1)
         under, upper = tl.load(bracket + 2 * n), tl.load(bracket + 2 * n + 1)
         holds = above < limit
-        if holds & fits & ((under == low) | (above + tl.sum(amount) >= limit)):
+        led = holds & fits & ((under == low) | (above + listed >= limit))
+        if led:
             key, _ = search(x, amount, under, upper, limit - above, INFINITY, DTYPE)
             value = value_of(key, DTYPE)
             many += tl.sum((x > value).to(tl.float32))
-            mass += tl.sum(tl.where(x > value, w, 0.0))
+            mass += tl.sum(tl.where(x > value, tl.exp2((x - top) * scale), 0.0))
             equal = tl.sum((x == value).to(tl.int32))
         else:
             low, high = tl.where(holds, low, upper), tl.where(holds, upper, high)
@@ -242,8 +267,14 @@ def settle_kernel(
                     tl.store(window + 2 * n + 1, key_of(top, DTYPE))
         tl.store(cut + n, value)
         last = tl.full((), MAX_INDEX, tl.int32)
-        if ends & (tied < equal):
+        judged = ends & led & (one >= tl.maximum(floor_of(n, min_p), TINY))  # then min_p leaves what the cut does
+        tied = tl.minimum(tied, equal)
+        if judged | (ends & (tied < equal)):
             last = index_of(row, value, tied, vocab, ROUND)
+        if judged:
+            tl.store(drawn + n, mass + tied * one)
+            tl.store(last_kept + n, last.to(tl.int64))
+            tl.store(mode + n, JUDGED)
         tl.store(cut_index + n, last)
 
 
@@ -258,7 +289,8 @@ def race_kernel(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    if tl.load(mode + n) >= BY_COUNT:
+    state = tl.load(mode + n)
+    if (state >= BY_COUNT) & (state != JUDGED):
         _greedy, scale = scale_of(tl.load(temperature + n))
         top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
         value, last, floor = tl.load(cut + n), tl.load(cut_index + n), floor_of(n, min_p)
@@ -271,4 +303,4 @@ def race_kernel(
             tl.store(least + at, tl.min(tl.where(w >= TINY, x, INFINITY), 0))
             WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
             words = words_of(tl.load(seed + n), tl.load(step + n), begin, BLOCK, WIDTH)
-            tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
+            tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, GROUPS))

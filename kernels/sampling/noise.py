@@ -1,6 +1,6 @@
 """Noise of the Triton backend: Philox words by token, and E = -log(1 - t) of them.
 
-A token is drawn where E / w is least. `least_bounds` and `log2_bound` say what no score of a group of tokens lies
+A token is drawn where E / w is least. `bounds_of` and `log2_bound` say what no score of a group of tokens lies
 below, for one instruction a token and no logarithm, so that few groups need scores.
 """
 
@@ -78,15 +78,26 @@ def arrival(t):
 
 
 @triton.jit
-def least_bounds(words, w, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """[GROUPS] int32: what no score E / w of a group of tokens lies below, see `log2_bound`.
+def bounds_of(words, w):
+    """int32: what no score E / w lies below, see `log2_bound`.
 
     For the float bits I(a) of a > 0, I(a) / 2^23 - 127 lies below log2 a, by 0.0861 at most. So the bits of the word
     less those of the weight are a quotient's logarithm, for one instruction and no exponential.
     """
-    bound = words.to(tl.float32).to(tl.int32, bitcast=True) - w.to(tl.int32, bitcast=True)
-    bound = tl.min(tl.reshape(bound, (4, BLOCK // 4)), 0)
-    return tl.min(tl.reshape(bound, (GROUPS, BLOCK // 4 // GROUPS)), 1)
+    return words.to(tl.float32).to(tl.int32, bitcast=True) - w.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def least_of_groups(bound, GROUPS: tl.constexpr):
+    """[GROUPS]: the least of each group of a block's tokens; of tokens, or of what stands for neighbours."""
+    MANY: tl.constexpr = bound.shape[0]
+    bound = tl.min(tl.reshape(bound, (4, MANY // 4)), 0)
+    return tl.min(tl.reshape(bound, (GROUPS, MANY // 4 // GROUPS)), 1)
+
+
+@triton.jit
+def least_bounds(words, w, GROUPS: tl.constexpr):
+    return least_of_groups(bounds_of(words, w), GROUPS)
 
 
 @triton.jit

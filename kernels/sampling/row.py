@@ -26,6 +26,26 @@ def load_block(row, begin, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def columns(x, WIDTH: tl.constexpr):
+    """The first of each WIDTH neighbours of x, the second of each, and so on: in the threads that hold them."""
+    MANY: tl.constexpr = x.shape[0] // WIDTH
+    even, odd = tl.split(tl.reshape(x, (MANY, WIDTH // 2, 2)))
+    if WIDTH == 8:
+        even, even2 = tl.split(tl.reshape(even, (MANY, 2, 2)))
+        odd, odd2 = tl.split(tl.reshape(odd, (MANY, 2, 2)))
+        x2, x6 = tl.split(even2)
+        x3, x7 = tl.split(odd2)
+        x0, x4 = tl.split(even)
+        x1, x5 = tl.split(odd)
+        found = x0, x1, x2, x3, x4, x5, x6, x7
+    else:
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        found = x0, x1, x2, x3  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
 def load_blocks(values, n, blocks, other, BLOCKS: tl.constexpr):
     """What the blocks of row n found."""
     b = tl.arange(0, BLOCKS)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .filters import BY_COUNT, DRAWN, select_kernel
+from .filters import BY_COUNT, DRAWN, JUDGED, select_kernel
 from .narrow import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 from .noise import arrival, least_bounds, log2_bound, uniforms, words_at, words_of
 from .row import (
@@ -52,7 +52,7 @@ CHOSEN = 128  # strips of a row that may hold its candidates
 SPLITS = 16  # programs that share one
 SAMPLE = 4096  # tokens by which the cut is guessed
 ROOM = 16384  # tokens among which it is found
-ROUND = 2048  # tokens that a program goes through its share by, and through a row
+ROUND = 2048  # tokens that a program goes through a row by
 WHOLE = 8192  # tokens that one of more warps goes through a row by
 
 
@@ -109,7 +109,7 @@ def scan_kernel(
         if not greedy:
             WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
             words = words_of(tl.load(seed + n), tl.load(step + n), begin, BLOCK, WIDTH)
-            tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, BLOCK, GROUPS))
+            tl.store(bound + at * GROUPS + tl.arange(0, GROUPS), least_bounds(words, w, GROUPS))
 
 
 @triton.jit
@@ -168,8 +168,8 @@ def last_drawn(row, best, scale, vocab, ROUND: tl.constexpr):
 def finish_kernel(
     logits, temperature, top_p, min_p, seed, step,  # as in `sample_triton`
     best, mass, moment, raw,  # [N, C], of `scan_kernel`
-    mode, drawn,  # [N], of `select_kernel`: how far a row has come, the mass it was drawn from; None without filters
-    cut, cut_index, kept,  # of rows that are not drawn there, of :mod:`.narrow`, or None
+    mode, drawn,  # [N], how far a row has come, the mass it is drawn from if it was found; None without filters
+    cut, cut_index, kept,  # of rows that are not drawn by `select_kernel`, of :mod:`.narrow`, or None
     least, bound,  # of it or of `scan_kernel`
     token, logprob, raw_logprob, entropy, last_kept,  # [N] out
     row_stride, vocab, blocks,
@@ -191,15 +191,17 @@ def finish_kernel(
             _, raw_factor = rescale(tops, top, LOG2E)
             raw_total = tl.sum(load_blocks(raw, n, blocks, 0.0, BLOCKS) * raw_factor, 0)
         kept_total = total
-        raced, ready = False, False
+        ready, raced, judged = False, False, False
         floor, last_value, last_index = 0.0, -INFINITY, 0
         if mode is not None:
-            ready, raced = tl.load(mode + n) == DRAWN, tl.load(mode + n) >= BY_COUNT
+            state = tl.load(mode + n)
+            ready, raced, judged = state == DRAWN, state >= BY_COUNT, state == JUDGED
             floor = floor_of(n, min_p)
-            if ready:
+            if ready | judged:
                 kept_total = tl.load(drawn + n)
-            if raced:
+            elif raced:
                 kept_total = tl.sum(load_blocks(kept, n, blocks, 0.0, BLOCKS), 0)
+            if raced:
                 last_value = tl.load(cut + n)
                 last_index = tl.load(cut_index + n)
 
@@ -216,15 +218,18 @@ def finish_kernel(
                 row, n, top, scale, tl.load(seed + n), tl.load(step + n), raced, floor, last_value, last_index, best,
                 bound, vocab, blocks, BLOCKS, BLOCK, GROUPS,
             )  # fmt: skip
-            bottoms = load_blocks(least, n, blocks, INFINITY, BLOCKS)
-            bottom = tl.min(bottoms, 0)
-            begin = tl.max(tl.where(bottoms == bottom, number, 0), 0) * BLOCK
-            index, x = begin + tl.arange(0, BLOCK), load_block(row, begin, vocab, BLOCK)
-            found = (x == bottom) & ((x > last_value) | (index <= last_index))
-            last = tl.max(tl.where(found, index, -1), 0)
-            # A block judged by its own best token, beside which more have a weight than beside the row's.
-            if (not raced) & (tl.exp2((bottom - top) * scale) < TINY):
-                last = last_drawn(row, top, scale, vocab, ROUND)
+            if judged:
+                last = tl.load(last_kept + n).to(tl.int32)
+            else:
+                bottoms = load_blocks(least, n, blocks, INFINITY, BLOCKS)
+                bottom = tl.min(bottoms, 0)
+                begin = tl.max(tl.where(bottoms == bottom, number, 0), 0) * BLOCK
+                index, x = begin + tl.arange(0, BLOCK), load_block(row, begin, vocab, BLOCK)
+                found = (x == bottom) & ((x > last_value) | (index <= last_index))
+                last = tl.max(tl.where(found, index, -1), 0)
+                # A block judged by its own best token, beside which more have a weight than beside the row's.
+                if (not raced) & (tl.exp2((bottom - top) * scale) < TINY):
+                    last = last_drawn(row, top, scale, vocab, ROUND)
         below = tl.load(row + first).to(tl.float32) - top
         tl.store(token + n, first.to(tl.int64))
         tl.store(last_kept + n, last.to(tl.int64))
@@ -283,15 +288,15 @@ def sample_triton(
         for by_mass in [False] * (top_k is not None) + [True] * (top_p is not None):
             bracket_kernel[(rows,)](
                 logits, temperature, top_k, top_p, best, mode, window, left, known, bracket, *size, blocks,
-                MASS=by_mass, SAMPLE=SAMPLE, **share, num_warps=8,
+                MASS=by_mass, SAMPLE=SAMPLE, **share, num_warps=4,
             )  # fmt: skip
             gather_kernel[(rows, SPLITS)](
-                logits, temperature, top_p, best, mode, bracket, between, counts, over, *size, blocks,
-                MASS=by_mass, ROUND=ROUND, SPLITS=SPLITS, **share, num_warps=4,
+                logits, temperature, top_p, seed, step, best, mode, bracket, between, counts, over, bound, *size,
+                blocks, MASS=by_mass, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, **share, num_warps=4,
             )  # fmt: skip
             settle_kernel[(rows,)](
-                logits, temperature, top_k, top_p, best, mode, window, left, known, bracket, between, counts, over,
-                cut, ties, cut_index, *size, blocks,
+                logits, temperature, *filters, best, mode, window, left, known, bracket, between, counts, over,
+                cut, ties, cut_index, drawn, last_kept, *size, blocks,
                 MASS=by_mass, ROUND=WHOLE, SPLITS=SPLITS, **share, num_warps=16,
             )  # fmt: skip
         race_kernel[(rows, SPLITS)](

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rolltree.kernels.dispatch import load_library, use_backend
 from rolltree.kernels.sampling import SampleOutput, kept_tokens, noise, reference, sample_tokens
 from rolltree.kernels.sampling import triton as triton_backend
-from rolltree.kernels.sampling.filters import BY_COUNT, BY_MASS, DRAWN, PLAIN, RACE
+from rolltree.kernels.sampling.filters import BY_COUNT, BY_MASS, DRAWN, JUDGED, PLAIN, RACE
 from rolltree.kernels.sampling.noise import uniforms as triton_uniforms
 from rolltree.kernels.sampling.noise import words_of
 from rolltree.kernels.sampling.reference import philox, uniforms
@@ -123,7 +123,7 @@ def bound_kernel(word, z, d, low, score, BLOCK: tl.constexpr):  # type: ignore[n
     """Of each word and log2 weight, d below the row's best: log2 of the bound of a group of it alone, and its score."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words, log2_w, shift = tl.load(word + i).to(tl.uint32), tl.load(z + i), tl.load(d + i)
-    bound = noise.least_bounds(words, tl.exp2(log2_w), BLOCK, BLOCK // 4)  # groups of four, of one each
+    bound = noise.least_bounds(words, tl.exp2(log2_w), BLOCK // 4)  # groups of four, of one each
     bound = tl.reshape(tl.broadcast_to(bound[None, :], (4, BLOCK // 4)), (BLOCK,))
     tl.store(low + i, noise.log2_bound(bound) - shift)
     tl.store(score + i, noise.arrival(triton_uniforms(words)) * tl.exp2(-(log2_w + shift)))
@@ -318,7 +318,7 @@ def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
     """Of Triton: rows of a few hundred tokens have several blocks, and two programs in each pass."""
-    tiles = {"BLOCK": 64, "GROUPS": 4, "STRIP": 8, "SPLITS": 2, "SAMPLE": 64, "ROOM": 64, "ROUND": 32, "WHOLE": 128}
+    tiles = {"BLOCK": 64, "GROUPS": 2, "STRIP": 8, "SPLITS": 2, "SAMPLE": 64, "ROOM": 64, "ROUND": 32, "WHOLE": 128}
     for name, value in (tiles | more).items():
         monkeypatch.setattr(triton_backend, name, value)
 
@@ -387,7 +387,7 @@ def test_candidates_and_the_fall_back(
     """Rows whose candidates, of eight strips at most, hold the last token that is kept, and rows whose do not."""
     small_tiles(monkeypatch, BLOCK=128, STRIP=4, CHOSEN=8)
     seen: list[list[int]] = []  # how far the candidates brought each row, call by call
-    watch(monkeypatch, "finish_kernel", lambda mode, **_: seen.append(mode.tolist()))
+    watch(monkeypatch, "select_kernel", lambda mode, **_: seen.append(mode.tolist()))
     generator = torch.Generator().manual_seed(4)
     logits = torch.stack([hard_row(kind, generator) for kind, _, _ in cases]).to(dtype)
     filters = {name: torch.tensor([c[1][i] for c in cases]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
@@ -446,6 +446,11 @@ def test_the_cut_by_a_sample(
                 led[n].append(bool(between[n]))
 
     watch(monkeypatch, "settle_kernel", settled)
+    watch(
+        monkeypatch, "scan_kernel", lambda bound, **_: bound.fill_(2**31 - 1)
+    )  # a group that nobody judges never wins
+    judged: list[list[bool]] = []
+    watch(monkeypatch, "finish_kernel", lambda mode, **_: judged.append((mode == JUDGED.value).tolist()))
     generator = torch.Generator().manual_seed(6)
     logits = torch.stack([flat_row(kind, generator) for kind, _, _ in cases]).to(dtype)
     filters = {name: torch.tensor([c[1][i] for c in cases]) for i, name in enumerate(("top_k", "top_p", "min_p"))}
@@ -454,6 +459,8 @@ def test_the_cut_by_a_sample(
     assert torch.equal(found.last_kept, expected.last_kept)
     torch.testing.assert_close(found.logprob, expected.logprob, rtol=2e-6, atol=2e-6)
     assert led == [wanted for _, _, wanted in cases]
+    # Others are raced: those misled at last, and those of which min-p leaves less than the cut
+    assert judged == [[wanted[-1] and min_p == NEVER for _, (_, _, min_p), wanted in cases]]
 
 
 @pytest.mark.slow  # Triton's interpreter takes a minute for each

@@ -59,9 +59,9 @@ def test_sampling() -> None:
         for filters in ("top_k", "top_p", "min_p", "top_k top_p min_p"):
             assert scan + found[f"sample select {dtype} {filters}"]["longest"] + finish <= most
         for search in ("count", "mass"):
-            parts = [found[f"sample {kind} {dtype} {search}"] for kind in ("bracket", "gather", "settle")]
-            parts.append(found[f"sample race {dtype}"])
-            assert sum(part["shortest"] for part in parts) <= 115
+            parts = {kind: found[f"sample {kind} {dtype} {search}"] for kind in ("bracket", "gather", "settle")}
+            assert parts["bracket"]["longest"] + parts["gather"]["longest"] + parts["settle"]["shortest"] <= 95
+            assert parts["gather"]["longest"] <= 51  # in a pass of its own the race would be 34 more than gathering
     alone = ("sample select", "sample settle")  # on a processor, in whose registers a row's candidates lie
     assert all(
         row["wide_loads"] > 0 for name, row in found.items() if "bracket" not in name

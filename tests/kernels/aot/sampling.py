@@ -46,7 +46,7 @@ def case(name: str, kernel: Any, dtype: str, absent: Collection[str] = (), warps
 def narrow(dtype: str, mass: bool) -> list[AotCase]:
     by = f"{dtype} {'mass' if mass else 'count'}"
     return [
-        case(f"bracket {by}", bracket_kernel, dtype, warps=8, MASS=mass),
+        case(f"bracket {by}", bracket_kernel, dtype, MASS=mass),
         case(f"gather {by}", gather_kernel, dtype, MASS=mass),
         case(f"settle {by}", settle_kernel, dtype, warps=16, MASS=mass, ROUND=WHOLE),
     ]
