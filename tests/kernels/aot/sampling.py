@@ -53,7 +53,7 @@ def narrow(dtype: str, mass: bool) -> list[AotCase]:
 
 
 def beside(case: AotCase) -> AotCase:
-    """Not compiled by the tests: another that they compile has all its code."""
+    """Not compiled in CI: of another that is, it differs by little."""
     return replace(case, ci=False)
 
 
