@@ -194,7 +194,7 @@ def training(to: Setting) -> list[Task]:
 
     return [
         to.build,
-        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree|flat, transformers|flex", limit=150.0),
+        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|flex", limit=150.0),
         to.bench("rl_step", limit=120.0),
         rollouts("forced", 110.0),
         rollouts("natural", 90.0),

@@ -302,6 +302,38 @@ def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
         assert any(re.search(words[words.index("--providers") + 1], name) for name in bench.providers), task.name
 
 
+def test_the_rows_that_matter_most(tmp_path: Path) -> None:
+    """How many cases each row's pattern chooses, and whom it compares: an alternative in it may fit nothing."""
+    import re
+
+    from rolltree.bench.cli import load
+
+    to = gpu.Setting("cuda", False, 2.0, "", tmp_path)
+    chosen = {}
+    for task in (*gpu.kernels(to), *gpu.training(to)):
+        if task.op is not None:
+            bench = load(task.op)
+            cases, providers = (task.command[task.command.index(word) + 1] for word in ("--cases", "--providers"))
+            names = [case.name for case in bench.cases(torch.device("cuda"), False) if re.search(cases, case.name)]
+            chosen[task.name] = len(names), {name for name in bench.providers if re.search(providers, name)}
+    engines = {"rolltree", "rolltree compiled", "transformers continuous batching"}
+    every = {op: set(load(op).providers) for op in gpu.OPS}
+    assert chosen == {
+        "rows ceilings": (2, every["ceilings"]),
+        "rows linear_policy_loss": (4, {"rolltree", "torch", "liger"}),
+        "rows tree_attention": (1, {"rolltree", "rolltree, triton", "flex_attention"}),
+        "rows tree_decode": (2, every["tree_decode"]),
+        "rows sample_tokens": (6, every["sample_tokens"]),
+        "rows logprob_from_logits": (1, every["logprob_from_logits"]),
+        "rows policy_loss": (2, every["policy_loss"]),
+        "rows tree_step": (1, {"rolltree, tree", "flat, transformers sdpa", "flex_attention, transformers"}),
+        "rows rl_step": (1, every["rl_step"]),
+        "rows rollout forced": (1, engines),
+        "rows rollout natural": (1, engines),
+        "frozen head": (1, {"rolltree", "torch"}),
+    }
+
+
 @pytest.mark.parametrize(("capability", "name"), [((9, 0), "90a"), ((8, 0), "80"), ((10, 0), "100"), ((12, 0), "120")])
 def test_architecture(capability: tuple[int, int], name: str) -> None:
     assert gpu.architecture(*capability) == name

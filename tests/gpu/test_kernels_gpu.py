@@ -145,9 +145,12 @@ def test_tree_attention(tokens: int, heads: tuple[int, int], dim: int) -> None:
         assert relative(ours, exact) <= 2 * relative(theirs, exact)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05}])
+FLAT: list[dict[str, float]] = [{"top_k": 3000}, {"top_k": 3000, "top_p": 0.9}, {"top_p": 0.99}, {"min_p": 1e-4}]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05}, *FLAT])
 def test_sample_tokens(filters: dict[str, float]) -> None:
-    """The GPU draws the very tokens that the definition draws on the CPU."""
+    """The GPU draws the very tokens that the definition draws on the CPU, where few are kept, all of them, or many."""
     rows, vocab = 64, 151669
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
     seed = torch.arange(rows)
@@ -156,7 +159,10 @@ def test_sample_tokens(filters: dict[str, float]) -> None:
     on_gpu = seed.to(CUDA)
     found = sample_tokens(logits.to(CUDA), temperature=0.9, seed=on_gpu, step=on_gpu * 7, **filters)  # type: ignore[arg-type]
     assert torch.equal(found.token.cpu(), expected.token)
-    assert torch.equal(found.last_kept.cpu(), expected.last_kept)
+    order = logits.argsort(descending=True, stable=True)
+    last = [order.eq(x.last_kept.cpu()[:, None]).int().argmax(-1) for x in (found, expected)]
+    # A token weighs a millionth of a wide nucleus: sums in float32 may tell its end by one token differently
+    assert (last[0] - last[1]).abs().max() <= ("top_p" in filters and filters in FLAT)
     for name in ("logprob", "raw_logprob", "entropy"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
 
