@@ -121,9 +121,20 @@ def test_layer_ops(name: str, shape: tuple[int, ...]) -> None:
         assert relative(ours, known) <= 2 * relative(theirs, known)
 
 
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(3001, (16, 8), 128), (1500, (8, 2), 64), (777, (4, 4), 256)])
-def test_tree_attention(tokens: int, heads: tuple[int, int], dim: int) -> None:
-    end, _, parents = random_trees(tokens, seed=1)
+# Trees of a hundred tokens are masked in every tile; of long ones some tiles are wholly visible, and roots have more
+# rows than one program of dK/dV takes.
+SHORT, LONG = {"restart": 0.01, "close": 0.05}, {"restart": 0.001, "close": 0.005}
+ATTENTION = [
+    (3001, (16, 8), 128, SHORT),
+    (3001, (16, 8), 128, LONG),
+    (1500, (8, 2), 64, LONG),
+    (2001, (8, 2), 256, LONG),
+]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim", "kind"), ATTENTION)
+def test_tree_attention(tokens: int, heads: tuple[int, int], dim: int, kind: dict[str, float]) -> None:
+    end, _, parents = random_trees(tokens, seed=1, **kind)
     generator = torch.Generator(CUDA).manual_seed(0)
     shapes = [(tokens, heads[0], dim), (tokens, heads[1], dim), (tokens, heads[1], dim)]
     inputs = [torch.randn(shape, generator=generator, device=CUDA).bfloat16() for shape in shapes]

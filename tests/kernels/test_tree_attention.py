@@ -22,6 +22,7 @@ from rolltree.kernels.tree_attention.blocks import LARGEST, Tile, Tiles, tiles_f
 from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_attention_op
 from rolltree.kernels.tree_attention.triton_tiles import wide_product
 
+from ..gpu.test_kernels_gpu import ATTENTION
 from .on_device import device_of, interpret_some, needs_interpreter, needs_triton
 from .trees import ancestors_mask, random_trees
 
@@ -535,3 +536,18 @@ def test_rows_of_gradients_are_aligned() -> None:
         assert copy.stride() == (128, 64, 1)
     odd = torch.randn(5, 2, 36).bfloat16()  # rows of 72 bytes begin anywhere
     assert triton_backend.aligned(odd) is odd
+
+
+def test_a_gpu_checks_every_kind_of_tile() -> None:
+    """`make gpu` compares attention with float64 first: its trees reach both loops of each kernel, and cut roots."""
+    kinds = set()
+    for tokens, (heads, kv_heads), dim, kind in ATTENTION:
+        end, _, _ = random_trees(tokens, seed=1, **kind)
+        tiles = tiles_for(dim, torch.bfloat16, major=9, softcap=False)
+        programs = kv_heads * tiles.dkdv.parts
+        of_keys, work = visible.work_items(end, None, None, tiles.dkdv, 0, programs, heads // kv_heads)
+        of_rows = [visible.heavy_first(end, None, None, tile, 0)[0] for tile in (tiles.forward, tiles.dq)]
+        full = [bool(blocks.full_count.any()) for blocks in (*of_rows, of_keys)]
+        assert all(blocks.partial_count.any() for blocks in (*of_rows, of_keys))
+        kinds.add((dim, *full, bool((work.splits[:, 0] >= 0).any())))
+    assert kinds == {(128, False, False, False, False), *((dim, True, True, True, True) for dim in (64, 128, 256))}
