@@ -130,6 +130,11 @@ def case_of(config: Any) -> str:
     return f"{config.name}, {shape}, at most {config.rollout.max_new_tokens} tokens, seed {config.seed}"
 
 
+def name_of(case: str) -> str:
+    """The name of the configuration that :func:`case_of` told of."""
+    return case.rsplit(", ", 3)[0]
+
+
 def one(config: Any, provider: str, journal: Journal, context: Context, limit: float) -> None:
     """The job by ``provider``, its points and rows into the files of ``journal``."""
     from .job_runs import STEPS

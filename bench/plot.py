@@ -157,7 +157,7 @@ def curves(points: Sequence[Point]) -> Iterator[Drawn]:
         axes[1].set(xlabel="tokens sampled")
         axes[0].legend(fontsize=8)
         figure.suptitle(f"{case}\n{device}", fontsize=8)
-        yield _name("job", case), figure
+        yield _name("job", case, device), figure
 
 
 def _panels(rows: int, columns: int, size: tuple[float, float], heights: Sequence[float]) -> tuple[Figure, list[Any]]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from .job import Point, name_of
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
 
@@ -149,17 +151,27 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw_jobs() -> None:
-    """Each recorded job, accuracy over seconds and over tokens."""
+def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
+    """Each recorded job, accuracy over seconds and over tokens.
+
+    Raises:
+        ValueError: a job was recorded on two machines or with two shapes, and there is one picture of each job.
+    """
     import matplotlib
 
     from . import plot
 
     matplotlib.rcParams["svg.hashsalt"] = "rolltree"  # the same names, and so the same file, each time
-    _, points = plot.read(sorted(RESULTS.glob(f"*/job{plot.CURVES}")))
-    for name, figure in plot.curves(points):
-        job = name.split("-")[1]
-        figure.savefig(REPOSITORY / "docs" / f"job_{job}.svg", format="svg", metadata={"Date": None})
+    _, points = plot.read(sorted(results.glob(f"*/job{plot.CURVES}")))
+    jobs: dict[str, list[Point]] = {}
+    for point in points:
+        jobs.setdefault(name_of(point.case), []).append(point)
+    for name, some in jobs.items():
+        of = sorted({f"'{point.case}' on {point.device}" for point in some})
+        if len(of) > 1:
+            raise ValueError(f"There are curves of {' and of '.join(of)}; keep those that job_{name}.svg is to show.")
+        ((_, figure),) = plot.curves(some)
+        figure.savefig(out / f"job_{name}.svg", format="svg", metadata={"Date": None})
 
 
 def main() -> None:

@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install rolltree[plots]")
 
-from rolltree.bench import plot
+from rolltree.bench import plot, readme
 from rolltree.bench.cli import main
-from rolltree.bench.job import Point
+from rolltree.bench.job import Point, case_of, name_of
 from rolltree.bench.schema import Row, append, append_line
+from rolltree.engine.settings import DataConfig, ModelConfig, RewardConfig, TrainConfig
 
 ROW = Row("head", "small", "rolltree", "forward", "time_ms", 10.0, 9.5, 11.0, 4.0, "a cpu", {}, "abc", "now")
 PEER = replace(ROW, provider="torch", value=20.0, p20=19.0, p80=23.0)
@@ -65,7 +66,7 @@ def test_the_command_writes_pictures_and_a_page(tmp_path: Path, capsys: pytest.C
     assert [point.step for point in points] == [0, 1], "the last run"
     assert main(["plot", str(there), "--out", str(out)]) == 0
     pictures = sorted(out.glob("*.png"))
-    assert [p.stem for p in pictures] == ["head-a-cpu", "job-sums-seed-0"]
+    assert [p.stem for p in pictures] == ["head-a-cpu", "job-sums-seed-0-a-cpu"]
     assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size < 100_000 for p in pictures)
     page = (out / "bench.html").read_text()
     assert page.count("<svg") == 2
@@ -78,3 +79,39 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     append([replace(ROW, metric="share")], tmp_path / "share.jsonl")
     assert main(["plot", str(tmp_path / "share.jsonl")]) == 2
     assert "nothing to draw" in capsys.readouterr().err
+
+
+def case(name: str, seed: int = 0) -> str:
+    model, data = ModelConfig(path="m"), DataConfig(path="d")
+    return case_of(TrainConfig(name=name, seed=seed, model=model, data=data, reward=RewardConfig(verifier="exact")))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> list[Path]:
+    """Folders of two machines' results."""
+    return [tmp_path / machine for machine in ("one", "two")]
+
+
+def test_each_job_has_a_picture_by_its_configurations_name(tmp_path: Path, recorded: list[Path]) -> None:
+    assert name_of(case("a-b, c")) == "a-b, c"
+    cases = [case(name) for name in ("sums-of-two", "sums-of-three")]
+    append_line(asdict(replace(POINT, case=cases[0])), recorded[0] / "job.curves.jsonl")
+    append_line(asdict(replace(POINT, case=cases[1], device="another")), recorded[1] / "job.curves.jsonl")
+    out = tmp_path / "docs"
+    out.mkdir()
+    readme.draw_jobs(tmp_path, out)
+    drawn = {path.name: path.read_text() for path in out.iterdir()}
+    assert drawn.keys() == {"job_sums-of-two.svg", "job_sums-of-three.svg"}
+    assert all(of in drawn[f"job_{name_of(of)}.svg"] for of in cases)
+
+
+@pytest.mark.parametrize("differs", [{"device": "another"}, {"case": case("sums", seed=1)}])
+def test_a_job_recorded_twice_has_no_one_picture(tmp_path: Path, recorded: list[Path], differs: dict[str, str]) -> None:
+    first = replace(POINT, case=case("sums"))
+    for point, folder in zip((first, replace(first, **differs)), recorded, strict=True):
+        append_line(asdict(point), folder / "job.curves.jsonl")
+    with pytest.raises(ValueError, match=r"job_sums\.svg"):
+        readme.draw_jobs(tmp_path, tmp_path)
+    assert not list(tmp_path.glob("*.svg"))
+    pictures = {path.name for path in plot.draw(recorded, tmp_path / "pictures")}
+    assert len(pictures) == 3, "the page and one of each"
