@@ -7,6 +7,8 @@ and carry the sums of their leaves' credit, as every shared token of a `TreeBatc
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .columns import COLUMNS, Array
@@ -44,3 +46,11 @@ def share_equal_prefixes(tree: TokenTree) -> TokenTree:
     shared = in_order(nodes.parent, length, tree.token_id[source], nodes.leaf_node, tree.leaf_prompt, columns)
     shared.rewards, shared.meta = dict(tree.rewards), dict(tree.meta)
     return shared
+
+
+def distinct_prefixes(tree: TokenTree) -> TokenTree:
+    """The tokens and leaves of ``tree`` without its columns, every prefix once: all that a model computes to score it.
+
+    What a model says of a token depends on the ids before it and on nothing that was recorded of either.
+    """
+    return share_equal_prefixes(replace(tree, columns={}, rewards={}))

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.batch import TreeBatch
+from ..data.columns import Array
+from ..data.equal_prefixes import distinct_prefixes
 from ..data.packing import pack
 from ..data.tree import TokenTree
 from .decoder import batch_logprob
@@ -53,12 +55,16 @@ class Role:
         return {name: p.detach().to(device, copy=True) for name, p in model.named_parameters()}
 
     def score(self, trees: Sequence[TokenTree], *, max_tokens: int, temperature: float, flat: bool = False) -> None:
-        """Write the log-prob of every response token into the role's column; 2 NHV of head and one forward."""
+        """Write the log-prob of every response token into the role's column; 2 NHV of head and one forward.
+
+        What leaves have in common is computed once, also where they were sampled apart, but with ``flat``.
+        """
         device = self.model.device
+        distinct = trees if flat else [distinct_prefixes(tree) for tree in trees]
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad(), self._swapped():
-            for waiting in pack(trees, max_tokens=max_tokens, in_pieces=not flat, flat=flat):
+            for waiting in pack(distinct, max_tokens=max_tokens, in_pieces=not flat, flat=flat):
                 batch = waiting.to(device)
                 write_column(
                     trees, batch, self.column, batch_logprob(self.model, batch, temperature=temperature).logprob
@@ -98,19 +104,24 @@ def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 
 
 def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, values: Tensor) -> None:
-    """Put one value a target of ``batch`` on the trees that were packed, at the tokens they are of."""
+    """Put one value a target of ``batch`` on ``trees``, at the tokens that its parts' leaves have on their paths.
+
+    Parts are of these trees, or of `distinct_prefixes` of them: leaf and position say which token is meant.
+    """
     host = values.detach().float().cpu().numpy()
     begin = 0
     for index, part, leaves in zip(batch.tree_index, batch.trees, batch.leaf_index, strict=True):
-        tree = trees[index]
-        count = part.num_tokens - part.prompt_length
-        mine = np.concatenate([np.full(part.prompt_length, np.nan, np.float32), host[begin : begin + count]])
+        tree, first = trees[index], part.prompt_length
+        count = part.num_tokens - first
         if column not in tree.columns:
             tree.set(column, np.nan)
-        written = tree.columns[column]
-        if part.num_tokens == tree.num_tokens:
-            written[part.prompt_length :] = mine[part.prompt_length :]
-        else:
-            for own, whole in enumerate(leaves.tolist()):
-                written[tree.response_rows(whole)] = mine[part.response_rows(own)]
+        rows = _path_rows(part, np.arange(part.num_leaves), first)
+        tree.columns[column][_path_rows(tree, leaves, first)] = host[begin : begin + count][rows - first]
         begin += count
+
+
+def _path_rows(tree: TokenTree, leaves: Array, first: int) -> Array:
+    """Rows of the tokens from position ``first`` on to each of ``leaves``, leaf after leaf."""
+    whole = len(leaves) == tree.num_leaves
+    rows = tree.all_path_rows if whole else np.concatenate([tree.path_rows(leaf) for leaf in leaves.tolist()])
+    return rows[tree.position[rows] >= first]

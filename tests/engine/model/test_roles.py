@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine import TokenTree
+from rolltree.engine import TokenTree, pack
+from rolltree.engine.model import roles
 from rolltree.engine.model.roles import Role, swapped
 from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train import critic as critics
 from rolltree.engine.train.critic import Critic
 from rolltree.kernels import value_loss
 
+from ..data.test_equal_prefixes import apart
 from .test_tree_equals_flat import close, make_models, random_tree
+from .test_tree_objectives import conversations
 
 
 def other_weights(model):
@@ -26,7 +30,7 @@ def test_scores_are_those_of_plain_transformers(max_tokens, flat):
     ours, theirs = make_models("qwen3")
     before = {name: p.detach().clone() for name, p in ours.named_parameters()}
     weights = other_weights(ours)
-    trees = [random_tree(3, 3, 20), random_tree(4, 1, 2)]
+    trees = [random_tree(3, 3, 20), random_tree(4, 1, 2), conversations(0)]
     Role("ref_logprob", ours, weights).score(trees, max_tokens=max_tokens, temperature=0.7, flat=flat)
     assert all(torch.equal(before[name], p) for name, p in ours.named_parameters())
     theirs.load_state_dict(weights, strict=False)
@@ -39,6 +43,66 @@ def test_scores_are_those_of_plain_transformers(max_tokens, flat):
                 logits = theirs(torch.tensor([s.prompt + s.response])).logits[0, len(s.prompt) - 1 : -1] / 0.7
             want = logits.log_softmax(-1).gather(1, torch.tensor(s.response)[:, None])[:, 0]
             np.testing.assert_allclose(tree.ref_logprob[tree.response_rows(leaf)], want, atol=2e-5)
+
+
+def sampled_alike() -> list[TokenTree]:
+    """Responses that begin with equal tokens, each a branch of its own with log-probs of its own, and conversations."""
+    rng = np.random.default_rng(5)
+    trees = []
+    for _ in range(3):
+        stem = rng.integers(0, 97, 12).tolist()
+        responses = [stem[: 4 + i % 9] + rng.integers(0, 97, i % 4).tolist() for i in range(8)]
+        logprobs = [rng.normal(-4, 1, len(r)) for r in responses]
+        masks = [rng.random(len(r)) < 0.8 for r in responses]
+        trees.append(apart(rng.integers(0, 97, 3).tolist(), responses, logprobs, masks, rng.normal(size=8)))
+    turns = [s for s in conversations(1).flatten() for _ in range(2)]  # each turn sampled twice alike
+    logprobs = [rng.normal(-4, 1, len(s.response)) for s in turns]
+    prompts, responses = [s.prompt for s in turns], [s.response for s in turns]
+    return [*trees, TokenTree.from_sequences(prompts, responses, behaviour_logprobs=logprobs)]
+
+
+@pytest.mark.parametrize("kind", ["role", "critic"])
+@pytest.mark.parametrize("max_tokens", [10_000, 60, 32])
+def test_what_leaves_sampled_alike_is_scored_once(kind, max_tokens, monkeypatch):
+    """Values of all responses are those of plain sequences, and tokens computed those of distinct prefixes: whole
+    trees, many in a batch, pieces of a tree (of a role), or its leaves' parts (of a critic)."""
+    ours, theirs = make_models("qwen3")
+    computed = []
+    module = roles if kind == "role" else critics
+
+    def counted(*arguments, **options):
+        batches = pack(*arguments, **options)
+        computed.extend(batch.num_tokens for batch in batches)
+        return batches
+
+    monkeypatch.setattr(module, "pack", counted)
+    trees = sampled_alike()
+    recorded = [{name: values.copy() for name, values in tree.columns.items()} for tree in trees]
+    if kind == "role":
+        column = "ref_logprob"
+        Role(column, ours).score(trees, max_tokens=max_tokens, temperature=0.7)
+    else:
+        column, critic = "value", Critic(ours, TrainerConfig())
+        torch.nn.init.normal_(ours.value_head.weight, generator=torch.Generator().manual_seed(1))
+        critic.score(trees, max_tokens=max_tokens)
+    for tree, before in zip(trees, recorded, strict=True):
+        assert tree.columns.keys() == before.keys() | {column}
+        assert all(np.array_equal(tree.columns[name], values, equal_nan=True) for name, values in before.items())
+        assert np.isnan(tree.columns[column][: tree.prompt_length]).all()
+        assert not np.isnan(tree.columns[column][tree.prompt_length :]).any()
+        for leaf, s in enumerate(tree.flatten()):
+            with torch.no_grad():
+                out = theirs(torch.tensor([s.prompt + s.response]), output_hidden_states=True)
+                if kind == "role":
+                    logprob = (out.logits[0, len(s.prompt) - 1 : -1] / 0.7).log_softmax(-1)
+                    want = logprob.gather(1, torch.tensor(s.response)[:, None])[:, 0]
+                else:
+                    want = ours.value_head(out.hidden_states[-1][0, len(s.prompt) - 1 : -1])[:, 0]
+            np.testing.assert_allclose(tree.columns[column][tree.response_rows(leaf)], want, atol=2e-5)
+    if max_tokens == 10_000 or kind == "role":  # parts of leaves repeat what they need of the others
+        prefixes = {(i, *(s.prompt + s.response)[:n]) for i, tree in enumerate(trees) for s in tree.flatten()
+                    for n in range(1, len(s.prompt + s.response) + 1)}  # fmt: skip
+        assert sum(computed) == len(prefixes) < 0.7 * sum(tree.num_tokens for tree in trees)
 
 
 def test_swapped_weights_come_back_after_an_error():
@@ -103,8 +167,6 @@ def test_critic_learns_what_a_flat_critic_learns():
         torch.cat(values), torch.tensor(targets), normalizer=float(mask.sum()), old_value=old_flat, clip=0.2, mask=mask
     )
     want.loss.backward()
-
-    from rolltree.engine import pack
 
     grads = {}
     critic.trainer._apply = lambda: grads.update(
