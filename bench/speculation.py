@@ -67,6 +67,11 @@ def _policies(device: torch.device, *, small: bool) -> tuple[Any, list[dict[str,
     ]
 
 
+def new_prompts(prompts: list[list[int]], number: int) -> list[list[int]]:
+    """Prompts of 64 tokens made others: by how they begin, and by where they end, as the last tokens weigh the most."""
+    return [[number % 1000, number // 1000, *prompt][: -1 - number % 32] for prompt in prompts]
+
+
 def _calls(x: Inputs, drafts: int) -> Calls:
     tokens = len(x.prompts) * x.group * x.new_tokens
     capacity = kv_tokens(x.model, 2 * tokens + 2 * sum(map(len, x.prompts)))
@@ -78,9 +83,7 @@ def _calls(x: Inputs, drafts: int) -> Calls:
         number = next(numbers)
         engine.update_weights(x.policies[number % len(x.policies)], version=number)
         engine.forget_prefixes()
-        prompts = x.prompts if x.before else [[number % 1000, number // 1000, *prompt] for prompt in x.prompts]
-        if not x.before:  # its end as well: no context of it stood before
-            prompts = [prompt[: -number % 32 - 1] for prompt in prompts]
+        prompts = x.prompts if x.before else new_prompts(x.prompts, number)
         trees = engine.generate(prompts, params, seeds=[1000 * number + i for i in range(len(prompts))])
         assert sum(int(tree.response_length.sum()) for tree in trees) == tokens
 
