@@ -137,6 +137,8 @@ void few_rows_products(const float* x, int64_t rows, int64_t depth, std::span<co
 
 namespace {
 
+int64_t few_rows() { return kFewRows; }
+
 void linear(const Tensor& x, const Tensor& weight, Tensor out) {
   const int64_t rows = x.size(0), width = weight.size(0);
   STD_TORCH_CHECK(rows <= kFewRows, "linear: more than ", kFewRows, " rows");
@@ -147,6 +149,11 @@ void linear(const Tensor& x, const Tensor& weight, Tensor out) {
 }  // namespace
 }  // namespace rolltree
 
-STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) { m.def("linear(Tensor x, Tensor weight, Tensor(a!) out) -> ()"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
+  m.def("few_rows() -> int");
+  m.def("linear(Tensor x, Tensor weight, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CompositeExplicitAutograd, m) { m.impl("few_rows", TORCH_BOX(&rolltree::few_rows)); }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) { m.impl("linear", TORCH_BOX(&rolltree::linear)); }

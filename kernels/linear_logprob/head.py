@@ -59,7 +59,7 @@ class Head:
             torch.ops.rolltree_cpu.bf16_logits(hidden.contiguous(), self.weight.contiguous(), out)
         elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
-        elif self.accumulator == torch.float32 and few_rows(hidden, self.operand, out):
+        elif self.accumulator == torch.float32 and own_product(hidden, self.operand, out):
             torch.ops.rolltree_cpu.linear(hidden.float().contiguous(), self.operand, out)
         else:
             at_once = VOCABULARY_AT_ONCE if out.device.type == "cpu" else max(len(self.weight), 1)
@@ -107,16 +107,20 @@ class Head:
 VOCABULARY_AT_ONCE = 1024
 """Columns of a product of logits on a CPU: MKL is 5 to 18 % faster by parts of 512 to 2048, to the same bits."""
 
-FEW_ROWS = 64  # as in csrc/cpu/few_rows.h
+
+@functools.cache
+def few_rows() -> int:
+    """Rows up to which products on this CPU are made by our own kernel (csrc/cpu/few_rows.h); 0 if it is not built."""
+    return int(torch.ops.rolltree_cpu.few_rows()) if dispatch.load_library("cpu") else 0
 
 
-def few_rows(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
+def own_product(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
     """Whether the product is made by our own kernel for few rows on a CPU."""
     return (
-        len(hidden) <= FEW_ROWS
-        and weight.is_contiguous()
+        weight.is_contiguous()
         and out.stride(1) == 1
         and dispatch.usable("cpu", weight.device)
+        and len(hidden) <= few_rows()
     )
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rolltree.kernels import DecodePlan, dispatch, tree_decode_attention, use_backend
 from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
-from rolltree.kernels.linear_logprob.head import FEW_ROWS, Head
+from rolltree.kernels.linear_logprob.head import Head, few_rows
 
+FEW_ROWS = few_rows()
 BACKENDS = [
     pytest.param("reference"),
     pytest.param(
@@ -232,7 +233,7 @@ LAYERS = [  # N, H, heads, kv_heads, D, F, biased, normed, window
     (1, 48, 4, 2, 16, 80, False, True, None),
     (7, 50, 3, 1, 10, 33, True, False, None),  # nothing is a whole vector
     (64, 64, 4, 4, 16, 96, False, False, 9),
-    (65, 64, 4, 2, 16, 96, True, True, None),  # more than few
+    (FEW_ROWS + 1, 64, 4, 2, 16, 96, True, True, None),
     (20, 129, 5, 1, 6, 257, False, True, None),
 ]
 
@@ -265,8 +266,9 @@ def test_a_row_of_a_layer_is_the_same_in_any_batch() -> None:
     whole, alone = (rows_of_a_prompt(FEW_ROWS, 100, 2, 16) for _ in range(2))
     options = {"eps": 1e-6, "scale": 0.25}
     expected = run_layer(weights=weights, **whole, **options)
-    for begin, end in ((0, 1), (1, 6), (6, 13), (13, 64)):
-        arrays = [[0, 4], range(1, 5), [0], [end], [0], [0], [end - begin], range(begin, end)]
+    for begin, end in ((0, 1), (1, 6), (6, 13), (13, FEW_ROWS)):
+        pages = len(whole["k_pages"])
+        arrays = [[0, pages - 1], range(1, pages), [0], [end], [0], [0], [end - begin], range(begin, end)]
         plan = DecodePlan.from_host([np.array(a, np.int32) for a in arrays], torch.device("cpu"))
         part = {name: alone[name][begin:end].clone() for name in ("input_ids", "cos", "sin", "slots")}
         rest = {name: alone[name] for name in ("embedding", "norm", "k_pages", "v_pages")}
@@ -298,7 +300,7 @@ def test_products_of_few_rows(width: int, depth: int) -> None:
     exact, size = x.double() @ weight.double().T, x.abs().double() @ weight.abs().double().T
     assert ((out - exact).abs() <= depth * 2**-24 * size).all()
     assert (most[:, width:] == 7).all()
-    for rows in (1, 2, 5, 6, 7, 63):
+    for rows in (1, 2, 5, 6, 7, FEW_ROWS - 1):
         assert torch.equal(head.logits(x[-rows:], torch.empty(rows, width)), out[-rows:]), rows
     x[3, 0], weight[-1, -1] = torch.nan, torch.inf
     with_nan = head.logits(x, torch.empty(FEW_ROWS, width))
@@ -334,7 +336,7 @@ def test_several_layers_are_one_after_the_other(backend: Any, N: int) -> None:
     """Between two decoders stand the rows, which the norm behind the first one hides: here it is the last of both."""
     several = [LayerWeights(**layer(48, 4, 2, 16, 80 + i)) for i in range(3)]  # type: ignore[arg-type]
     given, windows = rows_of_a_prompt(N, 48, 2, 16), [None, 4, None]
-    pages = [(torch.zeros(6, 16, 2, 16), torch.zeros(6, 16, 2, 16)) for _ in several]
+    pages = [(torch.zeros_like(given["k_pages"]), torch.zeros_like(given["v_pages"])) for _ in several]
     own = {name: given[name] for name in ("input_ids", "cos", "sin", "slots", "plan")}
     options: dict[str, Any] = {"eps": 1e-6, "scale": 0.25}
     near_enough = {"rtol": 2e-6, "atol": 2e-6}  # the gated unit has an exponential of its own

@@ -98,7 +98,7 @@ def test_a_hundred_neighbours_change_nothing() -> None:
         assert responses(trees[25]) == responses(alone)
         assert (native.stats["preemptions"] > 0) == (kv_tokens == 800)
         for one, other in zip(trees[25].flatten(), alone.flatten(), strict=True):
-            # products of more than 64 rows are a library's, with another order of summation
+            # products of more than a few rows are a library's, with another order of summation
             np.testing.assert_allclose(one.behaviour_logprob, other.behaviour_logprob, rtol=1e-6, atol=2e-6)
 
 
