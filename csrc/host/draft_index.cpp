@@ -127,7 +127,7 @@ void DraftIndex::append(int64_t slot, int32_t token) {
   if (slot_run_[slot] >= 0) write(slot_run_[slot], token, true);
 }
 
-std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int32_t* tokens, int64_t n, const int64_t* branch,
+std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int64_t* tokens, int64_t n, const int64_t* branch,
                                         const int64_t* position) {
   std::vector<int64_t> behind;
   for (int64_t i = 0, end; i < n; i = end) {

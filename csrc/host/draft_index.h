@@ -51,7 +51,7 @@ class DraftIndex {
   void append(int64_t slot, int32_t token);  // the branch's next token; nothing is written where the slot's text has gone
   // Append what a step sampled, the tokens of a slot one after the other, where a slot's text is that of branch[slot] and then
   // ends at position[slot]; both are by slot. A token of -1 failed and ends its slot's. Returns the other slots, once each.
-  std::vector<int64_t> follow(const int64_t* slots, const int32_t* tokens, int64_t n, const int64_t* branch,
+  std::vector<int64_t> follow(const int64_t* slots, const int64_t* tokens, int64_t n, const int64_t* branch,
                               const int64_t* position);
   // The slots whose text is not that of branch[slot] up to position[slot].
   std::vector<int64_t> behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const;

@@ -206,7 +206,7 @@ PYBIND11_MODULE(_host, m) {
            },
            py::arg("slots"), py::arg("tokens"))
       .def("follow",
-           [](DraftIndex& index, const Ids& slots, const Tokens& tokens, const Ids& branch, const Ids& position) {
+           [](DraftIndex& index, const Ids& slots, const Ids& tokens, const Ids& branch, const Ids& position) {
              const int64_t n = same_length(slots, tokens);
              check_slots(slots, branch, position);
              return index.follow(slots.data(), tokens.data(), n, branch.data(), position.data());
