@@ -3,15 +3,17 @@
 `DraftIndex` (csrc/host) finds places where a branch's last tokens stood before, lets them vote for the next one, and
 draws from the votes with the very random number that the token will be sampled with. How right such tokens are is
 counted by what spoke for them, how long steps take is measured; of both follows how much is drafted: as many tokens,
-likely ones first and those of long branches, as give the most sampled tokens a second, and none where that is no more
-than without. A token drafted right saves its row later, but not its part of what a step costs beside the rows unless
-the other branches get ahead too: the slowest one decides how many steps there are.
+likely ones first and those of long branches, as give the most sampled tokens a second, what it took to find them
+included, and none where that is no more than without. A token drafted right saves its row later, but not its part of
+what a step costs beside the rows unless the other branches get ahead too: the slowest one decides how many steps there
+are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from typing import Any
 
 import numpy as np
@@ -36,9 +38,9 @@ LEAST = 0.05  # probability of being right, below which nothing is drafted
 MEMORY = 2000  # drafted tokens of a kind after which the counts are halved
 PRIOR, GUESS = 4.0, np.array([0.3, 0.5, 0.7])  # rates at first, by share of the votes: as if so many had been drafted
 UNTRIED = 16  # drafted tokens that tell how right a kind is; until then a step drafts no more of it, whatever it brings
-MARGIN = 1.05  # how much faster a step with drafts must be: estimates are estimates
+MARGIN = 1.1  # how much faster a step with drafts must be: estimates are estimates
 ANY = 1 << 40  # no limit
-PATIENCE, PAUSE = 8, 16  # steps that found nothing to draft, after which only one in so many looks
+PATIENCE, PAUSE = 8, 16  # looks that brought less than they cost, after which only one step in so many looks
 
 
 class HistoryDrafter:
@@ -56,19 +58,28 @@ class HistoryDrafter:
         self._version = 0
         self._branches = 0  # of the step that was last drafted for
         self._others = 0
+        self._looked = 0.0  # seconds that it took to draft for it
         self._drafting = False
-        self._in_vain = 0  # steps in a row that found nothing to draft
+        self._credit = float(PATIENCE)  # what looks brought, in looks
+        self._rested = 0  # steps in a row that did not look
         self._begin = self._count = np.zeros(0, np.int64)  # by slot: where its draft lies in those below
         self._token = self._kind = np.zeros(0, np.int64)
         self._scopes: dict[int, int] = {}  # request -> scope
         self._prompts: set[int] = set()
 
     def propose(self, rows: RowTable, slots: Array, others: int, room: int) -> tuple[Array, Array]:
-        self._in_vain += 1
+        begin = time.perf_counter()
+        drafts = self._draft(rows, slots, others, room, begin)
+        self._looked = time.perf_counter() - begin
+        return drafts
+
+    def _draft(self, rows: RowTable, slots: Array, others: int, room: int, begin: float) -> tuple[Array, Array]:
         self._drafting, self._branches = False, 0
         none = _NOTHING, _NOTHING
-        if self._in_vain > PATIENCE and self._in_vain % PAUSE:
+        self._rested += 1
+        if self._credit <= 0 and self._rested < PAUSE:
             return none  # nor is such a step's time looked at
+        self._rested = 0
         self._branches, self._others = len(slots), others
         line = self.cost.line(len(slots))
         if line is None or room < 1:
@@ -92,6 +103,7 @@ class HistoryDrafter:
             *(rates := self._rates()),
             least,
         )
+        self._credit = max(self._credit - 1, 0)
         if not len(tokens):
             return none
         # a token drafted right saves its row later, and its part of the rest of a step where all others get ahead too
@@ -100,9 +112,13 @@ class HistoryDrafter:
         length = rows.length[slots]
         value = survival * (1 + length / max(int(length.max()), 1))[owner]
         ranked = np.argsort(-value, kind="stable")[:room]
-        speed = (len(slots) + worth * np.cumsum(survival[ranked])) / (plain + row * np.arange(1, len(ranked) + 1))
-        if speed.max() > MARGIN * len(slots) / plain:
-            chosen = np.sort(ranked[: int(speed.argmax()) + 1])  # a branch's survival falls, so these are beginnings
+        look = time.perf_counter() - begin
+        sampled, took = len(slots) + worth * np.cumsum(survival[ranked]), plain + row * np.arange(1, len(ranked) + 1)
+        best = int(np.argmax(sampled / (took + look)))
+        saved = plain * sampled[best] / len(slots) / MARGIN - took[best]
+        if saved > look:
+            self._credit = min(self._credit + saved / look, PATIENCE)
+            chosen = np.sort(ranked[: best + 1])  # a branch's survival falls, so these are beginnings
         else:
             known = rates[1][kinds] > UNTRIED
             chosen = np.flatnonzero(~after_any(known, (np.cumsum(counts) - counts)[owner], inclusive=True))[:room]
@@ -112,7 +128,7 @@ class HistoryDrafter:
         counts = np.bincount(owner[chosen], minlength=len(slots))
         self._begin, self._count = np.zeros((2, len(rows.order)), np.int64)
         self._begin[slots], self._count[slots] = np.cumsum(counts) - counts, counts
-        self._drafting, self._in_vain = True, 0
+        self._drafting = True
         return counts, self._token
 
     def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, version: int) -> None:
@@ -134,7 +150,7 @@ class HistoryDrafter:
 
     def took(self, queries: int, seconds: float) -> None:
         if self._branches and self._others <= self._branches:
-            self.cost.took(self._branches, queries - self._others, seconds)
+            self.cost.took(self._branches, queries - self._others, seconds - self._looked)
         self._branches = 0
 
     def remember(self, text: Text, version: int) -> None:

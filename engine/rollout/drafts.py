@@ -39,7 +39,8 @@ class Drafter(Protocol):
         tokens each one is [E], the tokens [E] int64, -1 for one that failed, and the version of the policy."""
 
     def took(self, queries: int, seconds: float) -> None:
-        """Be told how long a step of so many rows took."""
+        """Be told how long a step of so many rows took, but for forking and ending branches, where drafts save
+        nothing."""
 
 
 def fit(rows: RowTable, stops: Stops, slots: Array, counts: Array, tokens: Array, room: int) -> tuple[Array, Array]:

@@ -81,9 +81,7 @@ class NativeLoop(Steering):
         try:
             step = self.scheduler.schedule(self._start, self._propose if self.drafter is not None else None)
             if step is not None:
-                self._compute(step)
-                if self.drafter is not None:
-                    self.drafter.took(len(step.input_ids), time.perf_counter() - begin)
+                self._compute(step, begin)
         except TooLargeError as error:
             self._fail(error.request, error)
         except BaseException as error:
@@ -95,13 +93,15 @@ class NativeLoop(Steering):
                 self._await_calls()
         return self._hand_out()
 
-    def _compute(self, step: Step) -> None:
+    def _compute(self, step: Step, begin: float) -> None:
         targets, offset, row = step.sample_slots, step.sample_offset, step.sample_rows
         forks = self.rows.forks[targets]
         samples = np.maximum(forks, 1)
         sampled = self.runner.run(step, self.rows, samples, self._seeds(targets, forks, samples))
         if forks.any():
+            once = time.perf_counter()
             targets, kept = self._fork(targets, forks)
+            begin += time.perf_counter() - once
             sampled, offset, row = sampled.only(kept), np.repeat(offset, samples)[kept], np.repeat(row, samples)[kept]
         drafted = int(np.count_nonzero(offset))
         queried = np.bincount(targets) if drafted else None
@@ -126,6 +126,7 @@ class NativeLoop(Steering):
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts["idle_row_steps"] += unfinished - branches
         if self.drafter is not None:
+            self.drafter.took(len(step.input_ids), time.perf_counter() - begin)
             self.drafter.sampled(self.rows, targets, offset, sampled.token, self.version)
         if ends.any():
             self._end_segments(targets, ends, sampled, texts or {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolltree.engine.rollout import drafter
 from rolltree.engine.rollout._host import DraftIndex
 from rolltree.engine.rollout.step_cost import StepCost
 from rolltree.kernels import sample_tokens
@@ -273,3 +276,44 @@ def test_costs_of_steps_are_learned() -> None:
     assert fixed + 64 * row == pytest.approx(40, rel=0.15)
     assert 64 * row < 4
     assert cost.line(4096) is None
+
+
+class Found:
+    """Stands for an index: every look finds 8 tokens, and takes as long as it is told."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self.clock, self.seconds, self.looks = clock, seconds, 0
+
+    def behind(self, *_: Any) -> list[int]:
+        return []
+
+    def propose(self, *_: Any) -> tuple[Any, ...]:
+        self.looks += 1
+        self.clock[0] += self.seconds
+        return np.array([8]), np.arange(8), np.zeros(8, np.int64), np.full(8, 0.9)
+
+
+@pytest.mark.parametrize(("seconds", "looks", "drafts"), [(0.1, 48, 48), (4.0, 48, 48), (7.0, 10, 0)])
+def test_what_a_look_takes_counts(seconds: float, looks: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second, in which a draft of 8 saves six: looks that take longer are given up, but for one in 16."""
+    clock = [0.0]
+    monkeypatch.setattr(drafter.time, "perf_counter", lambda: clock[0])
+    history = drafter.HistoryDrafter(1000, 10)
+    found: Any = Found(clock, seconds)
+    told: list[tuple[int, int, float]] = []
+    history.index = found
+    cost: Any = SimpleNamespace(line=lambda branches: (1.0, 0.01), took=lambda *step: told.append(step))
+    history.cost = cost
+    history._tries[:] = 100  # no kind is tried for its own sake
+    one = np.zeros(1, np.int64)
+    names = ("order", "position", "segment_end", "length", "forks", "seed", "temperature")
+    rows: Any = SimpleNamespace(**dict.fromkeys(names, one))
+    drafted = 0
+    for _ in range(48):
+        begin = clock[0]
+        counts, _tokens = history.propose(rows, one, 0, 100)
+        drafted += bool(counts.sum())
+        clock[0] += 1
+        history.took(1 + int(counts.sum()), clock[0] - begin)
+    assert (found.looks, drafted) == (looks, drafts)
+    assert told == [(1, 9 if drafts else 1, pytest.approx(1.0))] * looks
