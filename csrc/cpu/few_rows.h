@@ -9,8 +9,8 @@
 namespace rolltree {
 
 // Above, a library's packing has paid for itself: measured beside MKL on a Xeon with AVX-512 and an EPYC with AVX2.
-constexpr int64_t kFewRows = kVectorBytes == 64 ? 64 : 96;
-constexpr int64_t kColumns = 4;   // of a weight that are multiplied together: a block
+constexpr int64_t kFewRows = kVectorBytes == 32 ? 96 : 64;
+constexpr int64_t kColumns = 4;  // of a weight that are multiplied together: a block
 
 // out[r, n] (+)= x[r] . weight[n] + bias[n]: weight [width, depth], bias [width] or null, both contiguous; out [rows, width],
 // its rows `stride` apart.

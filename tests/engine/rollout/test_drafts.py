@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -334,6 +335,35 @@ def test_new_weights_in_the_middle_of_drafted_responses(keep_kv: bool) -> None:
     assert mixed > 0
     assert native.stats["accepted_tokens"] > 0
     assert_all_free(native)
+
+
+def test_forks_and_ends_of_branches_count_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only they and the model advance: they are as many with drafts as without."""
+    native, clock, called = engine(), [0.0], set()
+    told: list[float] = []
+
+    class Timed(Watched):
+        def took(self, queries: int, seconds: float) -> None:
+            told.append(seconds)
+
+    def takes(of: Any, name: str, seconds: float) -> None:
+        whole = getattr(of, name)
+
+        def timed(*given: Any) -> Any:
+            clock[0] += seconds
+            called.add(name)
+            return whole(*given)
+
+        monkeypatch.setattr(of, name, timed)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    drafting(native, Timed())
+    for of, name, seconds in ((native.loop.runner, "run", 1.0), (native.loop, "_fork", 9.0)):
+        takes(of, name, seconds)
+    takes(native.loop, "_end_segments", 9.0)
+    native.generate(PROMPTS, SamplingParams(n=8, max_new_tokens=40), TREEPO)
+    assert called == {"run", "_fork", "_end_segments"}
+    assert set(told) == {1.0}
 
 
 class FewerStepsAreFaster(StepCost):
