@@ -169,20 +169,21 @@ void few_rows_layer(float* residual, float* x, const Layer& layer, const Step& s
   const int64_t rows = step.rows, width = layer[kInputNorm]->size(0), wide = layer[kGate]->size(0);
   float *first = room.first.at(0), *second = room.second.at(0), *keys = room.keys.at(0), *values = room.values.at(0);
   norm(residual, layer[kInputNorm], step, x);
-  few_rows_products(x, rows, width,
-                    std::array{product_into(first, layer[kQ], layer[kQBias]), product_into(keys, layer[kK], layer[kKBias]),
-                               product_into(values, layer[kV], layer[kVBias])});
+  FewRows(x, rows, width)
+      .multiply(std::array{product_into(first, layer[kQ], layer[kQBias]), product_into(keys, layer[kK], layer[kKBias]),
+                           product_into(values, layer[kV], layer[kVBias])});
   store_and_attend(first, keys, values, layer, step, second);
-  few_rows_products(second, rows, layer[kQ]->size(0), std::array{product_into(residual, layer[kO], layer[kOBias], true)});
+  FewRows(second, rows, layer[kQ]->size(0)).multiply(std::array{product_into(residual, layer[kO], layer[kOBias], true)});
   norm(residual, layer[kMlpNorm], step, x);
   const Product gate = product_into(first, layer[kGate], {}), up = product_into(second, layer[kUp], {});
-  torch::stable::parallel_for(0, gate.blocks(), worth_a_thread(2 * rows, width), [&](int64_t begin, int64_t end) {
-    few_rows_blocks(x, rows, width, gate, begin, end);
-    few_rows_blocks(x, rows, width, up, begin, end);
+  const FewRows normed(x, rows, width);
+  torch::stable::parallel_for(0, gate.blocks(), normed.worth_a_thread(), [&](int64_t begin, int64_t end) {
+    normed.multiply(gate, begin, end);
+    normed.multiply(up, begin, end);
     const int64_t from = begin * kColumns, count = std::min(end * kColumns, wide) - from;
     for (int64_t at = from; at < rows * wide; at += wide) silu_and_multiply(first + at, second + at, count);
   });
-  few_rows_products(first, rows, wide, std::array{product_into(residual, layer[kDown], {}, true)});
+  FewRows(first, rows, wide).multiply(std::array{product_into(residual, layer[kDown], {}, true)});
 }
 
 void add(float* sums, const Tensor& more) {

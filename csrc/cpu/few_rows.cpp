@@ -1,135 +1,215 @@
 // Products of few rows with a weight matrix.
 //
-// A decode step multiplies a handful of rows with every weight. Libraries pack the weight first, or leave most of their
-// tile empty; here the weight is read once, where it lies, and every register holds sums that are needed. A sum goes
-// over the depth in kLanes partial sums, which are then added pairwise, so a row's result does not depend on how many
-// rows there are.
+// A decode step multiplies a handful of rows with every weight. Libraries pack the weight first; here it is read once, where
+// it lies. Rows are transposed, which is little work, and lie in the lanes; weights are broadcast. Where this would leave
+// most lanes empty, columns of the weight lie in the lanes instead and are transposed on the way. Both ways sum over the
+// depth one after the other, so a row's result does not depend on how many rows there are.
 #include "few_rows.h"
 
 #include <torch/csrc/stable/library.h>
 
-#include "attention_tiles.h"
+#include <optional>
 
 namespace rolltree {
 namespace {
 
-constexpr int64_t kLine = 16;  // numbers of a cache line
-constexpr int64_t kBit = 4 * kLine;  // asked for in one go: a core has some twenty reads under way, more would stall it
-constexpr int kTileRows = kAccumulators / kColumns;
-constexpr int kRowsOfVector = kLanes / kColumns;
+constexpr int64_t kTogether = 2 * kAccumulators;  // columns that all rows are multiplied with before the next are read
+constexpr int64_t kAlone = kLanes - 1;            // rows up to which columns lie in the lanes
 
-// Lanes of a where kStride's bit of their number is 0, of b where it is 1, each the sum of two.
-template <int kStride, int... kLane>
-inline Vec fold(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
-  return __builtin_shufflevector(a, b, ((kLane & kStride) ? kLanes + kLane : kLane)...) +
-         __builtin_shufflevector(a, b, ((kLane & kStride) ? kLanes + kLane - kStride : kLane + kStride)...);
-}
-
-// The sums of kLanes vectors: lane l is that of s[l].
-template <int kStride = kLanes / 2>
-inline Vec totals(Vec* s) {
-  if constexpr (kStride == 0) return s[0];
-  else {
-#pragma GCC unroll 8
-    for (int i = 0; i < kStride; ++i) s[i] = fold<kStride>(s[i], s[i + kStride], Lanes{});
-    return totals<kStride / 2>(s);
+// Columns of a weight as the left matrix of a GEMM. The columns after them are asked for meanwhile, bit by bit: weights are
+// too many to stay in a cache, and a core has some twenty reads under way, more would stall it.
+struct Weights {
+  const float* first;
+  int64_t depth;
+  const char* next;
+  int64_t share;  // bytes asked for with each column
+  int64_t ahead;  // bytes asked for with each step
+  float operator()(int64_t column, int64_t k) const {
+    if (column == 0) __builtin_prefetch(next + k * ahead, 0, 2);
+    return first[column * depth + k];
   }
-}
-
-// Some columns of the weight, one after the other; where fewer than kColumns are left the last one stands in.
-struct Columns {
-  const float* row[kColumns];
-  int64_t count;
-  const float* next;  // asked for meanwhile, bit by bit: weights are too many to stay in a cache
-  int64_t asked;      // columns of it
+  Weights from(int64_t column) const { return {first + column * depth, depth, next + column * share, share, ahead}; }
 };
 
+typedef float Quad __attribute__((vector_size(16)));
+
+template <class V, int... kLane>
+inline auto beside(V a, V b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, kLane...);
+}
+
+// Four numbers each of kCount columns, every fourth one.
+template <int kCount>
+inline auto quads(const float* column, int64_t depth) {
+  if constexpr (kCount == 1) return load_as<Quad>(column);
+  else
+    return beside(quads<kCount / 2>(column, depth), quads<kCount / 2>(column + 2 * kCount * depth, depth),
+                  std::make_integer_sequence<int, 4 * kCount>{});
+}
+
+// In each quad of lanes: a and b in turn, of its first half or of its second; the first half of a's and then b's, or the second.
+template <bool kSecond, int... kLane>
+inline Vec in_turn(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, ((kLane & 1) * kLanes + (kLane & ~3) + 2 * kSecond + (kLane & 3) / 2)...);
+}
+template <bool kSecond, int... kLane>
+inline Vec halves(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, ((kLane & 2) / 2 * kLanes + (kLane & ~3) + 2 * kSecond + (kLane & 1))...);
+}
+
+// Lane l of at[k] is column[l * depth + k].
+inline void transpose_four(const float* column, int64_t depth, Vec (&at)[4]) {
+  constexpr int kQuads = kLanes / 4;
+  const Vec a = quads<kQuads>(column, depth), b = quads<kQuads>(column + depth, depth);
+  const Vec c = quads<kQuads>(column + 2 * depth, depth), d = quads<kQuads>(column + 3 * depth, depth);
+  const Vec first = in_turn<false>(a, b, Lanes{}), second = in_turn<false>(c, d, Lanes{});
+  const Vec third = in_turn<true>(a, b, Lanes{}), fourth = in_turn<true>(c, d, Lanes{});
+  at[0] = halves<false>(first, second, Lanes{}), at[1] = halves<true>(first, second, Lanes{});
+  at[2] = halves<false>(third, fourth, Lanes{}), at[3] = halves<true>(third, fourth, Lanes{});
+}
+
+// out[r] = x[r] . each of kLanes columns.
 template <int kRows>
-inline void few_rows_tile(const float* x, const Columns& weight, const float* bias, int64_t depth, float* out, int64_t stride,
-                          bool added) {
-  constexpr int kVectors = (kRows + kRowsOfVector - 1) / kRowsOfVector;
-  Vec sum[kVectors * kRowsOfVector][kColumns] = {};
-  const auto add = [&](auto load_from, int64_t d) __attribute__((always_inline)) {
-    Vec columns[kColumns];
-#pragma GCC unroll 4
-    for (int c = 0; c < kColumns; ++c) columns[c] = load_from(weight.row[c] + d);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Vec row = load_from(x + r * depth + d);
-#pragma GCC unroll 4
-      for (int c = 0; c < kColumns; ++c) sum[r][c] += row * columns[c];
-    }
+inline void dot_columns(const float* x, const float* column, int64_t depth, const char* next, int64_t ahead, Vec* out) {
+  Vec sum[kRows] = {};
+  const auto add = [&](Vec at, int64_t k) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) sum[r] += x[r * depth + k] * at;
   };
-  const int64_t whole = depth / kLanes * kLanes;
-  const float* next = weight.next;
-  for (int64_t d = 0; d < whole;) {
-    const int64_t until = std::min(d + kBit, whole);
-    for (const float* stop = next + weight.asked * (until - d); next < stop; next += kLine) __builtin_prefetch(next, 0, 2);
-#pragma GCC unroll 1
-    for (; d < until; d += kLanes) add([](const float* p) { return load(p); }, d);
-  }
-  if (whole < depth)
-    add(
-        [&](const float* p) {
-          Vec v{};
-          std::memcpy(&v, p, (depth - whole) * sizeof(float));
-          return v;
-        },
-        whole);
-#pragma GCC unroll 8
-  for (int v = 0; v < kVectors; ++v) {
-    float of[kRowsOfVector][kColumns];
-    store(of[0], totals(sum[v * kRowsOfVector]));
+  int64_t k = 0;
+  for (; k + 4 <= depth; k += 4) {
+    for (const char* stop = next + ahead; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
+    Vec at[4];
+    transpose_four(column + k, depth, at);
 #pragma GCC unroll 4
-    for (int r = v * kRowsOfVector; r < std::min(kRows, (v + 1) * kRowsOfVector); ++r) {
-      float* from = of[r - v * kRowsOfVector];
-      if (bias)
-        for (int64_t c = 0; c < weight.count; ++c) from[c] += bias[c];
-      if (added)
-        for (int64_t c = 0; c < weight.count; ++c) from[c] += out[r * stride + c];
-      if (weight.count == kColumns) std::memcpy(out + r * stride, from, kColumns * sizeof(float));
-      else std::memcpy(out + r * stride, from, weight.count * sizeof(float));
-    }
+    for (int i = 0; i < 4; ++i) add(at[i], k + i);
   }
+  for (; k < depth; ++k) {
+    Vec at{};
+    for (int l = 0; l < kLanes; ++l) at[l] = column[l * depth + k];
+    add(at, k);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) out[r] = sum[r];
 }
 
 template <int kRows>
-inline void few_rows_tile(int64_t rows, const float* x, const Columns& weight, const float* bias, int64_t depth, float* out,
-                          int64_t stride, bool added) {
+inline void dot_columns(int64_t rows, const float* x, const float* column, int64_t depth, const char* next, int64_t ahead,
+                        Vec* out) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) few_rows_tile<kRows>(x, weight, bias, depth, out, stride, added);
-    else few_rows_tile<kRows - 1>(rows, x, weight, bias, depth, out, stride, added);
+    if (rows == kRows) dot_columns<kRows>(x, column, depth, next, ahead, out);
+    else dot_columns<kRows - 1>(rows, x, column, depth, next, ahead, out);
   }
 }
+
+// Sums of `count` columns from the n-th on go where they belong.
+inline void put(Vec sum, const Product& product, int64_t row, int64_t n, int64_t count) {
+  float* to = product.out + row * product.stride + n;
+  const bool whole = count >= kLanes;
+  if (product.bias) sum += whole ? load(product.bias + n) : load_some(product.bias + n, count);
+  if (product.add) sum += whole ? load(to) : load_some(to, count);
+  if (whole) store(to, sum);
+  else store_some(to, sum, count);
+}
+
+int64_t alone_of(int64_t rows) {
+  const int64_t rest = rows % (2 * kLanes);
+  return rest <= kAlone ? rest : 0;
+}
+
+// Vectors of the next panel, of those that are left.
+int64_t panel_of(int64_t vectors) { return vectors >= kPanelVectors ? kPanelVectors : vectors >= 2 ? 2 : 1; }
 
 }  // namespace
 
-void few_rows_blocks(const float* x, int64_t rows, int64_t depth, const Product& product, int64_t begin, int64_t end) {
-  constexpr int64_t kNearest = 5 << 10;  // numbers of a weight that stay in the nearest cache beside a tile of x
-  const auto [weight, bias, width, out, stride, added] = product;
-  const int64_t together = std::max<int64_t>(kNearest / (kColumns * depth + 1), 1);
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t first = begin; first < end; first += together)
-    for (int64_t tile = 0, r = 0, own; tile < tiles; ++tile, r += own) {
-      own = rows / tiles + (tile < rows % tiles);
-      const int64_t asked = tile * kColumns / tiles;
-      for (int64_t n = first * kColumns; n < std::min(std::min(first + together, end) * kColumns, width); n += kColumns) {
-        Columns columns{{}, std::min<int64_t>(kColumns, width - n), weight + (n + together * kColumns + asked) * depth,
-                        (tile + 1) * kColumns / tiles - asked};
-        for (int64_t c = 0; c < kColumns; ++c) columns.row[c] = weight + std::min(n + c, width - 1) * depth;
-        few_rows_tile<kTileRows>(own, x + r * depth, columns, bias ? bias + n : nullptr, depth, out + r * stride + n, stride, added);
+FewRows::FewRows(const float* x, int64_t rows, int64_t depth)
+    : x_(x), rows_(rows), depth_(depth), alone_(alone_of(rows)), lanes_(padded(rows - alone_)), panels_(lanes_ * depth) {
+  passes_ = alone_ > 0;
+  const int64_t others = rows - alone_;
+  for (int64_t first = 0, width; first < lanes_; first += width, ++passes_) {
+    width = panel_of((lanes_ - first) / kLanes) * kLanes;
+    for (int64_t r = first; r < first + width; r += kLanes) {
+      float* to = panels_.at(first * depth + r - first);
+      const int64_t some = std::min<int64_t>(kLanes, others - r), whole = some == kLanes ? depth / 4 * 4 : 0;
+      int64_t k = 0;
+      for (; k < whole; k += 4) {
+        Vec at[4];
+        transpose_four(x + r * depth + k, depth, at);
+        for (int i = 0; i < 4; ++i) store(to + (k + i) * width, at[i]);
       }
+      for (; k < depth; ++k)
+        for (int64_t l = 0; l < kLanes; ++l) to[k * width + l] = l < some ? x[(r + l) * depth + k] : 0.f;
     }
+  }
 }
 
-void few_rows_products(const float* x, int64_t rows, int64_t depth, std::span<const Product> products) {
+// What is asked for while columns from the n-th on are multiplied: a part of the columns after the next ones.
+const char* FewRows::asked(const Product& product, int64_t n, int64_t pass) const {
+  return reinterpret_cast<const char*>(product.weight + (n + kTogether) * depth_ + pass * kTogether * depth_ / passes_);
+}
+
+void FewRows::multiply_lanes(const Product& product, int64_t n, int64_t count, float* room) const {
+  float* by_column = room;                     // [kTogether, lanes_]
+  float* by_row = room + kTogether * lanes_;  // [lanes_, kTogether]
+  int64_t pass = 0;
+  const auto panel = [&](auto vectors, int64_t first) {
+    constexpr int kVectors = decltype(vectors)::value, kTile = std::min(kAccumulators / kVectors, 12);
+    constexpr int64_t kFloat = sizeof(float);
+    const Weights columns{product.weight + n * depth_, depth_, asked(product, n, pass++), kFloat * depth_ / passes_,
+                          kFloat * kTile / passes_};
+    const Packed rows{panels_.at(first * depth_), kVectors * kLanes};
+    gemm_panel<kVectors>(count, depth_, columns, rows, 0, by_column + first, lanes_, false);
+    return first + kVectors * kLanes;
+  };
+  for (int64_t first = 0; first < lanes_;) {
+    const int64_t vectors = panel_of((lanes_ - first) / kLanes);
+    if (vectors == kPanelVectors) first = panel(std::integral_constant<int, kPanelVectors>{}, first);
+    else if (vectors == 2) first = panel(std::integral_constant<int, 2>{}, first);
+    else first = panel(std::integral_constant<int, 1>{}, first);
+  }
+  transpose(Packed{by_column, lanes_}, padded(count), lanes_, by_row, kTogether);
+  for (int64_t r = 0; r < rows_ - alone_; ++r)
+    for (int64_t c = 0; c < count; c += kLanes) put(load(by_row + r * kTogether + c), product, r, n + c, count - c);
+}
+
+void FewRows::multiply_alone(const Product& product, int64_t n, int64_t count) const {
+  const float* x = x_ + (rows_ - alone_) * depth_;
+  const char* next = asked(product, n, passes_ - 1);
+  const int64_t ahead = kLanes * 4 * sizeof(float) / passes_;  // bytes with every four steps
+  Vec sums[kAlone];
+  for (int64_t c = 0; c < count; c += kLanes, next += ahead * (depth_ / 4)) {
+    const float* columns = product.weight + (n + c) * depth_;
+    const int64_t some = std::min<int64_t>(kLanes, count - c);
+    std::optional<Buffer> end;
+    if (some < kLanes) {  // nothing is read behind the weight
+      end.emplace(kLanes * depth_);
+      std::fill_n(std::copy_n(columns, some * depth_, end->at(0)), (kLanes - some) * depth_, 0.f);
+      columns = end->at(0);
+    }
+    dot_columns<kAlone>(alone_, x, columns, depth_, next, ahead, sums);
+    for (int64_t r = 0; r < alone_; ++r) put(sums[r], product, rows_ - alone_ + r, n + c, some);
+  }
+}
+
+void FewRows::multiply(const Product& product, int64_t begin, int64_t end) const {
+  static_assert(kTogether % kLanes == 0);
+  const Buffer room(2 * kTogether * lanes_);
+  const int64_t last = std::min(end * kColumns, product.width);
+  for (int64_t n = begin * kColumns; n < last; n += kTogether) {
+    const int64_t count = std::min(kTogether, last - n);
+    if (lanes_) multiply_lanes(product, n, count, room.at(0));
+    if (alone_) multiply_alone(product, n, count);
+  }
+}
+
+void FewRows::multiply(std::span<const Product> products) const {
   int64_t blocks = 0;
   for (const Product& product : products) blocks += product.blocks();
-  torch::stable::parallel_for(0, blocks, worth_a_thread(rows, depth), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, blocks, worth_a_thread(), [&](int64_t begin, int64_t end) {
     int64_t first = 0;
     for (const Product& product : products) {
       const int64_t own = product.blocks();
-      few_rows_blocks(x, rows, depth, product, std::max<int64_t>(begin - first, 0), std::min(end - first, own));
+      multiply(product, std::max<int64_t>(begin - first, 0), std::min(end - first, own));
       first += own;
     }
   });
@@ -142,8 +222,9 @@ int64_t few_rows() { return kFewRows; }
 void linear(const Tensor& x, const Tensor& weight, Tensor out) {
   const int64_t rows = x.size(0), width = weight.size(0);
   STD_TORCH_CHECK(rows <= kFewRows, "linear: more than ", kFewRows, " rows");
-  const Product product{weight.const_data_ptr<float>(), nullptr, width, out.mutable_data_ptr<float>(), rows > 1 ? out.stride(0) : width};
-  few_rows_products(x.const_data_ptr<float>(), rows, x.size(1), {&product, 1});
+  const int64_t stride = rows > 1 ? out.stride(0) : width;
+  const Product product{weight.const_data_ptr<float>(), nullptr, width, out.mutable_data_ptr<float>(), stride};
+  FewRows(x.const_data_ptr<float>(), rows, x.size(1)).multiply({&product, 1});
 }
 
 }  // namespace

@@ -4,13 +4,14 @@
 #include <cstdint>
 #include <span>
 
-#include "vectors.h"
+#include "attention_tiles.h"
 
 namespace rolltree {
 
-// Above, a library's packing has paid for itself: measured beside MKL on a Xeon with AVX-512 and an EPYC with AVX2.
-constexpr int64_t kFewRows = kVectorBytes == 32 ? 96 : 64;
-constexpr int64_t kColumns = 4;  // of a weight that are multiplied together: a block
+// Above, a library is as fast: measured beside MKL on an EPYC with AVX2. 64 was found on a Xeon with AVX-512, by a kernel
+// that summed in lanes.
+constexpr int64_t kFewRows = kVectorBytes == 32 ? 384 : 64;
+constexpr int64_t kColumns = kLanes;  // of a weight: a block, the least that a thread is given
 
 // out[r, n] (+)= x[r] . weight[n] + bias[n]: weight [width, depth], bias [width] or null, both contiguous; out [rows, width],
 // its rows `stride` apart.
@@ -24,13 +25,28 @@ struct Product {
   int64_t blocks() const { return (width + kColumns - 1) / kColumns; }
 };
 
-// Blocks of columns that are worth a thread.
-inline int64_t worth_a_thread(int64_t rows, int64_t depth) { return (1 << 16) / (rows * depth * kColumns + 1) + 1; }
+// Rows x [rows, depth], contiguous, made ready for products with several weights.
+class FewRows {
+ public:
+  FewRows(const float* x, int64_t rows, int64_t depth);
 
-// Some blocks of a product with x [rows, depth], contiguous.
-void few_rows_blocks(const float* x, int64_t rows, int64_t depth, const Product& product, int64_t begin, int64_t end);
+  // Blocks of columns that are worth a thread.
+  int64_t worth_a_thread() const { return (1 << 16) / (rows_ * depth_ * kColumns + 1) + 1; }
+  // Some blocks of a product.
+  void multiply(const Product& product, int64_t begin, int64_t end) const;
+  // All blocks of several products, in parallel.
+  void multiply(std::span<const Product> products) const;
 
-// All blocks of several products with the same x, in parallel.
-void few_rows_products(const float* x, int64_t rows, int64_t depth, std::span<const Product> products);
+ private:
+  void multiply_lanes(const Product& product, int64_t n, int64_t count, float* room) const;
+  void multiply_alone(const Product& product, int64_t n, int64_t count) const;
+  const char* asked(const Product& product, int64_t n, int64_t pass) const;
+
+  const float* x_;
+  int64_t rows_, depth_;
+  int64_t alone_, lanes_;  // rows at the end whose columns lie in lanes; lanes of the others
+  int64_t passes_;         // over a weight
+  Buffer panels_;          // the others, transposed: panel after panel, each [depth, its lanes]
+};
 
 }  // namespace rolltree

@@ -77,12 +77,4 @@ inline Vec one_plus_exp_of_minus(Vec x) {
 // x / (1 + e^-x) * up
 inline Vec silu_mul(Vec x, Vec up) { return x / one_plus_exp_of_minus(x) * up; }
 
-// The last `count` floats of an array, fewer than a vector, and back.
-inline Vec load_some(const float* p, int64_t count) {
-  Vec v{};
-  std::memcpy(&v, p, count * sizeof(float));
-  return v;
-}
-inline void store_some(float* p, Vec v, int64_t count) { std::memcpy(p, &v, count * sizeof(float)); }
-
 }  // namespace rolltree

@@ -40,6 +40,15 @@ inline V load_as(const void* p) {
 }
 inline Vec load(const float* p) { return load_as<Vec>(p); }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(Vec)); }
+
+// The last `count` floats of an array, fewer than a vector, and back.
+inline Vec load_some(const float* p, int64_t count) {
+  Vec v{};
+  std::memcpy(&v, p, count * sizeof(float));
+  return v;
+}
+inline void store_some(float* p, Vec v, int64_t count) { std::memcpy(p, &v, count * sizeof(float)); }
+
 inline Vec splat(float x) { return x - Vec{}; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
