@@ -278,6 +278,9 @@ __attribute__((noinline)) void gemm_panel(int64_t rows, int64_t depth, Left a, M
 template <class Left, class Matrix>
 inline void gemm(int64_t rows, int64_t cols, int64_t depth, Left a, Matrix b, float* c, int64_t ldc, bool add) {
   int64_t n = 0;
+  if (2 * kPanelVectors * rows <= kAccumulators)  // of few rows more columns at once, else sums wait for each other
+    for (; n + 2 * kPanelVectors * kLanes <= cols; n += 2 * kPanelVectors * kLanes)
+      gemm_panel<2 * kPanelVectors>(rows, depth, a, b, n, c + n, ldc, add);
   for (; n + kPanelVectors * kLanes <= cols; n += kPanelVectors * kLanes)
     gemm_panel<kPanelVectors>(rows, depth, a, b, n, c + n, ldc, add);
   for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2>(rows, depth, a, b, n, c + n, ldc, add);

@@ -8,6 +8,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -100,10 +101,14 @@ void tree_decode(const Rows& q_rows, const Rows& k_rows, const Rows& v_rows, con
   const float query_scale = static_cast<float>(softcap ? scale / *softcap : scale * kLog2e);
   const float cap = static_cast<float>(softcap ? *softcap * kLog2e : 0.);
   // Items: groups of rows, and parts of the key/value heads where the groups alone would not keep the threads busy. A node's
-  // pages hold all heads side by side, so an item takes its heads node by node.
-  const std::vector<int64_t> bounds = row_groups(plan, (rows + kGroupRows - 1) / kGroupRows);
-  const int64_t groups = static_cast<int64_t>(bounds.size()) - 1, wanted = 2 * torch::stable::get_num_threads();
-  const int64_t parts = std::clamp<int64_t>(groups > 1 ? wanted / groups : wanted / 2, 1, kv_heads);
+  // pages hold all heads side by side, so an item takes its heads node by node. Of a single group the parts are as large as
+  // each other, or the group is cut too: a thread with two of three heads would keep the other waiting.
+  const int64_t threads = torch::stable::get_num_threads(), even = std::gcd(kv_heads, threads);
+  const bool many = rows > kGroupRows;
+  const std::vector<int64_t> bounds = row_groups(plan, many ? (rows + kGroupRows - 1) / kGroupRows : std::min(rows, threads / even));
+  const int64_t groups = static_cast<int64_t>(bounds.size()) - 1;
+  const int64_t least = (threads + groups - 1) / groups;  // parts that give every thread an item
+  const int64_t parts = many ? std::clamp<int64_t>(2 * threads / groups, 1, kv_heads) : least <= even ? even : std::min(kv_heads, least);
   const int64_t block_rows = std::max<int64_t>(kBlockQueries / group, 1);
   const int64_t k_step = k_rows.offset(0, 1), v_step = v_rows.offset(0, 1);  // from key to key of a page
   const Buffer zeros(width);
