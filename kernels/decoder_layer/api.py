@@ -180,8 +180,8 @@ class Decoder:
     Every layer attends over its pages, which get the rows' keys and values before, and adds that and its gated unit to
     the rows; the last norm is behind them. Norms are :func:`add_rms_norm_`'s, turning and storing
     :func:`rotate_and_store_`'s, attention is `rolltree.kernels.tree_decode_attention`. On a CPU the products of up to
-    384 rows with AVX2, and 64 otherwise, are made by a kernel of our own, by which a row's result does not depend on the
-    rows beside it.
+    384 rows with AVX2, and 64 otherwise, are made by a kernel of our own, by which a row's result does not depend on
+    the rows beside it.
     (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
 
     Args:
