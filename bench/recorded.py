@@ -332,7 +332,8 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 stop=list(rollout.stop),
-                seed=(group.seed + turn) % 2**31,
+                # with drafts it rewinds a seed's generator, which one of a CPU refuses
+                seed=(group.seed + turn) % 2**31 if method is None else None,
                 logprobs=0,
             )
             for group in groups

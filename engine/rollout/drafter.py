@@ -81,14 +81,14 @@ class HistoryDrafter:
             return none  # nor is such a step's time looked at
         self._rested = 0
         self._branches, self._others = len(slots), others
-        line = self.cost.line(len(slots))
-        if line is None or room < 1:
+        cost = self.cost.fit(len(slots))
+        if cost is None or room < 1:
             return none
         if behind := self.index.behind(slots, rows.order, rows.position):
             self._catch_up(rows, behind, [0] * len(behind))
-        fixed, row = line
-        plain = fixed + row * (len(slots) + others)
-        share = len(slots) * row / plain
+        undrafted = len(slots) + others
+        plain = float(cost.seconds(len(slots), np.array(undrafted)))
+        share = len(slots) * cost.row / plain
         least = max(LEAST, share)  # below, a token costs more than it brings
         if least >= 1:
             return none
@@ -113,7 +113,8 @@ class HistoryDrafter:
         value = survival * (1 + length / max(int(length.max()), 1))[owner]
         ranked = np.argsort(-value, kind="stable")[:room]
         look = time.perf_counter() - begin
-        sampled, took = len(slots) + worth * np.cumsum(survival[ranked]), plain + row * np.arange(1, len(ranked) + 1)
+        sampled = len(slots) + worth * np.cumsum(survival[ranked])
+        took = cost.seconds(len(slots), undrafted + np.arange(1, len(ranked) + 1))
         best = int(np.argmax(sampled / (took + look)))
         saved = plain * sampled[best] / len(slots) / MARGIN - took[best]
         if saved > look:

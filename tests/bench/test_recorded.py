@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rolltree.bench.schema import read
 from rolltree.engine import NativeEngine, TokenTree
 from rolltree.engine.app.cli import main as rolltree
 from rolltree.engine.data.store import read_texts
-from rolltree.engine.rollout.step_cost import StepCost
+from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
 
 from ..engine.tiny import write_run
 
@@ -53,7 +54,8 @@ def test_a_run_is_sampled_again_to_the_token(runs: Path, program: str, monkeypat
         return trees
 
     monkeypatch.setattr(NativeEngine, "generate", watched)
-    monkeypatch.setattr(StepCost, "line", lambda self, branches: (1.0, 1e-4))  # times decide nothing
+    straight = Fit(1.0, 0.0, 1e-4, np.zeros(SIZES))  # times decide nothing
+    monkeypatch.setattr(StepCost, "fit", lambda self, branches: straight)
     groups = recorded.read_groups(run, recorded.load_config(run / "config.toml"))
     texts = [[part.tokens.tolist() for part in group.parts.values() if not part.forks] for group in groups]
     assert [group.again for group in groups] == [False] * 6 + [True] * 12

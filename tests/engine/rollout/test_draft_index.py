@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rolltree.engine.rollout import drafter
 from rolltree.engine.rollout._host import DraftIndex
-from rolltree.engine.rollout.step_cost import StepCost
+from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
 from rolltree.kernels import sample_tokens
 from rolltree.kernels.sampling.reference import uniforms
 
@@ -263,19 +263,38 @@ def test_costs_of_steps_are_learned() -> None:
     """A line through noisy times, by branches and rows; other sizes are not mistaken for it."""
     rng = np.random.default_rng(0)
     cost = StepCost()
-    assert cost.line(8) is None
+    assert cost.fit(8) is None
     for i in range(300):
         branches = int(rng.choice([4, 8, 64]))
         rows = branches + int(rng.integers(0, 2 * branches))
         seconds = (5 + 0.1 * branches + 0.2 * rows if branches < 60 else 40) * rng.uniform(0.9, 1.1)
         cost.took(branches, rows, seconds * (50 if i % 40 == 39 else 1))
-    fixed, row = cost.line(8) or (0.0, 0.0)
-    assert fixed + 8 * row == pytest.approx(7.4, rel=0.15)
-    assert row == pytest.approx(0.2, rel=0.4)
-    fixed, row = cost.line(64) or (0.0, 0.0)
-    assert fixed + 64 * row == pytest.approx(40, rel=0.15)
-    assert 64 * row < 4
-    assert cost.line(4096) is None
+    few, many = cost.fit(8), cost.fit(64)
+    assert few is not None
+    assert many is not None
+    assert few.seconds(8, np.array([8, 16])) == pytest.approx([7.4, 9.0], rel=0.15)
+    assert few.row == pytest.approx(0.2, rel=0.4)
+    assert many.seconds(64, np.array(64)) == pytest.approx(40, rel=0.15)
+    assert 64 * many.row < 4
+    assert cost.fit(4096) is None
+
+
+def test_numbers_of_rows_off_the_line_are_learned() -> None:
+    """Steps of up to 16 rows, few as they are, are faster than the others tell; sizes never seen lie on the line."""
+    rng = np.random.default_rng(0)
+    cost = StepCost()
+    for i in range(300):
+        rows = 16 if i % 8 == 0 else int(rng.integers(17, 49))
+        cost.took(16, rows, (2 if rows == 16 else 3 + 0.05 * (rows - 16)) * rng.uniform(0.95, 1.05))
+    fit = cost.fit(16)
+    assert fit is not None
+    some, never = np.array([16, 17, 32, 48]), np.array([8, 64])
+    assert fit.seconds(16, some) == pytest.approx([2, 3.05, 3.8, 4.6], rel=0.1)
+    assert fit.seconds(16, never) == pytest.approx(fit.fixed + 16 * fit.branch + fit.row * never)
+    assert fit.fixed + 16 * fit.branch + fit.row * 16 > 2.3, "the line alone would do"
+
+
+STRAIGHT = Fit(1.0, 0.0, 0.01, np.zeros(SIZES))
 
 
 class Found:
@@ -302,7 +321,7 @@ def test_what_a_look_takes_counts(seconds: float, looks: int, drafts: int, monke
     found: Any = Found(clock, seconds)
     told: list[tuple[int, int, float]] = []
     history.index = found
-    cost: Any = SimpleNamespace(line=lambda branches: (1.0, 0.01), took=lambda *step: told.append(step))
+    cost: Any = SimpleNamespace(fit=lambda branches: STRAIGHT, took=lambda *step: told.append(step))
     history.cost = cost
     history._tries[:] = 100  # no kind is tried for its own sake
     one = np.zeros(1, np.int64)

@@ -18,7 +18,7 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, Samplin
 from rolltree.engine.rollout.drafter import HistoryDrafter
 from rolltree.engine.rollout.fused_decoder import FusedDecoder
 from rolltree.engine.rollout.rows import RowTable
-from rolltree.engine.rollout.step_cost import StepCost
+from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
 from rolltree.kernels.linear_logprob.head import Head
 
 from .test_graphs import Uncaptured
@@ -369,8 +369,8 @@ def test_forks_and_ends_of_branches_count_for_no_step(monkeypatch: pytest.Monkey
 class FewerStepsAreFaster(StepCost):
     """Times decide no test."""
 
-    def line(self, branches: int) -> tuple[float, float]:
-        return 1.0, 1e-4
+    def fit(self, branches: int) -> Fit:
+        return Fit(1.0, 0.0, 1e-4, np.zeros(SIZES))
 
 
 def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:

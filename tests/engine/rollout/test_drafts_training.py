@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rolltree.engine.app.cli import main
 from rolltree.engine.rollout.drafter import HistoryDrafter
-from rolltree.engine.rollout.step_cost import StepCost
+from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
 
 from ..tiny import write_run
 
@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[HistoryDrafter]:
         made.append(self)
 
     monkeypatch.setattr(HistoryDrafter, "__init__", init)
-    monkeypatch.setattr(StepCost, "line", lambda self, branches: (1.0, 1e-4))
+    monkeypatch.setattr(StepCost, "fit", lambda self, branches: Fit(1.0, 0.0, 1e-4, np.zeros(SIZES)))
     return made
 
 
