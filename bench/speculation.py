@@ -98,7 +98,9 @@ def shares(x: Any) -> Mapping[str, float]:
     """Of the tokens that the drafters of a case's inputs drafted, by where they stood before."""
     if not x.drafters:  # the provider was left out
         return {}
-    right, drafted = (np.sum([getattr(d, name) for d in x.drafters], 0).tolist() for name in ("right", "drafted"))
+    right, drafted = (
+        np.sum([getattr(d.acceptance, name) for d in x.drafters], 0).tolist() for name in ("right", "drafted")
+    )
     return {f"right of {n} drafted from {name}": r / n for name, r, n in zip(SOURCES, right, drafted, strict=True) if n}
 
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <stdexcept>
 
 namespace rolltree {
@@ -134,7 +133,7 @@ std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int64_t* tok
     const int64_t slot = slots[i];
     int64_t written = 0;
     for (end = i; end < n && slots[end] == slot; ++end) written += tokens[end] >= 0;
-    if (this->position(slot, branch[slot]) != position[slot] - written) {
+    if (this->position(slot, branch[i]) != position[i] - written) {
       behind.push_back(slot);
       continue;
     }
@@ -145,8 +144,8 @@ std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int64_t* tok
 
 std::vector<int64_t> DraftIndex::behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const {
   std::vector<int64_t> found;
-  std::copy_if(slots, slots + n, std::back_inserter(found),
-               [&](int64_t slot) { return this->position(slot, branch[slot]) != position[slot]; });
+  for (int64_t i = 0; i < n; ++i)
+    if (this->position(slots[i], branch[i]) != position[i]) found.push_back(slots[i]);
   return found;
 }
 
@@ -245,9 +244,10 @@ int DraftIndex::source(const Run& asking, uint32_t at) const {
   return run.branch >= 0 && run.branch != asking.branch ? 1 : 0;
 }
 
-Drafted DraftIndex::propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates,
-                            const int64_t* limits, float least) const {
+Drafted DraftIndex::propose(const Branches& branches, int64_t n, int64_t most, const float* rates, const int64_t* limits,
+                            float least) const {
   Drafted out;
+  out.slot.assign(branches.slot, branches.slot + n);
   std::vector<int64_t> left(limits, limits + kKinds);
   out.count.assign(n, 0);
   Places places, next;
@@ -259,8 +259,8 @@ Drafted DraftIndex::propose(const int64_t* slots, int64_t n, const Branches& bra
   };
   std::vector<Vote> cast;
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t slot = slots[i], step = branches.length[slot];
-    const int64_t room = branches.forks[slot] > 0 ? 0 : std::min(most, branches.segment_end[slot] - step - 1);
+    const int64_t slot = branches.slot[i], step = branches.length[i];
+    const int64_t room = branches.forks[i] > 0 ? 0 : std::min(most, branches.segment_end[i] - step - 1);
     if (!knows(slot) || room < 1) continue;
     const Run& run = runs_[slot_run_[slot]];
     if (block_used_[run.last] == 0) continue;
@@ -293,8 +293,8 @@ Drafted DraftIndex::propose(const int64_t* slots, int64_t n, const Branches& bra
         float best = -1;
         for (const Vote& vote : cast) {
           float score = vote.weight;
-          if (branches.temperature[slot] != 0)
-            score /= -std::log1p(-uniform(static_cast<uint64_t>(branches.seed[slot]), static_cast<uint64_t>(step + j),
+          if (branches.temperature[i] != 0)
+            score /= -std::log1p(-uniform(static_cast<uint64_t>(branches.seed[i]), static_cast<uint64_t>(step + j),
                                           static_cast<uint32_t>(vote.token)));
           if (score > best) best = score, won = &vote;
         }

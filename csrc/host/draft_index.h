@@ -22,14 +22,15 @@
 namespace rolltree {
 
 struct Drafted {
+  std::vector<int64_t> slot;    // of each branch
   std::vector<int64_t> count;   // tokens for each branch
   std::vector<int64_t> token;   // one branch after the other
   std::vector<int64_t> kind;    // of each token's evidence, see DraftIndex::kKinds
   std::vector<float> survival;  // probability that it and those before it are right, by the rates given
 };
 
-struct Branches {  // columns by slot
-  const int64_t *segment_end, *length, *forks, *seed;
+struct Branches {
+  const int64_t *slot, *segment_end, *length, *forks, *seed;
   const float* temperature;  // 0: the likeliest token is taken
 };
 
@@ -49,11 +50,11 @@ class DraftIndex {
   void begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position, const int32_t* before,
              int64_t n);
   void append(int64_t slot, int32_t token);  // the branch's next token; nothing is written where the slot's text has gone
-  // Append what a step sampled, the tokens of a slot one after the other, where a slot's text is that of branch[slot] and then
-  // ends at position[slot]; both are by slot. A token of -1 failed and ends its slot's. Returns the other slots, once each.
+  // Append what a step sampled, the tokens of a slot one after the other, where a slot's text is that of its branch and then
+  // ends at its position. A token of -1 failed and ends its slot's. Returns the other slots, once each.
   std::vector<int64_t> follow(const int64_t* slots, const int64_t* tokens, int64_t n, const int64_t* branch,
                               const int64_t* position);
-  // The slots whose text is not that of branch[slot] up to position[slot].
+  // The slots whose text is not that of their branch up to their position.
   std::vector<int64_t> behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const;
   // Of the last token of `branch` that the slot has been told of; -1 where it is another branch's.
   int64_t position(int64_t slot, int64_t branch) const {
@@ -66,10 +67,10 @@ class DraftIndex {
   int64_t tokens() const { return tokens_; }
   int64_t capacity() const { return static_cast<int64_t>(token_.size()); }
 
-  // Up to `most` tokens for each slot, as long as their survival is at least `least` and they lie inside the branch's
+  // Up to `most` tokens for each branch, as long as their survival is at least `least` and they lie inside the branch's
   // segment; none where it forks. Of each of the kKinds kinds: its rate, and how many tokens of it there may be.
-  Drafted propose(const int64_t* slots, int64_t n, const Branches& branches, int64_t most, const float* rates,
-                  const int64_t* limits, float least) const;
+  Drafted propose(const Branches& branches, int64_t n, int64_t most, const float* rates, const int64_t* limits,
+                  float least) const;
   void check() const;  // throws std::logic_error
 
  private:

@@ -1,48 +1,20 @@
-// Python face of the KV tree and of the index of drafts: module rolltree.engine.rollout._host. Arrays in are int64; a plan's
-// arrays are int32.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
+// Python face of the KV tree: module rolltree.engine.rollout._host. Arrays in are int64; a plan's arrays are int32.
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <memory>
 #include <numeric>
 #include <string>
 
-#include "draft_index.h"
+#include "arrays.h"
 #include "kv_tree.h"
 
-namespace py = pybind11;
-using rolltree::DraftIndex;
 using rolltree::KvTree;
-using Ids = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
-using Tokens = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
-using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+void bind_drafts(py::module_& m);
 
 namespace {
-
-template <typename T>
-py::array_t<T> to_numpy(std::vector<T>&& values) {
-  auto owner = std::make_unique<std::vector<T>>(std::move(values));
-  T* data = owner->data();
-  const auto size = static_cast<py::ssize_t>(owner->size());
-  py::capsule free(owner.release(), [](void* p) { delete static_cast<std::vector<T>*>(p); });
-  return py::array_t<T>(size, data, free);
-}
-
-int64_t same_length(const py::array& nodes, const py::array& counts) {
-  if (nodes.ndim() != 1 || counts.ndim() != 1 || nodes.size() != counts.size())
-    throw std::invalid_argument("nodes and counts must be vectors of one length.");
-  return nodes.size();
-}
-
-void check_slots(const Ids& slots, const Ids& column, const Ids& other) {
-  const int64_t known = same_length(column, other), *slot = slots.data();
-  if (std::any_of(slot, slot + slots.size(), [&](int64_t s) { return s < 0 || s >= known; }))
-    throw std::invalid_argument("Every slot needs its columns, of one length.");
-}
 
 py::tuple to_tuple(rolltree::Plan&& p) {
   return py::make_tuple(to_numpy(std::move(p.page_indptr)), to_numpy(std::move(p.page_ids)), to_numpy(std::move(p.node_offset)),
@@ -94,24 +66,10 @@ bool push_tokens(py::array table, const std::array<int64_t, 5>& columns, py::arr
   return true;
 }
 
-py::tuple propose(const DraftIndex& index, const Ids& slots, const Ids& segment_end, const Ids& length, const Ids& forks,
-                  const Ids& seed, const Floats& temperature, int64_t most, const Floats& rates, const Ids& limits,
-                  float least) {
-  check_slots(slots, segment_end, length);
-  if (forks.size() != length.size() || seed.size() != length.size() || temperature.size() != length.size())
-    throw std::invalid_argument("The columns of the branches must be of one length.");
-  if (rates.size() != DraftIndex::kKinds || limits.size() != DraftIndex::kKinds)
-    throw std::invalid_argument("propose needs a rate and a limit of each kind.");
-  const rolltree::Branches branches{segment_end.data(), length.data(), forks.data(), seed.data(), temperature.data()};
-  rolltree::Drafted d = index.propose(slots.data(), slots.size(), branches, most, rates.data(), limits.data(), least);
-  return py::make_tuple(to_numpy(std::move(d.count)), to_numpy(std::move(d.token)), to_numpy(std::move(d.kind)),
-                        to_numpy(std::move(d.survival)));
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Node table and page allocator of the KV tree; index of texts for drafts.";
+  m.doc() = "Node table and page allocator of the KV tree; drafts.";
   py::register_exception<rolltree::KvExhausted>(m, "KvExhaustedError", PyExc_RuntimeError);
   m.def("push_tokens", &push_tokens, py::arg("table"), py::arg("columns"), py::arg("records"), py::arg("slots"), py::arg("offset"),
         py::arg("token"), py::arg("logprob"), py::arg("raw_logprob"), py::arg("entropy"), py::arg("version"));
@@ -190,51 +148,5 @@ PYBIND11_MODULE(_host, m) {
       .def_property_readonly("reused", &KvTree::reused)
       .def_property_readonly("peak_pages", &KvTree::peak_pages)
       .def_property_readonly("peak_keys", &KvTree::peak_keys);
-  py::class_<DraftIndex>(m, "DraftIndex")
-      .def(py::init<int64_t>(), py::arg("capacity"))
-      .def("begin",
-           [](DraftIndex& index, int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position,
-              const Tokens& before) {
-             index.begin(slot, scope, group, branch, version, position, before.data(), before.size());
-           },
-           py::arg("slot"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("position"),
-           py::arg("before"))
-      .def("append",
-           [](DraftIndex& index, const Ids& slots, const Tokens& tokens) {
-             if (slots.size() != tokens.size()) throw std::invalid_argument("slots and tokens must be of one length.");
-             for (py::ssize_t i = 0; i < slots.size(); ++i) index.append(slots.data()[i], tokens.data()[i]);
-           },
-           py::arg("slots"), py::arg("tokens"))
-      .def("follow",
-           [](DraftIndex& index, const Ids& slots, const Ids& tokens, const Ids& branch, const Ids& position) {
-             const int64_t n = same_length(slots, tokens);
-             check_slots(slots, branch, position);
-             return index.follow(slots.data(), tokens.data(), n, branch.data(), position.data());
-           },
-           py::arg("slots"), py::arg("tokens"), py::arg("branch"), py::arg("position"))
-      .def("behind",
-           [](const DraftIndex& index, const Ids& slots, const Ids& branch, const Ids& position) {
-             check_slots(slots, branch, position);
-             return index.behind(slots.data(), slots.size(), branch.data(), position.data());
-           },
-           py::arg("slots"), py::arg("branch"), py::arg("position"))
-      .def("position", &DraftIndex::position, py::arg("slot"), py::arg("branch"))
-      .def("add",
-           [](DraftIndex& index, int64_t scope, int64_t group, int64_t version, const Tokens& before, const Tokens& tokens) {
-             index.add(scope, group, version, before.data(), before.size(), tokens.data(), tokens.size());
-           },
-           py::arg("scope"), py::arg("group"), py::arg("version"), py::arg("before"), py::arg("tokens"))
-      .def("propose", &propose, py::arg("slots"), py::arg("segment_end"), py::arg("length"), py::arg("forks"), py::arg("seed"),
-           py::arg("temperature"), py::arg("most"), py::arg("rates"), py::arg("limits"), py::arg("least"))
-      .def("forget", &DraftIndex::forget, py::arg("version"))
-      .def("knows", &DraftIndex::knows, py::arg("slot"))
-      .def("check", &DraftIndex::check)
-      .def_property_readonly("tokens", &DraftIndex::tokens)
-      .def_property_readonly("capacity", &DraftIndex::capacity)
-      .def_readonly_static("CONTEXT", &DraftIndex::kContext)
-      .def_readonly_static("WALK", &DraftIndex::kWalk)
-      .def_readonly_static("BYTES_A_TOKEN", &DraftIndex::kBytesAToken)
-      .def_property_readonly_static("KINDS", [](const py::object&) {
-        return py::make_tuple(DraftIndex::kSources + 0, DraftIndex::kMatches + 0, DraftIndex::kShares + 0);
-      });
+  bind_drafts(m);
 }

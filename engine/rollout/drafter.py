@@ -2,11 +2,11 @@
 
 `DraftIndex` (csrc/host) finds places where a branch's last tokens stood before, lets them vote for the next one, and
 draws from the votes with the very random number that the token will be sampled with. How right such tokens are is
-counted by what spoke for them, how long steps take is measured; of both follows how much is drafted: as many tokens,
-likely ones first and those of long branches, as give the most sampled tokens a second, what it took to find them
-included, and none where that is no more than without. A token drafted right saves its row later, but not its part of
-what a step costs beside the rows unless the other branches get ahead too: the slowest one decides how many steps there
-are.
+counted by what spoke for them (`Acceptance`), how long steps take is measured (`StepCost`); of both follows how much is
+drafted: as many tokens, likely ones first and those of long branches, as give the most sampled tokens a second, what it
+took to find them included, and none where that is no more than without. A token drafted right saves its row later, but
+not its part of what a step costs beside the rows unless the other branches get ahead too: the slowest one decides how
+many steps there are.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import numpy.typing as npt
 
 from ..data.segment import Text
 from .branch import Node
-from .drafts import after_any
 from .rows import RowTable
-from .step_cost import StepCost
 
 with contextlib.suppress(ImportError):  # `KvCache` says what is missing
-    from ._host import DraftIndex
+    from ._host import Acceptance, Drafted, DraftIndex, StepCost
 
 Array = npt.NDArray[Any]
 _NOTHING: Array = np.zeros(0, np.int64)
@@ -35,11 +33,6 @@ SOURCES = ("own", "siblings", "earlier", "shared")
 response to the same prompt, or in one to another prompt."""
 MOST = 32  # tokens of one draft
 LEAST = 0.05  # probability of being right, below which nothing is drafted
-MEMORY = 2000  # drafted tokens of a kind after which the counts are halved
-PRIOR, GUESS = 4.0, np.array([0.3, 0.5, 0.7])  # rates at first, by share of the votes: as if so many had been drafted
-UNTRIED = 16  # drafted tokens that tell how right a kind is; until then a step drafts no more of it, whatever it brings
-MARGIN = 1.1  # how much faster a step with drafts must be: estimates are estimates
-ANY = 1 << 40  # no limit
 PATIENCE, PAUSE = 8, 16  # looks that brought less than they cost, after which only one step in so many looks
 
 
@@ -49,50 +42,41 @@ class HistoryDrafter:
     def __init__(self, tokens: int, age: int) -> None:
         self.index = DraftIndex(tokens)
         self.cost = StepCost()
+        self.acceptance = Acceptance()
         self.age = age
-        self._tries = np.zeros(DraftIndex.KINDS)  # tokens drafted, by their kind
-        self._hits = np.zeros(DraftIndex.KINDS)  # and right
-        self._known_rates: tuple[Array, Array] | None = None
-        self.drafted = np.zeros(len(SOURCES), np.int64)
-        self.right = np.zeros(len(SOURCES), np.int64)
         self._version = 0
         self._branches = 0  # of the step that was last drafted for
         self._others = 0
         self._looked = 0.0  # seconds that it took to draft for it
-        self._drafting = False
+        self._drafted: Drafted | None = None  # of a step whose samples are not known yet
         self._credit = float(PATIENCE)  # what looks brought, in looks
         self._rested = 0  # steps in a row that did not look
-        self._begin = self._count = np.zeros(0, np.int64)  # by slot: where its draft lies in those below
-        self._token = self._kind = np.zeros(0, np.int64)
         self._scopes: dict[int, int] = {}  # request -> scope
         self._prompts: set[int] = set()
 
     def propose(self, rows: RowTable, slots: Array, others: int, room: int) -> tuple[Array, Array]:
         begin = time.perf_counter()
-        drafts = self._draft(rows, slots, others, room, begin)
+        self._drafted = self._draft(rows, slots, others, room, begin)
         self._looked = time.perf_counter() - begin
-        return drafts
+        return (_NOTHING, _NOTHING) if self._drafted is None else (self._drafted.count, self._drafted.token)
 
-    def _draft(self, rows: RowTable, slots: Array, others: int, room: int, begin: float) -> tuple[Array, Array]:
-        self._drafting, self._branches = False, 0
-        none = _NOTHING, _NOTHING
+    def _draft(self, rows: RowTable, slots: Array, others: int, room: int, begin: float) -> Drafted | None:
+        self._branches = 0
         self._rested += 1
         if self._credit <= 0 and self._rested < PAUSE:
-            return none  # nor is such a step's time looked at
+            return None  # nor is such a step's time looked at
         self._rested = 0
         self._branches, self._others = len(slots), others
-        cost = self.cost.fit(len(slots))
-        if cost is None or room < 1:
-            return none
+        fit = self.cost.fit(len(slots))
+        if fit is None or room < 1:
+            return None
         if behind := self.index.behind(slots, rows.order, rows.position):
             self._catch_up(rows, behind, [0] * len(behind))
-        undrafted = len(slots) + others
-        plain = float(cost.seconds(len(slots), np.array(undrafted)))
-        share = len(slots) * cost.row / plain
-        least = max(LEAST, share)  # below, a token costs more than it brings
+        # below, a token costs more than it brings
+        least = max(LEAST, len(slots) * fit.row / fit.seconds(len(slots), len(slots) + others))
         if least >= 1:
-            return none
-        counts, tokens, kinds, survival = self.index.propose(
+            return None
+        drafted = self.index.propose(
             slots,
             rows.segment_end,
             rows.length,
@@ -100,37 +84,18 @@ class HistoryDrafter:
             rows.seed,
             rows.temperature,
             MOST,
-            *(rates := self._rates()),
+            self.acceptance.rates,
+            self.acceptance.limits,
             least,
         )
         self._credit = max(self._credit - 1, 0)
-        if not len(tokens):
-            return none
-        # a token drafted right saves its row later, and its part of the rest of a step where all others get ahead too
-        worth = share + (1 - share) * np.count_nonzero(counts) / len(slots)
-        owner = np.repeat(np.arange(len(slots)), counts)
-        length = rows.length[slots]
-        value = survival * (1 + length / max(int(length.max()), 1))[owner]
-        ranked = np.argsort(-value, kind="stable")[:room]
+        if not len(drafted):
+            return None
         look = time.perf_counter() - begin
-        sampled = len(slots) + worth * np.cumsum(survival[ranked])
-        took = cost.seconds(len(slots), undrafted + np.arange(1, len(ranked) + 1))
-        best = int(np.argmax(sampled / (took + look)))
-        saved = plain * sampled[best] / len(slots) / MARGIN - took[best]
+        saved = self.acceptance.choose(drafted, rows.length, fit, others, room, look)
         if saved > look:
             self._credit = min(self._credit + saved / look, PATIENCE)
-            chosen = np.sort(ranked[: best + 1])  # a branch's survival falls, so these are beginnings
-        else:
-            known = rates[1][kinds] > UNTRIED
-            chosen = np.flatnonzero(~after_any(known, (np.cumsum(counts) - counts)[owner], inclusive=True))[:room]
-        if not len(chosen):
-            return none
-        self._token, self._kind = tokens[chosen], kinds[chosen]
-        counts = np.bincount(owner[chosen], minlength=len(slots))
-        self._begin, self._count = np.zeros((2, len(rows.order)), np.int64)
-        self._begin[slots], self._count[slots] = np.cumsum(counts) - counts, counts
-        self._drafting = True
-        return counts, self._token
+        return drafted if len(drafted) else None
 
     def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, version: int) -> None:
         if version != self._version:
@@ -142,12 +107,9 @@ class HistoryDrafter:
             self._catch_up(rows, behind, np.bincount(slots[written], minlength=len(rows.order))[behind].tolist())
             written &= np.isin(slots, behind)
             self.index.append(slots[written], token[written])
-        if not self._drafting:
-            return
-        there = np.flatnonzero((slots < len(self._count)) & (token >= 0))  # a fork may have grown the table
-        drafted = there[offset[there] < self._count[slots[there]]]
-        place = self._begin[slots[drafted]] + offset[drafted]
-        self._count_right(self._kind[place], self._token[place] == token[drafted])
+        if self._drafted is not None:
+            self.acceptance.count(self._drafted, slots, offset, token)
+            self._drafted = None
 
     def took(self, queries: int, seconds: float) -> None:
         if self._branches and self._others <= self._branches:
@@ -158,28 +120,6 @@ class HistoryDrafter:
         """Draft from a text that was not sampled here."""
         path = np.concatenate([text.prompt, text.before])
         self.index.add(_scope_of(text.prompt), -1, version, path[-DraftIndex.CONTEXT :], text.tokens)
-
-    def _count_right(self, kind: Array, right: Array) -> None:
-        drafted, hits = (np.bincount(some, minlength=self._tries.size) for some in (kind, kind[right]))
-        self._tries += drafted.reshape(self._tries.shape)
-        self._hits += hits.reshape(self._hits.shape)
-        self._known_rates = None
-        old = self._tries > MEMORY
-        self._tries[old] /= 2
-        self._hits[old] /= 2
-        self.drafted += drafted.reshape(len(SOURCES), -1).sum(1)
-        self.right += hits.reshape(len(SOURCES), -1).sum(1)
-
-    def _rates(self) -> tuple[Array, Array]:  # [kinds] each
-        """How likely a token is right by its kind: as counted, and where little was, as in its source and share of the
-        votes, whatever the length of its context. And how many of each kind a step may draft, lest a large batch tries
-        at once what has hardly been tried."""
-        if self._known_rates is None:
-            tries, hits = (counts.sum(1, keepdims=True) for counts in (self._tries, self._hits))
-            alike = (hits + PRIOR * GUESS) / (tries + PRIOR)
-            rates = (self._hits + PRIOR * alike) / (self._tries + PRIOR)
-            self._known_rates = rates.ravel().astype(np.float32), np.where(self._tries.ravel() < UNTRIED, UNTRIED, ANY)
-        return self._known_rates
 
     def _catch_up(self, rows: RowTable, slots: list[int], new: list[int]) -> None:
         """Bring the index to where the branches in ``slots`` stood so many tokens ago."""

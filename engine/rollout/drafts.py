@@ -8,6 +8,7 @@ token.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,9 @@ import numpy.typing as npt
 
 from .rows import RowTable
 from .stops import GO_ON, Stops
+
+with contextlib.suppress(ImportError):  # `KvCache` says what is missing
+    from ._host import cut_drafts
 
 Array = npt.NDArray[Any]
 
@@ -46,30 +50,6 @@ class Drafter(Protocol):
 def fit(rows: RowTable, stops: Stops, slots: Array, counts: Array, tokens: Array, room: int) -> tuple[Array, Array]:
     """Cut drafts to what can come to stand in a response: nothing behind a token that ends it or its segment, nothing
     where a branch forks, and at most ``room`` tokens in all."""
-    owner = np.repeat(np.arange(len(slots)), counts)
-    first = np.cumsum(counts) - counts
     most = np.where(rows.forks[slots] > 0, 0, rows.segment_end[slots] - rows.length[slots] - 1)
-    bad = np.arange(len(tokens)) - first[owner] >= most[owner]
-    bad |= stops.tokens(rows.stop_table[slots[owner]], tokens) != GO_ON
-    fits = ~after_any(bad, first[owner]) & ~bad
-    fits &= np.cumsum(fits) <= room
-    return np.bincount(owner[fits], minlength=len(slots)), tokens[fits]
-
-
-def on_path(token: Array, behind: Array, offset: Array) -> Array:  # each [E] -> [E] bool
-    """Which samples stand behind what was sampled before them. Sample i was drawn behind the token ``behind[i]``, and
-    ``offset[i]`` tokens of the draft stand before it, whose samples are the entries before i."""
-    missed = np.zeros(len(token), np.bool_)
-    missed[1:] = (offset[1:] > 0) & (token[:-1] != behind[1:])
-    return ~after_any(missed, np.arange(len(token)) - offset, inclusive=True)
-
-
-def up_to_end(ends: Array, offset: Array) -> Array:  # [E] bool, [E] int64 -> [E] bool
-    """The samples of each branch up to the first that ends it."""
-    return ~after_any(ends, np.arange(len(ends)) - offset)
-
-
-def after_any(marked: Array, first: Array, *, inclusive: bool = False) -> Array:  # [N] bool, [N] int64 -> [N] bool
-    """Whether one is marked among the entries from ``first[i]`` up to i, itself left out unless ``inclusive``."""
-    before = np.cumsum(marked) - marked
-    return before + (marked if inclusive else 0) > before[first]
+    ends = stops.tokens(np.repeat(rows.stop_table[slots], counts), tokens) != GO_ON
+    return cut_drafts(counts, tokens, ends, most, room)

@@ -8,6 +8,7 @@ prompt is simply a branch that forks first, and a rewind makes another one in th
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin
 from .branch import Branch, Node, Request, given, join
-from .drafts import Drafter, fit, on_path, up_to_end
+from .drafts import Drafter, fit
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .runner import Runner
@@ -25,6 +26,9 @@ from .scheduler import Scheduler, Step, TooLargeError
 from .seeds import child_seed
 from .steering import Steering
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
+
+with contextlib.suppress(ImportError):  # `KvCache` says what is missing
+    from ._host import on_path, up_to_end
 
 Array = npt.NDArray[Any]
 MOST_LOGITS_BYTES = 4 << 30  # of the children of one fork, which are sampled in one step

@@ -288,7 +288,10 @@ class Scheduler:
         token, position = rows.last_token[slots], rows.position[slots]
         if drafts is not None:
             count = 1 + drafts[0]
-            token = np.insert(drafts[1], np.cumsum(drafts[0]) - drafts[0], token)
+            drafted = np.ones(int(count.sum()), np.bool_)
+            drafted[np.cumsum(count) - count] = False
+            last, token = token, np.empty(len(drafted), np.int64)
+            token[drafted], token[~drafted] = drafts[1], last
         appended = sampled = count
         tree.extend(node, count, token)
         if fills:

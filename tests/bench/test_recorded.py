@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,7 +17,7 @@ from rolltree.bench.schema import read
 from rolltree.engine import NativeEngine, TokenTree
 from rolltree.engine.app.cli import main as rolltree
 from rolltree.engine.data.store import read_texts
-from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
+from rolltree.engine.rollout._host import Fit, StepCost
 
 from ..engine.tiny import write_run
 
@@ -54,7 +53,7 @@ def test_a_run_is_sampled_again_to_the_token(runs: Path, program: str, monkeypat
         return trees
 
     monkeypatch.setattr(NativeEngine, "generate", watched)
-    straight = Fit(1.0, 0.0, 1e-4, np.zeros(SIZES))  # times decide nothing
+    straight = Fit(1.0, 0.0, 1e-4)  # times decide nothing
     monkeypatch.setattr(StepCost, "fit", lambda self, branches: straight)
     groups = recorded.read_groups(run, recorded.load_config(run / "config.toml"))
     texts = [[part.tokens.tolist() for part in group.parts.values() if not part.forks] for group in groups]

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.rollout import drafter
-from rolltree.engine.rollout._host import DraftIndex
-from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
+from rolltree.engine.rollout._host import Drafted, DraftIndex, Fit, StepCost
 from rolltree.kernels import sample_tokens
 from rolltree.kernels.sampling.reference import uniforms
 
@@ -31,12 +30,12 @@ def propose(
     """Tokens and their kinds."""
     end, length, forks, own = (np.full(slot + 1, value) for value in (step + most + 1, step, 0, seed))
     temperature = np.full(slot + 1, 0.0 if greedy else 1.0, np.float32)
-    count, token, kind, survival = index.propose(
+    drafted = index.propose(
         np.array([slot]), end, length, forks, own, temperature, most, SURE, np.full(len(SURE), limit), 0.0
     )
-    assert count.tolist() == [len(token)]
-    assert (survival == 1).all()
-    return token.tolist(), kind.tolist()
+    assert drafted.count.tolist() == [len(drafted)] == [len(drafted.token)]
+    assert (drafted.survival == 1).all()
+    return drafted.token.tolist(), drafted.kind.tolist()
 
 
 class Searched:
@@ -272,9 +271,9 @@ def test_costs_of_steps_are_learned() -> None:
     few, many = cost.fit(8), cost.fit(64)
     assert few is not None
     assert many is not None
-    assert few.seconds(8, np.array([8, 16])) == pytest.approx([7.4, 9.0], rel=0.15)
+    assert [few.seconds(8, rows) for rows in (8, 16)] == pytest.approx([7.4, 9.0], rel=0.15)
     assert few.row == pytest.approx(0.2, rel=0.4)
-    assert many.seconds(64, np.array(64)) == pytest.approx(40, rel=0.15)
+    assert many.seconds(64, 64) == pytest.approx(40, rel=0.15)
     assert 64 * many.row < 4
     assert cost.fit(4096) is None
 
@@ -288,13 +287,13 @@ def test_numbers_of_rows_off_the_line_are_learned() -> None:
         cost.took(16, rows, (2 if rows == 16 else 3 + 0.05 * (rows - 16)) * rng.uniform(0.95, 1.05))
     fit = cost.fit(16)
     assert fit is not None
-    some, never = np.array([16, 17, 32, 48]), np.array([8, 64])
-    assert fit.seconds(16, some) == pytest.approx([2, 3.05, 3.8, 4.6], rel=0.1)
-    assert fit.seconds(16, never) == pytest.approx(fit.fixed + 16 * fit.branch + fit.row * never)
+    assert [fit.seconds(16, rows) for rows in (16, 17, 32, 48)] == pytest.approx([2, 3.05, 3.8, 4.6], rel=0.1)
+    for rows in (8, 64):
+        assert fit.seconds(16, rows) == pytest.approx(fit.fixed + 16 * fit.branch + fit.row * rows)
     assert fit.fixed + 16 * fit.branch + fit.row * 16 > 2.3, "the line alone would do"
 
 
-STRAIGHT = Fit(1.0, 0.0, 0.01, np.zeros(SIZES))
+STRAIGHT = Fit(1.0, 0.0, 0.01)
 
 
 class Found:
@@ -306,10 +305,10 @@ class Found:
     def behind(self, *_: Any) -> list[int]:
         return []
 
-    def propose(self, *_: Any) -> tuple[Any, ...]:
+    def propose(self, *_: Any) -> Drafted:
         self.looks += 1
         self.clock[0] += self.seconds
-        return np.array([8]), np.arange(8), np.zeros(8, np.int64), np.full(8, 0.9)
+        return Drafted(np.zeros(1), np.array([8]), np.arange(8), np.zeros(8), np.full(8, 0.9))
 
 
 @pytest.mark.parametrize(("seconds", "looks", "drafts"), [(0.1, 48, 48), (4.0, 48, 48), (7.0, 10, 0)])
@@ -323,7 +322,8 @@ def test_what_a_look_takes_counts(seconds: float, looks: int, drafts: int, monke
     history.index = found
     cost: Any = SimpleNamespace(fit=lambda branches: STRAIGHT, took=lambda *step: told.append(step))
     history.cost = cost
-    history._tries[:] = 100  # no kind is tried for its own sake
+    tried = Drafted(np.zeros(1), np.array([100]), np.arange(100), np.zeros(100), np.ones(100))
+    history.acceptance.count(tried, np.zeros(100), np.arange(100), np.arange(100))  # none is drafted to try its kind
     one = np.zeros(1, np.int64)
     names = ("order", "position", "segment_end", "length", "forks", "seed", "temperature")
     rows: Any = SimpleNamespace(**dict.fromkeys(names, one))

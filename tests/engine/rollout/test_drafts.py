@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, SamplingParams
+from rolltree.engine.rollout._host import Fit, StepCost
 from rolltree.engine.rollout.drafter import HistoryDrafter
 from rolltree.engine.rollout.fused_decoder import FusedDecoder
 from rolltree.engine.rollout.rows import RowTable
-from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
 from rolltree.kernels.linear_logprob.head import Head
 
 from .test_graphs import Uncaptured
@@ -370,7 +370,7 @@ class FewerStepsAreFaster(StepCost):
     """Times decide no test."""
 
     def fit(self, branches: int) -> Fit:
-        return Fit(1.0, 0.0, 1e-4, np.zeros(SIZES))
+        return Fit(1.0, 0.0, 1e-4)
 
 
 def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
@@ -394,9 +394,9 @@ def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
         drafter.index.check()
     assert native.loop.counts["row_steps"] == plain.loop.counts["row_steps"] - sum(accepted)
     assert accepted[-1] > accepted[0]
-    assert (drafter.right <= drafter.drafted).all()
-    assert drafter.right.sum() >= native.stats["accepted_tokens"]
-    assert drafter.right[2] > 0
+    assert (drafter.acceptance.right <= drafter.acceptance.drafted).all()
+    assert drafter.acceptance.right.sum() >= native.stats["accepted_tokens"]
+    assert drafter.acceptance.right[2] > 0
     assert_all_free(native)
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from rolltree.engine.app.cli import main
+from rolltree.engine.rollout._host import Fit, StepCost
 from rolltree.engine.rollout.drafter import HistoryDrafter
-from rolltree.engine.rollout.step_cost import SIZES, Fit, StepCost
 
 from ..tiny import write_run
 
@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[HistoryDrafter]:
         made.append(self)
 
     monkeypatch.setattr(HistoryDrafter, "__init__", init)
-    monkeypatch.setattr(StepCost, "fit", lambda self, branches: Fit(1.0, 0.0, 1e-4, np.zeros(SIZES)))
+    monkeypatch.setattr(StepCost, "fit", lambda self, branches: Fit(1.0, 0.0, 1e-4))
     return made
 
 
@@ -61,10 +61,10 @@ def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, ma
         for other in weights[1:]:
             torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
     assert any(not torch.equal(weights[0][name], start[name]) for name in start), "nothing was learned"
-    assert whole.right.sum() > first.right.sum() > 0
-    assert second.drafted[2] > 0
+    assert whole.acceptance.right.sum() > first.acceptance.right.sum() > 0
+    assert second.acceptance.drafted[2] > 0
     assert second.index.tokens >= whole.index.tokens * 0.9, "the resumed run has the first one's texts again"
-    assert np.all(second.right <= second.drafted)
+    assert np.all(second.acceptance.right <= second.acceptance.drafted)
 
 
 def test_vllm_has_drafts_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
