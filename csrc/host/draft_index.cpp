@@ -123,30 +123,22 @@ void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branc
 void DraftIndex::append(int64_t slot, int32_t token) {
   if (slot >= static_cast<int64_t>(slot_run_.size())) return;
   ++slot_position_[slot];
-  if (slot_run_[slot] >= 0) write(slot_run_[slot], token, true);
+  if (slot_run_[slot] >= 0 && token >= 0) write(slot_run_[slot], token, true);
 }
 
-std::vector<int64_t> DraftIndex::follow(const int64_t* slots, const int64_t* tokens, int64_t n, const int64_t* branch,
-                                        const int64_t* position) {
+std::vector<int64_t> DraftIndex::follow(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position,
+                                        const int64_t* own, const int32_t* const* last, int64_t stride) {
   std::vector<int64_t> behind;
-  for (int64_t i = 0, end; i < n; i = end) {
-    const int64_t slot = slots[i];
-    int64_t written = 0;
-    for (end = i; end < n && slots[end] == slot; ++end) written += tokens[end] >= 0;
-    if (this->position(slot, branch[i]) != position[i] - written) {
-      behind.push_back(slot);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t known = this->position(slots[i], branch[i]), missing = position[i] - known;
+    if (known < 0 || missing < 0 || missing > own[i]) {
+      behind.push_back(slots[i]);
       continue;
     }
-    for (int64_t j = i; j < i + written; ++j) append(slot, tokens[j]);
+    for (int64_t j = missing; j-- > 0;)
+      append(slots[i], *reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(last[i]) - stride * j));
   }
   return behind;
-}
-
-std::vector<int64_t> DraftIndex::behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const {
-  std::vector<int64_t> found;
-  for (int64_t i = 0; i < n; ++i)
-    if (this->position(slots[i], branch[i]) != position[i]) found.push_back(slots[i]);
-  return found;
 }
 
 void DraftIndex::add(int64_t scope, int64_t group, int64_t version, const int32_t* before, int64_t m, const int32_t* tokens,

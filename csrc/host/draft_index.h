@@ -49,13 +49,12 @@ class DraftIndex {
   // at `position` of its path. `group` is its request.
   void begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position, const int32_t* before,
              int64_t n);
-  void append(int64_t slot, int32_t token);  // the branch's next token; nothing is written where the slot's text has gone
-  // Append what a step sampled, the tokens of a slot one after the other, where a slot's text is that of its branch and then
-  // ends at its position. A token of -1 failed and ends its slot's. Returns the other slots, once each.
-  std::vector<int64_t> follow(const int64_t* slots, const int64_t* tokens, int64_t n, const int64_t* branch,
-                              const int64_t* position);
-  // The slots whose text is not that of their branch up to their position.
-  std::vector<int64_t> behind(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position) const;
+  void append(int64_t slot, int32_t token);  // the branch's next one; not written where it failed (-1) or the text has gone
+  // Append what branches sampled since their slots were told last, by which position they have come to. `own[i]` tokens of
+  // the i-th one lie at hand, the last at last[i] and each `stride` bytes behind the one before. Returns the slots whose text
+  // is another branch's, or lacks more than that.
+  std::vector<int64_t> follow(const int64_t* slots, int64_t n, const int64_t* branch, const int64_t* position, const int64_t* own,
+                              const int32_t* const* last, int64_t stride);
   // Of the last token of `branch` that the slot has been told of; -1 where it is another branch's.
   int64_t position(int64_t slot, int64_t branch) const {
     return slot < static_cast<int64_t>(slot_run_.size()) && slot_branch_[slot] == branch ? slot_position_[slot] : -1;

@@ -68,6 +68,23 @@ Drafted propose(const DraftIndex& index, const Ids& slots, const Column<int64_t>
                        slots.size(), most, rates.data(), limits.data(), least);
 }
 
+// Of a slot's branch tokens[slot, : fill[slot]] are the last, unless it is to fork: then its node may be another one.
+std::vector<int64_t> follow(DraftIndex& index, const Ids& slots, const Column<int64_t>& branch, const Column<int64_t>& position,
+                            const Column<int64_t>& forks, const Column<int64_t>& fill,
+                            const py::array_t<int32_t, py::array::forcecast>& tokens) {
+  const auto branches = of(slots, branch), positions = of(slots, position), forking = of(slots, forks);
+  auto own = of(slots, fill);
+  if (tokens.ndim() != 2) throw std::invalid_argument("Every slot needs a row of tokens.");
+  std::vector<const int32_t*> last(slots.size());
+  for (size_t i = 0; i < last.size(); ++i) {
+    if (slots.data()[i] >= tokens.shape(0) || own[i] < 0 || own[i] > tokens.shape(1))
+      throw std::invalid_argument("Every slot needs a row of tokens, as long as its branch has filled it.");
+    if (forking[i] > 0) own[i] = 0;
+    last[i] = own[i] ? tokens.data(slots.data()[i], own[i] - 1) : nullptr;
+  }
+  return index.follow(slots.data(), slots.size(), branches.data(), positions.data(), own.data(), last.data(), tokens.strides(1));
+}
+
 double choose(const Acceptance& acceptance, Drafted& draft, const Column<int64_t>& length, const Fit& fit, int64_t others,
               int64_t room, double look) {
   if (draft.slot.empty()) throw std::invalid_argument("A draft of no branch leaves nothing to choose from.");
@@ -110,17 +127,8 @@ void bind_drafts(py::module_& m) {
              for (py::ssize_t i = 0; i < slots.size(); ++i) index.append(slots.data()[i], tokens.data()[i]);
            },
            py::arg("slots"), py::arg("tokens"))
-      .def("follow",
-           [](DraftIndex& index, const Ids& slots, const Ids& tokens, const Column<int64_t>& branch, const Column<int64_t>& position) {
-             const int64_t n = same_length(slots, tokens);
-             return index.follow(slots.data(), tokens.data(), n, of(slots, branch).data(), of(slots, position).data());
-           },
-           py::arg("slots"), py::arg("tokens"), py::arg("branch"), py::arg("position"))
-      .def("behind",
-           [](const DraftIndex& index, const Ids& slots, const Column<int64_t>& branch, const Column<int64_t>& position) {
-             return index.behind(slots.data(), slots.size(), of(slots, branch).data(), of(slots, position).data());
-           },
-           py::arg("slots"), py::arg("branch"), py::arg("position"))
+      .def("follow", &follow, py::arg("slots"), py::arg("branch"), py::arg("position"), py::arg("forks"),
+           py::arg("fill"), py::arg("tokens"))
       .def("position", &DraftIndex::position, py::arg("slot"), py::arg("branch"))
       .def("add",
            [](DraftIndex& index, int64_t scope, int64_t group, int64_t version, const Tokens& before, const Tokens& tokens) {

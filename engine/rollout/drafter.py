@@ -70,8 +70,7 @@ class HistoryDrafter:
         fit = self.cost.fit(len(slots))
         if fit is None or room < 1:
             return None
-        if behind := self.index.behind(slots, rows.order, rows.position):
-            self._catch_up(rows, behind, [0] * len(behind))
+        self._follow(rows, slots)
         # below, a token costs more than it brings
         least = max(LEAST, len(slots) * fit.row / fit.seconds(len(slots), len(slots) + others))
         if least >= 1:
@@ -97,19 +96,16 @@ class HistoryDrafter:
             self._credit = min(self._credit + saved / look, PATIENCE)
         return drafted if len(drafted) else None
 
-    def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, version: int) -> None:
+    def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, ended: Array, version: int) -> None:
         if version != self._version:
             self._version = version
             self.index.forget(version - self.age)
             self._prompts.clear()
-        if behind := self.index.follow(slots, token, rows.order, rows.position):
-            written = token >= 0
-            self._catch_up(rows, behind, np.bincount(slots[written], minlength=len(rows.order))[behind].tolist())
-            written &= np.isin(slots, behind)
-            self.index.append(slots[written], token[written])
         if self._drafted is not None:
             self.acceptance.count(self._drafted, slots, offset, token)
             self._drafted = None
+        if ended.any():  # other texts are read when there is something to find
+            self._follow(rows, slots[ended])
 
     def took(self, queries: int, seconds: float) -> None:
         if self._branches and self._others <= self._branches:
@@ -121,28 +117,27 @@ class HistoryDrafter:
         path = np.concatenate([text.prompt, text.before])
         self.index.add(_scope_of(text.prompt), -1, version, path[-DraftIndex.CONTEXT :], text.tokens)
 
-    def _catch_up(self, rows: RowTable, slots: list[int], new: list[int]) -> None:
-        """Bring the index to where the branches in ``slots`` stood so many tokens ago."""
+    def _follow(self, rows: RowTable, slots: Array) -> None:
+        """Bring the index to where the branches stand."""
+        tokens = rows.records["token"]
         above: dict[Node, Array] = {}  # the last tokens up to a node, which siblings share
-        for slot, more in zip(slots, new, strict=True):
+        for slot in self.index.follow(slots, rows.order, rows.position, rows.forks, rows.fill, tokens):
             branch = rows.branch[slot]
             assert branch is not None
-            order, position = branch.order, int(rows.position[slot]) - more
-            known, own = self.index.position(slot, order), 0 if branch.node.sealed else int(rows.fill[slot]) - more
-            given = position - known if known >= 0 else 0
+            order, position = branch.order, int(rows.position[slot])
+            own = _NOTHING if branch.node.sealed else tokens[slot, : rows.fill[slot]]
             node = branch.node if branch.node.sealed else branch.node.parent
             assert node is not None
-            if given > 0 or own > 0:
-                path = _last_tokens(node, rows.records["token"][slot, :own], max(DraftIndex.CONTEXT, given))
-            else:
-                if node not in above:
-                    above[node] = _last_tokens(node, _NOTHING, DraftIndex.CONTEXT)
-                path = above[node]
-            if 0 < given <= len(path):  # a tool's answer, say
-                self.index.append(np.full(given, slot), path[len(path) - given :])
-                continue
+            if (known := self.index.position(slot, order)) >= 0 and (missing := position - known) > 0:
+                path = _last_tokens(node, own, missing)
+                if len(path) == missing:  # a tool's answer, say
+                    self.index.append(np.full(missing, slot), path)
+                    continue
+            if node not in above:
+                above[node] = _last_tokens(node, _NOTHING, DraftIndex.CONTEXT)
             number, scope = branch.request.number, self._scope(branch.request.number, branch.request.prompt)
-            self.index.begin(slot, scope, number, order, self._version, position, path[-DraftIndex.CONTEXT :])
+            self.index.begin(slot, scope, number, order, self._version, position - len(own), above[node])
+            self.index.append(np.full(len(own), slot), own)
 
     def _scope(self, request: int, prompt: Array) -> int:
         if request not in self._scopes:

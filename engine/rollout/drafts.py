@@ -38,9 +38,10 @@ class Drafter(Protocol):
             how many tokens each branch gets [R] int64, and the tokens [sum] int64, one branch after the other.
         """
 
-    def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, version: int) -> None:
+    def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, ended: Array, version: int) -> None:
         """Be told what a step sampled, when ``rows`` have it: the branches' slots [E] int64, which of its branch's new
-        tokens each one is [E], the tokens [E] int64, -1 for one that failed, and the version of the policy."""
+        tokens each one is [E], the tokens [E] int64, -1 for one that failed, which of them end a segment [E] bool, and
+        the version of the policy."""
 
     def took(self, queries: int, seconds: float) -> None:
         """Be told how long a step of so many rows took, but for forking and ending branches, where drafts save

@@ -131,7 +131,7 @@ class NativeLoop(Steering):
         self.counts["idle_row_steps"] += unfinished - branches
         if self.drafter is not None:
             self.drafter.took(len(step.input_ids), time.perf_counter() - begin)
-            self.drafter.sampled(self.rows, targets, offset, sampled.token, self.version)
+            self.drafter.sampled(self.rows, targets, offset, sampled.token, ends != GO_ON, self.version)
         if ends.any():
             self._end_segments(targets, ends, sampled, texts or {})
 

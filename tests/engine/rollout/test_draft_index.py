@@ -162,34 +162,60 @@ def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
         index.check()
 
 
-def test_a_step_is_appended_at_once_where_the_branches_stand_as_expected() -> None:
-    """Others are named and not written: another branch in the slot, or tokens that came in between."""
+def test_what_branches_sampled_is_appended_from_their_records() -> None:
+    """Of those that stand as expected; others are named and not written: another branch in the slot, tokens that came
+    in between, a fork to come."""
     rng = np.random.default_rng(0)
     index, one_by_one = DraftIndex(1 << 12), DraftIndex(1 << 12)
     branch, position = np.array([10, 11, 12, 13]), np.array([4, 7, 2, 5])
+    forks, fill = np.zeros((2, 4), np.int64)
+    records = np.zeros((4, 200), np.dtype([("token", np.int32), ("logprob", np.float32)]))
     for slot in (0, 1, 2):
         for each in (index, one_by_one):
             each.begin(slot, 0, slot, int(branch[slot]), 0, int(position[slot]), [])
-    assert index.behind(np.arange(4), branch, position) == [3]
-    for _ in range(60):
-        counts = rng.integers(0, 3, 3)
-        slots, tokens = np.repeat([2, 0, 1], counts), rng.integers(0, 3, counts.sum())
-        position += np.bincount(slots, minlength=4)
-        assert index.follow(slots, tokens, branch, position) == []
-        one_by_one.append(slots, tokens)
-        assert index.behind(np.arange(3), branch, position) == []
-        for slot in (0, 1, 2):
-            assert propose(index, slot, 5) == propose(one_by_one, slot, 5)
+
+    def follow(*slots: int) -> list[int]:
+        return index.follow(np.array(slots), branch, position, forks, fill, records["token"])
+
+    def sample(slot: int, *tokens: int) -> None:
+        records["token"][slot, fill[slot] : fill[slot] + len(tokens)] = tokens
+        fill[slot] += len(tokens)
+        position[slot] += len(tokens)
+
+    assert follow(0, 1, 2, 3) == [3]
+    for step in range(60):
+        for slot, count in zip((2, 0, 1), rng.integers(0, 3, 3).tolist(), strict=True):
+            sample(slot, *rng.integers(0, 3, count).tolist())
+        if step % 4 == 3:  # some steps at once
+            for slot in (2, 0, 1):
+                new = records["token"][
+                    slot, fill[slot] + one_by_one.position(slot, 10 + slot) - position[slot] : fill[slot]
+                ]
+                one_by_one.append(np.full(len(new), slot), new)
+            assert follow(2, 0, 1) == []
+            for slot in (0, 1, 2):
+                assert propose(index, slot, 5) == propose(one_by_one, slot, 5)
     assert index.tokens == one_by_one.tokens
-    position[1] += 1
-    assert index.follow(np.array([1, 1]), [2, -1], branch, position) == []  # the second one failed
-    branch[1], before = 14, index.tokens
-    position += [3, 1, 1, 0]  # slot 0 was given two tokens by somebody else
-    assert index.follow(np.array([0, 1, 2]), [1, 2, 0], branch, position) == [0, 1]
+    before = index.tokens
+    sample(1, 2, -1)  # the second one failed
+    assert follow(1) == []
     assert index.tokens == before + 1
+    branch[1] = 14
+    fill[0] = 1  # a node of its own, behind two tokens of somebody else
+    position += [3, 1, 0, 0]
+    sample(2, 1)
+    forks[2] = 1
+    assert follow(0, 1, 2) == [0, 1, 2]
+    assert index.tokens == before + 1
+    forks[2] = 0
+    assert follow(0, 1, 2) == [0, 1]
+    assert index.tokens == before + 2
     assert [index.position(slot, int(branch[slot])) for slot in range(4)] == [position[0] - 3, -1, position[2], -1]
     with pytest.raises(ValueError, match="needs its columns"):
-        index.follow(np.array([4]), [1], branch, position)
+        follow(4)
+    fill[2] = 201
+    with pytest.raises(ValueError, match="as long as its branch has filled it"):
+        follow(2)
 
 
 def test_what_is_kept_is_bounded_and_the_first_begun_goes_first() -> None:
@@ -302,7 +328,7 @@ class Found:
     def __init__(self, clock: list[float], seconds: float) -> None:
         self.clock, self.seconds, self.looks = clock, seconds, 0
 
-    def behind(self, *_: Any) -> list[int]:
+    def follow(self, *_: Any) -> list[int]:
         return []
 
     def propose(self, *_: Any) -> Drafted:
@@ -325,8 +351,8 @@ def test_what_a_look_takes_counts(seconds: float, looks: int, drafts: int, monke
     tried = Drafted(np.zeros(1), np.array([100]), np.arange(100), np.zeros(100), np.ones(100))
     history.acceptance.count(tried, np.zeros(100), np.arange(100), np.arange(100))  # none is drafted to try its kind
     one = np.zeros(1, np.int64)
-    names = ("order", "position", "segment_end", "length", "forks", "seed", "temperature")
-    rows: Any = SimpleNamespace(**dict.fromkeys(names, one))
+    names = ("order", "position", "segment_end", "length", "forks", "fill", "seed", "temperature")
+    rows: Any = SimpleNamespace(records={"token": one}, **dict.fromkeys(names, one))
     drafted = 0
     for _ in range(48):
         begin = clock[0]

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolltree.engine.data.segment import Origin
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, SamplingParams
 from rolltree.engine.rollout._host import Fit, StepCost
@@ -49,9 +50,7 @@ class Told:
             drafts.append(np.where(off, self.rng.integers(0, 211, len(draft)), draft).astype(np.int64))
         return np.array([len(d) for d in drafts]), np.concatenate(drafts)
 
-    def sampled(
-        self, rows: RowTable, slots: np.ndarray, offset: np.ndarray, token: np.ndarray, version: int
-    ) -> None: ...
+    def sampled(self, *_: Any) -> None: ...
 
     def took(self, queries: int, seconds: float) -> None: ...
 
@@ -62,7 +61,7 @@ class Watched(Told):
     def __init__(self) -> None:
         super().__init__({}, 0.0)
 
-    def sampled(self, rows: RowTable, slots: np.ndarray, offset: np.ndarray, token: np.ndarray, version: int) -> None:
+    def sampled(self, rows: RowTable, slots: np.ndarray, *_: Any) -> None:
         for slot in slots.tolist():
             branch = rows.branch[slot]
             assert branch is not None
@@ -371,6 +370,32 @@ class FewerStepsAreFaster(StepCost):
 
     def fit(self, branches: int) -> Fit:
         return Fit(1.0, 0.0, 1e-4)
+
+
+class NothingIsKnown(StepCost):
+    def fit(self, branches: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_texts_are_kept_while_nothing_is_looked_for(program: str) -> None:
+    """As many tokens of them as where every step looks, through forks, rewinds and answers."""
+    kept = []
+    params = SamplingParams(n=4, max_new_tokens=40, temperature=0.05)
+    for cost in (NothingIsKnown(), FewerStepsAreFaster()):
+        native = NativeEngine(model("qwen3"), config=EngineConfig(page_size=4, kv_tokens=4096, drafts=1 << 14))
+        drafter = native.loop.drafter
+        assert isinstance(drafter, HistoryDrafter)
+        drafter.cost = cost
+        requests = finished(native, native.submit(PROMPTS, params, PROGRAMS[program], seeds=[0] * len(PROMPTS)))
+        sampled = sum(
+            int((one.origin == Origin.SAMPLED).sum()) for request in requests for one in request.completions()
+        )
+        assert drafter.index.tokens > sampled / 4
+        kept.append(drafter.index.tokens)
+        drafter.index.check()
+    assert native.stats["drafted_tokens"] > 0
+    assert kept[0] == kept[1]
 
 
 def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
