@@ -33,6 +33,7 @@ SOURCES = ("own", "siblings", "earlier", "shared")
 response to the same prompt, or in one to another prompt."""
 MOST = 32  # tokens of one draft
 LEAST = 0.05  # probability of being right, below which nothing is drafted
+TICK = 1e-6  # seconds, the least that a look counts as
 PATIENCE, PAUSE = 8, 16  # looks that brought less than they cost, after which only one step in so many looks
 
 
@@ -93,7 +94,7 @@ class HistoryDrafter:
         look = time.perf_counter() - begin
         saved = self.acceptance.choose(drafted, rows.length, fit, others, room, look)
         if saved > look:
-            self._credit = min(self._credit + saved / look, PATIENCE)
+            self._credit = min(self._credit + saved / max(look, TICK), PATIENCE)
         return drafted if len(drafted) else None
 
     def sampled(self, rows: RowTable, slots: Array, offset: Array, token: Array, ended: Array, version: int) -> None:

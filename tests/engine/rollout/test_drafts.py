@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, SamplingParams
+from rolltree.engine.rollout import drafter as drafter_module
 from rolltree.engine.rollout._host import Fit, StepCost
 from rolltree.engine.rollout.drafter import HistoryDrafter
 from rolltree.engine.rollout.fused_decoder import FusedDecoder
@@ -471,7 +472,7 @@ def test_anything_may_come_between(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("together", "most_rows"), [(32, 4096), (2, 64)], ids=["many rows", "at most 64 rows"])
-def test_a_million_tokens_of_later_epochs(together: int, most_rows: int) -> None:
+def test_a_million_tokens_of_later_epochs(together: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many fall the other way. So many prompts of 16 rows decode side by side with the drafter itself and without;
     where a response has parted, nothing behind is compared.
 
@@ -486,6 +487,7 @@ def test_a_million_tokens_of_later_epochs(together: int, most_rows: int) -> None
     plain, native = (NativeEngine(model("qwen3"), config=EngineConfig(**sizes, drafts=n)) for n in (0, 1 << 18))
     assert isinstance(native.loop.drafter, HistoryDrafter)
     native.loop.drafter.cost = FewerStepsAreFaster()
+    monkeypatch.setattr(drafter_module.time, "perf_counter", lambda: 0.0)  # how much is drafted depends on no clock
     compared, parted, most, epoch, accepted = 0, 0, 0.0, 0, 0.0
     while compared < 1_000_000:
         for begin in range(0, len(prompts), together):
@@ -505,7 +507,7 @@ def test_a_million_tokens_of_later_epochs(together: int, most_rows: int) -> None
                     most = max(most, float((far / np.maximum(1, np.abs(two.behaviour_logprob[:end]))).max(initial=0)))
         epoch += 1
     print(f"{parted} of {compared} tokens differ, log-probs by {most:.1e} at most; {accepted:.0f} were drafted right")
-    assert accepted > 0.15 * compared  # drafts were used
+    assert accepted > 0.1 * compared  # drafts were used
     if most_rows == 64:
         assert (parted, most) == (0, 0.0)
     else:
