@@ -166,6 +166,7 @@ void bind_drafts(py::module_& m) {
       .def(py::init([](double fixed, double branch, double row) { return Fit{fixed, branch, row}; }), py::arg("fixed"),
            py::arg("branch"), py::arg("row"))
       .def("seconds", &Fit::seconds, py::arg("branches"), py::arg("rows"))
+      .def("share", &Fit::share, py::arg("branches"), py::arg("others"))
       .def_readonly("fixed", &Fit::fixed)
       .def_readonly("branch", &Fit::branch)
       .def_readonly("row", &Fit::row);

@@ -65,7 +65,7 @@ double Acceptance::choose(Drafted& draft, const int64_t* length, const Fit& fit,
   const int64_t n = static_cast<int64_t>(draft.count.size()), tokens = static_cast<int64_t>(draft.token.size());
   const int64_t undrafted = n + others, longest = std::max<int64_t>(*std::max_element(length, length + n), 1);
   // A token drafted right saves its row later, and its part of the rest of a step where all others get ahead too.
-  const double plain = fit.seconds(n, undrafted), share = n * fit.row / plain;
+  const double plain = fit.seconds(n, undrafted), share = fit.share(n, others);
   const int64_t ahead = std::count_if(draft.count.begin(), draft.count.end(), [](int64_t count) { return count > 0; });
   const double worth = share + (1 - share) * ahead / n;
 

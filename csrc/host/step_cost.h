@@ -23,6 +23,8 @@ struct Fit {
   std::array<double, kSizes> beyond{};  // the share by which steps of each size are above the line
 
   double seconds(int64_t branches, int64_t rows) const;
+  // Of a step without drafts, by which it grows with the branches' rows; there are `others` besides.
+  double share(int64_t branches, int64_t others) const { return branches * row / seconds(branches, branches + others); }
   static int size(int64_t rows);
 };
 

@@ -72,8 +72,7 @@ class HistoryDrafter:
         if fit is None or room < 1:
             return None
         self._follow(rows, slots)
-        # below, a token costs more than it brings
-        least = max(LEAST, len(slots) * fit.row / fit.seconds(len(slots), len(slots) + others))
+        least = max(LEAST, fit.share(len(slots), others))  # below, a token costs more than it brings
         if least >= 1:
             return None
         drafted = self.index.propose(

@@ -337,7 +337,7 @@ class Found:
         return Drafted(np.zeros(1), np.array([8]), np.arange(8), np.zeros(8), np.full(8, 0.9))
 
 
-@pytest.mark.parametrize(("seconds", "looks", "drafts"), [(0.1, 48, 48), (4.0, 48, 48), (7.0, 10, 0)])
+@pytest.mark.parametrize(("seconds", "looks", "drafts"), [(0.0, 48, 48), (0.1, 48, 48), (4.0, 48, 48), (7.0, 10, 0)])
 def test_what_a_look_takes_counts(seconds: float, looks: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a second, in which a draft of 8 saves six: looks that take longer are given up, but for one in 16."""
     clock = [0.0]

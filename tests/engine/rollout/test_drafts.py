@@ -507,7 +507,7 @@ def test_a_million_tokens_of_later_epochs(together: int, most_rows: int, monkeyp
                     most = max(most, float((far / np.maximum(1, np.abs(two.behaviour_logprob[:end]))).max(initial=0)))
         epoch += 1
     print(f"{parted} of {compared} tokens differ, log-probs by {most:.1e} at most; {accepted:.0f} were drafted right")
-    assert accepted > 0.1 * compared  # drafts were used
+    assert accepted > 0.12 * compared  # drafts were used
     if most_rows == 64:
         assert (parted, most) == (0, 0.0)
     else:
