@@ -150,7 +150,7 @@ void store_and_attend(float* q, const float* k, const float* v, const Layer& lay
               std::nullopt);
 }
 
-// The room of up to kFewRows rows that all layers use in turn, so that it stays in the cache.
+// The room of up to few_rows() rows that all layers use in turn, so that it stays in the cache.
 struct Room {
   Room(const Layer& layer, int64_t rows)
       : wide(std::max(layer.shape.heads * layer.shape.dim, layer[kGate]->size(0))),
@@ -247,7 +247,7 @@ Tensor decoder(const Tensor& input_ids, const Tensor& embedding, const std::vect
     const Layer layer{own, k_pages.mutable_data_ptr<float>(), v_pages.mutable_data_ptr<float>(),
                       {own[kQ]->size(0) / dim, k_pages.size(2), dim, k_pages.size(1)},
                       windows[i] ? std::optional(windows[i]) : std::nullopt};
-    if (rows > kFewRows) {
+    if (rows > few_rows()) {
       many_rows_layer(residual, out, layer, step);
       continue;
     }

@@ -14,7 +14,8 @@ namespace rolltree {
 namespace {
 
 constexpr int64_t kTogether = 2 * kAccumulators;  // columns that all rows are multiplied with before the next are read
-constexpr int64_t kAlone = kLanes - 1;            // rows up to which columns lie in the lanes
+constexpr int64_t kAlone = kLanes * 3 / 4;        // rows up to which columns lie in the lanes
+constexpr int64_t kBusy = kVectorBytes == 64 ? kLanes : 2 * kLanes;  // rows in lanes that keep the multipliers busy
 
 // Columns of a weight as the left matrix of a GEMM. The columns after them are asked for meanwhile, bit by bit: weights are
 // too many to stay in a cache, and a core has some twenty reads under way, more would stall it.
@@ -113,7 +114,7 @@ inline void put(Vec sum, const Product& product, int64_t row, int64_t n, int64_t
 }
 
 int64_t alone_of(int64_t rows) {
-  const int64_t rest = rows % (2 * kLanes);
+  const int64_t rest = rows % kBusy;
   return rest <= kAlone ? rest : 0;
 }
 
@@ -121,6 +122,15 @@ int64_t alone_of(int64_t rows) {
 int64_t panel_of(int64_t vectors) { return vectors >= kPanelVectors ? kPanelVectors : vectors >= 2 ? 2 : 1; }
 
 }  // namespace
+
+int64_t few_rows() {
+#ifdef __x86_64__
+  static const bool doubled = kVectorBytes == 64 && __builtin_cpu_is("intel");
+  return kVectorBytes == 16 || doubled ? 64 : 384;
+#else
+  return 64;
+#endif
+}
 
 FewRows::FewRows(const float* x, int64_t rows, int64_t depth)
     : x_(x), rows_(rows), depth_(depth), alone_(alone_of(rows)), lanes_(padded(rows - alone_)), panels_(lanes_ * depth) {
@@ -217,11 +227,9 @@ void FewRows::multiply(std::span<const Product> products) const {
 
 namespace {
 
-int64_t few_rows() { return kFewRows; }
-
 void linear(const Tensor& x, const Tensor& weight, Tensor out) {
   const int64_t rows = x.size(0), width = weight.size(0);
-  STD_TORCH_CHECK(rows <= kFewRows, "linear: more than ", kFewRows, " rows");
+  STD_TORCH_CHECK(rows <= few_rows(), "linear: more than ", few_rows(), " rows");
   const int64_t stride = rows > 1 ? out.stride(0) : width;
   const Product product{weight.const_data_ptr<float>(), nullptr, width, out.mutable_data_ptr<float>(), stride};
   FewRows(x.const_data_ptr<float>(), rows, x.size(1)).multiply({&product, 1});

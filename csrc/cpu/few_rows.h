@@ -8,9 +8,9 @@
 
 namespace rolltree {
 
-// Above, a library is as fast: measured beside MKL on an EPYC with AVX2. 64 was found on a Xeon with AVX-512, by a kernel
-// that summed in lanes.
-constexpr int64_t kFewRows = kVectorBytes == 32 ? 384 : 64;
+// Rows above which a library is used. 384 was measured beside MKL on EPYCs with AVX2 and with AVX-512; 64 on a Xeon with
+// AVX-512, where MKL is faster, by an earlier kernel.
+int64_t few_rows();
 constexpr int64_t kColumns = kLanes;  // of a weight: a block, the least that a thread is given
 
 // out[r, n] (+)= x[r] . weight[n] + bias[n]: weight [width, depth], bias [width] or null, both contiguous; out [rows, width],
