@@ -103,21 +103,24 @@ void DraftIndex::drop(int id) {
   free_runs_.push_back(id);
 }
 
-void DraftIndex::begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position,
-                       const int32_t* before, int64_t n) {
-  if (slot < 0) throw std::invalid_argument("A slot is not negative.");
-  if (slot >= static_cast<int64_t>(slot_run_.size())) {
-    slot_run_.resize(slot + 1, -1);
-    slot_branch_.resize(slot + 1, -1);
-    slot_position_.resize(slot + 1, -1);
+void DraftIndex::begin(const int64_t* slots, int64_t n, int64_t scope, int64_t group, const int64_t* branch, int64_t version,
+                       int64_t position, const int32_t* before, int64_t m) {
+  if (std::any_of(slots, slots + n, [](int64_t slot) { return slot < 0; })) throw std::invalid_argument("A slot is not negative.");
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t slot = slots[i];
+    if (slot >= static_cast<int64_t>(slot_run_.size())) {
+      slot_run_.resize(slot + 1, -1);
+      slot_branch_.resize(slot + 1, -1);
+      slot_position_.resize(slot + 1, -1);
+    }
+    slot_branch_[slot] = branch[i];
+    slot_position_[slot] = position;
+    if (slot_run_[slot] >= 0) runs_[slot_run_[slot]].slot = -1;
+    slot_run_[slot] = -1;
+    const int run = open(slot, scope, group, branch[i], version);
+    slot_run_[slot] = run;
+    for (int64_t j = std::max<int64_t>(0, m - kContext); j < m; ++j) write(run, before[j], false);
   }
-  slot_branch_[slot] = branch;
-  slot_position_[slot] = position;
-  if (slot_run_[slot] >= 0) runs_[slot_run_[slot]].slot = -1;
-  slot_run_[slot] = -1;
-  const int run = open(slot, scope, group, branch, version);
-  slot_run_[slot] = run;
-  for (int64_t i = std::max<int64_t>(0, n - kContext); i < n; ++i) write(run, before[i], false);
 }
 
 void DraftIndex::append(int64_t slot, int32_t token) {

@@ -45,10 +45,10 @@ class DraftIndex {
 
   explicit DraftIndex(int64_t capacity);  // tokens, own and of contexts
 
-  // A branch in `slot` goes on behind `before`, of which the last kContext tokens are kept as context and the last one stands
-  // at `position` of its path. `group` is its request.
-  void begin(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position, const int32_t* before,
-             int64_t n);
+  // Branches in `slots` go on behind `before`, of which the last kContext tokens are kept as context and the last one stands
+  // at `position` of their paths. `group` is their request.
+  void begin(const int64_t* slots, int64_t n, int64_t scope, int64_t group, const int64_t* branch, int64_t version,
+             int64_t position, const int32_t* before, int64_t m);
   void append(int64_t slot, int32_t token);  // the branch's next one; not written where it failed (-1) or the text has gone
   // Append what branches sampled since their slots were told last, by which position they have come to. `own[i]` tokens of
   // the i-th one lie at hand, the last at last[i] and each `stride` bytes behind the one before. Returns the slots whose text

@@ -115,11 +115,12 @@ void bind_drafts(py::module_& m) {
   py::class_<DraftIndex>(m, "DraftIndex")
       .def(py::init<int64_t>(), py::arg("capacity"))
       .def("begin",
-           [](DraftIndex& index, int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version, int64_t position,
-              const Tokens& before) {
-             index.begin(slot, scope, group, branch, version, position, before.data(), before.size());
+           [](DraftIndex& index, const Ids& slots, int64_t scope, int64_t group, const Ids& branch, int64_t version,
+              int64_t position, const Tokens& before) {
+             index.begin(slots.data(), same_length(slots, branch), scope, group, branch.data(), version, position, before.data(),
+                         before.size());
            },
-           py::arg("slot"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("position"),
+           py::arg("slots"), py::arg("scope"), py::arg("group"), py::arg("branch"), py::arg("version"), py::arg("position"),
            py::arg("before"))
       .def("append",
            [](DraftIndex& index, const Ids& slots, const Tokens& tokens) {

@@ -11,6 +11,7 @@ constexpr double kMemory = 2000;  // drafted tokens of a kind after which the co
 constexpr double kPrior = 4, kGuess[] = {0.3, 0.5, 0.7};  // rates at first, by share of the votes: as if so many had been drafted
 constexpr int64_t kUntried = 16;  // drafted tokens that tell how right a kind is; until then a step drafts no more of it
 constexpr double kMargin = 1.1;   // how much faster a step with drafts must be: estimates are estimates
+constexpr double kLead = 0.6;     // how far the slowest of many branches gets ahead, as a part of the mean, as measured
 
 static_assert(std::size(kGuess) == Acceptance::kAlike);
 
@@ -64,10 +65,10 @@ void Acceptance::learn() {
 double Acceptance::choose(Drafted& draft, const int64_t* length, const Fit& fit, int64_t others, int64_t room, double look) const {
   const int64_t n = static_cast<int64_t>(draft.count.size()), tokens = static_cast<int64_t>(draft.token.size());
   const int64_t undrafted = n + others, longest = std::max<int64_t>(*std::max_element(length, length + n), 1);
-  // A token drafted right saves its row later, and its part of the rest of a step where all others get ahead too.
+  // A token drafted right saves its row later, and its part of the rest of a step as far as the slowest branch gets ahead.
   const double plain = fit.seconds(n, undrafted), share = fit.share(n, others);
   const int64_t ahead = std::count_if(draft.count.begin(), draft.count.end(), [](int64_t count) { return count > 0; });
-  const double worth = share + (1 - share) * ahead / n;
+  const double worth = share + (1 - share) * (kLead + (1 - kLead) / n) * ahead / n;
 
   std::vector<int64_t> owner, order(tokens);
   std::vector<double> value;

@@ -34,7 +34,9 @@ response to the same prompt, or in one to another prompt."""
 MOST = 32  # tokens of one draft
 LEAST = 0.05  # probability of being right, below which nothing is drafted
 TICK = 1e-6  # seconds, the least that a look counts as
-PATIENCE, PAUSE = 8, 16  # looks that brought less than they cost, after which only one step in so many looks
+BESIDE = 1.5  # what drafting takes on the host, in looks: samples are checked and texts cut too, as measured
+PATIENCE = 8  # looks that brought less than they cost, after which steps pass without
+PAUSE, LONGEST = 16, 64  # steps from one look to the next then: twice as many each time that it brings nothing
 
 
 class HistoryDrafter:
@@ -52,6 +54,7 @@ class HistoryDrafter:
         self._drafted: Drafted | None = None  # of a step whose samples are not known yet
         self._credit = float(PATIENCE)  # what looks brought, in looks
         self._rested = 0  # steps in a row that did not look
+        self._pause = PAUSE
         self._scopes: dict[int, int] = {}  # request -> scope
         self._prompts: set[int] = set()
 
@@ -64,7 +67,7 @@ class HistoryDrafter:
     def _draft(self, rows: RowTable, slots: Array, others: int, room: int, begin: float) -> Drafted | None:
         self._branches = 0
         self._rested += 1
-        if self._credit <= 0 and self._rested < PAUSE:
+        if self._credit <= 0 and self._rested < self._pause:
             return None  # nor is such a step's time looked at
         self._rested = 0
         self._branches, self._others = len(slots), others
@@ -87,12 +90,15 @@ class HistoryDrafter:
             self.acceptance.limits,
             least,
         )
+        if self._credit <= 0:
+            self._pause = min(2 * self._pause, LONGEST)
         self._credit = max(self._credit - 1, 0)
         if not len(drafted):
             return None
-        look = time.perf_counter() - begin
+        look = BESIDE * (time.perf_counter() - begin)
         saved = self.acceptance.choose(drafted, rows.length, fit, others, room, look)
         if saved > look:
+            self._pause = PAUSE
             self._credit = min(self._credit + saved / max(look, TICK), PATIENCE)
         return drafted if len(drafted) else None
 
@@ -120,24 +126,28 @@ class HistoryDrafter:
     def _follow(self, rows: RowTable, slots: Array) -> None:
         """Bring the index to where the branches stand."""
         tokens = rows.records["token"]
-        above: dict[Node, Array] = {}  # the last tokens up to a node, which siblings share
+        begun: dict[Node, list[tuple[int, int]]] = {}  # by what they begin behind: branches and their own tokens
         for slot in self.index.follow(slots, rows.order, rows.position, rows.forks, rows.fill, tokens):
             branch = rows.branch[slot]
             assert branch is not None
-            order, position = branch.order, int(rows.position[slot])
-            own = _NOTHING if branch.node.sealed else tokens[slot, : rows.fill[slot]]
-            node = branch.node if branch.node.sealed else branch.node.parent
+            own, node = (0, branch.node) if branch.node.sealed else (int(rows.fill[slot]), branch.node.parent)
             assert node is not None
-            if (known := self.index.position(slot, order)) >= 0 and (missing := position - known) > 0:
-                path = _last_tokens(node, own, missing)
-                if len(path) == missing:  # a tool's answer, say
+            if (known := self.index.position(slot, branch.order)) >= 0:
+                missing = int(rows.position[slot]) - known
+                path = _last_tokens(node, tokens[slot, :own], missing)
+                if 0 < missing == len(path):  # a tool's answer, say
                     self.index.append(np.full(missing, slot), path)
                     continue
-            if node not in above:
-                above[node] = _last_tokens(node, _NOTHING, DraftIndex.CONTEXT)
+            begun.setdefault(node, []).append((slot, own))
+        for node, siblings in begun.items():
+            of, own = np.array(siblings).T
+            branch = rows.branch[of[0]]
+            assert branch is not None
             number, scope = branch.request.number, self._scope(branch.request.number, branch.request.prompt)
-            self.index.begin(slot, scope, number, order, self._version, position - len(own), above[node])
-            self.index.append(np.full(len(own), slot), own)
+            above, position = _last_tokens(node, _NOTHING, DraftIndex.CONTEXT), int(rows.position[of[0]]) - own[0]
+            self.index.begin(of, scope, number, rows.order[of], self._version, position, above)
+            held = np.arange(own.max()) < own[:, None]
+            self.index.append(np.repeat(of, own), tokens[of, : own.max()][held])
 
     def _scope(self, request: int, prompt: Array) -> int:
         if request not in self._scopes:

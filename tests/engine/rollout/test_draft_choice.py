@@ -11,7 +11,7 @@ from rolltree.engine.rollout._host import Acceptance, Drafted, DraftIndex, Fit, 
 
 SOURCES, MATCHES, SHARES = DraftIndex.KINDS
 KINDS = SOURCES * MATCHES * SHARES
-GUESS, PRIOR, UNTRIED, MEMORY, MARGIN = (0.3, 0.5, 0.7), 4.0, 16, 2000, 1.1
+GUESS, PRIOR, UNTRIED, MEMORY, MARGIN, LEAD = (0.3, 0.5, 0.7), 4.0, 16, 2000, 1.1, 0.6
 
 
 def drafted(rng: np.random.Generator, branches: int, most: int = 6) -> Drafted:
@@ -93,7 +93,7 @@ def test_the_choice_gives_the_most_tokens_a_second(seed: int) -> None:
     owner, first = np.repeat(np.arange(branches), count), np.cumsum(count) - count
     plain = fit.seconds(branches, branches + others)
     share = branches * fit.row / plain
-    worth = share + (1 - share) * np.count_nonzero(count) / branches
+    worth = share + (1 - share) * (LEAD + (1 - LEAD) / branches) * np.count_nonzero(count) / branches
     value = survival.astype(np.float64) * (1 + length[slot] / max(length[slot].max(), 1))[owner]
     ranked = np.argsort(-value, kind="stable")[:room]
     sampled = branches + worth * np.cumsum(survival[ranked].astype(np.float64))
