@@ -29,10 +29,10 @@ import pyarrow.parquet as pq
 import torch
 
 from rolltree.engine import EngineConfig, NativeEngine, UserError
+from rolltree.engine.app.build import sampling_params
 from rolltree.engine.app.config import load_config
 from rolltree.engine.data.segment import Origin, Text
-from rolltree.engine.loop.setup import sampling_params
-from rolltree.engine.model.decoder import load_model, load_tokenizer
+from rolltree.engine.model.loading import load_model, load_tokenizer
 from rolltree.engine.programs import Action, BranchId, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.programs.program import WHOLE
 from rolltree.engine.rollout.native.drafter import HistoryDrafter

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..data.packing import pack
 from ..data.tree import TokenTree
 from ..model.attention import MASK_STUB
-from ..model.decoder import LAYER_KINDS, RECURRENT, TREE_LAYERS
+from ..model.loading import LAYER_KINDS, RECURRENT, TREE_LAYERS
 
 
 class Packed(NamedTuple):
