@@ -28,14 +28,14 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 import torch
 
-from rolltree.engine import EngineConfig, NativeEngine, UserError
+from rolltree.engine import DraftConfig, EngineConfig, NativeEngine, UserError
 from rolltree.engine.app.config import load_config
 from rolltree.engine.data.segment import Origin, Text
 from rolltree.engine.loop.setup import sampling_params
 from rolltree.engine.model.decoder import load_model, load_tokenizer
 from rolltree.engine.programs import Action, BranchId, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.programs.program import WHOLE
-from rolltree.engine.rollout.drafter import HistoryDrafter
+from rolltree.engine.rollout.drafts import Drafts
 from rolltree.engine.rollout.rows import RowTable, Sampled
 from rolltree.engine.rollout.scheduler import Step
 from rolltree.engine.settings import TrainConfig
@@ -46,7 +46,6 @@ Array = npt.NDArray[Any]
 COLUMNS = ("step", "group", "prompt_ids", "response_ids", "node_ids", "origin")
 NONE = "rolltree without drafts"
 WIDTHS = (1, 8)  # prompts of a batch, besides as many as the run's own steps have
-AGE = EngineConfig.draft_age
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ class Inputs:
     history: list[Group]
     """What is known before the first batch."""
     batches: list[list[Group]]
-    drafters: list[HistoryDrafter] = field(default_factory=list)
+    engines: list[NativeEngine] = field(default_factory=list)
+    """Those that draft."""
 
 
 class Followed(RolloutProgram):
@@ -264,7 +264,7 @@ def _inputs(
     return Inputs(model, tokenizer, directory, config, history, batches)
 
 
-def _calls(x: Inputs, drafts: int) -> Calls:
+def _calls(x: Inputs, drafts: DraftConfig) -> Calls:
     rollout = x.config.rollout
     engine = NativeEngine(
         x.model,
@@ -272,17 +272,17 @@ def _calls(x: Inputs, drafts: int) -> Calls:
         EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, drafts=drafts),
     )
     Reader(engine)
+    if drafts.rows:
+        x.engines.append(engine)
     program = FollowedToTheEnd() if rollout.program == "flat" else Followed()
     params, turns = sampling_params(rollout), itertools.count()
 
     def begin_again() -> None:
-        """Nothing is known but what was before the first batch, and what steps cost."""
-        if isinstance(before := engine.loop.drafter, HistoryDrafter):
-            engine.loop.drafter = drafter = HistoryDrafter(drafts, AGE)
-            drafter.cost = before.cost
-            x.drafters.append(drafter)
+        """Know only what was sampled before the first batch."""
+        if drafts.rows:
+            engine.loop.drafts = Drafts(drafts)
             for group in x.history:
-                engine.remember(group.texts, group.step - 1)
+                engine.remember(group.texts)
 
     def batch() -> None:
         turn = next(turns) % len(x.batches)
@@ -360,8 +360,8 @@ def bench(run: Path, own: Bench) -> Bench:
     config = load_config(run / "config.toml")
     parts = config, read_groups(run, config), _weights(run, config)
     providers: dict[str, Callable[[Any], Calls]] = {
-        "rolltree": partial(_calls, drafts=1 << 20),
-        NONE: partial(_calls, drafts=0),
+        "rolltree": partial(_calls, drafts=RULE),
+        NONE: partial(_calls, drafts=DraftConfig()),
         "vllm suffix": partial(vllm, method="suffix"),
         "vllm ngram": partial(vllm, method="ngram"),
         "vllm": vllm,

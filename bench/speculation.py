@@ -1,10 +1,9 @@
-"""Drafts from earlier responses beside none: epochs over the same prompts, with a policy that moves between them.
+"""Drafts from earlier responses against none: epochs over the same prompts, with a policy that moves between them.
 
-A call is one epoch, with seeds of its own and one of four sets of weights in turn, each a small random step from the
-same ones. Both providers sample the same tokens in it, so their times compare round by round. Where every epoch is a
-first one its prompts are new; else epochs have gone before those that are timed. Beside the times stands which share of
-the tokens drafted was right, by where they stood before. With ``--recorded RUN`` the texts are a run's own
-(recorded.py).
+A call is one epoch, with its own seeds and one of four sets of weights in turn, each a small random step from the same
+weights. Both providers sample the same tokens in it, so their times compare round by round. In first epochs every
+epoch's prompts are new; otherwise earlier epochs precede those that are timed. Besides the times, the share of drafted
+tokens that were accepted is recorded. With ``--recorded RUN`` the texts are those of a run (recorded.py).
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.rollout.drafter import SOURCES, HistoryDrafter
+from rolltree.engine import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 
 from .rollout import kv_tokens, make_model
 from .runner import Bench, Calls, Case
 
 NONE = "rolltree without drafts"
+RULE = DraftConfig(rows=8)
+"""The drafts that are measured: with the default number of tokens, in steps of few rows."""
 STEP = 0.01  # from the weights to those of an epoch, as a share of their deviation
 POLICIES = ("sure", 0.1), ("unsure", 0.25), ("random", 1.0)  # random weights, at a temperature
 
@@ -40,7 +39,8 @@ class Inputs:
     temperature: float
     before: int
     """Epochs before those that are timed; with none every epoch has prompts of its own."""
-    drafters: list[HistoryDrafter] = field(default_factory=list)
+    engines: list[NativeEngine] = field(default_factory=list)
+    """Those that draft."""
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -72,7 +72,7 @@ def new_prompts(prompts: list[list[int]], number: int) -> list[list[int]]:
     return [[number % 1000, number // 1000, *prompt][: -1 - number % 32] for prompt in prompts]
 
 
-def _calls(x: Inputs, drafts: int) -> Calls:
+def _calls(x: Inputs, drafts: DraftConfig) -> Calls:
     tokens = len(x.prompts) * x.group * x.new_tokens
     capacity = kv_tokens(x.model, 2 * tokens + 2 * sum(map(len, x.prompts)))
     engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=capacity, drafts=drafts))
@@ -89,25 +89,23 @@ def _calls(x: Inputs, drafts: int) -> Calls:
 
     for _ in range(x.before):
         epoch()
-    if isinstance(engine.loop.drafter, HistoryDrafter):
-        x.drafters.append(engine.loop.drafter)
+    if drafts.rows:
+        x.engines.append(engine)
     return {"generate": epoch}
 
 
 def shares(x: Any) -> Mapping[str, float]:
-    """Of the tokens that the drafters of a case's inputs drafted, by where they stood before."""
-    if not x.drafters:  # the provider was left out
-        return {}
-    right, drafted = (
-        np.sum([getattr(d.acceptance, name) for d in x.drafters], 0).tolist() for name in ("right", "drafted")
+    """Return the share of a case's drafted tokens that were accepted; nothing if none were drafted."""
+    accepted, drafted = (
+        sum(int(engine.stats[f"{name}_tokens"]) for engine in x.engines) for name in ("accepted", "drafted")
     )
-    return {f"right of {n} drafted from {name}": r / n for name, r, n in zip(SOURCES, right, drafted, strict=True) if n}
+    return {f"accepted of {drafted} drafted": accepted / drafted} if drafted else {}
 
 
 BENCH = Bench(
     op="speculation",
     cases=cases,
-    providers={"rolltree": partial(_calls, drafts=1 << 20), NONE: partial(_calls, drafts=0)},
+    providers={"rolltree": partial(_calls, drafts=RULE), NONE: partial(_calls, drafts=DraftConfig())},
     speedup_over=NONE,
     shares=shares,
 )

@@ -31,7 +31,7 @@ from ..model.decoder import load_model, load_tokenizer
 from ..model.roles import Role
 from ..programs import RolloutProgram, make_program
 from ..rewards import Rewards, make_rewards
-from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train.critic import Critic
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
@@ -79,12 +79,12 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
 def check_backend(config: RolloutConfig) -> None:
     """
     Raises:
-        UserError: vLLM is asked for, and drafts of the native backend, or it is not installed.
+        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
     """
-    if config.backend == "vllm" and config.drafts:
+    if config.backend == "vllm" and config.drafts.rows:
         raise UserError(
-            "rollout.drafts is of the native backend; set it to 0, and give vLLM its own speculative_config in "
-            "rollout.vllm_options."
+            "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
+            "speculative_config in rollout.vllm_options."
         )
     if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
@@ -102,7 +102,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
             kv_tokens=rollout.kv_tokens,
             max_batch_rows=rollout.max_batch_rows,
             compile=rollout.compile,
-            drafts=rollout.drafts,
+            drafts=DraftConfig(**rollout.drafts.model_dump()),
         )
         return NativeEngine(model, tokenizer, own)
     check_backend(rollout)
@@ -154,16 +154,16 @@ def budget(config: TrainConfig) -> Budget:
 
 def remember_rollouts(config: TrainConfig, engine: RolloutEngine, step: int) -> None:
     """Let a resumed run draft from what it sampled up to ``step``: the latest files that fit."""
-    room, files = config.rollout.drafts, []
+    room, files = config.rollout.drafts.remembered if config.rollout.drafts.rows else 0, []
     while isinstance(engine, NativeEngine) and room > 0 and step > 0:
         path = config.run_dir / "rollouts" / f"step_{step:06d}.parquet"
         texts = list(read_texts(path)) if path.exists() else []
         room -= sum(len(text.before) + len(text.tokens) for text in texts)
-        files.append((step, texts))
+        files.append(texts)
         step -= 1
-    for version, texts in reversed(files):
+    for texts in reversed(files):
         assert isinstance(engine, NativeEngine)
-        engine.remember(texts, version)
+        engine.remember(texts)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
