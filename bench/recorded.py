@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -41,10 +42,10 @@ from rolltree.engine.rollout.scheduler import Step
 from rolltree.engine.settings import TrainConfig
 
 from .runner import Bench, Calls, Case, UnsupportedError
+from .speculation import NONE, RULE, count
 
 Array = npt.NDArray[Any]
 COLUMNS = ("step", "group", "prompt_ids", "response_ids", "node_ids", "origin")
-NONE = "rolltree without drafts"
 WIDTHS = (1, 8)  # prompts of a batch, besides as many as the run's own steps have
 
 
@@ -91,8 +92,8 @@ class Inputs:
     history: list[Group]
     """What is known before the first batch."""
     batches: list[list[Group]]
-    engines: list[NativeEngine] = field(default_factory=list)
-    """Those that draft."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Drafted and accepted tokens of all calls."""
 
 
 class Followed(RolloutProgram):
@@ -264,7 +265,7 @@ def _inputs(
     return Inputs(model, tokenizer, directory, config, history, batches)
 
 
-def _calls(x: Inputs, drafts: DraftConfig) -> Calls:
+def _calls(x: Inputs, drafts: DraftConfig | None) -> Calls:
     rollout = x.config.rollout
     engine = NativeEngine(
         x.model,
@@ -272,14 +273,12 @@ def _calls(x: Inputs, drafts: DraftConfig) -> Calls:
         EngineConfig(kv_tokens=rollout.kv_tokens, max_batch_rows=rollout.max_batch_rows, drafts=drafts),
     )
     Reader(engine)
-    if drafts.rows:
-        x.engines.append(engine)
     program = FollowedToTheEnd() if rollout.program == "flat" else Followed()
     params, turns = sampling_params(rollout), itertools.count()
 
     def begin_again() -> None:
         """Know only what was sampled before the first batch."""
-        if drafts.rows:
+        if drafts is not None:
             engine.loop.drafts = Drafts(drafts)
             for group in x.history:
                 engine.remember(group.texts)
@@ -299,6 +298,7 @@ def _calls(x: Inputs, drafts: DraftConfig) -> Calls:
             contexts=[group.parts for group in groups],
         )
         assert sum(int(tree.response_length.sum()) for tree in trees) == sum(group.tokens for group in groups)
+        count(x.counts, engine)
 
     return {"generate": batch}
 
@@ -361,7 +361,7 @@ def bench(run: Path, own: Bench) -> Bench:
     parts = config, read_groups(run, config), _weights(run, config)
     providers: dict[str, Callable[[Any], Calls]] = {
         "rolltree": partial(_calls, drafts=RULE),
-        NONE: partial(_calls, drafts=DraftConfig()),
+        NONE: partial(_calls, drafts=None),
         "vllm suffix": partial(vllm, method="suffix"),
         "vllm ngram": partial(vllm, method="ngram"),
         "vllm": vllm,

@@ -9,6 +9,7 @@ tokens that were accepted is recorded. With ``--recorded RUN`` the texts are tho
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -23,8 +24,8 @@ from .rollout import kv_tokens, make_model
 from .runner import Bench, Calls, Case
 
 NONE = "rolltree without drafts"
-RULE = DraftConfig(rows=8)
-"""The drafts that are measured: with the default number of tokens, in steps of few rows."""
+RULE = DraftConfig()
+"""The drafts that are measured."""
 STEP = 0.01  # from the weights to those of an epoch, as a share of their deviation
 POLICIES = ("sure", 0.1), ("unsure", 0.25), ("random", 1.0)  # random weights, at a temperature
 
@@ -39,8 +40,8 @@ class Inputs:
     temperature: float
     before: int
     """Epochs before those that are timed; with none every epoch has prompts of its own."""
-    engines: list[NativeEngine] = field(default_factory=list)
-    """Those that draft."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Drafted and accepted tokens of all calls."""
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -72,7 +73,7 @@ def new_prompts(prompts: list[list[int]], number: int) -> list[list[int]]:
     return [[number % 1000, number // 1000, *prompt][: -1 - number % 32] for prompt in prompts]
 
 
-def _calls(x: Inputs, drafts: DraftConfig) -> Calls:
+def _calls(x: Inputs, drafts: DraftConfig | None) -> Calls:
     tokens = len(x.prompts) * x.group * x.new_tokens
     capacity = kv_tokens(x.model, 2 * tokens + 2 * sum(map(len, x.prompts)))
     engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=capacity, drafts=drafts))
@@ -86,26 +87,28 @@ def _calls(x: Inputs, drafts: DraftConfig) -> Calls:
         prompts = x.prompts if x.before else new_prompts(x.prompts, number)
         trees = engine.generate(prompts, params, seeds=[1000 * number + i for i in range(len(prompts))])
         assert sum(int(tree.response_length.sum()) for tree in trees) == tokens
+        count(x.counts, engine)
 
     for _ in range(x.before):
         epoch()
-    if drafts.rows:
-        x.engines.append(engine)
     return {"generate": epoch}
+
+
+def count(counts: Counter[str], engine: NativeEngine) -> None:
+    """Add what the last call of ``engine.generate`` drafted."""
+    counts.update({name: int(engine.stats[name]) for name in ("drafted_tokens", "accepted_tokens")})
 
 
 def shares(x: Any) -> Mapping[str, float]:
     """Return the share of a case's drafted tokens that were accepted; nothing if none were drafted."""
-    accepted, drafted = (
-        sum(int(engine.stats[f"{name}_tokens"]) for engine in x.engines) for name in ("accepted", "drafted")
-    )
-    return {f"accepted of {drafted} drafted": accepted / drafted} if drafted else {}
+    drafted = x.counts["drafted_tokens"]
+    return {f"accepted of {drafted} drafted": x.counts["accepted_tokens"] / drafted} if drafted else {}
 
 
 BENCH = Bench(
     op="speculation",
     cases=cases,
-    providers={"rolltree": partial(_calls, drafts=RULE), NONE: partial(_calls, drafts=DraftConfig())},
+    providers={"rolltree": partial(_calls, drafts=RULE), NONE: partial(_calls, drafts=None)},
     speedup_over=NONE,
     shares=shares,
 )

@@ -102,7 +102,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
             kv_tokens=rollout.kv_tokens,
             max_batch_rows=rollout.max_batch_rows,
             compile=rollout.compile,
-            drafts=DraftConfig(**rollout.drafts.model_dump()),
+            drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
         )
         return NativeEngine(model, tokenizer, own)
     check_backend(rollout)

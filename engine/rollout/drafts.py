@@ -43,25 +43,21 @@ class DraftConfig:
         ValueError: a number is out of range.
     """
 
-    rows: int = 0
-    """Draft in steps of at most this many rows (before drafts are added); 0 drafts nothing."""
+    rows: int = 8
+    """Draft in steps of at most this many rows, drafted ones not counted."""
     tokens: int = 4
     """Drafted tokens a branch, at most."""
     remembered: int = 1 << 20
     """Tokens of text kept to draft from, 28 bytes each; the oldest texts are dropped first."""
 
     def __post_init__(self) -> None:
-        check_integer("DraftConfig.rows", self.rows, 0, INT32)
+        check_integer("DraftConfig.rows", self.rows, 1, INT32)
         check_integer("DraftConfig.tokens", self.tokens, 1, INT32)
         check_integer("DraftConfig.remembered", self.remembered, 256, INT32)
 
 
 class Drafts:
-    """The texts that an engine has sampled, and drafts from them.
-
-    Args:
-        config: when to draft; its ``rows`` must not be 0.
-    """
+    """The texts that an engine has sampled, and drafts from them."""
 
     def __init__(self, config: DraftConfig) -> None:
         self.config = config

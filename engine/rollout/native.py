@@ -48,9 +48,9 @@ class EngineConfig:
     """On a CUDA device, replay steps that only decode."""
     compile: bool = False
     """Let torch.compile fuse what lies between the matrix products; the first steps wait for it."""
-    drafts: DraftConfig = DraftConfig()
-    """When a branch may sample several tokens a step, guessed from earlier texts; off by default. What it samples is the
-    same."""
+    drafts: DraftConfig | None = None
+    """When a branch may sample several tokens a step, guessed from earlier texts; None: never. The sampled tokens are
+    the same."""
     debug: bool = False
     """Check the KV tree after every step, and every layer's attention against the reference; slow."""
 
@@ -108,7 +108,7 @@ class NativeEngine(RolloutEngine):
             Stops(model, tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
-            drafts=Drafts(self.config.drafts) if self.config.drafts.rows else None,
+            drafts=Drafts(self.config.drafts) if self.config.drafts else None,
         )
         self._adapters: list[str] = []
         self._adapter = 0

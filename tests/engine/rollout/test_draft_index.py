@@ -21,7 +21,14 @@ Text = tuple[int, list[int], list[int]]  # scope, context before it, its own tok
 
 
 def propose(
-    index: DraftIndex, slot: int, most: int, *, seed: int = 0, step: int = 0, greedy: bool = True, room: int | None = None
+    index: DraftIndex,
+    slot: int,
+    most: int,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    greedy: bool = True,
+    room: int | None = None,
 ) -> list[int]:
     """Return the tokens drafted for a slot whose segment has ``room`` tokens left after the next one."""
     end = step + 1 + (most if room is None else room)
@@ -269,5 +276,3 @@ def test_votes_are_drawn_with_the_sampler_s_own_noise() -> None:
         likeliest += propose(index, 0, 1) == [later[i]]
     assert right > 0.7 * n
     assert likeliest < 0.4 * n
-
-

@@ -370,7 +370,7 @@ def test_the_rule_of_two_numbers(most_rows: int, most_tokens: int, monkeypatch: 
 def test_no_drafts_by_default_and_numbers_that_make_no_sense() -> None:
     assert engine().loop.drafts is None
     for numbers, sentence in (
-        ({"rows": -1}, "rows"),
+        ({"rows": 0}, "rows"),
         ({"rows": 8, "tokens": 0}, "tokens"),
         ({"rows": 8, "remembered": 100}, "remembered"),
         ({"rows": 1.5}, "rows"),
