@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .model.loss import backward, batch_loss
     from .model.self_check import tree_error
     from .model.sharding import shard
-    from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
+    from .rollout import Completion, DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
     from .settings import TrainConfig
     from .train.config import TrainerConfig
     from .train.trainer import Trainer
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Completion": "rollout",
     "CostModel": "data.cost",
+    "DraftConfig": "rollout",
     "EngineConfig": "rollout",
     "LeafStatus": "data.segment",
     "NativeEngine": "rollout",
@@ -69,6 +70,7 @@ _HOME = {
 __all__ = [
     "Completion",
     "CostModel",
+    "DraftConfig",
     "EngineConfig",
     "LeafStatus",
     "NativeEngine",

@@ -110,6 +110,23 @@ class DataConfig(Section):
         return self
 
 
+class DraftsConfig(Section):
+    rows: NonNegativeInt = 0
+    """The native backend guesses tokens from earlier texts in steps of at most this many rows, and samples the same
+    tokens; their log-probs, and so the weights, differ by rounding. 0: never."""
+    tokens: PositiveInt = 4
+    """Guessed tokens a sequence and step, at most."""
+    remembered: Annotated[int, Field(ge=256, lt=2**31)] = 1 << 20
+    """Tokens of earlier texts to guess from, 28 bytes each; the oldest texts are dropped first."""
+
+    @model_validator(mode="after")
+    def _rows_are_set(self) -> Self:
+        for name in ("tokens", "remembered"):
+            if self.rows == 0 and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"`{name}` has no effect while `rows` is 0; set `rollout.drafts.rows` too, such as 8")
+        return self
+
+
 class RolloutConfig(Section):
     backend: Literal["native", "vllm"] = "native"
     """What samples: the trained module itself, or vLLM, which has to be installed and gets the weights each step."""
@@ -139,9 +156,7 @@ class RolloutConfig(Section):
     """Capacity of the native backend's paged KV cache, in tokens."""
     compile: bool = False
     """Sample with torch.compile, after some seconds of compilation; on a CPU steps are no faster."""
-    drafts: NonNegativeInt = 0
-    """Tokens of earlier responses that the native backend drafts from, 28 bytes each: it samples the same tokens,
-    faster where prompts come again; their log-probs, and so the weights, differ by rounding. 0: none."""
+    drafts: DraftsConfig = DraftsConfig()
 
 
 Points = tuple[tuple[NonNegativeInt, float], ...]

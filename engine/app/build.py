@@ -23,7 +23,7 @@ from ..parts.calling import call
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, make_rewards
-from ..rollout import EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
 from .build_learning import FROM_ROLES, corrects, credit, learning_parts
@@ -93,7 +93,7 @@ def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
         max_bad_steps=config.trainer.max_bad_steps,
         max_failed_steps=config.reward.max_failed_steps,
         max_batch_rows=config.rollout.max_batch_rows,
-        remembered_tokens=config.rollout.drafts,
+        remembered_tokens=config.rollout.drafts.remembered if config.rollout.drafts.rows else 0,
     )
 
 
@@ -160,10 +160,10 @@ def check_backend(config: RolloutConfig) -> None:
     Raises:
         UserError: vLLM is asked for, and drafts of the native backend, or it is not installed.
     """
-    if config.backend == "vllm" and config.drafts:
+    if config.backend == "vllm" and config.drafts.rows:
         raise UserError(
-            "rollout.drafts is of the native backend; set it to 0, and give vLLM its own speculative_config in "
-            "rollout.vllm_options."
+            "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
+            "speculative_config in rollout.vllm_options."
         )
     if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
@@ -181,7 +181,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
             kv_tokens=rollout.kv_tokens,
             max_batch_rows=rollout.max_batch_rows,
             compile=rollout.compile,
-            drafts=rollout.drafts,
+            drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
         )
         return NativeEngine(model, tokenizer, own)
     check_backend(rollout)

@@ -313,11 +313,11 @@ class Orchestrator:
             path = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             texts = list(read_texts(path)) if path.exists() else []
             room -= sum(len(text.before) + len(text.tokens) for text in texts)
-            files.append((step, texts))
+            files.append(texts)
             step -= 1
-        for version, texts in reversed(files):
+        for texts in reversed(files):
             assert isinstance(self.engine, NativeEngine)
-            self.engine.remember(texts, version)
+            self.engine.remember(texts)
 
     def _export(self) -> Path:
         """A Hugging Face directory that plain transformers loads."""

@@ -17,7 +17,7 @@ from ...model import attention
 from ..branch import Request
 from ..engine import RolloutEngine
 from ..sampling_params import INT32, check_integer
-from .drafter import HistoryDrafter
+from .drafts import DraftConfig, Drafts
 from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
@@ -48,18 +48,16 @@ class EngineConfig:
     """On a CUDA device, replay steps that only decode."""
     compile: bool = False
     """Let torch.compile fuse what lies between the matrix products; the first steps wait for it."""
-    drafts: int = 0
-    """Tokens of text kept to draft from, 28 bytes each, so that a branch samples several tokens a step. What it samples
-    is the same. 0 drafts nothing."""
-    draft_age: int = 256
-    """Versions of the policy after which a text is no longer drafted from."""
+    drafts: DraftConfig | None = None
+    """When a branch may sample several tokens a step, guessed from earlier texts; None: never. The sampled tokens are
+    the same."""
     debug: bool = False
     """Check the KV tree after every step, and every layer's attention against the reference; slow."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
             check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
-        for name in ("kv_tokens", "host_kv_tokens", "drafts", "draft_age"):  # slots are int32
+        for name in ("kv_tokens", "host_kv_tokens"):  # slots are int32
             check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
@@ -110,7 +108,7 @@ class NativeEngine(RolloutEngine):
             Stops(model, tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
-            drafter=HistoryDrafter(self.config.drafts, self.config.draft_age) if self.config.drafts else None,
+            drafts=Drafts(self.config.drafts) if self.config.drafts else None,
         )
         self._adapters: list[str] = []
         self._adapter = 0
@@ -159,12 +157,12 @@ class NativeEngine(RolloutEngine):
         with self._lock:
             self.cache.tree.forget()
 
-    def remember(self, texts: Iterable[Text], version: int) -> None:
-        """Draft from what the policy of ``version`` sampled before a restart, or elsewhere. It changes no token."""
+    def remember(self, texts: Iterable[Text]) -> None:
+        """Draft from texts that were sampled before a restart, or elsewhere. This changes no sampled token."""
         with self._lock:
-            if isinstance(self.loop.drafter, HistoryDrafter):
+            if self.loop.drafts is not None:
                 for text in texts:
-                    self.loop.drafter.remember(text, version)
+                    self.loop.drafts.remember(text)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.
