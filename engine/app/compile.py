@@ -16,7 +16,7 @@ from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, 
 
 from ..data.batch import FIELDS
 from ..data.columns import COLUMNS
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError

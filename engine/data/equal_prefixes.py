@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from .build import prefix_tree
 from .columns import COLUMNS, Array
-from .prefix import prefix_tree
 from .tree import TokenTree, in_order
 
 

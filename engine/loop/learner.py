@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..data.batch import TreeBatch
 from ..data.cost import CostModel
 from ..data.equal_prefixes import share_equal_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..integrations import varlen

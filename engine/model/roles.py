@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..data.batch import TreeBatch
 from ..data.columns import Array
 from ..data.equal_prefixes import distinct_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from .decoder import batch_logprob
 

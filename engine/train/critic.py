@@ -12,7 +12,7 @@ from rolltree.kernels import TermsLossOutput, value_loss
 
 from ..data.batch import TreeBatch
 from ..data.equal_prefixes import distinct_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.roles import write_column
