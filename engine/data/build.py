@@ -225,7 +225,7 @@ def _bits(columns: Seq[Array], count: int) -> Array:  # [columns, n] int32
 
 
 @numba.njit(cache=True)
-def _slot(keys: Array, node: int, token: int) -> Any:
+def key_slot(keys: Array, node: int, token: int) -> Any:
     """The place of the key (node, token) in an open-addressing table whose size is a power of two; enters it if new."""
     key = (np.int64(node) << np.int64(32)) | (np.int64(token) & np.int64(0xFFFFFFFF))
     hashed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
@@ -268,7 +268,7 @@ def _insert(
         node, at, stop = 0, begins[s], ends[s]
         response = at + context[s]
         while at < stop:
-            slot = _slot(keys, node, ids[at])
+            slot = key_slot(keys, node, ids[at])
             best, shared = -1, 0
             child = first_child[slot]
             while child >= 0:
@@ -297,7 +297,7 @@ def _insert(
                 nodes += 1
                 parent[best], sibling[best] = new, -1
                 begin[best] += shared
-                first_child[_slot(keys, new, ids[begin[best]])] = best
+                first_child[key_slot(keys, new, ids[begin[best]])] = best
                 node, at = new, at + shared
         leaf_node[s] = node
     return parent[:nodes], begin[:nodes], end[:nodes], rank[:nodes], leaf_node

@@ -1,9 +1,10 @@
-"""Packing: `pack` chooses the trees, parts of trees or leaves of each batch, `assemble` makes the batch's tensors."""
+"""Packing: `pack` chooses the trees, parts of trees or leaves of each batch, `assemble` makes its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from .columns import COLUMNS, Array
 from .concat import side_by_side
 from .cost import CostModel
 from .pieces import cut
+from .rows import Rows, distinct_rows
 from .tree import TokenTree
 
 WORTH_SHARING = 1.1
@@ -22,6 +24,15 @@ WORTH_SHARING = 1.1
 
 CREDIT = ("token_advantage", "node_advantage", "path_advantage")
 """Columns of credit finer than a leaf's."""
+
+
+class Part(NamedTuple):
+    """A tree of the list given to `pack`, or some of its leaves."""
+
+    index: int  # of the tree in that list
+    tree: TokenTree
+    leaves: Array  # [L], the part's leaves among the tree's
+    rows: Rows
 
 
 def pack(
@@ -33,51 +44,60 @@ def pack(
     flat: bool = False,
     unshare: CostModel | None = None,
 ) -> list[TreeBatch]:
-    """Pack trees into batches of at most ``max_tokens`` unique tokens.
+    """Pack trees into batches of at most ``max_tokens`` rows: distinct prefixes, whatever was recorded of their tokens.
 
     Trees stay whole and go to the fullest batch they fit (best-fit decreasing; deterministic). A larger tree is split
-    by its leaves, each part repeating the ancestors it needs; losses and gradients of the parts add up to the whole's.
-    With ``in_pieces`` it becomes a batch of its own, to be computed in pieces of ``max_tokens`` that repeat nothing
-    (:func:`rolltree.engine.backward`, :func:`batch_logprob`); a single path may then be longer than the budget.
-    With ``flat`` nothing is shared: every leaf is a sequence of its own, and the model computes ordinary padded batches
-    of at most ``max_tokens`` places, without any tree attention. It is for models whose layers no tree mask fits.
-    With ``unshare`` trees that save less than a tenth of the flat batch's FLOP are packed as plain sequences, apart
-    from the others: a kernel made for those may be faster by more than that.
+    by its leaves, each part repeating the ancestors it needs; losses and gradients of the parts add up to the tree's.
+
+    Args:
+        max_tokens: rows a batch, or a piece, may have.
+        device: where the tensors are made; default: the host.
+        in_pieces: a larger tree becomes a batch of its own, to be computed in pieces of ``max_tokens`` that repeat
+            nothing (:func:`rolltree.engine.backward`, :func:`batch_logprob`); a single path may then be longer.
+        flat: nothing is shared. Every leaf is a sequence of its own, in ordinary padded batches of at most
+            ``max_tokens`` places without tree attention, for models whose layers no tree mask fits.
+        unshare: trees that save less than a tenth of the flat batch's FLOP are packed as plain sequences, apart from
+            the others, for an attention kernel that is faster on those.
 
     Raises:
-        ValueError: one root-to-leaf path alone exceeds ``max_tokens``, and ``in_pieces`` is not set; or ``max_tokens``
-            is below 1.
+        ValueError: one root-to-leaf path exceeds ``max_tokens`` without ``in_pieces``; or ``max_tokens`` is below 1.
     """
     checks.all_of("trees", trees, TokenTree)
     checks.size("max_tokens", max_tokens)
     if flat:
         return _pack_flat(trees, max_tokens, device)
-    parts: list[tuple[int, TokenTree, Array]] = []
+    parts: list[Part] = []
     oversized: list[TreeBatch] = []
     for index, tree in enumerate(trees):
-        if in_pieces and tree.num_tokens > max_tokens:
-            whole = assemble([(index, tree, np.arange(tree.num_leaves))], device)
-            oversized.append(replace(whole, pieces=cut(tree, max_tokens, device)))
+        whole = Part(index, tree, np.arange(tree.num_leaves), distinct_rows(tree))
+        if in_pieces and whole.rows.count > max_tokens:
+            oversized.append(replace(assemble([whole], device), pieces=cut(tree, max_tokens, device)))
         else:
-            parts.extend((index, part, leaves) for part, leaves in _split(tree, max_tokens, index))
-    plain: list[tuple[int, TokenTree, Array]] = []
+            parts.extend(_split(whole, max_tokens))
+    plain: list[Part] = []
     if unshare is not None:
-        losing = [unshare.flat(part) < WORTH_SHARING * unshare.shared(part) for _, part, _ in parts]
-        for (index, part, leaves), loses in zip(parts, losing, strict=True):
-            if loses:
-                plain += [(index, part.chain(i), leaves[i : i + 1]) for i in range(part.num_leaves)]
+        losing = [unshare.flat(part.tree) < WORTH_SHARING * unshare.shared(part.tree) for part in parts]
+        plain = [leaf for part, loses in zip(parts, losing, strict=True) if loses for leaf in _sequences(part)]
         parts = [part for part, loses in zip(parts, losing, strict=True) if not loses]
     return oversized + _best_fit(parts, max_tokens, device) + _best_fit(plain, max_tokens, device)
 
 
-def _best_fit(
-    parts: list[tuple[int, TokenTree, Array]], max_tokens: int, device: torch.device | str | None
-) -> list[TreeBatch]:
-    order = sorted(range(len(parts)), key=lambda i: (-parts[i][1].num_tokens, i))
+def _part(index: int, tree: TokenTree, leaves: Array) -> Part:
+    return Part(index, tree, leaves, distinct_rows(tree))
+
+
+def _sequences(part: Part) -> list[Part]:
+    """Every leaf of ``part`` as a part of its own."""
+    tree = part.tree
+    return [_part(part.index, tree.chain(i), part.leaves[i : i + 1]) for i in range(tree.num_leaves)]
+
+
+def _best_fit(parts: list[Part], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
+    order = sorted(range(len(parts)), key=lambda i: (-parts[i].rows.count, i))
     bins: list[list[int]] = []
     room: list[int] = []
     for i in order:
-        size = parts[i][1].num_tokens
+        size = parts[i].rows.count
         fitting = [b for b in range(len(bins)) if room[b] >= size]
         if fitting:
             best = min(fitting, key=lambda b: room[b])
@@ -91,7 +111,7 @@ def _best_fit(
 
 
 def _pack_flat(trees: Sequence[TokenTree], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
-    """Every leaf alone, the longest first, as many together as fit when padded to the first."""
+    """Batches of single leaves, longest first, each padded to its longest."""
     leaves = [
         (index, leaf, int(length)) for index, tree in enumerate(trees) for leaf, length in enumerate(tree.path_length)
     ]
@@ -102,7 +122,7 @@ def _pack_flat(trees: Sequence[TokenTree], max_tokens: int, device: torch.device
         if longest > max_tokens:
             raise ValueError(_too_long(leaf, index, longest, max_tokens))
         taken, leaves = leaves[: max_tokens // longest], leaves[max_tokens // longest :]
-        batch = assemble([(i, trees[i].chain(j), np.array([j])) for i, j, _ in taken], device)
+        batch = assemble([_part(i, trees[i].chain(j), np.array([j])) for i, j, _ in taken], device)
         lengths = np.array([length for _, _, length in taken])
         place = np.arange(lengths.sum()) + np.repeat(
             np.arange(len(taken)) * longest - (np.cumsum(lengths) - lengths), lengths
@@ -118,60 +138,54 @@ def _too_long(leaf: int, tree: int, length: int, max_tokens: int) -> str:
     )
 
 
-def _split(tree: TokenTree, max_tokens: int, index: int) -> list[tuple[TokenTree, Array]]:
-    """Parts of ``tree`` within the budget, each with the leaf indices it holds."""
-    everything = np.arange(tree.num_leaves)
-    if tree.num_tokens <= max_tokens:
-        return [(tree, everything)]
+def _split(whole: Part, max_tokens: int) -> list[Part]:
+    """Parts of ``whole`` of at most ``max_tokens`` rows, each with consecutive leaves in depth-first order of rows."""
+    tree, rows = whole.tree, whole.rows
+    if rows.count <= max_tokens:
+        return [whole]
     path = tree.path_length
     if path.max() > max_tokens:
         worst = int(path.argmax())
-        raise ValueError(_too_long(worst, index, int(path[worst]), max_tokens))
-    # depth-first, a leaf adds the tokens below its deepest ancestor that an earlier leaf of the part also has
-    node_end = (tree.node_position + tree.length).astype(np.int64)
+        raise ValueError(_too_long(worst, whole.index, int(path[worst]), max_tokens))
+    last = rows.of_token[tree.row_at(path - 1)]  # the row in which each leaf ends
+    order = np.argsort(last, kind="stable")
     groups: list[list[int]] = []
-    used, size = np.zeros(tree.num_nodes, bool), max_tokens + 1
-    for leaf in tree.leaf_order.tolist():
-        new, node = [], int(tree.leaf_node[leaf])
-        while node >= 0 and not used[node]:
-            new.append(node)
-            node = int(tree.parent[node])
-        added = int(tree.length[new].sum())
+    size, before = max_tokens + 1, -1
+    for leaf, row in zip(order.tolist(), last[order].tolist(), strict=True):
+        # a leaf adds its rows below those that it shares with the one before it
+        added = int(rows.position[row] - rows.position[before + 1 : row + 1].min(initial=rows.position[row] + 1)) + 1
         if size + added > max_tokens:
             groups.append([])
-            used[:] = False
-            size, new, node = 0, [], int(tree.leaf_node[leaf])
-            while node >= 0:
-                new.append(node)
-                node = int(tree.parent[node])
-            added = int(node_end[tree.leaf_node[leaf]])
+            size, added = 0, int(path[leaf])
         groups[-1].append(leaf)
-        used[new] = True
-        size += added
-    out = []
+        size, before = size + added, row
+    parts = []
     for group in groups:
-        keep = np.isin(everything, group)
-        part = tree.without_leaves(~keep)
+        drop = np.ones(tree.num_leaves, bool)
+        drop[group] = False
+        part = tree.without_leaves(drop)
         assert part is not None
-        out.append((part, everything[keep]))
-    return out
+        parts.append(_part(whole.index, part, whole.leaves[~drop]))
+    return parts
 
 
-def assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | str | None) -> TreeBatch:
-    """``parts`` as one batch, each with its number in the list given to `pack`, and the leaves it has of that tree."""
-    trees = [tree for _, tree, _ in parts]
+def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBatch:
+    """``parts`` as one batch: a row for every distinct prefix of a part, a target for every token after its prompt."""
+    trees = [part.tree for part in parts]
     all_of = side_by_side(trees)
+    rows = distinct_rows(all_of)
     node = np.repeat(np.arange(all_of.num_nodes), all_of.length)
     response = all_of.parent[node] >= 0
-    before = np.append(0, np.cumsum(response))  # targets before each row
+    before = np.append(0, np.cumsum(response))  # targets before each token
     order = all_of.leaf_order
-    row = all_of.parent_row[response].astype(np.int64)
+    row = rows.of_token[all_of.parent_row[response]]
     head_row, head_index = np.unique(row, return_inverse=True)
     loss_mask = (all_of.loss_mask & (all_of.response_leaves > 0))[response]
-    rows = np.cumsum([0, *(tree.num_tokens for tree in trees)])
+    copies = np.bincount(rows.of_token, weights=(all_of.last_leaf - all_of.first_leaf + 1)[node])
+    bounds = np.cumsum([0, *(tree.num_tokens for tree in trees)])
 
-    def target_of(row: Array) -> Array:
-        return np.where(response[row], before[row], -1)
+    def target_of(token: Array) -> Array:
+        return np.where(response[token], before[token], -1)
 
     def tensor(values: Array, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(values.astype(dtype)).to(device)
@@ -181,11 +195,11 @@ def assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | s
     along = {name: torch.from_numpy(values).to(device) for name, values in paths.items()}
     return TreeBatch(
         trees=tuple(trees),
-        tree_index=tuple(index for index, _, _ in parts),
-        leaf_index=tuple(leaf_index for _, _, leaf_index in parts),
-        input_ids=tensor(all_of.token_id),
-        position_ids=tensor(all_of.position),
-        subtree_end=tensor(all_of.subtree_end, np.int32),
+        tree_index=tuple(part.index for part in parts),
+        leaf_index=tuple(part.leaves for part in parts),
+        input_ids=tensor(all_of.token_id[rows.token]),
+        position_ids=tensor(rows.position),
+        subtree_end=tensor(rows.end, np.int32),
         row=tensor(row),
         target=tensor(all_of.token_id[response]),
         head_row=tensor(head_row),
@@ -197,22 +211,22 @@ def assemble(parts: list[tuple[int, TokenTree, Array]], device: torch.device | s
         leaf_start=tensor(leaf_start) if (leaf_start >= 0).any() else None,
         leaf_length=tensor(all_of.loss_length[order]),
         segment=tensor(node[response]),
-        copies=tensor((all_of.last_leaf - all_of.first_leaf + 1)[node]),
+        copies=tensor(copies),
         leaf_advantage=tensor(all_of.advantage[order], np.float64),
         mixed=any(_has_credit(tree) and tree.num_leaves > 1 for tree in trees) or _mixed(all_of),
         path_target=along.get("path_target"),
         path_leaf=along.get("path_leaf"),
         path_advantage=along.get("path_advantage"),
-        cu_seqlens=tensor(rows, np.int32) if all(tree.num_leaves == 1 for tree in trees) else None,
+        cu_seqlens=tensor(bounds, np.int32) if all(tree.num_leaves == 1 for tree in trees) else None,
         longest=int(all_of.path_length.max()),
         padded=None,
-        place=torch.arange(all_of.num_tokens, device=device),
+        place=torch.arange(rows.count, device=device),
         pieces=(),
     )
 
 
 def _along_paths(tree: TokenTree) -> bool:
-    """Whether something has a value for every response token of every leaf."""
+    """Tell if ``tree`` has values for every response token of every leaf."""
     return any(COLUMNS[name].to_device and COLUMNS[name].per == "path" for name in tree.columns) or _has_credit(tree)
 
 
@@ -221,7 +235,7 @@ def _has_credit(tree: TokenTree) -> bool:
 
 
 def _paths(all_of: TokenTree, trees: Sequence[TokenTree], before: Array) -> dict[str, Array]:
-    """Target, leaf and credit of every leaf's every response token, leaves in depth-first order."""
+    """Target, leaf and credit of every response token of every leaf, leaves in depth-first order."""
     in_order = _depth_first(all_of)
     rank = np.empty(all_of.num_leaves, np.int64)
     rank[all_of.leaf_order] = np.arange(all_of.num_leaves)
@@ -235,7 +249,7 @@ def _paths(all_of: TokenTree, trees: Sequence[TokenTree], before: Array) -> dict
 
 
 def _path_credit(tree: TokenTree) -> Array:  # [P] float64
-    """The finest credit the tree carries, of every leaf's every response token."""
+    """The finest credit the tree carries, for every response token of every leaf."""
     credit = np.repeat(tree.advantage.astype(np.float64), tree.response_length)
     if "path_advantage" in tree.columns:
         credit = tree.path_advantage
@@ -247,13 +261,13 @@ def _path_credit(tree: TokenTree) -> Array:  # [P] float64
 
 
 def _depth_first(tree: TokenTree) -> Array:  # [P]
-    """Places of a ``path`` column's values, for leaves in depth-first order."""
+    """Indices that put the values of a ``path`` column into depth-first order of leaves."""
     first, length = np.cumsum(tree.response_length) - tree.response_length, tree.response_length[tree.leaf_order]
     return np.repeat(first[tree.leaf_order] - np.cumsum(length) + length, length) + np.arange(length.sum())
 
 
 def _columns(all_of: TokenTree, response: Array, loss_mask: Array) -> Iterator[tuple[str, Array]]:
-    """Columns that training reads, without those of tokens that a token in the loss has no value of."""
+    """The columns that training reads, except token columns that are NaN for a token in the loss."""
     for name, values in all_of.columns.items():
         column = COLUMNS[name]
         if not column.to_device or name in ("advantage", *CREDIT):
@@ -269,7 +283,7 @@ def _columns(all_of: TokenTree, response: Array, loss_mask: Array) -> Iterator[t
 
 
 def _mixed(tree: TokenTree) -> bool:
-    """Whether leaves of one node below a prompt may differ in the sign of their advantage."""
+    """Tell if leaves of one node below a prompt differ in the sign of their advantage."""
     sign = np.sign(tree.advantage)[tree.leaf_order]
     changes = np.append(0, np.cumsum(sign[1:] != sign[:-1]))
     below = tree.parent >= 0
