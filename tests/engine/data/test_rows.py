@@ -78,7 +78,7 @@ def test_trees_of_a_batch_keep_rows_of_their_own():
     np.testing.assert_array_equal(both.end, np.concatenate([one.end, one.end + 5]))
 
 
-# -- TRL's packer --------------------------------------------------------------------------------------------------------
+# -- TRL's packer ------------------------------------------------------------------------------------------------------
 
 
 def rows_of_trl(samples: Samples) -> int:
@@ -156,7 +156,7 @@ def test_turns_of_a_conversation_are_the_rows_of_trls_packer() -> None:
         context = [1, 2, 3]
         for _ in range(4):
             answer = rng.integers(0, 4, 5).tolist()
-            samples += [(list(context), answer), (list(context), answer[:2] + [9, 9])]
+            samples += [(list(context), answer), (list(context), [*answer[:2], 9, 9])]
             context += [*answer, *rng.integers(0, 4, 2).tolist()]
     logprobs = [rng.normal(-1, 1, len(r)) for _, r in samples]
     tree = TokenTree.from_sequences([p for p, _ in samples], [r for _, r in samples], behaviour_logprobs=logprobs)
@@ -166,7 +166,7 @@ def test_turns_of_a_conversation_are_the_rows_of_trls_packer() -> None:
     assert batch.num_tokens < tree.num_tokens
 
 
-# -- batches -------------------------------------------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 def test_targets_keep_their_records_and_share_a_row() -> None:
