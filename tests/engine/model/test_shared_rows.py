@@ -1,7 +1,7 @@
 """Siblings that sampled equal tokens with other records: one row, a target for each record, and the flat batch's loss.
 
-Everything is in fp64. The flat side is plain Transformers on padded sequences, and `policy_loss` on flat fields with the
-log-probs that were recorded of each sequence.
+Everything is in fp64. The flat side is plain Transformers on padded sequences, and `policy_loss` on flat fields with
+the log-probs that were recorded of each sequence.
 """
 
 from __future__ import annotations
