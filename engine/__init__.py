@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .data.cost import CostModel
     from .data.distribute import distribute
     from .data.equal_prefixes import share_equal_prefixes
-    from .data.packing import pack
+    from .data.pack import pack
     from .data.segment import LeafStatus, Origin, Segment, Sequence
     from .data.tree import TokenTree
     from .errors import RunError, UserError
@@ -60,7 +60,7 @@ _HOME = {
     "load_config": "app.config",
     "load_model": "model.loading",
     "load_tokenizer": "model.loading",
-    "pack": "data.packing",
+    "pack": "data.pack",
     "shard": "model.sharding",
     "share_equal_prefixes": "data.equal_prefixes",
     "tree_error": "model.self_check",
