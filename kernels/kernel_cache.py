@@ -85,7 +85,3 @@ def use_for_flash() -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(used() / "flash"))
 
-
-def use_for_quack() -> None:
-    """Have quack keep its kernels in `used`, unless its own variables say where; before its import."""
-    os.environ.setdefault("QUACK_CACHE_DIR", str(used() / "quack"))

@@ -194,13 +194,6 @@ def rows_with_gradient(
 
     Waits for the device.
     """
-    alive = has_gradient(targets, grad_logprob, constant, per_log, per_p)
-    rows = alive.nonzero().flatten()
-    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
-
-
-def has_gradient(targets: Targets, grad_logprob: Tensor, constant: Tensor, per_log: Tensor, per_p: Tensor) -> Tensor:
-    """``[N] bool``: rows of which some gradient is not zero."""
     alive = constant != 0
     for t in (per_log, per_p):
         alive = alive | (t != 0) if len(t) else alive
@@ -209,7 +202,8 @@ def has_gradient(targets: Targets, grad_logprob: Tensor, constant: Tensor, per_l
     else:
         some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
         alive = alive | (some[targets.start[1:]] > some[targets.start[:-1]])
-    return alive
+    rows = alive.nonzero().flatten()
+    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
 
 
 WORTH_SELECTING = 0.95

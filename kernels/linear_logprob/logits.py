@@ -220,7 +220,7 @@ def _backward_inplace(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.softcap, _, _, ctx.inplace = inputs
     _, logsumexp, correction, entropy, sum_p2 = output
-    ctx.overwritten, ctx.backend = False, dispatch.forced()
+    ctx.overwritten, ctx.backend = False, dispatch.current_override()
     ctx.save_for_backward(*tensors, logsumexp, correction, entropy, sum_p2)
     ctx.mark_non_differentiable(correction)
     ctx.set_materialize_grads(False)
@@ -252,7 +252,7 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
         given(grad_entropy, logsumexp.new_empty(0))[: len(entropy)],
         given(grad_sum_p2, logsumexp.new_empty(0))[: len(sum_p2)],
     )
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         if ctx.inplace:
             d_logits = logits.detach()  # shares the version counter, so whoever else saved the logits is told
             _backward_inplace(d_logits, *rest)

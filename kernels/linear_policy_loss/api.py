@@ -209,7 +209,7 @@ def _plan(
     (N, H), V = hidden.shape, len(weight)
     of_tokens = all(isinstance(t, Term) and t.objective.scope == "token" for t in terms)
     if gradient and hidden.is_cuda and row is None and of_tokens:
-        return plan_everything(N, V, H, hidden.device, frozen, terms)
+        return plan_everything(N, V, H, hidden.device, frozen)
     return plan_terms_loss(
         terms,
         num_rows=N,

@@ -13,7 +13,7 @@ from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
-from . import cute, fused
+from . import fused
 from .judge import Judge
 from .terms import Term
 
@@ -69,10 +69,7 @@ def _one_pass(
     cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
     backend = backend_of("linear_policy_loss", hidden)
     given = fused.Inputs(hidden, head, targets, temperature, softcap)
-    if backend == "cute":
-        d_hidden, scores = cute.one_pass(given, judge, cuts, need[0], gradient)
-    else:
-        d_hidden, scores = fused.one_pass(row_kernels(backend), given, judge, cuts, need[0], gradient)
+    d_hidden, scores = fused.one_pass(row_kernels(backend), given, judge, cuts, need[0], gradient)
     total, totals, sums = judge.result()
     d_weight, d_bias, d_a, d_b = gradient.results()
     d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight

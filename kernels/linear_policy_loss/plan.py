@@ -15,10 +15,6 @@ advantage without a KL or entropy term) are left out before the first product: N
 share of these that turn out not to be clipped; they are known after the log-sum-exp, so a CPU leaves the others out of
 the last two products. A GPU would have to be waited for, and multiplies them: f = 1.
 
-Backend cute (`linear_logprob.exponentials`) multiplies a row for each of its targets, and rows in multiples of 128, and
-keeps 2 bytes a logit instead of 4 and their gradient. A plan says whether it expects it: for a bf16 head without bias,
-softcap and adapter, of the sizes and on the device it is made for.
-
 Planning looks at the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
 host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself never waits.
 """
@@ -26,7 +22,6 @@ host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -36,8 +31,6 @@ from torch import Tensor
 
 from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
-from ..linear_logprob.cute import expected, rescaled
-from ..linear_logprob.exponentials import padded
 from ..policy_loss import Objective, PolicyFields
 from .align import align
 from .terms import AnyTerm, Term, live
@@ -68,8 +61,6 @@ class HeadPlan:
     frozen: bool
     gradient_share: float
     batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
-    exponentials: bool  # whether backend cute is expected to run it
-    rescaled: bool  # and scales them in a pass of its own, as on Blackwell, and for the gradient of an entropy
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
         """Row of each target among the R; None: one a row, in order."""
@@ -81,8 +72,7 @@ class HeadPlan:
     def flop(self) -> float:
         """Of the matrix products, expected."""
         V, H = self.head
-        rows = self.row_cuts[-1] + self.padding()
-        return (self._of_schedule() * rows + 2 * self.gradient_share * self.shared) * V * H
+        return (self._of_schedule() * self.row_cuts[-1] + 2 * self.gradient_share * self.shared) * V * H
 
     def products(self) -> float:
         """FLOP in N H V, N being the rows computed."""
@@ -100,45 +90,28 @@ class HeadPlan:
         }
         return products[self.schedule]
 
-    def padding(self) -> int:
-        """Rows that are multiplied beside those computed: for further targets of a row, and to full tiles."""
-        return sum(self._multiplied()) - (self.row_cuts[-1] - self.row_cuts[0])
-
-    def _multiplied(self) -> list[int]:
-        """Rows of the chunks as they are multiplied."""
-        cuts = self.target_cuts if self.exponentials and self.schedule in ONE_PASS else self.row_cuts
-        rows = [b - a for a, b in itertools.pairwise(cuts)]
-        return [padded(n) for n in rows] if self.exponentials else rows
-
     def traffic(self) -> float:
         """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
 
-        A tile of fp32 is written, read by the statistics, and with a gradient read again and written; of bf16
-        exponentials, where a gradient follows, written, and on Blackwell or with an entropy scaled in its place. The
-        fp32 gradient of the head is read and written once a chunk.
+        A tile of fp32 is written, read by the statistics, and with a gradient read again and written. The fp32 gradient
+        of the head is read and written once a chunk.
         """
         V, H = self.head
         scored = self.schedule == "logprob_only"
-        tiles = (sum(self._multiplied()) * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
-        if self.exponentials:
-            own = 0 if scored else 6 if self.rescaled else 2
-            tiles = (sum(self._multiplied()) * own + self.shared * (4 + 2) * 4) * V
+        own = self.row_cuts[-1] - self.row_cuts[0]
+        tiles = (own * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
         chunks = len(self.row_cuts) - 1 + (-(-self.shared // self._most()) if self.shared else 0)
         head = 0 if self.frozen or scored else chunks * V * H * 8
         return float(tiles + head)
 
     def memory(self, itemsize: int = 4) -> int:
-        """Bytes beside inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another dtype; or one
-        of bf16 exponentials.
+        """Bytes beside inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another dtype.
 
         Args:
             itemsize: bytes of an element of hidden.
         """
         V, H = self.head
         gathered = 0 if self.row is None else len(self.row) * H * itemsize
-        if self.exponentials and not self.shared:
-            scored = self.schedule == "logprob_only"
-            return max(self._multiplied(), default=0) * V * (0 if scored else 2) + gathered
         return self._most() * V * (4 if itemsize == 4 else 4 + itemsize) + gathered
 
     def _most(self) -> int:
@@ -169,11 +142,6 @@ class HeadPlan:
         N, M = self.given
         V, H = self.head
         rows, targets = self.row_cuts[-1], self.target_cuts[-1]
-        tiles = "fp32 logits"
-        if self.exponentials:
-            scaled = ", scaled in a pass of their own" if self.rescaled and self.schedule != "logprob_only" else ""
-            tiles = f"bf16 exponentials (backend cute){scaled}"
-            tiles += f", {self.padding()} rows for further targets and to full tiles"
         return "\n".join(
             [
                 f"schedule {self.schedule}{' (frozen head)' if self.frozen else ''}: {rows} of {N} rows, "
@@ -181,7 +149,7 @@ class HeadPlan:
                 + (f", {self.shared} rows shared by chunks" if self.shared else ""),
                 f"{self.flop() / 1e12:.3g} TFLOP, {self.products():.2f} N H V of the rows computed; plain PyTorch "
                 f"{6.0 * N * H * V / 1e12:.3g} TFLOP",
-                f"tiles of {tiles}",
+                "tiles of fp32 logits",
                 f"{self.traffic() / 2**30:.3g} GiB moved outside the products",
                 f"{self.memory() / 2**20:.0f} MiB beside gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
             ]
@@ -292,8 +260,6 @@ def plan_terms_loss(
         frozen=frozen,
         gradient_share=gradient_share,
         batch=int(fingerprint(terms, row)),
-        exponentials=_exponentials(schedule, vocabulary, hidden_size, device),
-        rescaled=_of_entropy(terms) or rescaled(torch.device(device)),
     )
 
 
@@ -314,7 +280,6 @@ def plan_everything(
     hidden_size: int,
     device: torch.device,
     frozen: bool,
-    terms: Sequence[AnyTerm],
 ) -> HeadPlan:
     """Every target, one a row, for terms of tokens: the plan that needs no look at the data."""
     cuts = even_cuts(num_rows, chunk_rows(num_rows, vocabulary, device))
@@ -332,17 +297,11 @@ def plan_everything(
         frozen=frozen,
         gradient_share=1.0,
         batch=None,
-        exponentials=_exponentials("fused_forward", vocabulary, hidden_size, device),
-        rescaled=_of_entropy(terms) or rescaled(device),
     )
 
 
 def _of_entropy(terms: Sequence[AnyTerm]) -> bool:
     return any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
-
-
-def _exponentials(schedule: Schedule, V: int, H: int, device: torch.device | str) -> bool:
-    return schedule in (*ONE_PASS, "logprob_only") and expected(V, H, torch.device(device))
 
 
 def even_cuts(rows: int, chunk: int) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """Flash backend: flash-attn 4's kernels with the tree's interval as their mask, on Hopper and Blackwell.
 
-What its kernels do not take runs on Triton and is said once: other head sizes and dtypes, few rows, a scale that is not
-positive, lists past `LIST_BYTES`. So does the backward pass under ``torch.use_deterministic_algorithms``: these kernels
-add up dq, and with groups dk and dv, in the order in which blocks come.
+It runs only under ``use_backend("flash")`` (or ``ROLLTREE_BACKEND=flash``): its backward pass adds up dq, and with groups
+dk and dv, in the order in which blocks arrive. Arguments that its kernels do not take are an error: other head sizes
+and dtypes, few rows, a scale that is not positive, lists past `LIST_BYTES`, and the backward pass under
+``torch.use_deterministic_algorithms``.
 
 Before a kernel's first result is used, a small forest is computed by it and by Triton in the same dtype, both against
-the reference in float64: one whose error is more than twice Triton's, or that fails, is not used in this process.
+the reference in float64. A kernel whose error is more than twice Triton's, or that fails, is an error in this process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..dispatch import failed, fall_back, log_once
+from ..dispatch import FLASH_PACKAGE, FLASH_VERSION, BackendError, flash_version, log_once
 from . import reference, triton
 from .flash_lists import LIST_BYTES, TILES, FlashTiles, block_lists, list_bytes, mask_tensors
 
@@ -51,9 +52,12 @@ def tree_attention_forward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if reason := refusal(q, k, scale, window, softcap):
-        fall_back(OP, "flash", "triton", reason)
-        return triton.tree_attention_forward(q, k, v, subtree_end, position, scale, window, softcap)
+    """Like `reference.tree_attention_forward`, in bfloat16 or float16.
+
+    Raises:
+        BackendError: its kernels do not take these arguments.
+    """
+    _require_supported(q, k, scale, window, softcap)
     log_once(f"{OP} runs on flash-attn 4.")
     return _forward(q, k, v, subtree_end, position, scale, window, softcap)
 
@@ -71,19 +75,27 @@ def tree_attention_backward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    reason = refusal(q, k, scale, window, softcap)
-    if reason is None and torch.are_deterministic_algorithms_enabled():
-        reason = "deterministic algorithms are wanted, and its backward pass adds up in the order in which blocks come"
-    if reason:
-        fall_back(f"{OP}'s backward pass", "flash", "triton", reason)
-        return triton.tree_attention_backward(
-            grad_out, q, k, v, out, lse, subtree_end, position, scale, window, softcap
+    """Like `reference.tree_attention_backward`, in bfloat16 or float16.
+
+    Raises:
+        BackendError: its kernels do not take these arguments, or deterministic algorithms are wanted.
+    """
+    _require_supported(q, k, scale, window, softcap)
+    if torch.are_deterministic_algorithms_enabled():
+        raise BackendError(
+            f"Backend 'flash' cannot run {OP}'s backward pass: deterministic algorithms are wanted, and it adds up in "
+            "the order in which blocks arrive; use backend 'triton'."
         )
     return _backward(grad_out, q, k, v, out, lse, subtree_end, position, scale, window, softcap)
 
 
+def _require_supported(q: Tensor, k: Tensor, scale: float, window: int | None, softcap: float | None) -> None:
+    if reason := refusal(q, k, scale, window, softcap):
+        raise BackendError(f"Backend 'flash' cannot run {OP}: {reason}; use backend 'triton'.")
+
+
 def refusal(q: Tensor, k: Tensor, scale: float, window: int | None, softcap: float | None) -> str | None:
-    """Why these arguments run on Triton, or None."""
+    """Return why flash-attn's kernels do not take these arguments, or None if they do."""
     dims = TILES[_major(q.device)]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"its kernels take bfloat16 and float16, not {q.dtype}"
@@ -149,7 +161,7 @@ def _backward(
 def _first_use(
     device: torch.device, dtype: torch.dtype, dim: int, group: int, window: bool, softcap: float | None, prefix: bool
 ) -> str | None:
-    """Compares both directions with Triton's on a small forest: why they must not be used, or None."""
+    """Compare both directions with Triton's on a small forest; return why they must not be used, or None."""
     rows, offset = 600, 100 if prefix else 0
     keys = offset + rows
     ends = torch.full((keys,), keys, dtype=torch.int32)  # a trunk, three branches, one of them forked, and a tree
@@ -173,10 +185,18 @@ def _first_use(
     exact = both(definition, *(x.double() for x in (q, k, v, grad)))
     try:
         ours, twin = both((_forward, _backward), q, k, v, grad), both(portable, q, k, v, grad)
-    except Exception as error:  # Triton goes on
-        return failed("flash", error)
+    except Exception as error:  # of another project's kernels, whatever it is
+        return _failure(error)
     for name, got, other, want in zip(("out", "lse", "dq", "dk", "dv"), ours, twin, exact, strict=True):
         mine, twins = (((x.double() - want).norm() / want.norm()).item() for x in (got, other))
         if not mine <= max(ERROR * twins, LSE_ERROR if name == "lse" else 0.0):
             return f"its {name} is off by {mine:.2g} at its first use, Triton's by {twins:.2g}"
     return None
+
+
+def _failure(error: Exception) -> str:
+    """Return a sentence about ``error`` at the first use of the kernels, with the package's version if it is another."""
+    version = flash_version()
+    other = f", and {FLASH_PACKAGE} is {version}, not {FLASH_VERSION}" if version != FLASH_VERSION else ""
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    return f"its kernels fail at their first use ({type(error).__name__}: {first_line}){other}"

@@ -127,13 +127,13 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, subtree_end, position, ctx.scale, ctx.window, ctx.softcap = inputs
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(q, k, v, *output, subtree_end, position)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, subtree_end, position = ctx.saved_tensors
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         grads = tree_attention_backward_op(
             grad_out, q, k, v, out, lse, subtree_end, position, ctx.scale, ctx.window, ctx.softcap
         )
