@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from rolltree.kernels.policy_loss import triton
-from rolltree.kernels.policy_loss.elements import Elements
-from rolltree.kernels.policy_loss.kl import ESTIMATORS
+from rolltree.kernels.policy_loss.elements import ESTIMATORS, Elements
 from rolltree.kernels.policy_loss.objective import KL
 from rolltree.kernels.policy_loss.surrogates import SURROGATES, Spec
 
