@@ -248,14 +248,15 @@ def _sample(model: Model, filters: tuple[str, ...]) -> None:
 def _attention(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
     """Triton's kernels of both directions, for the model's heads and for those that flash-attn is compared on."""
     from .tree_attention import triton
+    from .tree_attention.reference import Scoring
 
     def both(heads: int, kv_heads: int, window: int | None) -> None:
         shapes = [(LONG, heads, model.head_dim), *[(LONG, kv_heads, model.head_dim)] * 2]
         q, k, v = (torch.empty(s, dtype=model.dtype) for s in shapes)
         ends = torch.full((LONG,), LONG, dtype=torch.int32)
-        options = (ends, torch.zeros_like(ends) if window else None, 1.0, window, model.softcap)
-        out, lse = triton.tree_attention_forward(q, k, v, *options)
-        triton.tree_attention_backward(q, q, k, v, out, lse, *options)
+        scoring = Scoring(ends, torch.zeros_like(ends) if window else None, 1.0, window, model.softcap)
+        out, lse = triton.tree_attention_forward(q, k, v, scoring)
+        triton.tree_attention_backward(q, q, k, v, out, lse, scoring)
 
     compared = (2 * model.heads // model.kv_heads, 2)
     for window in _windows(model):

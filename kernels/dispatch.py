@@ -1,9 +1,9 @@
 """Chooses the backend that runs an op: flash | cuda | triton | cpu | reference.
 
 An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the
-one named by :func:`use_backend`, the one named by the environment variable ``ROLLTREE_BACKEND``, or the best one for the
-tensors' device. A named backend that the op or the device lacks is an error; running on the reference because nothing
-faster is there is logged once.
+one that :func:`use_backend` names, the one that the environment variable ``ROLLTREE_BACKEND`` names, or the best one
+for the tensors' device. A named backend that the op or the device lacks is an error. If nothing faster than the
+reference is there, it runs, and that is logged once.
 
 ``flash`` is never chosen by default: its backward pass adds up dq in the order in which blocks arrive. It belongs to
 tree attention alone, so the other ops run on their default backend while it is named.
@@ -168,14 +168,17 @@ def interpreting() -> bool:
 
 
 def compiled_op(library: Literal["cpu", "cuda"], name: str) -> Callable[..., Any]:
-    """Return a function that passes its arguments on to ``torch.ops.rolltree_<library>.<name>``.
+    """Return a function that passes its arguments on to ``torch.ops.rolltree_<library>.<name>``; tuples are flattened.
 
-    The op is looked up when it is called, because its library is loaded when the backend is chosen. Its signature
-    stands in csrc and, with shapes, at the reference of the same name.
+    The op is looked up when it is called, because its library is loaded when the backend is chosen. The arguments, with
+    their shapes, are those of the op's reference.
     """
 
     def call(*arguments: Any) -> Any:
-        return getattr(getattr(torch.ops, f"rolltree_{library}"), name)(*arguments)
+        flat: list[Any] = []
+        for argument in arguments:
+            flat += argument if isinstance(argument, tuple) else (argument,)
+        return getattr(getattr(torch.ops, f"rolltree_{library}"), name)(*flat)
 
     return call
 
@@ -194,7 +197,7 @@ def imported(package: str, module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def load_library(name: str) -> bool:
-    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``rolltree_cuda``); return False where they are not built."""
+    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``rolltree_cuda``); return False if they are not built."""
     here = Path(__file__).parent
     if name == "cuda":
         libraries = [here / "_cuda.so"] if torch.cuda.is_available() and (here / "_cuda.so").exists() else []

@@ -6,32 +6,29 @@ beside, rows of the inputs' size, is computed again.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, reference
+from . import reference
 
-
-def _triton() -> ModuleType:
-    from . import triton  # optional dependency
-
-    return triton
-
-
-_BACKENDS: Mapping[str, Callable[[], ModuleType]] = {
-    "triton": _triton,
-    "cpu": lambda: cpu,
+OPS = ("rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward")
+_CPU = SimpleNamespace(**{name: dispatch.compiled_op("cpu", name) for name in OPS})  # csrc/cpu/layer_ops.cpp, silu_mul
+_BACKENDS: Mapping[str, Callable[[], Any]] = {
+    "triton": lambda: importlib.import_module(".triton", __package__),  # optional dependency
+    "cpu": lambda: _CPU,
     "reference": lambda: reference,
 }
 _HALF = {name: _BACKENDS[name] for name in ("triton", "reference")}
 
 
 def _backend(op: str, x: Tensor) -> Any:
+    """Return the module or namespace that has `OPS`; their arguments are those of `reference`."""
     if x.dtype == torch.float64:  # the reference alone has it; it exists for gradient checks
         return reference
     return dispatch.choose(op, _BACKENDS if x.dtype == torch.float32 else _HALF, x.device)()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..linear_logprob import chunked
-from ..linear_logprob.chunked import RowKernels
+from ..linear_logprob.chunked import RowInputs, RowKernels
 from ..linear_logprob.head import Head, HeadGradient
 from ..linear_logprob.targets import Targets, sum_by_row
 from .judge import Judge
@@ -59,8 +59,8 @@ def one_pass(
         logits = head.logits(hidden[c], tile[:n])
         start = targets.start[c.start : c.stop + 1]
         logsumexp, correction, entropy = tile.new_empty(3, n)
-        scaling = (head.bias, temperature[c], softcap)
-        rows.statistics(logits, *scaling, start, targets.target, logprob, logsumexp, correction, entropy, nothing)
+        inputs = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
+        rows.statistics(inputs, logprob, logsumexp, correction, entropy, nothing)
 
         local = Targets(start - own.start, targets.target[own], None, targets.one_a_row)
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else own
@@ -73,15 +73,16 @@ def one_pass(
 
         counted = hidden.device.type == "cpu"
         alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if counted else None
-        x, out = hidden[c], d_tile[:n]
+        x, of_row, out = hidden[c], temperature[c], d_tile[:n]
         if alive is not None:
             alive = to_front(logits, alive)
             local, of_alive = local.of_rows(alive)
             logits, x, out = logits[: len(alive)], x[alive], out[: len(alive)]
             a, constant, logsumexp, correction = a[of_alive], constant[alive], logsumexp[alive], correction[alive]
             b = b[alive] if len(b) else b
-            scaling = (head.bias, temperature[c][alive], softcap)
-        rows.gradient(logits, *scaling, local.start, local.target, logsumexp, correction, a, constant, b, nothing, out)
+            of_row = of_row[alive]
+        inputs = RowInputs(logits, head.bias, of_row, softcap, local.start, local.target)
+        rows.gradient(inputs, logsumexp, correction, a, constant, b, nothing, out)
         if need_hidden:
             d_x = d_hidden[c] if alive is None else torch.empty_like(x)
             head.to_hidden(out, d_x)

@@ -1,4 +1,4 @@
-"""Published methods by name, as options of `Objective`. Advantages are the caller's: a preset says what is done with them.
+"""Published methods by name, as options of `Objective`. Advantages are the caller's: a preset says how they are used.
 
 Defaults are those of the papers or, where a paper gives none, of public trainers; ``RECONSTRUCTED`` names those that
 are neither. A surrogate or rule that is a method by itself has its preset with its function (`surrogates`, `rules`);

@@ -1,6 +1,6 @@
 """Flash backend: flash-attn 4's kernels with the tree's interval as their mask, on Hopper and Blackwell.
 
-It runs only under ``use_backend("flash")`` (or ``ROLLTREE_BACKEND=flash``): its backward pass adds up dq, and with groups
+It runs only under ``use_backend("flash")`` or ``ROLLTREE_BACKEND=flash``: its backward pass adds up dq, and with groups
 dk and dv, in the order in which blocks arrive. Arguments that its kernels do not take are an error: other head sizes
 and dtypes, few rows, a scale that is not positive, lists past `LIST_BYTES`, and the backward pass under
 ``torch.use_deterministic_algorithms``.
@@ -20,11 +20,12 @@ from torch import Tensor
 from ..dispatch import FLASH_PACKAGE, FLASH_VERSION, BackendError, flash_version, log_once
 from . import reference, triton
 from .flash_lists import LIST_BYTES, TILES, FlashTiles, block_lists, list_bytes, mask_tensors
+from .reference import Scoring
 
 OP = "tree_attention"
 FEWEST_ROWS = 257  # fewer fill one block, for which flash-attn compiles other kernels
 ERROR = 2.0  # times Triton's, which a kernel may have at its first use
-LSE_ERROR = 1e-3  # beside it; Blackwell's exponentials are polynomials to 1e-4
+LSE_ERROR = 1e-3  # of the log-sum-exp at least; Blackwell's exponentials are polynomials to 1e-4
 
 
 def _kernels() -> ModuleType:
@@ -46,20 +47,16 @@ def tree_attention_forward(
     q: Tensor,  # [T, Hq, D]
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D]
-    subtree_end: Tensor,  # [N] int32
-    position: Tensor | None,  # [N] int32
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
     """Like `reference.tree_attention_forward`, in bfloat16 or float16.
 
     Raises:
         BackendError: its kernels do not take these arguments.
     """
-    _require_supported(q, k, scale, window, softcap)
+    _require_supported(q, k, scoring)
     log_once(f"{OP} runs on flash-attn 4.")
-    return _forward(q, k, v, subtree_end, position, scale, window, softcap)
+    return _forward(q, k, v, scoring)
 
 
 def tree_attention_backward(
@@ -69,32 +66,28 @@ def tree_attention_backward(
     v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
     lse: Tensor,  # [Hq, T]
-    subtree_end: Tensor,  # [N] int32
-    position: Tensor | None,  # [N] int32
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like `reference.tree_attention_backward`, in bfloat16 or float16.
 
     Raises:
         BackendError: its kernels do not take these arguments, or deterministic algorithms are wanted.
     """
-    _require_supported(q, k, scale, window, softcap)
+    _require_supported(q, k, scoring)
     if torch.are_deterministic_algorithms_enabled():
         raise BackendError(
             f"Backend 'flash' cannot run {OP}'s backward pass: deterministic algorithms are wanted, and it adds up in "
             "the order in which blocks arrive; use backend 'triton'."
         )
-    return _backward(grad_out, q, k, v, out, lse, subtree_end, position, scale, window, softcap)
+    return _backward(grad_out, q, k, v, out, lse, scoring)
 
 
-def _require_supported(q: Tensor, k: Tensor, scale: float, window: int | None, softcap: float | None) -> None:
-    if reason := refusal(q, k, scale, window, softcap):
+def _require_supported(q: Tensor, k: Tensor, scoring: Scoring) -> None:
+    if reason := refusal(q, k, scoring):
         raise BackendError(f"Backend 'flash' cannot run {OP}: {reason}; use backend 'triton'.")
 
 
-def refusal(q: Tensor, k: Tensor, scale: float, window: int | None, softcap: float | None) -> str | None:
+def refusal(q: Tensor, k: Tensor, scoring: Scoring) -> str | None:
     """Return why flash-attn's kernels do not take these arguments, or None if they do."""
     dims = TILES[_major(q.device)]
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -103,11 +96,12 @@ def refusal(q: Tensor, k: Tensor, scale: float, window: int | None, softcap: flo
         return f"its kernels take head dimensions {', '.join(map(str, dims))} under a mask here, not {q.shape[2]}"
     if len(q) < FEWEST_ROWS:
         return f"a call has fewer than {FEWEST_ROWS} rows"
-    if scale <= 0:
+    if scoring.scale <= 0:
         return "the scale is not positive"
     if (size := list_bytes(len(q), len(k), _tiles(q))) > LIST_BYTES:
         return f"the lists of blocks of {len(q)} rows and {len(k)} keys take {size} bytes, more than {LIST_BYTES}"
-    options = (q.dtype, q.shape[2], q.shape[1] // k.shape[1], window is not None, softcap, len(k) > len(q))
+    window, softcap = scoring.window is not None, scoring.softcap
+    options = (q.dtype, q.shape[2], q.shape[1] // k.shape[1], window, softcap, len(k) > len(q))
     if (q.device, *options) not in _checked:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its first call lies within the capture of a CUDA graph"
@@ -119,16 +113,8 @@ _checked: dict[tuple[object, ...], str | None] = {}
 """device and options of a kernel -> why it is not used in this process, or None."""
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    subtree_end: Tensor,
-    position: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    subtree_end, position, scale, window, softcap = scoring
     offset, tile = len(k) - len(q), _tiles(q).forward
     blocks = block_lists(subtree_end, position, window, tile, offset, by_key=False)
     mask = mask_tensors(subtree_end, position, window, offset)
@@ -137,18 +123,9 @@ def _forward(
 
 
 def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    subtree_end: Tensor,
-    position: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
+    subtree_end, position, scale, window, softcap = scoring
     offset, tile = len(k) - len(q), _tiles(q).backward
     blocks = block_lists(subtree_end, position, window, tile, offset, by_key=True)
     mask = mask_tensors(subtree_end, position, window, offset)
@@ -173,12 +150,12 @@ def _first_use(
     q, k, v, grad = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
     # any positions are a window: these let it cut paths in the middle of blocks
     position = torch.arange(keys, dtype=torch.int32, device=device) if window else None
-    options = (ends.to(device), position, dim**-0.5, 150 if window else None, softcap)
+    scoring = Scoring(ends.to(device), position, dim**-0.5, 150 if window else None, softcap)
 
     def both(run: tuple, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
         forward, backward = run
-        out, lse = forward(q, k, v, *options)
-        return [out, lse, *backward(grad, q, k, v, out, lse, *options)]
+        out, lse = forward(q, k, v, scoring)
+        return [out, lse, *backward(grad, q, k, v, out, lse, scoring)]
 
     portable = triton.tree_attention_forward, triton.tree_attention_backward
     definition = reference.tree_attention_forward, reference.tree_attention_backward
@@ -195,7 +172,7 @@ def _first_use(
 
 
 def _failure(error: Exception) -> str:
-    """Return a sentence about ``error`` at the first use of the kernels, with the package's version if it is another."""
+    """Return a sentence about ``error`` at the kernels' first use, with the package's version if it is another."""
     version = flash_version()
     other = f", and {FLASH_PACKAGE} is {version}, not {FLASH_VERSION}" if version != FLASH_VERSION else ""
     first_line = (str(error).splitlines() or [""])[0][:200]

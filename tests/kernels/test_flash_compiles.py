@@ -72,8 +72,8 @@ def test_machine_code(hopper: Hopper, dim: int) -> None:
 
 
 def test_a_second_process_compiles_nothing(hopper: Hopper) -> None:
-    """Attention in all head dimensions for both GPUs; with D = 128 also Triton's kernels of attention, the head, decoding
-    and sampling. Losses, which need the engine, are in test_ahead.py."""
+    """Attention in all head dimensions for both GPUs; with D = 128 also Triton's kernels of attention, the head,
+    decoding and sampling. Losses, which need the engine, are in test_ahead.py."""
     assert {job: list(steps) for job, steps in hopper.first.items()} == {
         job: list(steps) for job, steps in hopper.second.items()
     }

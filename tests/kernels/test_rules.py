@@ -1,4 +1,4 @@
-"""Rules of objectives that look beyond a token: each is one function, with options of its own, known to no other file."""
+"""Rules of objectives that look beyond a token: each is one function with its options, and no other file names it."""
 
 from __future__ import annotations
 
