@@ -35,9 +35,9 @@ from rolltree.engine.loop.setup import sampling_params
 from rolltree.engine.model.decoder import load_model, load_tokenizer
 from rolltree.engine.programs import Action, BranchId, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.programs.program import WHOLE
-from rolltree.engine.rollout.drafter import HistoryDrafter
-from rolltree.engine.rollout.rows import RowTable, Sampled
-from rolltree.engine.rollout.scheduler import Step
+from rolltree.engine.rollout.native.drafter import HistoryDrafter
+from rolltree.engine.rollout.native.rows import RowTable, Sampled
+from rolltree.engine.rollout.native.scheduler import Step
 from rolltree.engine.settings import TrainConfig
 
 from .runner import Bench, Calls, Case, UnsupportedError
@@ -311,7 +311,7 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
     if method == "suffix":
         importlib.import_module("arctic_inference")
 
-    from rolltree.engine.integrations.vllm import VllmEngine
+    from rolltree.engine.rollout.vllm.engine import VllmEngine
 
     rollout, longest = x.config.rollout, x.config.data.max_prompt_tokens + x.config.rollout.max_new_tokens
     options: dict[str, Any] = {"gpu_memory_utilization": 0.5} if x.model.device.type == "cuda" else {}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.rollout.drafter import SOURCES, HistoryDrafter
+from rolltree.engine.rollout.native.drafter import SOURCES, HistoryDrafter
 
 from .rollout import kv_tokens, make_model
 from .runner import Bench, Calls, Case

@@ -21,8 +21,8 @@ from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..loop import setup
-from ..rollout.draws import FILTERS
-from ..rollout.native import EngineConfig
+from ..rollout.native.draws import FILTERS
+from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
 from .config import load_config
 

@@ -18,10 +18,10 @@ from ..data.equal_prefixes import share_equal_prefixes
 from ..data.packing import pack
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..integrations import varlen
 from ..methods.credit import give_credit
 from ..methods.schedules import at_step, find_schedule
 from ..methods.shaping import shape_rewards
+from ..model import varlen
 from ..model.roles import Role
 from ..model.self_check import tree_error, trees_fit
 from ..rollout import SamplingParams

@@ -106,7 +106,7 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
         )
         return NativeEngine(model, tokenizer, own)
     check_backend(rollout)
-    from ..integrations.vllm import VllmEngine
+    from ..rollout.vllm.engine import VllmEngine
 
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
     options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}

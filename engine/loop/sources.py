@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..integrations.verifiers import TasksetPrompts
 from ..methods.calling import call
 from ..methods.resolve import resolve
 from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig, TrainConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
+from ..tasks.verifiers import TasksetPrompts
 
 TRAIN, HELD_OUT = 0, 1
 """Streams of generated problems."""

@@ -19,7 +19,7 @@ from rolltree.kernels.checks import shown
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
 from ..errors import UserError
-from ..integrations import transformers as integration
+from . import attention
 from .fused_layers import fuse_layers
 from .sharding import whole
 
@@ -117,7 +117,7 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
             "in_pieces."
         )
     implementation = model.config._attn_implementation
-    if implementation != integration.NAME and batch.padded is None:
+    if implementation != attention.NAME and batch.padded is None:
         raise ValueError(
             f"The model's attention is '{implementation}'; load it with attn_implementation='rolltree' or call "
             "model.set_attn_implementation('rolltree')."
@@ -129,7 +129,7 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         ids, copies = (_padded(t, batch) for t in (ids, copies))
         given = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
     else:
-        given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": integration.MASK_STUB}
+        given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": attention.MASK_STUB}
         given |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
         if batch.cu_seqlens is not None and store is None:
             given |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
@@ -280,7 +280,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=integration.NAME,
+            attn_implementation=attention.NAME,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,

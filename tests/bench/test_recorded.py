@@ -17,7 +17,7 @@ from rolltree.bench.schema import read
 from rolltree.engine import NativeEngine, TokenTree
 from rolltree.engine.app.cli import main as rolltree
 from rolltree.engine.data.store import read_texts
-from rolltree.engine.rollout._host import Fit, StepCost
+from rolltree.engine.rollout.native._host import Fit, StepCost
 
 from ..engine.tiny import write_run
 

@@ -7,7 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from rolltree.engine.rollout._host import Acceptance, Drafted, DraftIndex, Fit, cut_drafts, on_path, up_to_end
+from rolltree.engine.rollout.native._host import (
+    Acceptance,
+    Drafted,
+    DraftIndex,
+    Fit,
+    cut_drafts,
+    on_path,
+    up_to_end,
+)
 
 SOURCES, MATCHES, SHARES = DraftIndex.KINDS
 KINDS = SOURCES * MATCHES * SHARES

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.rollout import drafter
-from rolltree.engine.rollout._host import Drafted, DraftIndex, Fit, StepCost
+from rolltree.engine.rollout.native._host import Drafted, DraftIndex, Fit, StepCost
+from rolltree.engine.rollout.native.engine import drafter
 from rolltree.kernels import sample_tokens
 from rolltree.kernels.sampling.reference import uniforms
 

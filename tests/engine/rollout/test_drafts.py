@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, SamplingParams
-from rolltree.engine.rollout import drafter as drafter_module
-from rolltree.engine.rollout._host import Fit, StepCost
-from rolltree.engine.rollout.drafter import HistoryDrafter
-from rolltree.engine.rollout.fused_decoder import FusedDecoder
-from rolltree.engine.rollout.rows import RowTable
+from rolltree.engine.rollout.native._host import Fit, StepCost
+from rolltree.engine.rollout.native.drafter import HistoryDrafter
+from rolltree.engine.rollout.native.engine import drafter as drafter_module
+from rolltree.engine.rollout.native.fused_decoder import FusedDecoder
+from rolltree.engine.rollout.native.rows import RowTable
 from rolltree.kernels.linear_logprob.head import Head
 
 from .test_graphs import Uncaptured

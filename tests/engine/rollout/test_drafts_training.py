@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.rollout._host import Fit, StepCost
-from rolltree.engine.rollout.drafter import HistoryDrafter
+from rolltree.engine.rollout.native._host import Fit, StepCost
+from rolltree.engine.rollout.native.drafter import HistoryDrafter
 
 from ..tiny import write_run
 

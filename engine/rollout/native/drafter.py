@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.segment import Text
-from .branch import Node
+from ...data.segment import Text
+from ..branch import Node
 from .rows import RowTable
 
 with contextlib.suppress(ImportError):  # `KvCache` says what is missing

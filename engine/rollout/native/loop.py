@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.segment import LeafStatus, Origin
-from .branch import Branch, Node, Request, given, join
+from ...data.segment import LeafStatus, Origin
+from ..branch import Branch, Node, Request, given, join
+from ..seeds import child_seed
+from ..steering import Steering
 from .drafts import Drafter, fit
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .runner import Runner
 from .scheduler import Scheduler, Step, TooLargeError
-from .seeds import child_seed
-from .steering import Steering
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
 
 with contextlib.suppress(ImportError):  # `KvCache` says what is missing
