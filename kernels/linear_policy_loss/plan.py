@@ -1,21 +1,21 @@
-"""What a loss on the head will multiply, and in which order: decided before the forward from what is known then.
+"""The plan of a loss on the head: which rows are multiplied, in which order, decided before the forward.
 
     schedule          when                                                           FLOP, in N H V
     logprob_only      no gradient is asked for                                       2
     fused_forward     a target's loss depends on that target alone                   2 + 4 f (frozen head: 2 + 2 f)
     sequence_aligned  it depends on the whole path: chunks of whole paths            2 + 4 f (frozen head: 2 + 2 f)
     frozen_head       it does, paths of two chunks meet, head not trained            4
-    two_phase         it depends on the whole batch, or on what is not a path        2 + 6 f
+    two_phase         it depends on the whole batch, or on something else than a path   2 + 6 f
 
 Rows on paths of two chunks (the last of a prompt with its siblings' first tokens, the trunk of a tree) are *shared*:
 `sequence_aligned` scores them first, makes their gradient last, and multiplies them once more for it, 2 f.
 
 With several terms the one that needs most decides. Targets that cannot have a gradient from any (masked, or of zero
 advantage without a KL or entropy term) are left out before the first product: N counts the rows that remain. f is the
-share of these that turn out not to be clipped; they are known after the log-sum-exp, so a CPU leaves the others out of
-the last two products. A GPU would have to be waited for, and multiplies them: f = 1.
+share of these that turn out not to be clipped. They are known after the log-sum-exp, so a CPU leaves the others out of
+the last two products; on a GPU that would take a host synchronisation, so it multiplies them: f = 1.
 
-Planning looks at the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
+Planning reads the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
 host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself never waits.
 """
 
@@ -43,9 +43,9 @@ Schedule = Literal["logprob_only", "fused_forward", "sequence_aligned", "frozen_
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
-    """See the module's description; `plan_policy_loss` makes it, ``explain()`` says what it is.
+    """The rows and targets to compute, in order; `plan_policy_loss` makes it, ``explain()`` describes it.
 
-    P targets in R rows are computed, of M targets in N rows given.
+    P targets in R rows are computed, of M targets in N rows given. See the module's description for the schedules.
     """
 
     schedule: Schedule
@@ -56,30 +56,30 @@ class HeadPlan:
     target_cuts: tuple[int, ...]  # and of their targets
     path_cuts: tuple[int, ...]  # of the caller's targets: (first, last) of the trees a chunk is in; or empty
     shared: int  # the first so many of the R rows are on paths of several chunks
-    given: tuple[int, int]  # (N, M)
+    size: tuple[int, int]  # (N, M)
     head: tuple[int, int]  # (V, H)
     frozen: bool
     gradient_share: float
     batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
-        """Row of each target among the R; None: one a row, in order."""
+        """Return the row of each target among the R; None: one a row, in order."""
         if self.place is None:
             return None
         rows = torch.arange(len(self.start) - 1, device=self.start.device)
         return torch.repeat_interleave(rows, self.start.diff(), output_size=len(self.place))
 
     def flop(self) -> float:
-        """Of the matrix products, expected."""
+        """Return the expected FLOP of the matrix products."""
         V, H = self.head
         return (self._of_schedule() * self.row_cuts[-1] + 2 * self.gradient_share * self.shared) * V * H
 
     def products(self) -> float:
-        """FLOP in N H V, N being the rows computed."""
+        """Return the FLOP in units of N H V, N being the rows computed."""
         return self._of_schedule() + 2 * self.gradient_share * self.shared / max(self.row_cuts[-1], 1)
 
     def _of_schedule(self) -> float:
-        """FLOP of a row, in H V, but for what is shared."""
+        """Return the FLOP of a row in units of H V, without the extra products of shared rows."""
         f = self.gradient_share
         products = {
             "logprob_only": 2.0,
@@ -91,7 +91,7 @@ class HeadPlan:
         return products[self.schedule]
 
     def traffic(self) -> float:
-        """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
+        """Return the bytes that tiles of logits and the head's gradient move, besides the products' own operands.
 
         A tile of fp32 is written, read by the statistics, and with a gradient read again and written. The fp32 gradient
         of the head is read and written once a chunk.
@@ -105,7 +105,8 @@ class HeadPlan:
         return float(tiles + head)
 
     def memory(self, itemsize: int = 4) -> int:
-        """Bytes beside inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another dtype.
+        """Return the bytes besides inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another
+        dtype.
 
         Args:
             itemsize: bytes of an element of hidden.
@@ -115,20 +116,20 @@ class HeadPlan:
         return self._most() * V * (4 if itemsize == 4 else 4 + itemsize) + gathered
 
     def _most(self) -> int:
-        """Rows of the largest chunk."""
+        """Return the rows of the largest chunk."""
         return max((b - a for a, b in zip(self.row_cuts, self.row_cuts[1:], strict=False)), default=self.shared)
 
     def check(self, terms: Sequence[AnyTerm], row: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
-        """Refuse another batch. Sizes are compared on the host, targets and paths where they are: nothing waits.
+        """Refuse another batch. Sizes are compared on the host, targets and paths on their device: nothing waits.
 
         Raises:
             ValueError: another number of rows or targets, another head, other targets that can learn, or other rows or
                 paths of them (these on a GPU: a device-side assertion).
         """
         N, M = len(hidden), len(live(terms[0]))
-        if self.given != (N, M) or self.head != tuple(weight.shape):
+        if self.size != (N, M) or self.head != tuple(weight.shape):
             raise ValueError(
-                f"linear_policy_loss: the plan is for {self.given[0]} rows, {self.given[1]} targets and a head of "
+                f"linear_policy_loss: the plan is for {self.size[0]} rows, {self.size[1]} targets and a head of "
                 f"{list(self.head)}; here are {N}, {M} and {list(weight.shape)}: plan this batch."
             )
         if self.batch is not None:
@@ -138,8 +139,8 @@ class HeadPlan:
             )
 
     def explain(self) -> str:
-        """The choice, FLOP and memory, in a few lines."""
-        N, M = self.given
+        """Return the schedule, FLOP and memory in a few lines."""
+        N, M = self.size
         V, H = self.head
         rows, targets = self.row_cuts[-1], self.target_cuts[-1]
         return "\n".join(
@@ -151,12 +152,12 @@ class HeadPlan:
                 f"{6.0 * N * H * V / 1e12:.3g} TFLOP",
                 "tiles of fp32 logits",
                 f"{self.traffic() / 2**30:.3g} GiB moved outside the products",
-                f"{self.memory() / 2**20:.0f} MiB beside gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
+                f"{self.memory() / 2**20:.0f} MiB besides gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
             ]
         )
 
     def to(self, device: torch.device | str) -> HeadPlan:
-        """The same plan with its tensors on ``device``."""
+        """Return the same plan with its tensors on ``device``."""
 
         def move(t: Tensor | None) -> Tensor | None:
             return None if t is None else t.to(device, non_blocking=True)
@@ -165,7 +166,15 @@ class HeadPlan:
 
 
 def plan_policy_loss(fields: PolicyFields, objective: Objective, **options: Any) -> HeadPlan:
-    """Plan `linear_policy_loss`: `plan_terms_loss` of its only term."""
+    """Plan `linear_policy_loss`: `plan_terms_loss` of a single term.
+
+    Args:
+        fields, objective: as in `linear_policy_loss`; the tensors may be on the host.
+        options: the keyword arguments of `plan_terms_loss`.
+
+    Raises:
+        ValueError, IndexError: as `plan_terms_loss`.
+    """
     return plan_terms_loss([Term(fields, objective, 1.0)], **options)
 
 
@@ -184,12 +193,12 @@ def plan_terms_loss(
     """Plan `linear_terms_loss` for a batch.
 
     Args:
-        terms: of the batch, their tensors on any one device; see the module's description for where to have them.
+        terms: of the batch, their tensors on any one device; on the host nothing waits for a GPU.
         num_rows, vocabulary, hidden_size: N, V and H.
-        device: where the loss will run: it decides how large chunks are.
-        row: row of each target, on the device of ``terms``; default: one target a row.
-        frozen: the head takes no gradient.
-        gradient: whether any gradient is wanted.
+        device: where the loss will run; it decides the size of chunks.
+        row: ``[M]``, row of each target, on the device of ``terms``; default: one target a row.
+        frozen: True if the head takes no gradient.
+        gradient: False if no gradient is wanted.
         gradient_share: share of rows that had a gradient in the last step (1 - the share clipped), for ``explain``.
 
     Raises:
@@ -232,7 +241,7 @@ def plan_terms_loss(
         schedule = "fused_forward"
     elif gradient:
         aligned = None if "batch" in scopes else align(terms, place, rank, C)
-        if frozen and not _of_entropy(terms) and (aligned is None or aligned.shared):
+        if frozen and not _need_entropy(terms) and (aligned is None or aligned.shared):
             schedule = "frozen_head"
         elif aligned is None:
             schedule = "two_phase"
@@ -255,7 +264,7 @@ def plan_terms_loss(
         target_cuts=tuple(start[list(row_cuts)].tolist()),
         path_cuts=path_cuts,
         shared=shared,
-        given=(num_rows, M),
+        size=(num_rows, M),
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=gradient_share,
@@ -264,7 +273,7 @@ def plan_terms_loss(
 
 
 def fingerprint(terms: Sequence[AnyTerm], row: Tensor | None) -> Tensor:  # [] int64
-    """A hash of what a plan looks at: the targets that are needed, their rows, and their paths where these matter."""
+    """Return a hash of the data that a plan depends on: the targets needed, their rows, and paths where they matter."""
     alive = functools.reduce(torch.logical_or, map(live, terms))
     x = place = torch.arange(len(alive), device=alive.device)
     paths = [t.fields.paths for t in terms if isinstance(t, Term) and t.objective.scope == "path"]
@@ -281,7 +290,7 @@ def plan_everything(
     device: torch.device,
     frozen: bool,
 ) -> HeadPlan:
-    """Every target, one a row, for terms of tokens: the plan that needs no look at the data."""
+    """Return the plan that reads no data: every target, one a row, for terms of tokens."""
     cuts = even_cuts(num_rows, chunk_rows(num_rows, vocabulary, device))
     return HeadPlan(
         schedule="fused_forward",
@@ -292,7 +301,7 @@ def plan_everything(
         target_cuts=cuts,
         path_cuts=(),
         shared=0,
-        given=(num_rows, num_rows),
+        size=(num_rows, num_rows),
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=1.0,
@@ -300,9 +309,10 @@ def plan_everything(
     )
 
 
-def _of_entropy(terms: Sequence[AnyTerm]) -> bool:
+def _need_entropy(terms: Sequence[AnyTerm]) -> bool:
     return any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
 
 
 def even_cuts(rows: int, chunk: int) -> tuple[int, ...]:
+    """Return the boundaries of chunks of ``chunk`` rows."""
     return (*range(0, rows, max(chunk, 1)), rows)
