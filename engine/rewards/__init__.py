@@ -3,6 +3,6 @@
 from .interface import RewardItem, RewardResult, Rewards
 from .make import make_rewards
 from .pool import RewardPool
-from .verifiers import extract_answer
+from .answers import extract_answer
 
 __all__ = ["RewardItem", "RewardPool", "RewardResult", "Rewards", "extract_answer", "make_rewards"]

@@ -77,7 +77,7 @@ def items(*texts: str, answer: object = "0") -> list[RewardItem]:
         ("Answer: \\boxed{8}", "8"),
         ("<answer>Answer: 5</answer>", "5"),
         ("\\boxed{1", None),
-        ("Answer:", ""),
+        ("Answer:", None),
         ("2", None),
         ("", None),
     ],

@@ -13,7 +13,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
 from rolltree.engine.rewards.verdicts import put_rewards
-from rolltree.engine.rewards.verifiers import extract_code
+from rolltree.engine.rewards.code_verifier import extract_code
 from rolltree.engine.settings import RewardConfig, TaskConfig
 
 
@@ -117,7 +117,7 @@ def test_problems_without_tests_are_failures() -> None:
         ("```python\na\n```", "a\n"),
         ("```\na\n```\n```bash\nls\n```", "a\n"),
         ("```python\na", None),
-        ("    ```python\n    a\n    ```", None),
+        ("    ```python\n    a\n    ```", "a\n"),
         ("``` py \na\n```\n```python3\nb\n```", "b\n"),
     ],
 )
