@@ -26,7 +26,7 @@ from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS
 from ..model.decoder import check_model_dir, load_tokenizer
 from ..programs import PROGRAMS
-from ..rewards import RewardPool, make_rewards
+from ..rewards import RewardPool, check_references, make_rewards
 from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
@@ -62,12 +62,14 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
     path = Path(config.model.path)
+    known: list[tuple[str, dict[str, Any]]] = []  # problems of files
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
-                read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                read = read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                known += [(problem.id, problem.entry) for problem in read]
         if config.data.tasks:
             GymProblems(config.data.tasks, [config.seed])
     elif path.exists() or str(path).count("/") != 1:
@@ -76,6 +78,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         problems = held_out(config, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems)
         early.check_program(config, program, tokenizer, source.peek(early.TRIED))
+        known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
     with make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks) as pool:
@@ -83,6 +86,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"verifier           {config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
             yield f"containment        {note}"
+        if note := check_references(pool, config.reward, known):
+            yield f"reference answers  {note}"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (

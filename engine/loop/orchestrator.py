@@ -26,6 +26,7 @@ from ..data.segment import Origin
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..rewards import check_references
 from ..rewards.judge import PoolJudge
 from ..settings import TrainConfig, resolved_toml
 from ..train import checkpoint
@@ -138,14 +139,28 @@ class Orchestrator:
     def run(self) -> RunSummary:
         """Train to the last step, then evaluate and export."""
         begin = time.perf_counter()
-        steps = self.config.trainer.steps
-        self.console.start(steps)
+        self.console.start(self.config.trainer.steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
-        with (
-            setup.rewards(self.config, self.engine, self.tokenizer) as self.rewards,
-            early.held(self.config.run_dir),
-            self.controller.running(self.rewards),
-        ):
+        with setup.rewards(self.config, self.engine, self.tokenizer) as self.rewards:
+            self.console.phase("reading the reference answers")
+            known = [*self.source.known, *self.evaluation.problems]
+            if note := check_references(self.rewards, self.config.reward, [(p.id, p.entry) for p in known]):
+                self.console.note(f"{note}.")
+            export = self._train()
+        return RunSummary(
+            steps=self.step,
+            accuracy_before=self.evaluation.first,
+            accuracy_after=self.evaluation.last,
+            problems=len(self.evaluation.problems),
+            seconds=time.perf_counter() - begin,
+            export=export,
+            failures=[line for failures in self.failures.values() if (line := failures.summary())],
+        )
+
+    def _train(self) -> Path:
+        """Take the steps, and export the model; returns where that is."""
+        steps = self.config.trainer.steps
+        with early.held(self.config.run_dir), self.controller.running(self.rewards):
             self.judge.pool = self.rewards
             for note in filter(None, (self.rewards.note, self.controller.program.note)):
                 self.console.note(f"{note}.")
@@ -165,16 +180,7 @@ class Orchestrator:
                     raise KeyboardInterrupt
             self._check_best()
             self.console.phase("exporting")
-            export = self._export()
-        return RunSummary(
-            steps=self.step,
-            accuracy_before=self.evaluation.first,
-            accuracy_after=self.evaluation.last,
-            problems=len(self.evaluation.problems),
-            seconds=time.perf_counter() - begin,
-            export=export,
-            failures=[line for failures in self.failures.values() if (line := failures.summary())],
-        )
+            return self._export()
 
     def _begin(self) -> None:
         (self.config.run_dir / "config.toml").write_text(resolved_toml(self.config), encoding="utf-8")
@@ -239,6 +245,7 @@ class Orchestrator:
                     sums.count(f"reward/{what}", why is not None)
                     if why is not None:
                         sums.count(f"reward/{what}_{why}")
+                sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
         reasons = [reason for group in batch for reason in group.unsampled]
         self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
         verdicts = [verdict for group in batch for verdict in group.verdicts]

@@ -121,6 +121,11 @@ class PromptSource:
         finally:
             self._cursor = cursor
 
+    @property
+    def known(self) -> Sequence[Prompt]:
+        """The prompts of a file; none where problems are generated."""
+        return self._rows
+
     def observe(self, trees: Sequence[TokenTree]) -> None:
         """Tell a source of the user's what has become of its problems."""
         if isinstance(self._stream, UserProblems):

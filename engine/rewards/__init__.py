@@ -4,5 +4,6 @@ from .interface import RewardItem, RewardResult, Rewards
 from .make import make_rewards
 from .pool import RewardPool
 from .answers import extract_answer
+from .check import check_references
 
-__all__ = ["RewardItem", "RewardPool", "RewardResult", "Rewards", "extract_answer", "make_rewards"]
+__all__ = ["RewardItem", "RewardPool", "RewardResult", "Rewards", "check_references", "extract_answer", "make_rewards"]

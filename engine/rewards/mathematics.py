@@ -104,7 +104,7 @@ _REWRITES = [
         (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset "),
         (r"\\(?:leqslant|leq)(?![a-zA-Z])", r"\\le "),
         (r"\\(?:geqslant|geq)(?![a-zA-Z])", r"\\ge "),
-        (r"_\s*\{?\s*\\(?:text|mathrm|rm|mbox)\s*\{[^{}]*\}\s*\}?", ""),
+        (r"_\s*\{?\s*\\(?:text|mathrm|rm|mbox)\s*\{[^{}]*\}\s*\}?|_\s*\{\s*\\?(?:max|min)\s*\}", ""),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (r"\*\*", "^"),
@@ -114,6 +114,7 @@ _REWRITES = [
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|dot|bar)\s*\{(\d+)\}")
 _RATIO = re.compile(r"-?[\w.\\{}]+(?:\s*:\s*-?[\w.\\{}]+){2,}")
 _IN_SET = re.compile(r"^\s*(?:\\\(|\()?\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\)?\s*(?:\\in(?![a-zA-Z])|=(?=\s*\\?[(\[{]))\s*")
+_BUILDER = re.compile(r"^\s*\\\{\s*[a-z]\s*(?:\\in[^|]*?)?(?:\\mid|\\vert|[|:])\s*([^{}|]*)\\\}\s*$")
 _BASE = re.compile(r"(?<=[\dA-F])_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
 _DOTS = re.compile(r"\\(?:ldots|cdots|dots|dotsc|vdots)(?![a-zA-Z])|\.\.\.|…")
 _TOKEN = re.compile(
@@ -169,10 +170,10 @@ def latex(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}", r" \1 ", text)
     text = _REPEATING.sub(_repeating, text)
-    text = _IN_SET.sub("", text)
+    text = _IN_SET.sub("", _BUILDER.sub(r"\1", text))
     if _RATIO.fullmatch(text.strip()):
         text = f"({text.strip().replace(':', ',')})"
-    return re.sub(r"(?<=\d)\.(?=\s|,|$)", "", text).strip()
+    return re.sub(r"(?<=\d)\.(?=[\s,/]|$)", "", text).strip()
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -327,6 +328,9 @@ def read_reference(text: str) -> Reference:
     if choice := CHOICE.fullmatch(bare):
         if bare.isupper() or len(bare) > 1:
             return Reference(Answer(bare, words=plain_words(bare)), choice[1].upper(), [], frozenset())
+    if match := CHOICE_AND_TEXT.fullmatch(bare):
+        choice = (match[1] or match[2]).upper()
+        return Reference(Answer(bare, words=plain_words(match["text"])), choice, [], frozenset())
     if _DOTS.search(said):
         return Reference(Answer(said, words=plain_words(said)), None, [], frozenset())
     try:
@@ -413,6 +417,8 @@ def _compare(candidate: str, reference: Reference) -> bool | None:
     """
     bare = tidy(_without_text(tidy(candidate)))
     if reference.choice is not None:
+        if len(reference.answer.words or "") > 1 and plain_words(bare) == reference.answer.words:
+            return True  # the text of the choice
         return _chooses(bare, reference.choice)
     gold = reference.answer
     if gold.words is not None:

@@ -26,16 +26,16 @@ def reference_text(answer: Any) -> str:
     if hasattr(answer, "tolist") and not isinstance(answer, type):  # numpy's arrays and numbers
         answer = answer.tolist()
     if answer is None:
-        raise ValueError("is None")
+        raise ValueError("the reference answer is None")
     if isinstance(answer, str):
         if not answer.strip():
-            raise ValueError("is empty")
+            raise ValueError("the reference answer is empty")
         return answer.strip()
     if isinstance(answer, bool | int):
         return str(answer)
     if isinstance(answer, float | Decimal):
         if not math.isfinite(answer):
-            raise ValueError(f"is {answer}, no number")
+            raise ValueError(f"the reference answer is {answer}, no number")
         exact = Fraction(answer)
         if exact.denominator == 1:
             return str(exact.numerator)
@@ -45,13 +45,13 @@ def reference_text(answer: Any) -> str:
     if isinstance(answer, list | tuple):
         if len(answer) == 1:
             return reference_text(answer[0])
-        raise ValueError(f"is a list of {len(answer)} items, where one answer is needed")
+        raise ValueError(f"the reference answer is a list of {len(answer)} items, where one answer is needed")
     if isinstance(answer, Mapping):
         if "ground_truth" in answer:
             return reference_text(answer["ground_truth"])
         names = ", ".join(sorted(map(str, answer))) or "nothing"
-        raise ValueError(f"is a dict of {names}, without 'ground_truth'")
-    raise ValueError(f"is of type {type(answer).__name__}, which is no text and no number")
+        raise ValueError(f"the reference answer is a dict of {names}, without 'ground_truth'")
+    raise ValueError(f"the reference answer is of type {type(answer).__name__}, which is no text and no number")
 
 
 def find_answer(row: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
