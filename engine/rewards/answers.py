@@ -2,12 +2,13 @@ r"""The answer that a response gives, by the marks it sets on it.
 
 Candidates come in a fixed order, and a verifier takes the first that it can read:
 
-1. ``<answer>...</answer>``, ``\boxed{...}`` (``\fbox``; braces balanced), a line ``Answer: ...``, the line below a heading
-   ``Answer``, and ``#### ...`` on the last line. The last in the text comes first.
+1. ``<answer>...</answer>``, ``\boxed{...}`` (``\fbox``; braces balanced), a line ``Answer: ...``, the line below a
+   heading ``Answer``, and ``#### ...`` on the last line. The last in the text comes first.
 2. A sentence "the answer is ...", and ``#### ...`` before a number or formula on any other line; the last comes first.
 
-A mark with nothing in it is no mark. ``Answer`` is read in the languages of `WORDS` and `SAID`, in capitals or not, with
-Markdown's emphasis around it. Boxes that stand together (``\boxed{2} or \boxed{3}``) are one answer with several parts.
+A mark with nothing in it is no mark. ``Answer`` is read in the languages of `WORDS` and `SAID`, in capitals or not,
+with Markdown's emphasis around it. Boxes that stand together (``\boxed{2} or \boxed{3}``) are one answer with several
+parts.
 
 Imports nothing of rolltree, as `verifiers.py`.
 """
@@ -19,15 +20,16 @@ from collections.abc import Iterator
 
 WORDS = "|".join(
     (
-        r"answers?", "antwort", r"r[ée]ponse", "respuesta", "resposta", "risposta", "ответ", "答案", "答え", "答", "解答",
-        "回答", "정답", "답", "jawaban", "cevap", "đáp án", "jibu", "odpowiedź", "antwoord", "उत्तर", "الجواب", "الإجابة",
-        "উত্তর", "คำตอบ", "సమాధానం",
+        r"answers?", "antwort", r"r[ée]ponse", "respuesta", "resposta", "risposta", "ответ", "答案", "答え", "答",
+        "解答", "回答", "정답", "답", "jawaban", "cevap", "đáp án", "jibu", "odpowiedź", "antwoord", "उत्तर", "الجواب",
+        "الإجابة", "উত্তর", "คำตอบ", "సమాధానం",
     )
 )  # fmt: skip
 """The word "answer", as it stands before a colon."""
 SAID = "|".join(
     (
         r"(?<!\w)answers?(?!\w)[^.:=\n]{0,60}?(?<!\w)(?:is|are|equals|will be|would be|must be|comes out to)(?!\w)",
+        r"(?<!\w)(?:correct|right|best)\s+(?:option|choice|statement)\s+is(?!\w)",
         r"(?<!\w)antwort\s+(?:ist|lautet)(?!\w)", r"(?<!\w)r[ée]ponse(?:\s+finale)?\s+est(?!\w)",
         r"(?<!\w)respuesta(?:\s+final)?\s+es(?!\w)", r"(?<!\w)resposta(?:\s+final)?\s+é(?!\w)",
         r"(?<!\w)risposta(?:\s+finale)?\s+è(?!\w)", r"ответ\s*[—–-]", "答案[是为為]", "答えは", "정답은", "답은",
@@ -85,7 +87,7 @@ def last_line(text: str) -> str:
 
 
 def tidy(answer: str) -> str:
-    r"""Return ``answer`` without what surrounds it in writing: emphasis, ``$``, ``\( \)``, a full stop, quotation marks."""
+    r"""Return ``answer`` without emphasis, ``$`` or ``\( \)``, quotation marks and a full stop around it."""
     previous = None
     while previous != answer:
         previous = answer
@@ -93,9 +95,11 @@ def tidy(answer: str) -> str:
         answer = re.sub(r"(?<!\\right)(?<!\\left)(?<!\\)[.,;:。，；]+$|\\\\$", "", answer)
         for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("“", "”")):
             inside = answer[len(opening) : -len(closing)]
-            if len(answer) > len(opening) + len(closing) - 1 and answer.startswith(opening):
-                if answer.endswith(closing) and not re.search(r"(?<!\\)" + re.escape(closing), inside):
-                    answer = inside
+            around = (
+                len(answer) >= len(opening) + len(closing) and answer.startswith(opening) and answer.endswith(closing)
+            )
+            if around and not re.search(r"(?<!\\)" + re.escape(closing), inside):
+                answer = inside
     return answer
 
 

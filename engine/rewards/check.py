@@ -21,8 +21,8 @@ def check_references(rewards: Rewards, config: RewardConfig, problems: Iterable[
         problems: the id and the entry of each (`Prompt.id`, `Prompt.entry`).
 
     Raises:
-        UserError: a reference answer is missing or has no text, or a larger share than `reward.max_unreadable` cannot be
-            read.
+        UserError: a reference answer is missing or has no text, or a larger share than `reward.max_unreadable` cannot
+            be read.
     """
     entries = dict(problems)
     if config.verifier in NEED_TEXT:
@@ -31,7 +31,7 @@ def check_references(rewards: Rewards, config: RewardConfig, problems: Iterable[
                 reference_text(entry.get("answer"))
             except ValueError as error:
                 raise UserError(
-                    f"The row of problem '{problem}' cannot be judged by reward.verifier = '{config.verifier}': {error}; "
+                    f"The row of '{problem}' cannot be judged by reward.verifier = '{config.verifier}': {error}; "
                     "mend the row, or name another column (data.answer_key)."
                 ) from None
     found = zip(entries, rewards.check(list(entries.values())), strict=True)

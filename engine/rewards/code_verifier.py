@@ -24,12 +24,12 @@ PYTHON = {"python", "python3", "python2", "py", "py3", "ipython", "ipython3"}
 class CodeVerifier:
     """The share of tests that the program of a response passes, run in a sandbox; `extract_code` says which that is.
 
-    The problem's answer is a list of tests, or JSON of one. A test is a Python text that runs after the code and passes
-    if it gets to its end (``assert add(1, 2) == 3``); or ``{"input": ..., "output": ...}``, which gives the program its
-    standard input and compares its standard output, blanks at line ends and empty last lines aside. ``{"inputs": [...],
-    "outputs": [...]}`` is a list of such tests too. The outputs expected never enter the sandbox. An assertion is judged in the process that the response controls: ending
-    that process passes no test, but code that sets out to forge the sign of success, or objects equal to everything,
-    can deceive it.
+    The problem's answer is a list of tests, or JSON of one. A test is a Python text that runs after the code, and
+    passes if it gets to its end (``assert add(1, 2) == 3``); or ``{"input": ..., "output": ...}``, which gives the
+    program its standard input and compares its standard output, blanks at line ends and empty last lines aside.
+    ``{"inputs": [...], "outputs": [...]}`` is a list of such tests too. The outputs expected never enter the sandbox.
+    An assertion is judged in the process that the response controls: ending that process passes no test, but code
+    that sets out to forge the sign of success, or objects equal to everything, can deceive it.
 
     Args:
         timeout_s: of the verdict; tests that there is no time for have failed.
@@ -117,9 +117,9 @@ def _markdown(strict: bool) -> MarkdownIt:
 def extract_code(text: str) -> str | None:
     """Return the program of a response; None if it has none.
 
-    The program is the last fenced block (three or more backticks or tildes) that is closed and named Python; without such
-    a block, the last that is closed and has no name. Fences are read in order, as CommonMark has it, within lists and
-    quotations too; where that finds no program, they are read again without regard to indentation.
+    The program is the last fenced block (three or more backticks or tildes) that is closed and named Python; without
+    such a block, the last that is closed and has no name. Fences are read in order, as CommonMark has it, within lists
+    and quotations too; where that finds no program, they are read again without regard to indentation.
     """
     for strict in (True, False):
         blocks = list(_closed_blocks(text, _markdown(strict)))

@@ -15,9 +15,9 @@ from typing import Any
 def reference_text(answer: Any) -> str:
     """Return the text that a reference answer stands for.
 
-    A text is itself, trimmed. A whole number is written without a point (72.0 is ``72``), another one with as few digits
-    as give it back. A list, tuple or array of one is its item. A dict with ``ground_truth`` (verl's ``reward_model``)
-    is what that holds. ``True`` and ``False`` are these words.
+    A text is itself, trimmed. A whole number is written without a point (72.0 is ``72``), another one with as few
+    digits as give it back. A list, tuple or array of one is its item. A dict with ``ground_truth`` (verl's
+    ``reward_model``) is what that holds. ``True`` and ``False`` are these words.
 
     Raises:
         ValueError: it is missing (None, NaN, an empty text or list), or a value without one text (several items, other
@@ -57,9 +57,9 @@ def reference_text(answer: Any) -> str:
 def find_answer(row: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
     """Return the column that holds a row's reference answer, and its value; None if there is none.
 
-    ``key`` may go into dicts (``reward_model.ground_truth``). Rows without the column ``answer``, the default, may keep it
-    where verl has it (``reward_model.ground_truth``) or as TRL's ``solution``. A dict with ``ground_truth`` is what that
-    holds.
+    ``key`` may go into dicts (``reward_model.ground_truth``). Rows without the column ``answer``, the default, may keep
+    it where verl has it (``reward_model.ground_truth``) or as TRL's ``solution``. A dict with ``ground_truth`` is what
+    that holds.
     """
     for name in (key, "reward_model.ground_truth", "solution") if key == "answer" else (key,):
         value: Any = row

@@ -8,11 +8,11 @@ further numbers by name, and maybe
   response in the wrong form is counted apart from a wrong answer;
 - ``skipped``: a word that says why the reward is None.
 
-A verifier with a method ``check(entry)`` is asked about each problem before a run; it raises ValueError if it could judge
-no response to the problem.
+A verifier with a method ``check(entry)`` is asked about each problem before a run; it raises ValueError if it could
+judge no response to the problem.
 
-Imports nothing of rolltree but files of this folder that do not either: the verifiers' processes (`worker.py`) load it by
-itself.
+Imports nothing of rolltree but files of this folder that do not either: the verifiers' processes (`worker.py`) load it
+by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from types import ModuleType
 from typing import Any
 
 from .answers import extract_answer, tidy
-from .mathematics import judge, number, read_reference
+from .mathematics import judge, parse, read_reference
+from .reading import number
 from .references import reference_text
 
 Verifier = Callable[[str, dict[str, Any]], Any]
@@ -76,9 +77,8 @@ class MathVerifier:
     """The answer of the response equals the reference by math-verify; see `mathematics.py`."""
 
     def __init__(self) -> None:
-        import math_verify  # noqa: F401 -- a run without it ends before it begins
-
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # the pool has the time limits it misses
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # the pool has the time limits that it misses
+        parse(r"\frac{1}{2}")  # makes its parser's tables, which takes longer than a verdict may
 
     def __call__(self, text: str, entry: dict[str, Any]) -> Any:
         verdict = judge(text, read_reference(reference_text(entry["answer"])))
