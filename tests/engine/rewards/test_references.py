@@ -78,7 +78,7 @@ def test_right_answers_to_references_that_are_no_text_are_paid(verifier: str, an
     options = {"pattern": r"(-?[\d.]+)"} if verifier == "regex" else {}
     with RewardPool(RewardConfig(verifier=verifier, workers=1, options=options, timeout_s=60.0)) as pool:
         right, wrong = pool.score([RewardItem(f"Answer: {said}", {"answer": answer}) for said in (72, 73)])
-        (missing,) = pool.score([RewardItem("Answer: None", {"answer": None})])
+        (missing,) = pool.score([RewardItem("Answer: 72", {"answer": None})])
     assert (right.value, wrong.value) == (1, 0)
     assert missing.value is None
     assert "None" in str(missing.reason)

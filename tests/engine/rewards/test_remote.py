@@ -278,7 +278,8 @@ def test_the_programs_rewards_are_taken_and_the_rest_is_skipped() -> None:
 @pytest.mark.parametrize(
     ("said", "score"),
     [
-        ("Score: 8", "8"), ("**Score:** 8", "8"), ("**Score**: 8", "8"), ("Score: **8**", "8"), ("**Score: 8.5/10**", "8.5"),
+        ("Score: 8", "8"), ("**Score:** 8", "8"), ("**Score**: 8", "8"), ("Score: **8**", "8"),
+        ("**Score: 8.5/10**", "8.5"),
         ("Score = 8", "8"), ("The score is 8.", "8"), ("Rating (0-10): `8`", "8"), ("Score：8", "8"), ("score 8", None),
         ("Scores vary", None), ("Score: high", None),
     ],
