@@ -77,7 +77,12 @@ class CodeVerifier:
         return passed / len(tests)
 
     def check(self, entry: dict[str, Any]) -> None:
-        _tests(entry["answer"])
+        for test in _tests(entry["answer"]):
+            if isinstance(test, str):
+                try:
+                    compile(test, "test", "exec")
+                except (SyntaxError, ValueError) as error:
+                    raise ValueError(f"the problem's test {test[:60]!r} is no Python: {error}") from None
 
 
 def _tests(answer: Any) -> list[Any]:

@@ -63,6 +63,8 @@ def read_reference(text: str) -> Reference:
     if found.words is not None:
         return Reference(found, None, [], frozenset())
     parsed = parse(found.formula)
+    if not parsed and re.search("[\u3040-\ud7a3]", said):
+        return Reference(Answer(said, words=plain_words(said)), None, [], frozenset())  # a sentence with formulas
     if not parsed:
         raise ValueError(f"math-verify cannot read the reference answer {_shown(text)}")
     return Reference(found, None, parsed, _bases(found.formula))
@@ -73,7 +75,8 @@ def _shown(text: str) -> str:
 
 
 def _without_text(text: str) -> str:
-    return re.sub(r"\\(?:text\w*|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:text\w*|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}", r"\1", text)
+    return re.sub(r"\\(?:[ ,;:]|q?quad(?![a-zA-Z]))", " ", text)
 
 
 def _bases(formula: str) -> frozenset[str]:
@@ -137,7 +140,7 @@ def _compare(candidate: str, reference: Reference) -> bool | None:
     """
     bare = tidy(_without_text(tidy(candidate)))
     if reference.choice is not None:
-        if len(reference.answer.words or "") > 1 and plain_words(bare) == reference.answer.words:
+        if not CHOICE.fullmatch(reference.answer.words or "A") and plain_words(bare) == reference.answer.words:
             return True  # the text of the choice
         return _chooses(bare, reference.choice)
     gold = reference.answer

@@ -97,6 +97,7 @@ _REWRITES = [
         (r"\\(?:leqslant|leq)(?![a-zA-Z])", r"\\le "),
         (r"\\(?:geqslant|geq)(?![a-zA-Z])", r"\\ge "),
         (r"_\s*\{?\s*\\(?:text|mathrm|rm|mbox)\s*\{[^{}]*\}\s*\}?|_\s*\{\s*\\?(?:max|min)\s*\}", ""),
+        (r"\\log_\s*(?:\{\s*e\s*\}|e)", r"\\ln "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (r"\*\*", "^"),
@@ -113,7 +114,7 @@ _TOKEN = re.compile(
     r"(?P<kept>\\(?:begin|end)\{[^}]*\}(?:\{[^}]*\})?|\\(?:operatorname|mathbb|mathcal|mathfrak)\*?\s*\{[^}]*\})"
     r"|\\(?:text|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|rm|mbox|hbox|bf)\s*"
     r"\{(?P<text>(?:[^{}]|\{[^{}]*\})*)\}"
-    r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<word>[^\W\d_](?:[^\W\d_]|['’-](?=[^\W\d_]))*)|(?P<other>.)",
+    r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<word>[^\W\d_]+(?:['’][^\W\d_]+|-[^\W\d_]{3,})*)|(?P<other>.)",
     re.DOTALL,
 )
 
@@ -193,7 +194,8 @@ def split(text: str) -> tuple[list[str], list[str], bool]:
             if inside.casefold() in CONNECTORS:
                 runs[-1] += ","
                 continue
-            if not re.search(r"[^\W\d_]", inside) or len(inside) == 1:
+            unit = inside in tuple("mslghLNJWVAKCF") and _has_value(runs[-1])
+            if not re.search(r"[^\W\d_]", inside) or (len(inside) == 1 and not unit):
                 runs[-1] += inside
                 continue
             if re.fullmatch(FUNCTIONS, inside):
@@ -214,7 +216,7 @@ def split(text: str) -> tuple[list[str], list[str], bool]:
 
 def _is_word(run: str, text: str, begin: int, end: int) -> bool:
     """Decide between a word and a product of variables."""
-    if run.casefold() in CONNECTORS or len(run) == 1:
+    if run.casefold() in CONNECTORS or (len(run) == 1 and not "\u3040" <= run <= "\ud7a3"):
         return False
     if (
         len(run) > 3

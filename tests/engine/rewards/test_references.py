@@ -140,4 +140,6 @@ def test_answers_that_cannot_be_read_are_counted_and_stop_a_run_above_a_limit() 
     assert checked("math", ["1", "\\sqrt{2}", "x=3", "yes", "(A)"]) == ""
     with pytest.raises(UserError, match=r"1 of 1 problems.*no list of tests"):
         checked("code", [3])
+    with pytest.raises(UserError, match=r"1 of 2 problems.*'d/1'.*is no Python"):
+        checked("code", [["assert True"], ["assert True", "def f(:"]])
     assert checked("code", [["assert True"], '{"inputs": ["1"], "outputs": ["2"]}']) == ""
