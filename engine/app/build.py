@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
-from ..rewards import ProgramVerifier, Rewards, make_rewards
+from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
 from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
@@ -61,6 +62,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     preflight.check_program(
         sampling.program, sampling.program_name, sampling.params.n, tokenizer, source.peek(preflight.TRIED)
     )
+    known = [*source.known, *problems]
     demonstrations = config.demonstrations
     return Parts(
         options=run_options(config, trained),
@@ -68,6 +70,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         learning=learning_parts(config, model),
         evaluation=EvaluationParts(problems, greedy_params(config), config.evaluation.every),
         rewards=rewards,
+        check_rewards=partial(check_references, rewards, config.reward, [(p.id, p.entry) for p in known]),
         demonstrations=None
         if demonstrations is None
         else Demonstrations(demonstrations, config.data, tokenizer, config.seed),

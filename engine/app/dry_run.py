@@ -26,7 +26,7 @@ from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.calling import failure
 from ..parts.resolve import NEEDED, import_object, options_of
 from ..programs import PROGRAMS
-from ..rewards import ProgramVerifier, RewardPool, make_rewards
+from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
 from .build import (
@@ -69,12 +69,14 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
     path = Path(config.model.path)
+    known: list[tuple[str, dict[str, Any]]] = []  # problems of files
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
-                read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                read = read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                known += [(problem.id, problem.entry) for problem in read]
         if config.data.tasks:
             GymProblems(config.data.tasks, [config.seed])
     elif path.exists() or str(path).count("/") != 1:
@@ -83,6 +85,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems)
         preflight.check_program(program, rollout.program, rollout.n, tokenizer, source.peek(preflight.TRIED))
+        known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
     with rewards as pool:
@@ -90,6 +93,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"verifier           {config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
             yield f"containment        {note}"
+        if note := check_references(pool, config.reward, known):
+            yield f"reference answers  {note}"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (

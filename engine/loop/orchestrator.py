@@ -113,14 +113,27 @@ class Orchestrator:
     def run(self) -> RunSummary:
         """Train to the last step, then evaluate and export."""
         begin = time.perf_counter()
-        steps, saved = self.options.steps, self.parts.saved
-        self.console.start(steps)
+        self.console.start(self.options.steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
-        with (
-            self.parts.rewards as rewards,
-            preflight.held(self.options.directory),
-            self.controller.running(rewards),
-        ):
+        with self.parts.rewards:
+            self.console.phase("reading the reference answers")
+            if note := self.parts.check_rewards():
+                self.console.note(f"{note}.")
+            export = self._train()
+        return RunSummary(
+            steps=self.step,
+            accuracy_before=self.evaluation.first,
+            accuracy_after=self.evaluation.last,
+            problems=len(self.evaluation.problems),
+            seconds=time.perf_counter() - begin,
+            export=export,
+            failures=[line for failures in self.failures.values() if (line := failures.summary())],
+        )
+
+    def _train(self) -> Path:
+        """Take the steps and export the model; return its directory."""
+        steps, saved, rewards = self.options.steps, self.parts.saved, self.parts.rewards
+        with preflight.held(self.options.directory), self.controller.running(rewards):
             for note in filter(None, (rewards.note, self.parts.sampling.program.note)):
                 self.console.note(f"{note}.")
             self.trackers = Trackers(self.options, saved.step if saved else 0, self.console.note)
@@ -139,16 +152,7 @@ class Orchestrator:
                     raise KeyboardInterrupt
             self._check_best()
             self.console.phase("exporting")
-            export = self._export()
-        return RunSummary(
-            steps=self.step,
-            accuracy_before=self.evaluation.first,
-            accuracy_after=self.evaluation.last,
-            problems=len(self.evaluation.problems),
-            seconds=time.perf_counter() - begin,
-            export=export,
-            failures=[line for failures in self.failures.values() if (line := failures.summary())],
-        )
+            return self._export()
 
     def _begin(self) -> None:
         (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
@@ -213,6 +217,7 @@ class Orchestrator:
                     sums.count(f"reward/{what}", why is not None)
                     if why is not None:
                         sums.count(f"reward/{what}_{why}")
+                sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
         reasons = [reason for group in batch for reason in group.unsampled]
         self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
         verdicts = [verdict for group in batch for verdict in group.verdicts]

@@ -130,6 +130,11 @@ class PromptSource:
         (prompt,) = make_prompts([problem], self._config, self._tokenizer)
         return prompt
 
+    @property
+    def known(self) -> Sequence[Prompt]:
+        """The prompts of a file; none where problems are generated."""
+        return self._rows
+
     def observe(self, trees: Sequence[TokenTree]) -> None:
         """Tell a source of the user's what has become of its problems."""
         if isinstance(self._stream, UserProblems):

@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .filters import BY_COUNT, DRAWN, JUDGED, select_kernel
-from .strip_select import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 from .noise import arrival, least_bounds, log2_bound, uniforms, words_at, words_of
 from .row import (
     INFINITY,
@@ -43,6 +42,7 @@ from .row import (
     rescale,
     scale_of,
 )
+from .strip_select import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 
 BLOCK = 4096  # tokens of a program; part of the summation order, so not tuned by shape
 GROUPS = 16  # of a block's tokens, each with a bound of its own
