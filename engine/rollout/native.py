@@ -220,6 +220,11 @@ class NativeEngine(RolloutEngine):
     def longest(self) -> int | None:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        own = self.model.generation_config
+        return {} if own is None else own.to_dict()
+
     def room(self, prompt_tokens: int) -> int:
         """Return how many tokens a response to a prompt of ``prompt_tokens`` can have: what the model's positions and
         the KV cache leave. Not positive where the prompt alone is too long.
