@@ -16,6 +16,7 @@ from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from ..errors import UserError
 from ..loop import early, setup
+from ..loop.entries import kept_entries
 from ..loop.sources import PromptSource, held_out
 from ..methods.calling import failure
 from ..methods.credit import ADVANTAGES
@@ -74,7 +75,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield from _model_lines(config, path)
         tokenizer = load_tokenizer(path)
         problems = held_out(config, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems)
+        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
         early.check_program(config, program, tokenizer, source.peek(early.TRIED))
     else:
         yield f"model              {path} from the hub, fetched when the run starts"

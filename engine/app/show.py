@@ -17,6 +17,7 @@ from ..loop import setup
 from ..loop.budget import Budget
 from ..loop.buffer import Buffer, Group
 from ..loop.controller import Controller
+from ..loop.entries import kept_entries
 from ..loop.metrics import Stopwatch
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
@@ -42,7 +43,7 @@ def sample_and_show(
     console = console or RichConsole(highlight=False)
     model, tokenizer = setup.prepare_model(config)
     engine = setup.make_engine(config, model, tokenizer)
-    groups = _first_groups(config, count, engine, tokenizer, Console(console))
+    groups = _first_groups(config, count, engine, tokenizer, Console(console), recorded=record is not None)
     for group in groups:
         console.print(draw(group.tree, tokenizer))
         console.print(describe(group))
@@ -59,7 +60,13 @@ def sample_and_show(
 
 
 def _first_groups(
-    config: TrainConfig, count: int, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, console: Console
+    config: TrainConfig,
+    count: int,
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    console: Console,
+    *,
+    recorded: bool,
 ) -> list[Group]:
     """As a run's first step samples and judges them; a group callback is not asked, and a failure ends nothing."""
     config = config.model_copy(
@@ -71,7 +78,8 @@ def _first_groups(
     )
     program = setup.rollout_program(config.rollout)
     judge = program.verify = PoolJudge()
-    source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer))
+    entries = kept_entries(config, recorded=recorded)
+    source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer), entries)
     params = setup.sampling_params(config.rollout)
     controller = Controller(
         config, Buffer(Budget(count)), engine, source, tokenizer, program, params, None, Stopwatch(), console

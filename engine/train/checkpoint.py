@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..errors import RunError, UserError
 from ..settings import Section, TrainConfig
 
-FORMAT = 4
+FORMAT = 5
 STATE, MANIFEST = "state.json", "manifest.json"
 
 FREE_TO_CHANGE = (
