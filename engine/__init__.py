@@ -1,12 +1,15 @@
 """rolltree.engine: trees of rollouts, from the sampler to the optimiser.
 
-Names load when they are first used, so that importing the package costs nothing and needs no extra.
+Names load when they are first used, so that importing the package costs nothing and needs no extra. Importing it makes
+``attn_implementation="rolltree"`` known to Hugging Face Transformers, whenever that is imported.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from .registration import register_attention
 
 if TYPE_CHECKING:
     from .app.build import build
@@ -114,3 +117,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_attention()

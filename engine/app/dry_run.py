@@ -36,6 +36,7 @@ from .build import (
     check_lengths,
     check_old_logprobs,
     group_callback,
+    kept_entries,
     rollout_program,
 )
 from .build_learning import corrects, loss_terms, objective, shapings
@@ -83,7 +84,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield from _model_lines(config, path)
         tokenizer = load_tokenizer(path)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems)
+        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
         preflight.check_program(program, rollout.program, rollout.n, tokenizer, source.peek(preflight.TRIED))
         known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:

@@ -316,6 +316,18 @@ class RolloutEngine(ABC):
     def longest(self) -> int | None:
         """Positions of the model."""
 
+    @property
+    @abstractmethod
+    def generation_config(self) -> Mapping[str, Any]:
+        """What the model's generation_config.json sets, by the names of Transformers' ``GenerationConfig``."""
+
+    def room(self, prompt_tokens: int) -> int | None:
+        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have at most; None without a limit.
+
+        Not positive where the prompt alone is too long.
+        """
+        return None if self.longest is None else self.longest - prompt_tokens
+
     @abstractmethod
     def _check(self, index: int, request: Request) -> None:
         """Raises ValueError where the backend cannot serve the request of prompt ``index``."""

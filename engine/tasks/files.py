@@ -92,7 +92,7 @@ def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
 def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
     rows = []
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside a string too
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028 inside a string too
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The prompts file '{file}' ({key}) cannot be read: {error}.") from error
     for number, line in enumerate(lines, 1):

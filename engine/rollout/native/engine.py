@@ -218,6 +218,24 @@ class NativeEngine(RolloutEngine):
     def longest(self) -> int | None:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        own = self.model.generation_config
+        return {} if own is None else own.to_dict()
+
+    def room(self, prompt_tokens: int) -> int:
+        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have: what the model's positions and
+        the KV cache leave. Not positive where the prompt alone is too long.
+
+        An eighth of the free pages stays out of it: a prompt whose prefixes other requests left in the cache in pieces
+        takes up to a page more for each piece.
+        """
+        free = self.cache.tree.num_pages - -(-prompt_tokens // self.config.page_size)
+        spare = -(-free // 8) if free > 1 else 0
+        cached = (free - spare) * self.config.page_size
+        positions = super().room(prompt_tokens)
+        return cached if positions is None else min(cached, positions)
+
     def _check(self, index: int, request: Request) -> None:
         size, ids, most = self.config.page_size, request.prompt, request.params.max_new_tokens
         if -(-len(ids) // size) - (-most // size) > self.cache.tree.num_pages:
