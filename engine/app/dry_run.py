@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
@@ -28,6 +29,7 @@ from ..model.decoder import check_model_dir, load_tokenizer
 from ..programs import PROGRAMS
 from ..rewards import RewardPool, make_rewards
 from ..rewards.judge import PoolJudge
+from ..rollout.sampling_params import eos_token_ids
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
 
@@ -75,7 +77,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         tokenizer = load_tokenizer(path)
         problems = held_out(config, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems)
-        early.check_program(config, program, tokenizer, source.peek(early.TRIED))
+        early.check_program(config, program, tokenizer, _ends(path, tokenizer), source.peek(early.TRIED))
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
     with make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks) as pool:
@@ -128,6 +130,13 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"
     )
+
+
+def _ends(path: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the end-of-sequence tokens of a model's directory, as the sampler finds them."""
+    files = [path / name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
+    given = [json.loads(file.read_text()) for file in files]
+    return eos_token_ids(*given, *(some.get("text_config", {}) for some in given), tokenizer)
 
 
 def _size(count: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -121,9 +121,16 @@ def check_lengths(config: TrainConfig, positions: int | None) -> None:
 
 
 def check_program(
-    config: TrainConfig, program: RolloutProgram, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+    config: TrainConfig,
+    program: RolloutProgram,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+    prompts: Sequence[Prompt],
 ) -> None:
     """Begin a group of each prompt, without sampling it.
+
+    Args:
+        ends: the model's end-of-sequence tokens.
 
     Raises:
         UserError: the program refuses, as with a number of responses that it cannot make.
@@ -131,7 +138,7 @@ def check_program(
     what = f"rollout.program = '{config.rollout.program}'"
     for prompt in prompts:
         mine = call(what, copy.deepcopy, program)
-        mine.tokenizer, mine.context = tokenizer, prompt.context
+        mine.tokenizer, mine.end_token_ids, mine.context = tokenizer, ends, prompt.context
         begun = ask(what, mine.start, GroupState(prompt.n or config.rollout.n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")

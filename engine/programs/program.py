@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,8 @@ class RolloutProgram(ABC):
     """What ``generate(..., contexts=...)`` gave for the prompt."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """The engine's, set by it."""
+    end_token_ids: Collection[int] = ()
+    """The model's end-of-sequence tokens, set by the engine."""
 
     def start(self, group: GroupState) -> int:
         """Branches sampled from the prompt."""

@@ -97,6 +97,8 @@ class NativeEngine(RolloutEngine):
             host_tokens=self.config.host_kv_tokens,
             debug=self.config.debug,
         )
+        stops = Stops(model, tokenizer)
+        self.end_token_ids = stops.eos
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -107,7 +109,7 @@ class NativeEngine(RolloutEngine):
                 fused=not self.config.debug,
                 cuda_graphs=self.config.cuda_graphs and not self.config.debug,
             ),
-            Stops(model, tokenizer),
+            stops,
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
             drafter=HistoryDrafter(self.config.drafts, self.config.draft_age) if self.config.drafts else None,
