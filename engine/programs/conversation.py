@@ -16,7 +16,8 @@ import functools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import count
+from contextlib import suppress
+from itertools import count, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,11 @@ from transformers import PreTrainedTokenizerBase
 from .literal import literal
 
 Message = Mapping[str, Any]
+STYLES = [(False, False), (True, False), (False, True), (True, True)]
+"""How a turn with calls may be given to templates: its arguments as a JSON text or an object, and with content or not.
+
+Some templates write the content after the tools' answers, some write no calls, some want arguments as texts.
+"""
 
 
 class Conversation:
@@ -45,7 +51,7 @@ class Conversation:
         self._literal = literal(tokenizer)
         self._end_texts = {text for end in self.ends if (text := self._literal.text(end))}
         self._complete: set[tuple[str, ...]] = set()
-        self._texts: bool | None = None
+        self._style: tuple[bool, bool] | None = None
         self._checked: set[tuple[str, ...]] = set()
 
     def begin(self, messages: Sequence[Message]) -> list[str]:
@@ -116,39 +122,32 @@ class Conversation:
     def _render(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         return render(self.tokenizer, messages, self.tools, generation=generation)
 
-    def _marked(
-        self, messages: Sequence[Message], new: Sequence[Message], turns: int
-    ) -> tuple[list[dict[str, Any]], list[str]]:
+    def _marked(self, messages: Sequence[Message], new: Sequence[Message], turns: int) -> tuple[list[Any], list[str]]:
         """Return the messages with a marker for each of the last ``turns`` assistant's, and the markers.
 
         A turn that messages of the role ``tool`` answer gets as many calls, since templates look for them.
         """
-        taken = str([*messages, *new])
+        taken = json.dumps([*messages, *new], ensure_ascii=False, default=str)
         number = next(number for number in count() if f"\ue000{number}." not in taken)
-        talk = [dict(message) for message in messages]
-        mine = [i for i, message in enumerate(talk) if message["role"] == "assistant"][-turns:]
         marks = [f"\ue000{number}.{turn}\ue001" for turn in range(turns)]
-        for i, mark in zip(mine, marks, strict=True):
-            following = [*talk, *new][i + 1 :]
-            stop = next((k for k, message in enumerate(following) if message["role"] != "tool"), len(following))
-            talk[i] = {"role": "assistant", "content": mark}
-            if stop:
-                talk[i]["tool_calls"] = [_call(answer, mark) for answer in following[:stop]]
-        if turns and self._wants_texts(talk):
-            for i in mine:
-                for call in talk[i].get("tool_calls", []):
-                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return talk, marks
+        mine = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-turns:]
+        following = [[*messages, *new][i + 1 :] for i in mine]
+        answers = [list(takewhile(lambda message: message["role"] == "tool", after)) for after in following]
 
-    def _wants_texts(self, talk: Sequence[Message]) -> bool:
-        """Whether the template cannot write the arguments of calls as objects."""
-        if self._texts is None and any(message.get("tool_calls") for message in talk):
-            self._texts = False
-            try:
-                self._render(talk)
-            except ValueError as error:
-                self._texts = isinstance(error.__cause__, TypeError)
-        return bool(self._texts)
+        def marked(style: tuple[bool, bool]) -> list[Any]:
+            talk = [dict(message) for message in messages]
+            for i, mark, some in zip(mine, marks, answers, strict=True):
+                talk[i] = {"role": "assistant"} | (_calls(some, mark, *style) if some else {"content": mark})
+            return talk
+
+        if self._style is None and any(answers):
+            for style in STYLES:
+                with suppress(ValueError):
+                    text = self._render([*marked(style), *new])
+                    if all(mark in text for mark in marks):
+                        self._style = style
+                        break
+        return marked(self._style or STYLES[0]), marks
 
     def _check_same(self, text: str, marks: Sequence[str], written: Sequence[str]) -> None:
         begin, before = 0, "the prompt"
@@ -245,11 +244,19 @@ def render(
         raise ValueError(f"The chat template cannot write messages of {_roles(messages)}: {said}") from error
 
 
-def _call(answer: Message, mark: str) -> dict[str, Any]:
-    """Return the call that a message of the role ``tool`` answers."""
-    known = {"id": answer["tool_call_id"]} if "tool_call_id" in answer else {}
-    function = {"name": answer.get("name") or "tool", "arguments": {"argument": mark}}
-    return {**known, "type": "function", "function": function}
+def _calls(answers: Sequence[Message], mark: str, as_text: bool, with_content: bool) -> dict[str, Any]:
+    """Return the content and the calls of a turn that ``answers`` answer."""
+    given: Any = {"argument": mark}
+    given = json.dumps(given, ensure_ascii=False) if as_text else given
+    calls = [
+        {
+            **({"id": answer["tool_call_id"]} if "tool_call_id" in answer else {}),
+            "type": "function",
+            "function": {"name": answer.get("name") or "tool", "arguments": given},
+        }
+        for answer in answers
+    ]
+    return {"content": mark if with_content else "", "tool_calls": calls}
 
 
 def _after(text: str, mark: str) -> str:

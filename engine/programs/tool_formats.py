@@ -273,7 +273,7 @@ FORMATS: dict[str, ToolFormat] = {
         ToolFormat("mistral", ("[TOOL_CALLS]",), _mistral, r"\[TOOL_CALLS\]"),
         ToolFormat("pythonic", ("<|tool_call_start|>",), _pythonic, r"<\|tool_call_start\|>"),
         ToolFormat("hermes", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _hermes), "<tool_call>"),
-        ToolFormat("llama", ("{", "<|python_tag|>"), _llama, r'\{"name": .*"parameters"'),
+        ToolFormat("llama", ("{", "<|python_tag|>"), _llama, r'\{"name": function name, "parameters"'),
     )
 }
 """The forms by name; the first whose parser reads what a template writes is the template's."""
