@@ -61,7 +61,12 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     rewards = make_run_rewards(config, engine, tokenizer)
     sampling = sampling_parts(config, model, engine, tokenizer, source, rewards)
     preflight.check_program(
-        sampling.program, sampling.program_name, sampling.params.n, tokenizer, source.peek(preflight.TRIED)
+        sampling.program,
+        sampling.program_name,
+        sampling.params.n,
+        tokenizer,
+        engine.end_token_ids,
+        source.peek(preflight.TRIED),
     )
     known = [*source.known, *problems]
     demonstrations = config.demonstrations

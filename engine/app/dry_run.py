@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
@@ -27,6 +28,7 @@ from ..parts.calling import failure
 from ..parts.resolve import NEEDED, import_object, options_of
 from ..programs import PROGRAMS
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
+from ..rollout.sampling_params import eos_token_ids
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
 from .build import (
@@ -85,7 +87,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         tokenizer = load_tokenizer(path)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
-        preflight.check_program(program, rollout.program, rollout.n, tokenizer, source.peek(preflight.TRIED))
+        prompts = source.peek(preflight.TRIED)
+        preflight.check_program(program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
         known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
@@ -141,6 +144,13 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"
     )
+
+
+def _ends(path: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the end-of-sequence tokens of a model's directory, as the sampler finds them."""
+    files = [path / name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
+    given = [json.loads(file.read_text()) for file in files]
+    return eos_token_ids(*given, *(some.get("text_config", {}) for some in given), tokenizer)
 
 
 def _size(count: float) -> str:

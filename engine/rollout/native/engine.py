@@ -95,6 +95,8 @@ class NativeEngine(RolloutEngine):
             host_tokens=self.config.host_kv_tokens,
             debug=self.config.debug,
         )
+        stops = Stops(model, tokenizer)
+        self.end_token_ids = stops.eos
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -105,7 +107,7 @@ class NativeEngine(RolloutEngine):
                 fused=not self.config.debug,
                 cuda_graphs=self.config.cuda_graphs and not self.config.debug,
             ),
-            Stops(model, tokenizer),
+            stops,
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
             drafts=Drafts(self.config.drafts) if self.config.drafts else None,
