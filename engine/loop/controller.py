@@ -32,11 +32,10 @@ from ..rollout.saving import restore_request
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
-from .cores import Cores
 from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
 from .parts import SamplingParts
-from .progress import Progress
+from .runtime import Cores, Progress
 from .unfinished import group_state
 
 WORK = ("steps", "row_steps", "call_wait_us")

@@ -18,6 +18,27 @@ from ..programs import BranchId, GroupState, RolloutProgram
 from .sampling_params import SamplingParams
 
 Array = npt.NDArray[Any]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def child_seed(
+    seed: npt.ArrayLike,  # [...] int64
+    index: npt.ArrayLike,  # [...] int64
+) -> Array:  # [...] int64
+    """Return the seed of a branch's child ``index``: a step of splitmix64, whose mixing function is a bijection.
+
+    A seed is a hash of the path of indices from the prompt, so a sample never depends on the rest of the batch.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64
+        z = np.asarray(seed, np.int64).astype(np.uint64)
+        z = _mix(z) + (np.asarray(index, np.int64).astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        return _mix(z).astype(np.int64)
+
+
+def _mix(z: Array) -> Array:  # [...] uint64
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @cache

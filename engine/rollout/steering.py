@@ -21,9 +21,8 @@ import numpy.typing as npt
 from ..data.segment import LeafStatus, Origin
 from ..parts.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Reward, Rewind, SegmentReport
-from .branch import Branch, Node, Request, given
+from .branch import Branch, Node, Request, child_seed, given
 from .calls import CallPool
-from .seeds import child_seed
 
 Array = npt.NDArray[Any]
 WAIT_S = 0.05  # between looks at the requests while only calls are outstanding

@@ -19,11 +19,10 @@ from ...model.attention import MASK_STUB
 from ...model.head import head_reader
 from ..branch import Branch
 from ..sampling_params import SamplingParams
+from .compiled import CompiledLayers, DecodeGraphs
 from .draws import Drawn, Draws, draw, drawn_from
 from .fused_decoder import FusedDecoder
-from .graphs import DecodeGraphs
 from .kv_cache import KvCache
-from .layers import CompiledLayers
 from .rows import RowTable, Sampled
 from .scheduler import Step
 from .step_buffer import StepVector

@@ -13,8 +13,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
 from ...data.segment import LeafStatus, Origin
-from ..branch import Branch, Node, Request, given, join, sample_dtype
-from ..seeds import child_seed
+from ..branch import Branch, Node, Request, child_seed, given, join, sample_dtype
 from ..steering import Steering
 
 Array = npt.NDArray[Any]

@@ -1,24 +1,80 @@
-"""Decode steps as CUDA graphs: padded to a bucket of sizes, so that one graph serves many steps.
+"""Compiled and captured steps: decoder layers through torch.compile, decode steps as CUDA graphs.
+
+The layers of a decoder are one program on different weights and pages. A compiled program is specialised to every
+constant that it was traced with, so each layer gets the pages that it writes and reads as tensors (`LayerPages`) and
+its index is never read. Each kind of layer (with and without a sliding window) is a program of its own.
 
 A step that only decodes has one row a branch. Its rows and the partial results of its attention are padded to powers
-of two. A graph holds the model, the head and the sampler; all that changes from step to step is the `StepVector`. So a
-replay waits for nothing, and the host waits for a step when it fetches what was drawn.
+of two, so that one graph serves many steps. A graph holds the model, the head and the sampler; all that changes from
+step to step is the `StepVector`. A replay waits for nothing; the host waits for a step when it fetches the samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch.fx.experimental import _config as symbols
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...errors import UserError
 from .draws import Drawn, Draws, draw
 from .kv_cache import KvCache
 from .scheduler import Step
 from .step_buffer import StepVector, count_partials
 
 LEAST_ROWS, LEAST_PARTIALS = 8, 64
+
+
+class CompiledLayers:
+    """The layers of a decoder, which `substituted` lets run compiled.
+
+    Raises:
+        UserError: the decoder has no layers that are known by Transformers' class of them.
+    """
+
+    def __init__(self, decoder: nn.Module, cache: KvCache) -> None:
+        layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        self._layers = [(layer, n) for layer in layers if (n := layer_number(layer)) is not None]
+        if not self._layers:
+            raise UserError(
+                f"The layers of {type(decoder).__name__} cannot be compiled one by one; set rollout.compile=false."
+            )
+        self._cache = cache
+        self._compiled = torch.compile(_forward, dynamic=True)
+        # sizes that are equal by chance need not stay so
+        self._sizes = symbols.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        self._floats = dynamo.patch(specialize_float=True)  # they are the model's constants
+
+    @contextmanager
+    def substituted(self) -> Iterator[None]:
+        """Meanwhile calls of the layers run compiled; the modules are also the trainer's, and remain as they were."""
+        try:
+            for layer, number in self._layers:
+                layer._compiled_call_impl = partial(self._call, layer, number)
+            with self._sizes, self._floats:
+                yield
+        finally:
+            for layer, _ in self._layers:
+                layer._compiled_call_impl = None
+
+    def _call(self, layer: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
+        kwargs["kv_store"] = self._cache.layer(number)
+        return self._compiled(layer, *args, **kwargs)
+
+
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return layer._call_impl(*args, **kwargs)  # as `nn.Module.compile` does: with the layer's hooks
+
+
+def layer_number(layer: nn.Module) -> int | None:
+    """By which its attention asks for pages."""
+    return next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)  # type: ignore[return-value]
 
 
 class Decoded(NamedTuple):
