@@ -23,7 +23,7 @@ from torch.fx.experimental import _config as symbols
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UserError
-from .draws import Drawn, Draws, draw
+from .draws import DeviceSamples, Draws, draw
 from .kv_cache import KvCache
 from .scheduler import Step
 from .step_buffer import StepVector, count_partials
@@ -32,10 +32,10 @@ LEAST_ROWS, LEAST_PARTIALS = 8, 64
 
 
 class CompiledLayers:
-    """The layers of a decoder, which `substituted` lets run compiled.
+    """Compiled forms of a decoder's layers, which `substituted` puts in their place.
 
     Raises:
-        UserError: the decoder has no layers that are known by Transformers' class of them.
+        UserError: no module of the decoder is a Transformers ``GradientCheckpointingLayer`` with attention.
     """
 
     def __init__(self, decoder: nn.Module, cache: KvCache) -> None:
@@ -47,13 +47,13 @@ class CompiledLayers:
             )
         self._cache = cache
         self._compiled = torch.compile(_forward, dynamic=True)
-        # sizes that are equal by chance need not stay so
+        # dimensions that are equal by chance may differ later
         self._sizes = symbols.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        self._floats = dynamo.patch(specialize_float=True)  # they are the model's constants
+        self._floats = dynamo.patch(specialize_float=True)  # floats are the model's constants
 
     @contextmanager
     def substituted(self) -> Iterator[None]:
-        """Meanwhile calls of the layers run compiled; the modules are also the trainer's, and remain as they were."""
+        """Run calls of the layers compiled within the block; the modules, which the trainer shares, stay unchanged."""
         try:
             for layer, number in self._layers:
                 layer._compiled_call_impl = partial(self._call, layer, number)
@@ -73,23 +73,24 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def layer_number(layer: nn.Module) -> int | None:
-    """By which its attention asks for pages."""
+    """Return the layer index under which the layer's attention looks up its KV pages, or None."""
     return next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)  # type: ignore[return-value]
 
 
 class Decoded(NamedTuple):
-    """Of all rows of a step, the padding's behind them; valid until the next step."""
+    """Results of all rows of a step, followed by those of the padding; valid until the next step."""
 
     vector: StepVector
     logits: Tensor  # [rows, V] fp32
-    drawn: Drawn
+    drawn: DeviceSamples
 
 
 class DecodeGraphs:
-    """Graphs by size, captured when a step first needs them.
+    """CUDA graphs by size, captured when a step first needs them.
 
     Args:
-        forward: the logits of all rows from their ids and positions [N] int64, after `KvCache.begin_step`.
+        forward: computes the logits [N, V] of all rows from their ids and positions [N] int64, after
+            `KvCache.begin_step`.
     """
 
     def __init__(self, cache: KvCache, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
@@ -100,7 +101,7 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # one graph runs at a time
 
     def decode(self, step: Step, draws: Draws) -> Decoded:
-        """A step that only decodes: each of its rows is sampled once."""
+        """Run a step that only decodes: each of its rows is sampled once."""
         rows, partials = _bucket(len(step.input_ids), LEAST_ROWS), _bucket(count_partials(step), LEAST_PARTIALS)
         kind = rows, partials, step.adapter, draws.filters
         if kind not in self._graphs:
@@ -111,29 +112,30 @@ class DecodeGraphs:
         return decoded
 
     def run(self, vector: StepVector, filters: tuple[str, ...]) -> Decoded:
-        """The step without a graph."""
+        """Run the step without a graph."""
         logits = self._forward(*vector.begin(self._cache))
         return Decoded(vector, logits, draw(logits, vector.draws, filters))
 
     def pad(self, step: Step, draws: Draws, rows: int, partials: int) -> StepVector:
+        """Return the step padded to ``rows`` rows and ``partials`` partial results."""
         pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys
         vector = StepVector(rows, partials, pages, self._cache.groups, self._device, samples=rows)
         vector.load(step, draws, self._cache.spare_slot)
         return vector
 
     def clear(self) -> None:
-        """Forget all: the weights or the pages have moved."""
+        """Drop all graphs, because the weights or the pages have moved."""
         self._graphs.clear()
 
     def _capture(self, step: Step, draws: Draws, rows: int, partials: int) -> tuple[torch.cuda.CUDAGraph, Decoded]:
         vector = self.pad(step, draws, rows, partials)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # kernels are compiled and libraries begin before anything is recorded
+        with torch.cuda.stream(aside):  # compile kernels and initialise libraries before anything is recorded
             self.run(vector, draws.filters)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # a trainer in another thread may allocate meanwhile
+        # a trainer in another thread may allocate during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             decoded = self.run(vector, draws.filters)
         return graph, decoded
