@@ -14,29 +14,30 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Progress(Protocol):
-    """Told what a run does as it does it; `rolltree train` gives it a terminal (`engine/app/console.py`)."""
+    """Shows the progress of a run; `rolltree train` shows it in a terminal (`engine/app/console.py`)."""
 
     def start(self, total_steps: int) -> None:
-        """The run begins; ``total_steps`` counts those of an earlier, resumed part too."""
+        """Show that the run begins; ``total_steps`` includes the steps before a resume."""
 
     def phase(self, text: str) -> None:
-        """What it does now, such as ``sampling``."""
+        """Show the present activity, such as ``sampling``."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step has ended."""
+        """Show that a step has ended."""
 
     def evaluation(self, step: int, accuracy: float, n: int) -> None:
-        """The held-out problems were answered after ``step`` steps, a share ``accuracy`` of all ``n`` rightly."""
+        """Show the share ``accuracy`` of the ``n`` held-out problems that were solved after ``step`` steps."""
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Show a sentence for the user."""
 
 
 class Stopping:
-    """Whether somebody asked the run to end.
+    """Records a request to end the run: Ctrl-C and SIGTERM end it after the current step, with a checkpoint; a second
+    signal ends it at once.
 
     Args:
-        note: told so, in a sentence.
+        note: called with a sentence for the user at the first signal.
     """
 
     def __init__(self, note: Callable[[str], object]) -> None:
@@ -69,7 +70,11 @@ class Stopping:
 
 
 class Cores:
-    """Who of two threads, the caller and the sampler, has how many; with ``shared`` False nothing is ever set.
+    """Divides the CPU threads between trainer (the caller) and sampler. Does nothing if ``shared`` is False.
+
+    While sampling and updates overlap, each has half of the threads, and one that works alone has all. Otherwise both
+    would start as many threads as there are cores, and every parallel loop would wait for threads without a core.
+    PyTorch's number of threads is a setting of the calling thread (OpenMP's), so each can have its own.
 
     >>> cores = Cores(shared=False)
     >>> with cores.left_to_sampler():
@@ -82,7 +87,7 @@ class Cores:
 
     @contextmanager
     def left_to_sampler(self) -> Iterator[None]:
-        """Of the caller: while it waits."""
+        """Give all threads to the sampler within the block, in which the caller waits."""
         self._caller_waits = True
         try:
             yield
@@ -92,7 +97,7 @@ class Cores:
 
     @contextmanager
     def left_to_caller(self) -> Iterator[None]:
-        """Of the caller: while the sampler rests."""
+        """Give all threads to the caller within the block, in which the sampler rests."""
         before = torch.get_num_threads()
         self._set(self.all)
         try:
@@ -101,7 +106,7 @@ class Cores:
             self._set(before)
 
     def take(self) -> None:
-        """Of the sampler: before it computes."""
+        """Set the threads of the sampler, which calls this before it computes."""
         self._set(self.all if self._caller_waits else max(1, self.all // 2))
 
     def _set(self, threads: int) -> None:

@@ -20,7 +20,7 @@ from ...model.head import head_reader
 from ..branch import Branch
 from ..sampling_params import SamplingParams
 from .compiled import CompiledLayers, DecodeGraphs
-from .draws import DeviceSamples, Draws, draw, device_samples
+from .draws import DeviceSamples, Draws, device_samples, draw
 from .fused_decoder import FusedDecoder
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
