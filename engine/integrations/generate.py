@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
     "early_stopping", "length_penalty",  # of beams, which are refused
     "renormalize_logits",  # before a softmax
 }  # fmt: skip
-"""Options that change how Transformers computes, not what it samples."""
+"""Options that change how Transformers computes but not its samples."""
 OF_SAMPLING = {"typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
 """Filters that Transformers ignores when it decodes greedily."""
 NEUTRAL: dict[str, Any] = {
@@ -112,7 +112,7 @@ def _resolved(engine: RolloutEngine, given: GenerationConfig | None, options: di
     config.update(defaults_only=True, **DEFAULTS)
     for name, value in config.update(**options).items():
         if value is not None:
-            raise ValueError(f"rolltree's generate does not know '{name}'; leave it out.")
+            raise ValueError(f"rolltree's generate does not support '{name}'; leave it out.")
     return config
 
 
@@ -122,7 +122,7 @@ def _refuse_others(config: GenerationConfig, sample: bool) -> None:
         value = getattr(config, name)
         empty = value is None or value is False or (isinstance(value, list | tuple | dict) and not value)
         if name not in passed and not empty and value != NEUTRAL.get(name):
-            raise ValueError(f"rolltree's generate does not know '{name}' = {value!r}; leave it out.")
+            raise ValueError(f"rolltree's generate does not support '{name}' = {value!r}; leave it out.")
 
 
 def _most(config: GenerationConfig, width: int, longest: int | None) -> int:

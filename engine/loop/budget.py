@@ -17,8 +17,8 @@ each of the others was open then, or is younger than g. By rule 1 fewer than ``(
 rule 2 at most W younger ones were taken before g. So ``k P < v P + (S + 1) P - W + W``, hence ``k < v + S + 1``. Groups
 that are dropped only make the counts smaller.
 
-**Shares.** Sources keep their shares of what is trained though their groups take unequal time: every group that is not
-dropped is trained, and of the first n admitted at most those still open have not been.
+**Shares.** Sources keep their shares of the trained groups although their groups take unequal time: every group that
+is not dropped is trained, and of the first n admitted only those still open have not been.
 
 **Worked example.** S = 1, P = 4, window 0.5: W = 2, so 6 groups are open, 0 to 5. Group 3 is long. Step 1 takes 0, 1,
 2 and 4, which overtakes 3. As it ends, 6 to 9 are admitted with ``started = 1``. 5, 6 and 7 are ready next, but only

@@ -155,7 +155,7 @@ class Judging:
         broken = [verdict.reason for verdict in last.verdicts if verdict.reason is not None]
         if broken and on_failure == "raise":
             raise RunError(
-                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
+                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); repair it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
         tree, verdicts = last.tree, iter(last.verdicts)

@@ -46,7 +46,7 @@ class Stopping:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Within the block the first signal only asks. Only the main thread has signals; in others nothing changes."""
+        """Handle signals within the block. Only the main thread receives signals; in others this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -49,7 +49,7 @@ class Prompt:
     n: int | None = None
     """Number of responses; None: `rollout.n`."""
     messages: tuple[dict[str, str], ...] = ()
-    """With `data.chat`, the conversation that ``text`` contains."""
+    """The conversation that ``text`` contains; empty without `data.chat`."""
     tools: tuple[str, ...] = ()
     """Tools that the conversation offers: `data.tools`."""
 

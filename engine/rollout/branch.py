@@ -207,6 +207,7 @@ class Request:
 
     @property
     def unfinished(self) -> list[Branch]:
+        """The branches that are sampling or resting."""
         return [*self.sampling.values(), *self.resting.values()]
 
     @property
@@ -216,6 +217,7 @@ class Request:
 
     @property
     def done(self) -> bool:
+        """True once the request has a tree or has failed."""
         return self.tree is not None or self.error is not None
 
     def completions(self) -> list[Completion]:

@@ -94,7 +94,7 @@ class Steering(ABC):
 
     @abstractmethod
     def _drop(self, branch: Branch) -> None:
-        """Release what a branch, unfinished or a leaf, holds in the backend."""
+        """Release the backend's resources of a branch, unfinished or a leaf."""
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Steering(ABC):
 
     @abstractmethod
     def _retire(self, branch: Branch) -> None:
-        """Release what a branch that has become a leaf needs no more."""
+        """Release the resources that a branch no longer needs as a leaf."""
 
     # -- the program's answers --------------------------------------------------------------------------------------
 

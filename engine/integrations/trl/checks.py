@@ -21,7 +21,9 @@ def version() -> None:
     """Raise UserError unless TRL has the version whose methods are overridden here."""
     if tuple(int(part) for part in trl.__version__.split(".")[:2]) != TRL:
         wanted = ".".join(map(str, TRL))
-        raise UserError(f"TRL is of version {trl.__version__}; rolltree knows {wanted}: pip install 'trl=={wanted}.*'.")
+        raise UserError(
+            f"TRL is of version {trl.__version__}; rolltree supports {wanted}: pip install 'trl=={wanted}.*'."
+        )
 
 
 def base_model(model: Any) -> PreTrainedModel:

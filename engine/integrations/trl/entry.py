@@ -49,7 +49,7 @@ def accelerate(
     """
     checks.version()
     if not isinstance(trainer, (*GROUPS, DPOTrainer, SFTTrainer)):
-        raise UserError(f"accelerate knows GRPO, RLOO, DPO and SFT trainers of TRL, not a {type(trainer).__name__}.")
+        raise UserError(f"accelerate supports GRPO, RLOO, DPO and SFT trainers of TRL, not a {type(trainer).__name__}.")
     if isinstance(trainer, GroupTrainer) and hasattr(trainer, "rolltree"):
         raise UserError(f"This {type(trainer).__name__} is accelerated already; call accelerate once.")
     checks.trainer(trainer)

@@ -6,7 +6,7 @@ token. One step then computes a branch's next token and its drafted ones.
 
 Verification is exact. A sample's random number is a function of (seed of the branch, position), so a step draws a
 sample at every position of a draft with that position's own number. The longest run of samples that agree with the
-draft is what steps of one token would have sampled, and the first one that disagrees is a valid sample too. A draft
+draft equals the samples of steps of one token, and the first one that disagrees is a valid sample too. A draft
 changes the speed and never a token.
 """
 
