@@ -61,10 +61,11 @@ def main(fd: int) -> None:
     here = os.getpid()
     while True:
         for number, text, entry in messages.get():
-            if text is None:
-                verdict = (None, _check(verify, entry), {}, [], None, None)
-            else:
-                verdict = _judge(verify, text, entry, failure, verifiers.WORD)
+            verdict = (
+                _judge(verify, text, entry, failure, verifiers.WORD)
+                if text is not None
+                else (None, _check(verify, entry), {}, [], None, None)
+            )
             if os.getpid() != here:
                 os._exit(0)  # the verifier forked, and both came back
             send([number, *verdict])
