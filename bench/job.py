@@ -221,6 +221,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     from rolltree.engine.loop.evaluation import Evaluation
     from rolltree.engine.loop.parts import EvaluationParts
     from rolltree.engine.loop.sources import held_out
+    from rolltree.engine.rollout.sampler import LocalSampler
 
     from .long_tail import Quiet
 
@@ -231,7 +232,9 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     quiet: Any = Quiet()
     program = rollout_program(config.rollout)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    evaluation = Evaluation(EvaluationParts(problems, greedy_params(config), 0), engine, tokenizer, program, quiet)
+    evaluation = Evaluation(
+        EvaluationParts(problems, greedy_params(config), 0), LocalSampler(engine, program), tokenizer, quiet
+    )
     with make_run_rewards(config, engine, tokenizer) as rewards:
         for number, file in enumerate(files):
             if file is not None:

@@ -93,6 +93,7 @@ class _Kept(Evaluation):
 
     recorder: Recorder
     model: Any
+    engine: Any
 
     def run(self, step: int, rewards: Rewards) -> dict[str, float]:
         if step == 0:
@@ -137,9 +138,10 @@ def rolltree(config: TrainConfig, recorder: Recorder, **changes: dict[str, Any])
         steps: Any = _Steps(recorder)
         run = Orchestrator(build(config.model_copy(update=rest), console=steps))
         old = run.evaluation
-        kept = _Kept(old.parts, run.engine, run.tokenizer, old.program, steps)
-        kept.recorder, kept.model = recorder, run.model
-        steps.engine, run.evaluation = run.engine, kept
+        sampler: Any = run.sampler
+        kept = _Kept(old.parts, sampler, run.tokenizer, steps)
+        kept.recorder, kept.model, kept.engine = recorder, run.model, sampler.engine
+        steps.engine, run.evaluation = sampler.engine, kept
         run.run()
 
 

@@ -18,6 +18,7 @@ from rolltree.engine.loop.metrics import Stopwatch, Sums
 from rolltree.engine.loop.parts import SamplingParts
 from rolltree.engine.loop.sources import Prompt
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
+from rolltree.engine.rollout.sampler import LocalSampler
 from rolltree.engine.settings import TrainConfig
 
 from .loop import Inputs
@@ -81,13 +82,14 @@ class Loop:
         self.engine = NativeEngine(sampled_model(config, model), config=engine_config)
         params = SamplingParams(n=x.width, max_new_tokens=x.longest, ignore_eos=True)
         texts: Any = _Texts()
+        program = LongTail(x.median, x.longest)
         prompts: Any = _Prompts(x)
         on_cpu = model.device.type == "cpu"
         parts = SamplingParts(
-            engine=self.engine,
+            sampler=LocalSampler(self.engine, program),
             tokenizer=texts,
             source=prompts,
-            program=LongTail(x.median, x.longest),
+            program=program,
             program_name="long tail",
             params=params,
             budget=buffer.budget,
@@ -111,7 +113,7 @@ class Loop:
         self.model.eval()
         batch = self.controller.next_batch()
         changed = self.learner.update([group.tree for group in batch], [], 1, Sums())
-        weights = dict(self.model.named_parameters()) if changed else None
+        weights = self.learner.weights() if changed else None
         self.controller.end_step(batch, weights, self.learner.trainer.updates)
         counts = self.engine.loop.counts
         self.x.idle[self.name] = 1 - counts["row_steps"] / max(1, counts["steps"] * self.x.rows)

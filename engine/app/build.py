@@ -26,6 +26,7 @@ from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
 from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
 from .build_learning import FROM_ROLES, corrects, credit, learning_parts
@@ -121,11 +122,12 @@ def sampling_parts(
     """
     loop = config.loop
     on_cpu = config.rollout.backend == "native" and model.device.type == "cpu"
+    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
     return SamplingParts(
-        engine=engine,
+        sampler=LocalSampler(engine, program),
         tokenizer=tokenizer,
         source=source,
-        program=rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards)),
+        program=program,
         program_name=config.rollout.program,
         params=sampling_params(config.rollout),
         budget=budget(config),

@@ -212,6 +212,10 @@ class Learner:
                 )
         return bool(self._flat)
 
+    def weights(self) -> Trainer:
+        """Return the source of the policy's weights, for a sampler."""
+        return self.trainer
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and counters of the policy's optimiser, the critic's, and the roles whose weights move."""
         tensors, counters = self.trainer.state_dict()

@@ -218,6 +218,10 @@ class Trainer:
         metrics["perf/head_tflop"] = (sum(pending.head_flop) / 1e12, 1)
         return metrics
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the model's parameters by name, as a sampler loads them."""
+        return dict(self.model.named_parameters())
+
     def drop_gradients(self) -> None:
         """Forget the micro-batches since the last `optim_step`: an update was broken off."""
         self._pending = _Pending.none(self._device)
