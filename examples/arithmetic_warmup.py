@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,3 +138,5 @@ def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree]) -> None:
         trainer.lr_scale = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         terms = [Weighted(term, term.normalizer(trees))]
         trainer.step(pack(trees, max_tokens=config.max_tokens), terms, temperature=1.0, on_policy=True)
+        if step % 50 == 49 and not sys.stdout.isatty():  # where no bar is drawn
+            print(f"warm-up of the small model: step {step + 1}/{STEPS}", flush=True)

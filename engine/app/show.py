@@ -24,7 +24,8 @@ from ..loop.sources import PromptSource, held_out
 from ..rewards.judge import PoolJudge
 from ..rollout import RolloutEngine
 from ..settings import TrainConfig
-from .console import Console
+from .console import Console, Terminal
+from .printable import printable
 
 
 def sample_and_show(
@@ -40,7 +41,7 @@ def sample_and_show(
         out: a parquet file to write.
         record: a file of groups to write, for `Replay`.
     """
-    console = console or RichConsole(highlight=False)
+    console = console or Terminal(highlight=False)
     model, tokenizer = setup.prepare_model(config)
     engine = setup.make_engine(config, model, tokenizer)
     groups = _first_groups(config, count, engine, tokenizer, Console(console), recorded=record is not None)
@@ -49,7 +50,7 @@ def sample_and_show(
         console.print(describe(group))
         why = [*group.unsampled, *(v.reason or f"skipped, {v.skipped}" for v in group.verdicts if v.value is None)]
         if why:
-            console.print(escape(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}."))
+            console.print(escape(printable(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}.")))
         console.print()
     if out is not None:
         write_rollouts(out, 0, [group.tree for group in groups], [group.texts for group in groups])
@@ -104,7 +105,7 @@ def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:
 
     def text(node: int) -> str:
         ids = tree.token_id[tree.start[node] : tree.start[node] + tree.length[node]]
-        return escape(tokenizer.decode(ids)).rstrip("\n")
+        return escape(printable(tokenizer.decode(ids))).rstrip("\n")
 
     ends: dict[int, list[int]] = {}
     for leaf, node in enumerate(tree.leaf_node.tolist()):

@@ -91,6 +91,8 @@ class Orchestrator:
         set_seed(config.seed)
 
         console.phase("loading the model")
+        if config.model.create is not None and not Path(config.model.path).exists():
+            console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
         self.model, self.tokenizer = setup.prepare_model(config)
         self.engine = setup.make_engine(config, setup.sampled_model(config, self.model), self.tokenizer)
         problems = held_out(config, self.tokenizer)

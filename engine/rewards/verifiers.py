@@ -19,6 +19,7 @@ import json
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -125,7 +126,9 @@ BUILT_IN: dict[str, Callable[..., Verifier]] = {
 
 
 def _task_verifier(tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which it imports
+        import reasoning_gym
 
     datasets = [reasoning_gym.create_dataset(task, **options) for task, options in tasks]
 
