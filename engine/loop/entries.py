@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import UserError
@@ -25,23 +25,19 @@ class Entries:
         self._all = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
         self._read = READ | {data.prompt_key, data.answer_key, data.n_key or data.answer_key}
 
-    def kept(self, row: Mapping[str, Any], where: str, *, plain: bool = False) -> dict[str, Any]:
+    def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return ``row``, without columns that nobody reads and no checkpoint can hold.
 
         Args:
             where: what has the row, for error messages: "Row 3 of 'problems.parquet'".
-            plain: arrays cannot be held either.
 
         Raises:
             UserError: a column that may be read cannot be held.
         """
         kept = {}
         for column, value in row.items():
-            archive = Archive()
             try:
-                archive.pack(value)
-                if plain and archive.tensors:
-                    raise NotKeptError("An array cannot be kept there; a list can.")
+                Archive().pack(value)
             except NotKeptError as error:
                 if not self._all and column not in self._read:
                     continue
@@ -53,13 +49,15 @@ class Entries:
         return kept
 
 
-def kept_entries(config: TrainConfig, *, recorded: bool = False) -> Entries | None:
-    """Return what looks through the entries of a run's prompts; None where nothing keeps any.
+def kept_entries(
+    config: TrainConfig, *, recorded: bool = False
+) -> Callable[[Mapping[str, Any], str], dict[str, Any]] | None:
+    """Return `Entries.kept` of a run's prompts; None where nothing keeps their entries.
 
     Args:
         recorded: the groups are written to a file.
     """
-    return Entries(config) if config.loop.staleness > 0 or recorded else None
+    return Entries(config).kept if config.loop.staleness > 0 or recorded else None
 
 
 def _user_code_reads(config: TrainConfig) -> bool:
