@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         preflight.check_directory(config.run_dir)
     set_seed(config.seed)
     console.phase("loading the model")
+    if config.model.create is not None and not Path(config.model.path).exists():
+        console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
     model, tokenizer = prepare_model(config)
     engine = make_engine(config, sampled_model(config, model), tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
@@ -315,8 +318,10 @@ def check_credit(config: TrainConfig) -> None:
     preflight.check_credit(credit(config), config.algorithm.advantage, config.rollout.n, columns)
 
 
-def kept_entries(config: TrainConfig, *, recorded: bool = False) -> Entries | None:
-    """Return what looks through the entries of a run's prompts; None where nothing keeps any.
+def kept_entries(
+    config: TrainConfig, *, recorded: bool = False
+) -> Callable[[Mapping[str, Any], str], dict[str, Any]] | None:
+    """Return `Entries.kept` of a run's prompts; None where nothing keeps their entries.
 
     Args:
         recorded: the groups are written to a file.
@@ -325,7 +330,7 @@ def kept_entries(config: TrainConfig, *, recorded: bool = False) -> Entries | No
         return None
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
-    return Entries({data.prompt_key, data.answer_key, data.n_key or data.answer_key}, all_read=all_read)
+    return Entries({data.prompt_key, data.answer_key, data.n_key or data.answer_key}, all_read=all_read).kept
 
 
 def _user_code_reads(config: TrainConfig) -> bool:

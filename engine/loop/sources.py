@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -21,9 +21,6 @@ from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 from ..tasks.verifiers import TasksetPrompts
-
-if TYPE_CHECKING:
-    from .entries import Entries
 
 TRAIN, HELD_OUT = 0, 1
 """Streams of generated problems."""
@@ -62,7 +59,7 @@ class PromptSource:
 
     Args:
         held_out: prompts whose problems are never given.
-        entries: looks through what checkpoints keep of the rows; None where they keep nothing of them.
+        entries: given a row and what has it, what of it checkpoints can keep; None where they keep nothing of it.
 
     Raises:
         UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out.
@@ -74,7 +71,7 @@ class PromptSource:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         held_out: Sequence[Prompt] = (),
-        entries: Entries | None = None,
+        entries: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
     ) -> None:
         self._config = config
         self._held_out = held_out
@@ -192,7 +189,7 @@ class PromptSource:
         """The prompts, their entries as checkpoints can keep them."""
         if self._entries is None:
             return prompts
-        return [replace(p, entry=self._entries.kept(p.entry, f"The prompt '{p.id}'")) for p in prompts]
+        return [replace(p, entry=self._entries(p.entry, f"The prompt '{p.id}'")) for p in prompts]
 
     def _row(self, cursor: int) -> Prompt:
         turn, index = divmod(cursor, len(self._rows))

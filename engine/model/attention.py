@@ -75,9 +75,8 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | DeferredMask | None:
         )
     if getattr(kwargs.get("config"), "attn_logit_softcapping", None) is not None:
         kwargs["allow_is_causal_skip"] = False  # no mask would mean SDPA's own causal one, and SDPA has no softcap
-    offset = kwargs.get("q_offset", 0)
     # keys from before: no tree; and the offset of a static cache is a tensor that the first layer changes in place
-    if isinstance(offset, Tensor) or offset or kwargs.get("kv_length") != kwargs.get("q_length"):
+    if isinstance(kwargs.get("q_offset"), Tensor) or kwargs.get("kv_length") != kwargs.get("q_length"):
         mask: Tensor | None = sdpa_mask(**kwargs)
         return mask
     return DeferredMask(**kwargs)
