@@ -147,7 +147,9 @@ BUILT_IN: dict[str, Callable[..., Verifier]] = {
 
 
 def _task_verifier(tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which it imports
+        import reasoning_gym
 
     datasets = [reasoning_gym.create_dataset(task, **options) for task, options in tasks]
 
