@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rolltree.engine import CostModel, TokenTree, pack
 from rolltree.engine.data.concat import side_by_side
-from rolltree.engine.data.rows import distinct_rows
+from rolltree.engine.data.rows import concat_rows, distinct_rows
 
 from .test_equal_prefixes import apart
 from .test_tree import groups
@@ -72,9 +72,12 @@ def test_without_equal_siblings_rows_are_the_tokens(group):
 
 def test_trees_of_a_batch_keep_rows_of_their_own():
     trees = [apart([1, 2], [[3, 4], [3, 5]], [[-1.0, -1.0], [-1.5, -1.0]], [[1, 1]] * 2, [1, -1]) for _ in range(2)]
-    one, both = distinct_rows(trees[0]), distinct_rows(side_by_side(trees))
+    one = distinct_rows(trees[0])
+    both = concat_rows([one, one])
+    np.testing.assert_array_equal(side_by_side(trees).token_id[both.token], np.tile([1, 2, 3, 4, 5], 2))
     assert one.count == 5
     np.testing.assert_array_equal(both.of_token, np.concatenate([one.of_token, one.of_token + 5]))
+    np.testing.assert_array_equal(both.position, np.tile(one.position, 2))
     np.testing.assert_array_equal(both.end, np.concatenate([one.end, one.end + 5]))
 
 
