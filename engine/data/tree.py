@@ -50,7 +50,7 @@ class TokenTree:
     leaf_prompt: Array  # tokens on the leaf's path before its response; at least node 0's
     columns: dict[str, Array] = field(
         default_factory=dict
-    )  # all further values, declared in columns.py; written by set()
+    )  # further values, declared in columns.py; written by set()
     rewards: dict[str, Array] = field(default_factory=dict)  # name -> [L] float32
     meta: dict[str, Any] = field(default_factory=dict)  # prompt id, task, ...
 
