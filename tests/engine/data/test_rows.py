@@ -151,6 +151,20 @@ def test_never_more_rows_than_trls_packer(shape: dict[str, int], eps: float) -> 
         assert batch.loss_tokens == sum(len(response) for _, response in samples)
 
 
+def test_a_system_prompt_of_several_prompts_is_shared_as_trls_packer_shares_it() -> None:
+    """Samples of any prompts, whose trees `TokenTree.forest` makes by their first token."""
+    system = list(range(100, 140))
+    rng = np.random.default_rng(0)
+    samples = [(system + p, r) for p, r in sampled(8, groups=6, n=4, prompt=5, stem=9, ids=30)]
+    samples += [([99, 98], [int(t), 1, 2]) for t in rng.integers(0, 3, 7)]
+    order = rng.permutation(len(samples))
+    samples = [samples[i] for i in order]
+    logprobs = [rng.normal(-1, 1, len(r)) for _, r in samples]
+    trees, _ = TokenTree.forest([p for p, _ in samples], [r for _, r in samples], behaviour_logprobs=logprobs)
+    (batch,) = pack(trees, max_tokens=100_000)
+    assert batch.num_tokens == len(prefixes(samples)) <= rows_of_trl(samples)
+
+
 def test_turns_of_a_conversation_are_the_rows_of_trls_packer() -> None:
     """Every turn a sample whose prompt is all before it; the turn's answer was recorded by its own sample alone."""
     rng = np.random.default_rng(3)
