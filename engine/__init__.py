@@ -1,12 +1,15 @@
 """rolltree.engine: trees of rollouts, from the sampler to the optimiser.
 
-Names load when they are first used, so that importing the package costs nothing and needs no extra.
+Names load when they are first used, so that importing the package costs nothing and needs no extra. Importing it makes
+``attn_implementation="rolltree"`` known to Hugging Face Transformers, whenever that is imported.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from .registration import register_attention
 
 if TYPE_CHECKING:
     from .app.build import build
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from .model.loss import backward, batch_loss
     from .model.self_check import tree_error
     from .model.sharding import shard
-    from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
+    from .rollout import Completion, DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
     from .settings import TrainConfig
     from .train.config import TrainerConfig
     from .train.trainer import Trainer
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Completion": "rollout",
     "CostModel": "data.cost",
+    "DraftConfig": "rollout",
     "EngineConfig": "rollout",
     "LeafStatus": "data.segment",
     "NativeEngine": "rollout",
@@ -69,6 +73,7 @@ _HOME = {
 __all__ = [
     "Completion",
     "CostModel",
+    "DraftConfig",
     "EngineConfig",
     "LeafStatus",
     "NativeEngine",
@@ -112,3 +117,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_attention()

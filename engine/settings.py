@@ -71,7 +71,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column of `path` that holds the problem: a text, or with `chat` a list of messages, each a role and content."""
     answer_key: str = "answer"
-    """Column of `path` that holds the reference answer."""
+    """Column of `path` that holds the reference answer; `a.b` is the field `b` of the column `a`. Rows without the
+    column `answer` may keep it as verl does (`reward_model.ground_truth`) or as TRL does (`solution`)."""
     n_key: str | None = None
     """Column of `path` or `source` that says how many responses a problem gets; unset, all get `rollout.n`."""
     template: str = "{prompt}"
@@ -110,6 +111,23 @@ class DataConfig(Section):
         return self
 
 
+class DraftsConfig(Section):
+    rows: NonNegativeInt = 0
+    """The native backend guesses tokens from earlier texts in steps of at most this many rows, and samples the same
+    tokens; their log-probs, and so the weights, differ by rounding. 0: never."""
+    tokens: PositiveInt = 4
+    """Guessed tokens a sequence and step, at most."""
+    remembered: Annotated[int, Field(ge=256, lt=2**31)] = 1 << 20
+    """Tokens of earlier texts to guess from, 28 bytes each; the oldest texts are dropped first."""
+
+    @model_validator(mode="after")
+    def _rows_are_set(self) -> Self:
+        for name in ("tokens", "remembered"):
+            if self.rows == 0 and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"`{name}` has no effect while `rows` is 0; set `rollout.drafts.rows` too, such as 8")
+        return self
+
+
 class RolloutConfig(Section):
     backend: Literal["native", "vllm"] = "native"
     """What samples: the trained module itself, or vLLM, which has to be installed and gets the weights each step."""
@@ -139,9 +157,7 @@ class RolloutConfig(Section):
     """Capacity of the native backend's paged KV cache, in tokens."""
     compile: bool = False
     """Sample with torch.compile, after some seconds of compilation; on a CPU steps are no faster."""
-    drafts: NonNegativeInt = 0
-    """Tokens of earlier responses that the native backend drafts from, 28 bytes each: it samples the same tokens,
-    faster where prompts come again; their log-probs, and so the weights, differ by rounding. 0: none."""
+    drafts: DraftsConfig = DraftsConfig()
 
 
 Points = tuple[tuple[NonNegativeInt, float], ...]
@@ -172,6 +188,9 @@ class RewardConfig(Section):
     """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
     max_failed_steps: PositiveInt = 5
     """Steps in a row without a single verdict after which the run stops."""
+    max_unreadable: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest share of a file's problems whose reference answers the verifier cannot read; a run with more does not
+    start."""
 
     @field_validator("verifier")
     @classmethod

@@ -8,8 +8,6 @@ prompt is simply a branch that forks first, and a rewind makes another one in th
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,15 +18,12 @@ from ...data.segment import LeafStatus, Origin
 from ..branch import Branch, Node, Request, given, join
 from ..seeds import child_seed
 from ..steering import Steering
-from .drafts import Drafter, fit
+from .drafts import Drafts, cut, on_path, up_to_end
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .runner import Runner
 from .scheduler import Scheduler, Step, TooLargeError
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
-
-with contextlib.suppress(ImportError):  # `KvCache` says what is missing
-    from ._host import on_path, up_to_end
 
 Array = npt.NDArray[Any]
 MOST_LOGITS_BYTES = 4 << 30  # of the children of one fork, which are sampled in one step
@@ -46,10 +41,10 @@ class NativeLoop(Steering):
         *,
         max_batch_rows: int,
         max_prefill_tokens: int,
-        drafter: Drafter | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         super().__init__(runner.vocabulary)
-        self.drafter = drafter
+        self.drafts = drafts
         self.tree = cache.tree
         self.cache = cache
         self.runner = runner
@@ -81,11 +76,11 @@ class NativeLoop(Steering):
 
     def step(self) -> list[Request]:
         self._collect_calls()
-        step, begin = None, time.perf_counter()
+        step = None
         try:
-            step = self.scheduler.schedule(self._start, self._propose if self.drafter is not None else None)
+            step = self.scheduler.schedule(self._start, self._propose if self.drafts is not None else None)
             if step is not None:
-                self._compute(step, begin)
+                self._compute(step)
         except TooLargeError as error:
             self._fail(error.request, error)
         except BaseException as error:
@@ -97,15 +92,13 @@ class NativeLoop(Steering):
                 self._await_calls()
         return self._hand_out()
 
-    def _compute(self, step: Step, begin: float) -> None:
+    def _compute(self, step: Step) -> None:
         targets, offset, row = step.sample_slots, step.sample_offset, step.sample_rows
         forks = self.rows.forks[targets]
         samples = np.maximum(forks, 1)
         sampled = self.runner.run(step, self.rows, samples, self._seeds(targets, forks, samples))
         if forks.any():
-            once = time.perf_counter()
             targets, kept = self._fork(targets, forks)
-            begin += time.perf_counter() - once
             sampled, offset, row = sampled.only(kept), np.repeat(offset, samples)[kept], np.repeat(row, samples)[kept]
         drafted = int(np.count_nonzero(offset))
         queried = np.bincount(targets) if drafted else None
@@ -129,16 +122,15 @@ class NativeLoop(Steering):
         self.counts["row_steps"] += branches
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts["idle_row_steps"] += unfinished - branches
-        if self.drafter is not None:
-            self.drafter.took(len(step.input_ids), time.perf_counter() - begin)
-            self.drafter.sampled(self.rows, targets, offset, sampled.token, ends != GO_ON, self.version)
         if ends.any():
+            if self.drafts is not None:
+                self.drafts.sampled(self.rows, targets[ends != GO_ON])
             self._end_segments(targets, ends, sampled, texts or {})
 
     def _propose(self, slots: Array, others: int, room: int) -> tuple[Array, Array]:
-        assert self.drafter is not None
-        counts, tokens = self.drafter.propose(self.rows, slots, others, room)
-        return fit(self.rows, self.stops, slots, counts, tokens, room) if len(tokens) else (counts, tokens)
+        assert self.drafts is not None
+        counts, tokens = self.drafts.propose(self.rows, slots, others, room)
+        return cut(self.rows, self.stops, slots, counts, tokens, room) if len(tokens) else (counts, tokens)
 
     def _rewind_rejected(self, slots: Array, queried: Array) -> None:
         """Forget the keys of drafted tokens behind those that were sampled: ``slots`` has one entry a sample, and
