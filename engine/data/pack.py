@@ -16,7 +16,7 @@ from .columns import COLUMNS, Array
 from .concat import side_by_side
 from .cost import CostModel
 from .pieces import cut
-from .rows import Rows, distinct_rows
+from .rows import Rows, concat_rows, distinct_rows
 from .tree import TokenTree
 
 WORTH_SHARING = 1.1
@@ -173,7 +173,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
     """``parts`` as one batch: a row for every distinct prefix of a part, a target for every token after its prompt."""
     trees = [part.tree for part in parts]
     all_of = side_by_side(trees)
-    rows = distinct_rows(all_of)
+    rows = concat_rows([part.rows for part in parts])
     node = np.repeat(np.arange(all_of.num_nodes), all_of.length)
     response = all_of.parent[node] >= 0
     before = np.append(0, np.cumsum(response))  # targets before each token
