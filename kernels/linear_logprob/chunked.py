@@ -5,7 +5,6 @@ A chunk is one GEMM into a tile of fp32 logits, then a *row kernel* that reads t
 * forward: log-sum-exp, entropy, sum of squared probabilities and the logits at the targets;
 * backward: the GEMM again, then the gradient of the logits, written over them, then two GEMMs (2 + 6 f NHV FLOP in all,
   where f is the share of rows that have a gradient: a CPU leaves the others out; on a GPU that would take a wait).
-  where f is the share of rows that have a gradient: a CPU leaves the others out; on a GPU that would take a wait).
 
 All backends' row kernels have one signature (`RowKernels`), so the loop is tested where there is no GPU. Per chunk the
 tile costs 4 C V bytes written by the GEMM and read once (twice and written once in the backward), and the fp32 weight
