@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -28,25 +29,24 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 import torch
 
-from rolltree.engine import EngineConfig, NativeEngine, UserError
+from rolltree.engine import DraftConfig, EngineConfig, NativeEngine, UserError
+from rolltree.engine.app.build import sampling_params
 from rolltree.engine.app.config import load_config
 from rolltree.engine.data.segment import Origin, Text
-from rolltree.engine.loop.setup import sampling_params
-from rolltree.engine.model.decoder import load_model, load_tokenizer
+from rolltree.engine.model.loading import load_model, load_tokenizer
 from rolltree.engine.programs import Action, BranchId, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.programs.program import WHOLE
-from rolltree.engine.rollout.native.drafter import HistoryDrafter
+from rolltree.engine.rollout.native.drafts import Drafts
 from rolltree.engine.rollout.native.rows import RowTable, Sampled
 from rolltree.engine.rollout.native.scheduler import Step
 from rolltree.engine.settings import TrainConfig
 
 from .runner import Bench, Calls, Case, UnsupportedError
+from .speculation import NONE, RULE, count
 
 Array = npt.NDArray[Any]
 COLUMNS = ("step", "group", "prompt_ids", "response_ids", "node_ids", "origin")
-NONE = "rolltree without drafts"
 WIDTHS = (1, 8)  # prompts of a batch, besides as many as the run's own steps have
-AGE = EngineConfig.draft_age
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Inputs:
     history: list[Group]
     """What is known before the first batch."""
     batches: list[list[Group]]
-    drafters: list[HistoryDrafter] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Drafted and accepted tokens of all calls."""
 
 
 class Followed(RolloutProgram):
@@ -264,7 +265,7 @@ def _inputs(
     return Inputs(model, tokenizer, directory, config, history, batches)
 
 
-def _calls(x: Inputs, drafts: int) -> Calls:
+def _calls(x: Inputs, drafts: DraftConfig | None) -> Calls:
     rollout = x.config.rollout
     engine = NativeEngine(
         x.model,
@@ -276,13 +277,11 @@ def _calls(x: Inputs, drafts: int) -> Calls:
     params, turns = sampling_params(rollout), itertools.count()
 
     def begin_again() -> None:
-        """Nothing is known but what was before the first batch, and what steps cost."""
-        if isinstance(before := engine.loop.drafter, HistoryDrafter):
-            engine.loop.drafter = drafter = HistoryDrafter(drafts, AGE)
-            drafter.cost = before.cost
-            x.drafters.append(drafter)
+        """Know only what was sampled before the first batch."""
+        if drafts is not None:
+            engine.loop.scheduler.drafts = Drafts(drafts)
             for group in x.history:
-                engine.remember(group.texts, group.step - 1)
+                engine.remember(group.texts)
 
     def batch() -> None:
         turn = next(turns) % len(x.batches)
@@ -299,6 +298,7 @@ def _calls(x: Inputs, drafts: int) -> Calls:
             contexts=[group.parts for group in groups],
         )
         assert sum(int(tree.response_length.sum()) for tree in trees) == sum(group.tokens for group in groups)
+        count(x.counts, engine)
 
     return {"generate": batch}
 
@@ -360,8 +360,8 @@ def bench(run: Path, own: Bench) -> Bench:
     config = load_config(run / "config.toml")
     parts = config, read_groups(run, config), _weights(run, config)
     providers: dict[str, Callable[[Any], Calls]] = {
-        "rolltree": partial(_calls, drafts=1 << 20),
-        NONE: partial(_calls, drafts=0),
+        "rolltree": partial(_calls, drafts=RULE),
+        NONE: partial(_calls, drafts=None),
         "vllm suffix": partial(vllm, method="suffix"),
         "vllm ngram": partial(vllm, method="ngram"),
         "vllm": vllm,

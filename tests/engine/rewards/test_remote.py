@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -17,15 +18,16 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
+from rolltree.engine.app.build import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.server import make_app
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.model.decoder import load_model
+from rolltree.engine.model.loading import load_model
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
-from rolltree.engine.rewards.judge import PoolJudge
-from rolltree.engine.rewards.remote import filled
+from rolltree.engine.rewards.judge import ProgramVerifier
+from rolltree.engine.rewards.remote import SCORE, filled
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
 
@@ -229,7 +231,7 @@ def scored(home: Path, directory: Path, *more: str) -> Orchestrator:
         f"--output_dir={directory}/runs", "--trainer.steps=2", "--trainer.prompts_per_step=2",
         "--evaluation.problems=2", "--evaluation.every=0", "--reward.verifier=policy",
     ]  # fmt: skip
-    made = Orchestrator(load_config(home / "tiny.toml", [*given, *more]), console=Console())
+    made = Orchestrator(build(load_config(home / "tiny.toml", [*given, *more]), console=Console()))
     made.run()
     return made
 
@@ -237,7 +239,7 @@ def scored(home: Path, directory: Path, *more: str) -> Orchestrator:
 def test_the_policys_own_probabilities_are_the_reward(home: Path, tmp_path: Path) -> None:
     options = '{prompt = "{prompt}{response}\\n= ", continuation = "{answer}", measure = "logprob"}'
     made = scored(home, tmp_path, f"--reward.options={options}", "--trainer.steps=1")
-    rows = pq.read_table(made.config.run_dir / "rollouts" / "step_000001.parquet").to_pylist()
+    rows = pq.read_table(made.options.directory / "rollouts" / "step_000001.parquet").to_pylist()
     first = NativeEngine(load_model(str(home / "model")), made.tokenizer)
     assert len(rows) == 8
     for row in rows:
@@ -256,8 +258,7 @@ def test_runs_are_judged_between_the_engines_steps(home: Path, tmp_path: Path, s
 
 
 def test_programs_cannot_ask_the_policy_while_it_samples() -> None:
-    judge = PoolJudge()
-    judge.pool = make_rewards(RewardConfig(verifier="policy"))
+    judge = ProgramVerifier(make_rewards(RewardConfig(verifier="policy")))
     with pytest.raises(RuntimeError, match="cannot judge while a program samples"):
         judge("a", {})
 
@@ -272,3 +273,17 @@ def test_the_programs_rewards_are_taken_and_the_rest_is_skipped() -> None:
     with make_rewards(RewardConfig(verifier="program")) as rewards:
         found = rewards.score([RewardItem("a", {}, given=0.5), RewardItem("b", {})])
     assert found == [RewardResult(0.5, None), RewardResult(None, None, skipped="no_reward")]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("Score: 8", "8"), ("**Score:** 8", "8"), ("**Score**: 8", "8"), ("Score: **8**", "8"),
+        ("**Score: 8.5/10**", "8.5"),
+        ("Score = 8", "8"), ("The score is 8.", "8"), ("Rating (0-10): `8`", "8"), ("Score：8", "8"), ("score 8", None),
+        ("Scores vary", None), ("Score: high", None),
+    ],
+)  # fmt: skip
+def test_scores_are_found_in_usual_writing(said: str, score: str | None) -> None:
+    found = re.search(SCORE, said)
+    assert (found and found[1]) == score
