@@ -110,10 +110,11 @@ class Conversation:
         if roles in self._checked:
             return
         name = self.tools[0]["function"]["name"] if self.tools else "tool"
+        known = {"name": name, "tool_call_id": "call00000"} if role == "tool" else {}
         talk, written = list(messages), self.begin(messages)
         end = next(iter(sorted(self.ends)))
         for turn in range(3):
-            answer = {"role": role, "content": f"answer {turn}"} | ({"name": name} if role == "tool" else {})
+            answer = {"role": role, **known, "content": f"answer {turn}"}
             talk.append({"role": "assistant", "content": f"turn {turn}"})
             _, written = self.grow(talk, written, [answer], end)
             talk.append(answer)
