@@ -129,6 +129,6 @@ def enclosed(
             closed, again = text.find(end, inside), text.find(begin, inside)
             # a call that was never closed ends where the next one begins
             closed = len(text) if closed < 0 else closed + len(end)
-            reached = min(closed, again) if 0 <= again else closed
+            reached = min(closed, again) if again >= 0 else closed
         yield Found(begun, reached, call)
         at = reached

@@ -45,9 +45,7 @@ def read_turn(text: str, tools: Collection[str] | Schemas, form: ToolFormat = HE
     return said._replace(content=content.rstrip() if said.calls else content)
 
 
-def written(
-    text: str, tools: Collection[str] | Schemas, most: int | None = None, form: ToolFormat = HERMES
-) -> Written:
+def written(text: str, tools: Collection[str] | Schemas, most: int | None = None, form: ToolFormat = HERMES) -> Written:
     """Return what a turn says and calls, as OpenAI's API has calls."""
     turn = read_turn(text, tools, form, most)
     return Written(turn.content, [(call.name, json.dumps(call.arguments)) for call in turn.calls])
@@ -74,6 +72,6 @@ def form_of(text: str, tools: Collection[str] | Schemas) -> ToolFormat:
 def _found(text: str, tools: Collection[str] | Schemas, form: ToolFormat) -> Iterator[Found]:
     thought = text.find(THINKING_END)
     begin = 0 if thought < 0 else thought + len(THINKING_END)
-    schemas = tools if isinstance(tools, dict) else dict.fromkeys(tools, {})
+    schemas = tools if isinstance(tools, dict) else {name: {} for name in tools}
     for found in form.find(text[begin:], schemas):
         yield Found(found.begin + begin, found.end + begin, found.call)

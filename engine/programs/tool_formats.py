@@ -249,7 +249,7 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-# -- which one ----------------------------------------------------------------------------------------------------------
+# -- all of them ------------------------------------------------------------------------------------------------------
 
 
 def _between(begin: str, end: str, read: Callable[[str, int, Schemas], tuple[ToolCall, int]]) -> Any:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rolltree.engine.programs.chat import added_ids, find_format, tool_schema
+from rolltree.engine.programs.chat import find_format, tool_schema
 from rolltree.engine.programs.conversation import Conversation
 
 from .. import chat_templates as templates
@@ -22,7 +21,14 @@ IMAGES = ("idefics3", "llava_next", "smolvlm")
 """Templates that want lists of parts as content."""
 NO_FORM = ("lfm2", "lfm2_training", "llama3", "llama3_training", "qwen2_5_vl", "qwen2_5_vl_training")
 """Templates that write tools' answers and no calls."""
-PLAIN = ["42", "two\nlines", "a \u00fcn\u00efc\u00f6de \u4f60\u597d \U0001f642 text", '{"a": [1, "b"]}', "  blanks\n\n", ""]
+PLAIN = [
+    "42",
+    "two\nlines",
+    "a \u00fcn\u00efc\u00f6de \u4f60\u597d \U0001f642 text",
+    '{"a": [1, "b"]}',
+    "  blanks\n\n",
+    "",
+]
 
 
 def roles_of(name: str) -> list[str]:
@@ -150,7 +156,7 @@ def test_every_template_of_trl_is_tried_or_refused_by_name() -> None:
                     Conversation(tokenizer, TOOLS if role == "tool" else None, ends).check(ASKED, role)
                 refused[name, role] = str(error.value)
         if name in NO_FORM or ("tool" not in roles_of(name) and not name.startswith("deepseek")):
-            with pytest.raises(ValueError, match="no known form .*hermes.*tool_format"):
+            with pytest.raises(ValueError, match=r"no known form .*hermes.*tool_format"):
                 find_format(tokenizer, TOOLS)
         else:
             find_format(tokenizer, TOOLS)

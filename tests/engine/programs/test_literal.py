@@ -1,9 +1,8 @@
-"""Tokenizers of every kind: what is appended has their own ids, and no text of an environment spells a control token."""
+"""Tokenizers of every kind: what is appended has their own ids, and no environment's text spells a control token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -12,7 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from rolltree.engine.programs.chat import added_ids
 from rolltree.engine.programs.literal import Literal
 
-CORPUS = ["the answer is 5", "user assistant system tool", "What is 2 + 3? 72 clips", "\u00fcn\u00efc\u00f6de \u4f60\u597d"] * 30
+CORPUS = [
+    "the answer is 5",
+    "user assistant system tool",
+    "What is 2 + 3? 72 clips",
+    "\u00fcn\u00efc\u00f6de \u4f60\u597d",
+] * 30
 ZEPHYR = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -21,7 +25,10 @@ INST = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
     "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
 )
-BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+BARE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 Make = Callable[[], Tokenizer]
@@ -48,7 +55,13 @@ def unigram() -> Tokenizer:
     inner = Tokenizer(models.Unigram())
     inner.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first")
-    pieces = [*SPECIAL, *{letter for text in CORPUS for letter in text}, *"\u2581\n<|/>:[]{}\"abcdefgh", "answer", "\u2581the"]
+    pieces = [
+        *SPECIAL,
+        *{letter for text in CORPUS for letter in text},
+        *'\u2581\n<|/>:[]{}"abcdefgh',
+        "answer",
+        "\u2581the",
+    ]
     vocabulary = [(piece, 0.0 if piece in SPECIAL else -2.0) for piece in dict.fromkeys(pieces)]
     inner.model = models.Unigram(vocabulary, unk_id=0)
     return inner
@@ -65,7 +78,9 @@ def word_piece() -> Tokenizer:
     inner = Tokenizer(models.WordPiece(unk_token="<unk>"))
     inner.normalizer = normalizers.BertNormalizer()
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    inner.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False))
+    inner.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
+    )
     return inner
 
 
@@ -74,10 +89,15 @@ def byte_level() -> Tokenizer:
     inner = Tokenizer(models.BPE(ignore_merges=True))
     inner.decoder = decoders.ByteLevel()
     inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     inner.train_from_iterator(CORPUS, trainer)
     return inner
 
@@ -101,7 +121,8 @@ def make(kind: str, template: str, *, strip: bool = False) -> PreTrainedTokenize
         bos_token="<s>",
         unk_token="<unk>",
     )
-    made.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("[INST]", "[/INST]", "<think>", "</think>")])
+    marks = ("[INST]", "[/INST]", "<think>", "</think>")
+    made.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     made.add_tokens([AddedToken("<|user|>", special=True, normalized=False, rstrip=strip, lstrip=strip)])
     made.add_tokens([AddedToken("  ", special=False, normalized=False)])  # text, as in Gemma's and NeoX's tokenizers
     made.chat_template = template
@@ -118,7 +139,10 @@ def whole(tokenizer: PreTrainedTokenizerFast, new: list[dict[str, str]]) -> list
     return ids[ends[head.count(tokenizer.eos_token_id)] + 1 :]
 
 
-TEXTS = ["the answer is 5", " the answer", "72", "", "  two  blanks  ", "\u00fcn\u00efc\u00f6de \u4f60\u597d \U0001f642", "a\n\nb\t", "Answer"]
+TEXTS = [
+    "the answer is 5", " the answer", "72", "", "  two  blanks  ", "\u00fcn\u00efc\u00f6de \u4f60\u597d \U0001f642", "a\n\nb\t",
+    "Answer",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("strip", [False, True])
@@ -132,7 +156,8 @@ def test_ids_are_those_of_the_whole_text(kind: str, template: str, strip: bool) 
 
 
 HOSTILE = [
-    "</s>", "a</s>b", " </s> ", "<s></s><unk>", "[INST]", "x [/INST] y", "<think>a</think>", "<|user|>", "</s", "<</s>>",
+    "</s>", "a</s>b", " </s> ", "<s></s><unk>", "[INST]", "x [/INST] y", "<think>a</think>", "<|user|>", "</s",
+    "<</s>>",
     "<s>\n</s>\n<|user|>", "</s></s></s>", "</think>", "\ue000</s>\ue100", "\U0010f000:2\U0010f001", "[INST", "]",
 ]  # fmt: skip
 
@@ -171,7 +196,7 @@ def test_tokens_added_later_are_known() -> None:
 
 def test_a_slow_tokenizer_is_refused() -> None:
     class Slow:
-        added_tokens_decoder: dict[int, Any] = {}
+        pass
 
     with pytest.raises(ValueError, match="needs a fast tokenizer and Slow is none"):
         Literal(Slow())  # type: ignore[arg-type]

@@ -79,12 +79,14 @@ RIGHT: list[tuple[str, str, list[tuple[str, Any]]]] = [
      [("look", {"where": "</tool_call>"})]),
     ("hermes", '<tool_call>\n{"name": "rest"}\n</tool_call>', [("rest", {})]),
     ("qwen_xml", f"<tool_call>{BARE_XML}</tool_call>", [("look", {"where": "here", "times": 3})]),
-    ("qwen_xml", "<tool_call>\n<function=look>\n<parameter=where>\n  two\nlines \n</parameter>\n</function>\n</tool_call>",
+    ("qwen_xml", "<tool_call>\n<function=look>\n<parameter=where>\n  two\nlines \n</parameter>\n</function>\n"
+     "</tool_call>",
      [("look", {"where": "  two\nlines "})]),
-    ("qwen_xml", "<tool_call>\n<function=look>\n<parameter=where>\na</parameter>b\n</parameter>\n</function>\n</tool_call>",
+    ("qwen_xml", "<tool_call>\n<function=look>\n<parameter=where>\na</parameter>b\n</parameter>\n</function>\n"
+     "</tool_call>",
      [("look", {"where": "a</parameter>b"})]),
-    ("qwen_xml", "<tool_call>\n<function=look>\n<parameter=far>\nTrue\n</parameter>\n<parameter=maybe>\nNone\n</parameter>\n"
-     "</function>\n</tool_call>", [("look", {"far": True, "maybe": None})]),
+    ("qwen_xml", "<tool_call>\n<function=look>\n<parameter=far>\nTrue\n</parameter>\n<parameter=maybe>\nNone\n"
+     "</parameter>\n</function>\n</tool_call>", [("look", {"far": True, "maybe": None})]),
     ("qwen_xml", "<tool_call>\n<function=rest>\n</function>\n</tool_call>", [("rest", {})]),
     ("qwen_xml", "<think>I would <tool_call> it</think>\n\n<tool_call>\n<function=rest>\n</function>\n</tool_call>",
      [("rest", {})]),
@@ -94,20 +96,23 @@ RIGHT: list[tuple[str, str, list[tuple[str, Any]]]] = [
      [("look", {"where": " a\n</tool_call>b"})]),
     ("glm_xml", "<tool_call>rest</tool_call>", [("rest", {})]),
     ("llama", '{"name": "look", "parameters": {"where": "here"}}', [("look", {"where": "here"})]),
-    ("llama", '<|python_tag|>{"name": "rest", "parameters": {}}; {"name": "rest", "parameters": {}}', [("rest", {})] * 2),
+    ("llama", '<|python_tag|>{"name": "rest", "parameters": {}}; {"name": "rest", "parameters": {}}',
+     [("rest", {})] * 2),
     ("llama", '{"name":"look","arguments":{"times":3}}', [("look", {"times": 3})]),
     ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {"times": 3}, "id": "abcdefghi"}, {"name": "rest"}]',
      [("look", {"times": 3}), ("rest", {})]),
     ("mistral", '[TOOL_CALLS]look[ARGS]{"times": 3}[TOOL_CALLS]rest[CALL_ID]abcdefghi[ARGS]{}',
      [("look", {"times": 3}), ("rest", {})]),
     ("mistral", '[TOOL_CALLS]look{"where": "[TOOL_CALLS]"}', [("look", {"where": "[TOOL_CALLS]"})]),
-    ("deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"times": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ("deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"times": 3}<｜tool▁call▁end｜>'
+     "<｜tool▁calls▁end｜>",
      [("look", {"times": 3})]),
     ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{"where": "```"}\n```<｜tool▁call▁end｜>',
      [("look", {"where": "```"})]),
     ("harmony", '<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.look '
      '<|constrain|>json<|message|>{"times": 3}', [("look", {"times": 3})]),
-    ("harmony", ' to=functions.look<|channel|>commentary json<|message|>{"where": "a"}<|call|>', [("look", {"where": "a"})]),
+    ("harmony", ' to=functions.look<|channel|>commentary json<|message|>{"where": "a"}<|call|>',
+     [("look", {"where": "a"})]),
     ("pythonic", "<|tool_call_start|>[look(where='a', far=true, at=[1, 2], maybe=None), rest()]<|tool_call_end|>",
      [("look", {"where": "a", "far": True, "at": [1, 2], "maybe": None}), ("rest", {})]),
     ("gemma", '<|tool_call>call:look{at:[1,2],where:<|"|>a, b: {c}<|"|>,how:{x:true}}<tool_call|>',
@@ -175,7 +180,8 @@ def test_what_is_no_call_is_answered_by_an_error_each(form: str, text: str, erro
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_answer_is_no_call(form: str) -> None:
-    for text in ("72", "", "The answer is {72}.", '{"answer": 72}', '{"name": "Bob"}', "a [list] of <b>things</b>", "x to=y"):
+    said = ("72", "", "The answer is {72}.", '{"answer": 72}', '{"name": "Bob"}', "a [list] of <b>things</b>", "x to=y")
+    for text in said:
         message = assistant_message(text, SCHEMAS, FORMATS[form])
         assert message == {"role": "assistant", "content": text}
         assert asyncio.run(ToolBox({"tools": ["calculator"]}).step([message])).done
@@ -202,10 +208,11 @@ def test_bare_numbers_stay_texts_where_the_schema_says_so() -> None:
 
 
 def test_forms_that_nobody_knows_are_refused_with_the_known_ones() -> None:
-    tokenizer = templates.byte_tokenizer("{% for m in messages %}{{ m.role }}{{ m.content }}</s>{% endfor %}", ("</s>",))
-    with pytest.raises(ValueError, match="no known form .*qwen_xml, glm_xml.*tool_format"):
+    bare = "{% for m in messages %}{{ m.role }}{{ m.content }}</s>{% endfor %}"
+    tokenizer = templates.byte_tokenizer(bare, ("</s>",))
+    with pytest.raises(ValueError, match=r"no known form .*qwen_xml, glm_xml.*tool_format"):
         find_format(tokenizer, TOOLS)
-    with pytest.raises(ValueError, match="no tool_format 'xml'; known are .*hermes"):
+    with pytest.raises(ValueError, match=r"no tool_format 'xml'; known are .*hermes"):
         find_format(tokenizer, TOOLS, "xml")
     assert find_format(tokenizer, TOOLS, "mistral").name == "mistral"
     tokenizer.chat_template = "{% if tools %}[TOOL_CALLS]{% endif %}" + str(tokenizer.chat_template)
@@ -215,7 +222,8 @@ def test_forms_that_nobody_knows_are_refused_with_the_known_ones() -> None:
 def test_no_text_breaks_a_parser() -> None:
     """Any mixture of marks, calls and texts: nothing raises, and what is no call stays content."""
     marks = [text for _, text, *_ in RIGHT] + [text for _, text, *_ in WRONG if len(text) < 200]
-    pieces = st.sampled_from(marks + [mark for form in FORMATS.values() for mark in form.marks] + ["</think>", "}", '"'])
+    marks += [mark for form in FORMATS.values() for mark in form.marks]
+    pieces = st.sampled_from([*marks, "</think>", "}", '"'])
 
     @settings(max_examples=300, deadline=None)
     @given(st.lists(pieces | st.text(max_size=4), max_size=5), st.sampled_from(sorted(FORMATS)))
