@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,8 @@ def talk(name: str, turns: Sequence[str], program: EnvironmentTurns, tools: tupl
     schemas = [tool_schema(tool) for tool in tools] or None
     asked = tokenizer.apply_chat_template(ASKED, tools=schemas, tokenize=False)
     text = tokenizer.apply_chat_template(ASKED, tools=schemas, add_generation_prompt=True, tokenize=False)
-    begun = text[len(os.path.commonprefix([asked, text])) :]
+    same = next((i for i, (a, b) in enumerate(zip(asked, text, strict=False)) if a != b), len(asked))
+    begun = text[same:]
     begin = tokenizer("<|" * begun.startswith("assistant") + begun, add_special_tokens=False)["input_ids"]
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
 
@@ -119,16 +119,17 @@ def test_any_of_the_models_end_tokens_ends_a_turn(name: str, ends: list[str]) ->
 XML = "<tool_call>\n<function=calculator>\n<parameter=expression>\n6*7\n</parameter>\n</function>\n</tool_call>"
 GLM = "\n<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>6*7</arg_value>\n</tool_call>"
 CALLS = [
-    ("qwen3_5_think", f"I see.\n</think>\n\n{XML}<|im_end|>", "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
-     "<|im_start|>assistant\n<think>\n"),
+    ("qwen3_5_think", f"Yes.\n</think>\n\n{XML}<|im_end|>", "\n<|im_start|>user\n<tool_response>\n42\n</tool_response>"
+     "<|im_end|>\n<|im_start|>assistant\n<think>\n"),
     ("nemotron_3_nano", f"{XML}<|im_end|>", "\n<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<|im_end|>\n"
      "<|im_start|>assistant\n<think>\n"),
-    ("qwen3_5_think", f"{XML[:40]}<|im_end|>", "\n<|im_start|>user\n<tool_response>\nerror: that is no call of a tool; there "
-     "are calculator\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    ("qwen3_5_think", f"{XML[:40]}<|im_end|>", "\n<|im_start|>user\n<tool_response>\nerror: that is no call of a "
+     "tool; there are calculator\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"),
     ("glm4moe", f"{GLM}<|observation|>", "\n<tool_response>\n42\n</tool_response><|assistant|>"),
     ("llama3_1", '{"name": "calculator", "parameters": {"expression": "6*7"}}<|eom_id|>',
      '<|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'),
-    ("gptoss", '<|channel|>commentary to=functions.calculator <|constrain|>json<|message|>{"expression": "6*7"}<|call|>',
+    ("gptoss", "<|channel|>commentary to=functions.calculator "
+     '<|constrain|>json<|message|>{"expression": "6*7"}<|call|>',
      '<|start|>functions.calculator to=assistant<|channel|>commentary<|message|>"42"<|end|><|start|>assistant'),
     ("lfm2_2_5", "<|tool_call_start|>[calculator(expression='6*7')]<|tool_call_end|><|im_end|>",
      "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"),
@@ -151,7 +152,12 @@ REWRITES = (
 )
 """Marks the last message, which is not the last one later."""
 UNENDED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-NO_USER = "{% for m in messages %}{% if m.role != 'user' or loop.first %}<{{ m.role }}>{{ m.content }}<end>{% endif %}{% endfor %}"
+NO_USER = (
+    "{% for m in messages %}{% if m.role != 'user' or loop.first %}<{{ m.role }}>{{ m.content }}<end>{% endif %}"
+    "{% endfor %}"
+)
+SHORT = "{% if messages | length > 1 %}{{ raise_exception('short') }}{% endif %}?"
+ONE_SIDE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -160,10 +166,7 @@ NO_USER = "{% for m in messages %}{% if m.role != 'user' or loop.first %}<{{ m.r
         (REWRITES, "rewrites the prompt once the conversation goes on: 'Now: "),
         (UNENDED, "ends an assistant's turn with none of the model's end-of-sequence tokens"),
         (NO_USER, "leaves out messages of user after an assistant's turn"),
-        (
-            "{% if messages | length > 1 %}{{ raise_exception('short') }}{% endif %}?",
-            "cannot write messages of user, assistant: short",
-        ),
+        (SHORT, "cannot write messages of user, assistant: short"),
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
             "leaves out what the assistant says",

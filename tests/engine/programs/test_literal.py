@@ -140,8 +140,8 @@ def whole(tokenizer: PreTrainedTokenizerFast, new: list[dict[str, str]]) -> list
 
 
 TEXTS = [
-    "the answer is 5", " the answer", "72", "", "  two  blanks  ", "\u00fcn\u00efc\u00f6de \u4f60\u597d \U0001f642", "a\n\nb\t",
-    "Answer",
+    "the answer is 5", " the answer", "72", "", "  two  blanks  ", "\u00fcn\u00efc\u00f6de \u4f60\u597d \U0001f642",
+    "a\n\nb\t", "Answer",
 ]  # fmt: skip
 
 
