@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count, takewhile
@@ -87,8 +86,9 @@ class Conversation:
         self._check_complete(said, mark, new)
         after = _after(text, mark)
         disguise = self._literal.disguise(text)
-        spoken = disguise.put(list(new))
-        hidden = _after(self._render([*self._marked(messages, spoken, len(written))[0], *spoken]), mark)
+        spoken, hidden = disguise.put(list(new)), after
+        if spoken != list(new):
+            hidden = _after(self._render([*self._marked(messages, spoken, len(written))[0], *spoken]), mark)
         if disguise.lift(hidden) != after:
             raise ValueError(
                 f"The chat template writes messages of {_roles(new)} otherwise where their text holds control tokens; "
@@ -110,10 +110,11 @@ class Conversation:
         if roles in self._checked:
             return
         name = self.tools[0]["function"]["name"] if self.tools else "tool"
+        known = {"name": name, "tool_call_id": "call00000"} if role == "tool" else {}
         talk, written = list(messages), self.begin(messages)
         end = next(iter(sorted(self.ends)))
         for turn in range(3):
-            answer = {"role": role, "content": f"answer {turn}"} | ({"name": name} if role == "tool" else {})
+            answer = {"role": role, **known, "content": f"answer {turn}"}
             talk.append({"role": "assistant", "content": f"turn {turn}"})
             _, written = self.grow(talk, written, [answer], end)
             talk.append(answer)
@@ -157,7 +158,7 @@ class Conversation:
                 raise ValueError("The chat template leaves out what the assistant says; environments need it there.")
             if not text.startswith(part, begin):
                 old, now = part, text[begin : begin + len(part)]
-                at = len(os.path.commonprefix([old, now]))
+                at = len(_common(old, now))
                 raise ValueError(
                     f"The chat template rewrites {before} once the conversation goes on: {old[at : at + 40]!r} becomes "
                     f"{now[at : at + 40]!r}; use a template that only adds, such as TRL's training templates."
@@ -195,9 +196,11 @@ class Conversation:
             same = hidden[slice(*first)] == self._literal.text(end)
             return first[1] if same else first[0]
         last = _after(self._render(said, generation=False), mark)
-        if (other := next(self._ends_in(last), None)) and common.startswith(last[: other[0]]):
+        other = next(self._ends_in(last), None)
+        if other is not None and common.startswith(last[: other[0]]):
             # the last turn of a conversation may end otherwise: <|return|> where it is <|end|> with others after it
-            if closing := self._literal.controls.match(common, other[0]):
+            closing = self._literal.controls.match(common, other[0])
+            if closing is not None:
                 return closing.end()
         ends = ", ".join(sorted(self._end_texts)) or "none"
         raise ValueError(
@@ -265,7 +268,12 @@ def _after(text: str, mark: str) -> str:
 
 
 def _common(a: str, b: str) -> str:
-    return os.path.commonprefix([a, b])
+    """Return the longest text that both begin with."""
+    same, other = 0, min(len(a), len(b)) + 1  # a[:same] is common, a[:other] is not
+    while other - same > 1:
+        middle = (same + other) // 2
+        same, other = (middle, other) if b.startswith(a[same:middle], same) else (same, middle)
+    return a[:same]
 
 
 def _roles(messages: Sequence[Message]) -> str:

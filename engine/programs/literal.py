@@ -46,11 +46,12 @@ class Literal:
                 f"environment needs a fast tokenizer and {type(tokenizer).__name__} is none; convert it to a "
                 "tokenizer.json."
             )
-        added = tokenizer.added_tokens_decoder.items()
-        controls = {token: id_ for id_, token in added if token.content.strip()}
+        added = {token: id_ for id_, token in tokenizer.added_tokens_decoder.items()}
+        controls = {token: id_ for token, id_ in added.items() if token.content.strip()}
         self._names = {token.content: f"\U0010f000{NONCE}:{id_}\U0010f001" for token, id_ in controls.items()}
         self._tokenizer = _renamed(json.loads(backend.to_str()), self._names)
-        self._ids = {self._tokenizer.token_to_id(self._names[token.content]): id_ for token, id_ in controls.items()}
+        named = {self._names.get(token.content, token.content): id_ for token, id_ in added.items()}
+        self._ids = {self._tokenizer.token_to_id(name): id_ for name, id_ in named.items()}
         self._texts = {id_: token.content for token, id_ in controls.items()}
         self.controls = _either(
             rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)

@@ -221,8 +221,7 @@ class Form:
         if self.tool is None:
             if self._tools is None:
                 return text, []
-            content, found, _ = written(text, self._tools.schemas, self._most_calls, self._tools.form)
-            calls = [(call.name, json.dumps(call.arguments)) for call in found]
+            content, calls = written(text, self._tools.schemas, self._most_calls, self._tools.form)
         elif completion.status is not LeafStatus.STOP:
             return text, []
         elif self.tool:
