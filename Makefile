@@ -139,4 +139,4 @@ build/hopper/.ready: Makefile | $(BIN)/uv
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(VENV)-vllm kernels/*.so engine/rollout/*.so
+	rm -rf build $(VENV) $(VENV)-vllm kernels/*.so engine/rollout/native/*.so

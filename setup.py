@@ -3,7 +3,7 @@
 Three parts, each optional: without a compiler (or without nvcc for the last) the package installs, runs on its slower
 backends, and `rolltree doctor` says what is missing.
 
-* ``csrc/host``  pybind11 module ``rolltree.engine.rollout._host``: node table and page allocator, no torch in it.
+* ``csrc/host``  pybind11 module ``rolltree.engine.rollout.native._host``: node table and page allocator, without torch.
 * ``csrc/cpu``   ``kernels/_cpu_<isa>.so`` for the instruction set of this machine, and on request for all of them; the
   best that a machine has is loaded at run time.
 * ``csrc/cuda``  ``kernels/_cuda.so``; the CUDA toolkit suffices, torch itself may be a CPU build.
@@ -237,7 +237,7 @@ class Wheel(bdist_wheel):
 
 setup(
     ext_modules=[
-        Extension("rolltree.engine.rollout._host", []),
+        Extension("rolltree.engine.rollout.native._host", []),
         Extension("rolltree.kernels._cpu", []),
         Extension("rolltree.kernels._cuda", []),
     ],

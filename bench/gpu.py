@@ -350,7 +350,7 @@ def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[
 def native_parts(device: torch.device) -> dict[str, bool]:
     """Whether each native part loads here and is no older than its sources."""
     # found without its package, which imports what a machine for kernels alone may lack
-    host = PathFinder.find_spec("_host", [str(REPOSITORY / "engine" / "rollout")])
+    host = PathFinder.find_spec("_host", [str(REPOSITORY / "engine" / "rollout" / "native")])
     found = {"_host": host is not None, "_cpu": load_library("cpu")}
     files = {"_host": [Path(host.origin)] if host and host.origin else []}
     files["_cpu"] = list((REPOSITORY / "kernels").glob("_cpu_*.so"))

@@ -98,9 +98,10 @@ def main(argv: Sequence[str]) -> int:
 def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: float, out: Path) -> int:
     from transformers.utils import logging
 
+    from rolltree.engine.app.build import prepare_model
     from rolltree.engine.app.config import load_config
     from rolltree.engine.errors import UserError
-    from rolltree.engine.loop import setup
+    from rolltree.engine.model.loading import choose_device
 
     logging.disable_progress_bar()
     try:
@@ -108,12 +109,12 @@ def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: floa
         if config.evaluation.problems == 0:
             raise UserError(f"'{path}' holds no problems out; set evaluation.problems.")
         if wanted:
-            setup.prepare_model(config)  # made once, before anybody's clock runs
+            prepare_model(config)  # made once, before anybody's clock runs
     except UserError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 2
     journal = Journal("job", out)
-    context = Context.of(setup.choose_device(config.model.device))
+    context = Context.of(choose_device(config.model.device))
     for provider in wanted:
         if not journal.known(case_of(config), provider):
             one(config, provider, journal, context, limit)
@@ -216,20 +217,22 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     """Share of the held-out problems that the model answers rightly with each file's weights; None: with its own."""
     from safetensors.torch import load_file
 
-    from rolltree.engine.loop import setup
+    from rolltree.engine.app.build import greedy_params, make_engine, make_run_rewards, prepare_model, rollout_program
     from rolltree.engine.loop.evaluation import Evaluation
+    from rolltree.engine.loop.parts import EvaluationParts
     from rolltree.engine.loop.sources import held_out
 
     from .long_tail import Quiet
 
     native = config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "native"})})
-    model, tokenizer = setup.prepare_model(native)
+    model, tokenizer = prepare_model(native)
     model.eval().requires_grad_(False)
-    engine = setup.make_engine(native, model, tokenizer)
+    engine = make_engine(native, model, tokenizer)
     quiet: Any = Quiet()
-    program = setup.rollout_program(config.rollout)
-    evaluation = Evaluation(config, held_out(config, tokenizer), engine, tokenizer, program, quiet)
-    with setup.rewards(config, engine, tokenizer) as rewards:
+    program = rollout_program(config.rollout)
+    problems = held_out(config.data, config.evaluation.problems, tokenizer)
+    evaluation = Evaluation(EvaluationParts(problems, greedy_params(config), 0), engine, tokenizer, program, quiet)
+    with make_run_rewards(config, engine, tokenizer) as rewards:
         for number, file in enumerate(files):
             if file is not None:
                 weights = load_file(file, device=str(model.device))

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rolltree.engine.loop import setup
+from rolltree.engine.app.build import build, make_run_rewards
 from rolltree.engine.loop.evaluation import Evaluation
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.loop.sources import Prompt, PromptSource, held_out
+from rolltree.engine.model.loading import choose_device
 from rolltree.engine.rewards import RewardItem, Rewards
 from rolltree.engine.settings import LoopConfig, RolesConfig, TrainConfig
 from rolltree.kernels import Objective
@@ -40,7 +41,7 @@ class Recorder:
 
     def __init__(self, directory: Path, config: TrainConfig) -> None:
         self.directory, self.every, self.last = directory, config.evaluation.every, config.trainer.steps
-        self.device = setup.choose_device(config.model.device)
+        self.device = choose_device(config.model.device)
         self._began = self._stood = self._peak = 0.0
 
     def start(self) -> None:
@@ -134,9 +135,9 @@ def rolltree(config: TrainConfig, recorder: Recorder, **changes: dict[str, Any])
         for section, values in changes.items():
             rest[section] = getattr(config, section).model_copy(update=values)
         steps: Any = _Steps(recorder)
-        run = Orchestrator(config.model_copy(update=rest), console=steps)
+        run = Orchestrator(build(config.model_copy(update=rest), console=steps))
         old = run.evaluation
-        kept = _Kept(old.config, old.problems, run.engine, run.tokenizer, old.program, steps)
+        kept = _Kept(old.parts, run.engine, run.tokenizer, old.program, steps)
         kept.recorder, kept.model = recorder, run.model
         steps.engine, run.evaluation = run.engine, kept
         run.run()
@@ -191,7 +192,9 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
     loss = Objective.preset(config.algorithm.objective, **config.algorithm.objective_options)
     check(config, loss)
     model, tokenizer = load(config)
-    source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer))
+    source = PromptSource(
+        config.data, tokenizer, config.seed, held_out(config.data, config.evaluation.problems, tokenizer)
+    )
     prompts = source.next(config.trainer.steps * config.trainer.prompts_per_step)
     for prompt in prompts:
         if tokenizer(prompt.text)["input_ids"] != prompt.token_ids:
@@ -214,7 +217,7 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
         return [result.value for result in rewards.score(items)]
 
     unused: Any = None  # the engine, which the verifier `policy` alone asks
-    with setup.rewards(config, unused, tokenizer) as rewards, tempfile.TemporaryDirectory() as directory:
+    with make_run_rewards(config, unused, tokenizer) as rewards, tempfile.TemporaryDirectory() as directory:
         longest = max(len(prompt.token_ids) for prompt in prompts) + config.rollout.max_new_tokens
         arguments = grpo_arguments(config, loss, longest, directory, vllm=vllm)
         trainer: Any = GRPOTrainer(
@@ -238,7 +241,7 @@ def load(config: TrainConfig) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    return model.to(setup.choose_device(config.model.device)), AutoTokenizer.from_pretrained(config.model.path)
+    return model.to(choose_device(config.model.device)), AutoTokenizer.from_pretrained(config.model.path)
 
 
 def check(config: TrainConfig, loss: Objective) -> None:
@@ -296,7 +299,7 @@ def grpo_arguments(config: TrainConfig, loss: Objective, longest: int, directory
         max_grad_norm=trainer.max_grad_norm,
         gradient_checkpointing=config.model.gradient_checkpointing,
         bf16=config.model.dtype == "bfloat16",
-        use_cpu=setup.choose_device(config.model.device).type == "cpu",
+        use_cpu=choose_device(config.model.device).type == "cpu",
         shuffle_dataset=False,
         save_strategy="no",
         report_to=[],

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.loop import setup
+from rolltree.engine.app.build import budget, sampled_model
+from rolltree.engine.app.build_learning import learning_parts
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
+from rolltree.engine.loop.parts import SamplingParts
 from rolltree.engine.loop.sources import Prompt
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.settings import TrainConfig
@@ -73,14 +75,29 @@ class Loop:
         model: Any = x.make_model()
         watch = Stopwatch()
         quiet: Any = Quiet()
-        buffer = Buffer(setup.budget(config))
+        buffer = Buffer(budget(config))
         capacity = kv_tokens(model, 2 * longest * x.width * buffer.budget.capacity)
         engine_config = EngineConfig(kv_tokens=capacity, max_batch_rows=x.rows)
-        self.engine = NativeEngine(setup.sampled_model(config, model), config=engine_config)
+        self.engine = NativeEngine(sampled_model(config, model), config=engine_config)
         params = SamplingParams(n=x.width, max_new_tokens=x.longest, ignore_eos=True)
-        parts: Any = (_Prompts(x), _Texts(), LongTail(x.median, x.longest), params, None, watch, quiet)
-        self.controller = Controller(config, buffer, self.engine, *parts)
-        self.learner = Learner(config, model, watch, quiet.note)
+        texts: Any = _Texts()
+        prompts: Any = _Prompts(x)
+        on_cpu = model.device.type == "cpu"
+        parts = SamplingParts(
+            engine=self.engine,
+            tokenizer=texts,
+            source=prompts,
+            program=LongTail(x.median, x.longest),
+            program_name="long tail",
+            params=params,
+            budget=buffer.budget,
+            seed=0,
+            overlaps=config.loop.overlaps(on_cpu=on_cpu),
+            on_cpu=on_cpu,
+            keep_keys=config.loop.keep_keys,
+        )
+        self.controller = Controller(parts, buffer, watch, quiet)
+        self.learner = Learner(learning_parts(config, model), watch, quiet.note)
         self.model = model
         self._running = contextlib.ExitStack()
         self._running.enter_context(self.controller.running(_Verdicts()))

@@ -30,15 +30,15 @@ import pyarrow.parquet as pq
 import torch
 
 from rolltree.engine import DraftConfig, EngineConfig, NativeEngine, UserError
+from rolltree.engine.app.build import sampling_params
 from rolltree.engine.app.config import load_config
 from rolltree.engine.data.segment import Origin, Text
-from rolltree.engine.loop.setup import sampling_params
-from rolltree.engine.model.decoder import load_model, load_tokenizer
+from rolltree.engine.model.loading import load_model, load_tokenizer
 from rolltree.engine.programs import Action, BranchId, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.programs.program import WHOLE
-from rolltree.engine.rollout.drafts import Drafts
-from rolltree.engine.rollout.rows import RowTable, Sampled
-from rolltree.engine.rollout.scheduler import Step
+from rolltree.engine.rollout.native.drafts import Drafts
+from rolltree.engine.rollout.native.rows import RowTable, Sampled
+from rolltree.engine.rollout.native.scheduler import Step
 from rolltree.engine.settings import TrainConfig
 
 from .runner import Bench, Calls, Case, UnsupportedError
@@ -311,7 +311,7 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
     if method == "suffix":
         importlib.import_module("arctic_inference")
 
-    from rolltree.engine.integrations.vllm import VllmEngine
+    from rolltree.engine.rollout.vllm.engine import VllmEngine
 
     rollout, longest = x.config.rollout, x.config.data.max_prompt_tokens + x.config.rollout.max_new_tokens
     options: dict[str, Any] = {"gpu_memory_utilization": 0.5} if x.model.device.type == "cuda" else {}

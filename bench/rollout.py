@@ -96,7 +96,7 @@ def vllm(x: Inputs) -> Calls:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
 
-    from rolltree.engine.integrations.vllm import VllmEngine
+    from rolltree.engine.rollout.vllm.engine import VllmEngine
 
     directory = tempfile.mkdtemp(prefix="rolltree-bench-")
     x.model.save_pretrained(directory)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rolltree.engine import TokenTree
-from rolltree.engine.integrations import varlen
+from rolltree.engine.model import varlen
 from rolltree.kernels import dispatch, tree_attention
 
 from . import workloads

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, PreTrainedModel, Qwen3Config, Qwen3
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, pack
-from rolltree.engine.integrations import varlen
-from rolltree.engine.integrations.transformers import MASK_STUB
+from rolltree.engine.model import varlen
+from rolltree.engine.model.attention import MASK_STUB
 from rolltree.kernels import Objective, linear_policy_loss
 
 from . import workloads

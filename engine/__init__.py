@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .app.build import build
     from .app.config import load_config
     from .data.batch import TreeBatch
     from .data.cost import CostModel
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from .data.tree import TokenTree
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
-    from .model.decoder import batch_logprob, load_model, load_tokenizer
+    from .model.decoder import batch_logprob
     from .model.fused_layers import fuse_layers, unfuse_layers
+    from .model.loading import load_model, load_tokenizer
     from .model.loss import backward, batch_loss
     from .model.self_check import tree_error
     from .model.sharding import shard
     from .rollout import Completion, DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
     from .settings import TrainConfig
+    from .train.config import TrainerConfig
     from .train.trainer import Trainer
 
 _HOME = {
@@ -45,16 +48,18 @@ _HOME = {
     "TokenTree": "data.tree",
     "TrainConfig": "settings",
     "Trainer": "train.trainer",
+    "TrainerConfig": "train.config",
     "TreeBatch": "data.batch",
     "UserError": "errors",
     "backward": "model.loss",
     "batch_logprob": "model.decoder",
     "batch_loss": "model.loss",
+    "build": "app.build",
     "distribute": "data.distribute",
     "fuse_layers": "model.fused_layers",
     "load_config": "app.config",
-    "load_model": "model.decoder",
-    "load_tokenizer": "model.decoder",
+    "load_model": "model.loading",
+    "load_tokenizer": "model.loading",
     "pack": "data.packing",
     "shard": "model.sharding",
     "share_equal_prefixes": "data.equal_prefixes",
@@ -79,11 +84,13 @@ __all__ = [
     "TokenTree",
     "TrainConfig",
     "Trainer",
+    "TrainerConfig",
     "TreeBatch",
     "UserError",
     "backward",
     "batch_logprob",
     "batch_loss",
+    "build",
     "distribute",
     "fuse_layers",
     "load_config",

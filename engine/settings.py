@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import tomli_w
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -18,6 +18,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from .train.config import TrainerConfig
 
 
 class Section(BaseModel):
@@ -307,33 +309,38 @@ class AlgorithmConfig(Section):
     """Leave groups whose rewards are all equal out of the update; they are counted."""
 
 
-class TrainerConfig(Section):
+class TrainerSection(Section):
     steps: PositiveInt = 100
     """Rounds of rollouts and update."""
     prompts_per_step: PositiveInt = 32
     """Prompts (trees) sampled for each step."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps on each batch of rollouts; above 1 the old log-probs are those of the sampler."""
-    lr: PositiveFloat = 1e-6
+    lr: PositiveFloat = TrainerConfig.lr
     """Learning rate of AdamW."""
-    lr_warmup_steps: NonNegativeInt = 0
+    lr_warmup_steps: NonNegativeInt = TrainerConfig.lr_warmup_steps
     """Steps over which the learning rate rises linearly from zero."""
     lr_scale: Schedule = 1.0
     """What the learning rate is multiplied with: as `algorithm.weight`."""
     lr_scale_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the function."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = TrainerConfig.betas
     """AdamW's decay of the first and second moment."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = TrainerConfig.weight_decay
     """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: PositiveFloat = TrainerConfig.max_grad_norm
     """The gradient is scaled down to this norm."""
     max_tokens: PositiveInt = 16384
     """Packed tokens of one micro-batch."""
     self_check: bool = True
     """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
-    max_bad_steps: PositiveInt = 5
+    max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
     """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
+
+    def optimizer(self, lr: float | None = None) -> TrainerConfig:
+        """Return the optimiser's numbers, with another learning rate if one is given."""
+        names = [field.name for field in fields(TrainerConfig)]
+        return TrainerConfig(**{name: getattr(self, name) for name in names} | ({} if lr is None else {"lr": lr}))
 
 
 class LoopConfig(Section):
@@ -415,7 +422,7 @@ class TrainConfig(Section):
     roles: RolesConfig = RolesConfig()
     demonstrations: DemonstrationsConfig | None = None
     """Given responses beside the rollouts."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerSection = TrainerSection()
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -469,8 +476,3 @@ class TrainConfig(Section):
         if evaluation.every and not evaluation.problems:
             raise ValueError("`evaluation.every` is given but `evaluation.problems` is 0; give both or neither")
         return self
-
-
-def resolved_toml(config: TrainConfig) -> str:
-    """The whole configuration, defaults included, as TOML that `load_config` reads back to an equal one."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))

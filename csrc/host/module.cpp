@@ -1,4 +1,4 @@
-// Python face of the KV tree: module rolltree.engine.rollout._host. Arrays in are int64; a plan's arrays are int32.
+// Python face of the KV tree: module rolltree.engine.rollout.native._host. Arrays in are int64; a plan's arrays are int32.
 #include <pybind11/stl.h>
 
 #include <algorithm>

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RunError, UserError
-from ..methods.calling import failure
+from ..parts.calling import failure
 
 if TYPE_CHECKING:
     from ..settings import TrainConfig
@@ -162,8 +162,7 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
-    from ..settings import resolved_toml
-    from .config import load_config
+    from .config import load_config, resolved_toml
 
     config = load_config(args.config, overrides)
     if args.dry_run:
@@ -174,12 +173,13 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     from ..freed_memory import keep_freed_memory
     from ..loop.orchestrator import Orchestrator
+    from .build import build
     from .console import Console
 
     _quiet_transformers()
     keep_freed_memory()
     with Console() as console:
-        summary = Orchestrator(config, console=console, resume=args.resume, replay=args.replay).run()
+        summary = Orchestrator(build(config, console=console, resume=args.resume, replay=args.replay)).run()
         console.phase("writing the report")
         if all(importlib.util.find_spec(name) for name in EXTRAS["report"]):
             from .report import write_report

@@ -20,10 +20,11 @@ from ..data.packing import pack
 from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..loop import setup
-from ..rollout.draws import FILTERS
-from ..rollout.native import EngineConfig
+from ..rollout.native.draws import FILTERS
+from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
+from .build import sampling_params
+from .build_learning import loss_terms
 from .config import load_config
 
 
@@ -54,10 +55,10 @@ def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
         raise UserError("--dtype is for a model's folder; of a run it is --model.dtype.")
     columns = {f"{name}_logprob" for name, role in (("ref", "reference"), ("teacher", "teacher"))
                if getattr(config.roles, role) is not None}  # fmt: skip
-    params = setup.sampling_params(config.rollout)
+    params = sampling_params(config.rollout)
     return Job(
         kernels_model(Path(config.model.path), config.model.dtype),
-        [term for term, _ in setup.loss_terms(config)],
+        [term for term, _ in loss_terms(config)],
         frozenset(columns),
         tuple(name for name, off in FILTERS.items() if (getattr(params, name) or off) != off),
     )

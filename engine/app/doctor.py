@@ -182,7 +182,7 @@ def compiled_parts(package: Path) -> Iterable[Finding]:
     kernels = package / "kernels"
     compile_cpp = REBUILD if shutil.which(COMPILER) else f"apt-get install g++, then {REBUILD}"
     compile_cuda = REBUILD if shutil.which("nvcc") else f"put nvcc on PATH, then {REBUILD}"
-    yield _library("_host (KV tree)", package / "engine" / "rollout", "_host*.so", "bad", compile_cpp)
+    yield _library("_host (KV tree)", package / "engine" / "rollout" / "native", "_host*.so", "bad", compile_cpp)
     yield _cpu_library(kernels, compile_cpp)
     yield _library("_cuda (CUDA kernels)", kernels, "_cuda*.so", "optional", compile_cuda)
 

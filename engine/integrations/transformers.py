@@ -1,151 +1,119 @@
-"""``attn_implementation="rolltree"`` for every decoder of Hugging Face Transformers: importing this registers it.
+"""Transformers' own calls by rolltree: ``model(..., labels=...)`` through the fused head (`patch_model`).
 
-The registered attention function serves three calls, told apart by keyword arguments of the model's ``forward``:
-
-* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`; where
-  ``cu_seq_lens_q`` and ``max_length_q`` say that they are plain sequences, a `varlen` kernel if there is one;
-* ``kv_store=...``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
-* neither: an ordinary batch, computed as ``attn_implementation="sdpa"`` would.
-
-A model builds its mask before it knows which of the three this is, so the registered mask function defers: the mask of
-an ordinary batch is made when its first layer asks for it, and a tree never gets a ``T x T`` mask at all.
+Importing this module registers ``attn_implementation="rolltree"``.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Protocol
+import functools
+import inspect
+from types import MethodType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from rolltree.kernels import tree_attention
+from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
 
-from . import varlen
+from ..model import attention  # noqa: F401  (registers the attention)
+from ..model.fused_layers import fuse_layers
+from ..model.head import head
 
-NAME = "rolltree"
-
-MASK_STUB = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""Passed as ``attention_mask``, it keeps a model from preparing any mask: four dimensions mean "already prepared"."""
+OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
 
 
-class KVStore(Protocol):
-    """What the rollout engine hands to the model as ``kv_store``."""
+def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedModel:
+    """Let a training ``model(..., labels=...)`` compute its loss from hidden states; returns the same ``model``.
 
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,  # [N, Hq, D]
-        key: Tensor,  # [N, Hkv, D]
-        value: Tensor,  # [N, Hkv, D]
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:  # [N, Hq, D]
-        """Store the new keys and values of layer ``layer_idx``, then attend over every row's path."""
-        ...
+    While ``model.training``, a call with ``labels`` returns the loss of Transformers (the mean over the labels that are
+    not ``ignore_index``, or their sum over ``num_items_in_batch``; with the load balancing of experts where the call or
+    the config asks for it; 0 and not NaN where nothing has a label) and ``logits=None``. Rows without a label are not
+    multiplied, and the gradients of the head are made in the same pass: one backward. Every other call, generation and
+    evaluation among them, is as before, but for ``layers``: norms, rotary embedding and gated units are one pass each
+    (`fuse_layers`), equal to fp32 rounding; `unfuse_layers` gives them back.
 
+    Works below Transformers' own Trainer, accelerate, DDP, gradient checkpointing and peft; patch before they wrap the
+    model. Patching twice is patching once.
 
-class DeferredMask:
-    """Arguments of ``sdpa_mask``, evaluated once and only for an ordinary batch."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self._arguments = arguments
-        self._made = False
-        self._mask: Tensor | None = None
-
-    def make(self) -> Tensor | None:
-        if not self._made:
-            self._mask, self._made = sdpa_mask(**self._arguments), True
-        return self._mask
-
-
-def _mask(*args: Any, **kwargs: Any) -> DeferredMask:
-    if args:
-        raise TypeError(
-            "Transformers now passes mask arguments by position; this version of rolltree does not know them."
+    Raises:
+        ValueError: the model's head or loss is not one the fused head knows, or something else has replaced its
+            ``forward`` before.
+    """
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    replaced = inner.__dict__.get("forward")
+    if getattr(replaced, "__func__", None) is not None and hasattr(replaced.__func__, "fuses_head"):
+        return model
+    if replaced is not None:
+        raise ValueError(f"The forward of {type(inner).__name__} is replaced already; call patch_model before that.")
+    head(inner)
+    if "logits_to_keep" not in inspect.signature(inner.forward).parameters:
+        raise ValueError(f"{type(inner).__name__} takes no logits_to_keep, so its logits cannot be left out.")
+    if inner.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(inner).__name__} has a loss of its own ({_name(inner.loss_function)}); the fused head computes the "
+            "cross entropy of a causal language model alone."
         )
-    return DeferredMask(**kwargs)
+    inner.forward = MethodType(_fused(type(inner).forward), inner)
+    return fuse_layers(model) if layers else model
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,  # [B, Hq, S, D]
-    key: Tensor,  # [B, Hkv, S, D]
-    value: Tensor,  # [B, Hkv, S, D]
-    attention_mask: Tensor | DeferredMask | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    subtree_end: Tensor | None = None,  # [T] int32
-    kv_store: KVStore | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    if subtree_end is None and kv_store is None:
-        return _ordinary(module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, kwargs)
-    if dropout:
-        raise ValueError("Attention dropout is not supported on trees; set attention_dropout=0 in the model's config.")
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("Attention sinks are not supported on trees yet; use a model without them.")
-    if query.shape[0] != 1:
-        raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]; the gradient of x[0] is a copy
-    if torch.is_autocast_enabled(q.device.type):  # as it casts what `sdpa` is given
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if kv_store is not None:
-        out = kv_store.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)  # type: ignore[arg-type]
-    else:
-        position = None
-        if sliding_window is not None:
-            position = kwargs.get("position_ids")
-            if position is None:
-                raise ValueError(
-                    f"{type(module).__name__} has a sliding window but passes no position_ids to attention."
-                )
-            position = position.reshape(-1)
-        assert subtree_end is not None
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        plain = varlen.kernel() if cu_seqlens is not None and varlen.fits(q, softcap) else None
-        if cu_seqlens is not None and plain is not None:
-            out = plain(q, k, v, cu_seqlens, kwargs["max_length_q"], scaling, sliding_window)
-        else:
-            out = tree_attention(
-                q, k, v, subtree_end, scale=scaling, position=position, window=sliding_window, softcap=softcap
-            )
-    return out[None], None
+def _fused(forward: Any) -> Any:
+    """``forward`` of a class, with the loss of labels computed by the fused head; it keeps its signature."""
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def fused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        if not self.training or (given.get("labels") is None and given.get("shift_labels") is None):
+            return forward(self, *args, **kwargs)
+        of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS if name in given}
+        if of_the_loss.get("logits_to_keep") not in (None, 0):
+            raise ValueError("patch_model: logits_to_keep does not combine with labels; leave it out.")
+        hidden: list[Tensor] = []
+        hook = self.get_decoder().register_forward_hook(lambda *call: hidden.append(call[-1][0]))
+        no_rows = torch.empty(0, dtype=torch.long, device=self.device)
+        try:  # the model's own forward, but its head multiplies nothing
+            output = forward(**given, logits_to_keep=no_rows, return_dict=True)
+        finally:
+            hook.remove()
+        loss = _cross_entropy(self, hidden[-1], of_the_loss)
+        if output.get("aux_loss") is not None:
+            loss = loss + self.router_aux_loss_coef * output.aux_loss
+        output = type(output)(**{**output, "loss": loss, "logits": None})
+        return output.to_tuple() if of_the_loss.get("return_dict") is False else output
+
+    fused.fuses_head = True  # type: ignore[attr-defined]
+    return fused
 
 
-def _ordinary(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | DeferredMask | None,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    made = mask.make() if isinstance(mask, DeferredMask) else mask
-    if softcap is None:
-        return sdpa_attention_forward(
-            module, query, key, value, made, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
-        )
-    # SDPA knows no softcap; every model that has one brings an eager function, which wants an additive mask
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    if made is None:
-        queries, keys = query.shape[2], key.shape[2]
-        made = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
-    if made.dtype == torch.bool:
-        made = torch.zeros_like(made, dtype=query.dtype).masked_fill(~made, torch.finfo(query.dtype).min)
-    return eager(module, query, key, value, made, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
+def _cross_entropy(model: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:  # hidden [B, S, H]
+    ignored = given.get("ignore_index", -100)
+    labels = given.get("shift_labels")
+    if labels is None:
+        labels = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
+    labels = labels.reshape(-1).to(hidden.device)
+    scored = labels != ignored
+    count = given.get("num_items_in_batch")
+    if count is None:
+        count = scored.sum()
+    weight, bias, softcap, lora = head(model)
+    fields = PolicyFields.flat(torch.ones_like(labels, dtype=torch.float32), mask=scored)
+    out = linear_policy_loss(
+        hidden.flatten(0, 1),
+        weight,
+        labels.masked_fill(~scored, 0),
+        fields,
+        Objective(surrogate="nll"),
+        normalizer=count,
+        bias=bias,
+        softcap=softcap,
+        lora=lora,
+    )
+    return out.loss
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ..data.packing import pack
 from ..data.tree import TokenTree
-from ..model.decoder import LAYER_KINDS, RECURRENT, TREE_LAYERS
-from .transformers import MASK_STUB
+from ..model.attention import MASK_STUB
+from ..model.loading import LAYER_KINDS, RECURRENT, TREE_LAYERS
 
 
 class Packed(NamedTuple):

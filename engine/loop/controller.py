@@ -21,25 +21,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import RunError, UserError
-from ..methods.calling import failure
-from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
-from ..programs import RolloutProgram
+from ..methods.groups import Accept, Add, Drop, More, Retry
+from ..parts.calling import failure
 from ..rewards import Rewards
-from ..rollout import NativeEngine, RolloutEngine, SamplingParams
+from ..rollout import SamplingParams
 from ..rollout.branch import Request
 from ..rollout.saving import restore_request
-from ..settings import TrainConfig
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
 from .cores import Cores
-from .judging import Judging, no_trace
+from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
+from .parts import SamplingParts
 from .progress import Progress
-from .sources import PromptSource, make_prompts
 from .unfinished import group_state
 
 WORK = ("steps", "row_steps", "call_wait_us")
@@ -51,38 +48,38 @@ LOOK_S = 0.05
 
 
 class Controller:
-    """What a run asks for its batches; the arguments are parts of the run."""
+    """Samples, judges and hands out the batches of a run.
+
+    Args:
+        parts: what it samples and judges with.
+        buffer: holds the groups.
+        watch: accounts for the caller's time.
+        console: shows what goes on.
+        trace: records when the sampler and the verifier worked.
+    """
 
     def __init__(
         self,
-        config: TrainConfig,
+        parts: SamplingParts,
         buffer: Buffer,
-        engine: RolloutEngine,
-        source: PromptSource,
-        tokenizer: PreTrainedTokenizerBase,
-        program: RolloutProgram,
-        params: SamplingParams,
-        callback: GroupCallback | None,
         watch: Stopwatch,
         console: Progress,
+        trace: TraceCall = no_trace,
     ) -> None:
-        self.config, self.buffer, self.engine, self.source = config, buffer, engine, source
-        self.tokenizer, self.program, self.params = tokenizer, program, params
-        self.callback, self.watch, self.console = callback, watch, console
+        self.parts, self.buffer, self.watch, self.console, self.trace = parts, buffer, watch, console, trace
+        self.engine, self.source, self.program = parts.engine, parts.source, parts.program
+        self._params = parts.params  # of the step that is sampled for
         self._sampling: dict[Group, Request] = {}
         self._changed = threading.Condition(threading.RLock())
-        self.judging = Judging(config.reward, tokenizer, self._notify)
+        self.judging = Judging(parts.tokenizer, self._notify, on_failure=parts.on_failure, trace=trace)
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
         self.work: Counter[str] = Counter()  # of the engine's steps: their seconds, and what it counts of them
         self.restarted: Counter[str] = Counter()  # unfinished groups that were begun anew, by reason
         self._dropped_before = 0  # groups dropped when the step began
-        self.trace = no_trace
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
-        on_cpu = isinstance(engine, NativeEngine) and engine.model.device.type == "cpu"
-        self.overlaps = config.loop.overlaps(on_cpu=on_cpu)
-        self.cores = Cores(shared=self.overlaps and on_cpu)
+        self.cores = Cores(shared=parts.overlaps and parts.on_cpu)
 
     @contextmanager
     def running(self, rewards: Rewards) -> Iterator[None]:
@@ -97,11 +94,18 @@ class Controller:
                 if self._thread is not None:
                     self._thread.join()
 
-    def next_batch(self) -> list[Group]:
-        """The groups of the next update, judged, as soon as they are there."""
+    def next_batch(self, params: SamplingParams | None = None) -> list[Group]:
+        """Return the groups of the next update, judged, as soon as they are there.
+
+        Args:
+            params: of what is sampled from now on; as before where None.
+        """
+        if params is not None:
+            with self._changed:
+                self._params = params
         if self.buffer.budget.staleness == 0:
             self.engine.forget_prefixes()  # so that what is sampled follows from this step alone
-        if self.overlaps and self._thread is None:
+        if self.parts.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
         with self.cores.left_to_sampler():
@@ -116,7 +120,7 @@ class Controller:
         """``batch`` has been trained; ``weights`` are the policy's, None where it did not change."""
         with self.watch.part("sync"), self.paused():
             if weights is not None:
-                self.engine.update_weights(weights, version=version, keep_kv=self.config.loop.keep_keys)
+                self.engine.update_weights(weights, version=version, keep_kv=self.parts.keep_keys)
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
@@ -286,7 +290,8 @@ class Controller:
 
     def _submit(self, groups: Sequence[Group], n: int | None = None) -> list[Request]:
         """Requests for ``n`` responses each, or for as many as a group's prompt is to have."""
-        params = [replace(self.params, n=n or group.prompt.n or self.params.n) for group in groups]
+        now = self._params
+        params = [replace(now, n=n or group.prompt.n or now.n) for group in groups]
         with self._timed("sampling", "gen"), self._errors_told():
             return self.engine.submit(
                 [group.prompt.token_ids for group in groups],
@@ -343,7 +348,7 @@ class Controller:
                 self._answer(group)
 
     def _answer(self, group: Group) -> None:
-        answer = None if self.callback is None else self.callback(group.tree)
+        answer = None if self.parts.callback is None else self.parts.callback(group.tree)
         if isinstance(answer, More | Retry) and group.attempt >= MOST_ATTEMPTS:
             answer = Drop("too_many_attempts")
         match answer:
@@ -358,7 +363,7 @@ class Controller:
             case Retry(text, entry):
                 prompt = group.prompt
                 problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))
-                (group.prompt,) = make_prompts([problem], self.config.data, self.tokenizer)
+                group.prompt = self.source.prompt(problem)
                 group.attempt += 1
                 group.parts.clear()
                 self.buffer.to(group, State.QUEUED)
@@ -367,12 +372,12 @@ class Controller:
                 self.buffer.to(group, State.READY)
             case _:
                 raise UserError(
-                    f"loop.callback = '{self.config.loop.callback}' answered {answer!r}; it must be None or one of the "
+                    f"loop.callback = '{self.parts.callback_name}' answered {answer!r}; it must be None or one of the "
                     "answers of rolltree.engine.methods.groups."
                 )
 
     def _check_drops(self, reason: str) -> None:
-        most = self.config.loop.max_dropped_batches * self.buffer.budget.batch
+        most = self.parts.max_dropped_batches * self.buffer.budget.batch
         if self.buffer.dropped.total() - self._dropped_before > most:
             raise RunError(
                 f"The group callback dropped more than {most} groups for one step (loop.max_dropped_batches), the last "
@@ -381,13 +386,13 @@ class Controller:
 
     def _seed(self, group: Group) -> int:
         """What a group samples follows from the run's seed and its ticket."""
-        block, index = divmod(group.ticket, self.config.trainer.prompts_per_step)
+        block, index = divmod(group.ticket, self.buffer.budget.batch)
         if group.attempt:
-            sequence = np.random.SeedSequence([self.config.seed, block + 1, index, group.attempt])
+            sequence = np.random.SeedSequence([self.parts.seed, block + 1, index, group.attempt])
             return int(sequence.generate_state(1, np.uint64).astype(np.int64)[0])
         if self._seeds[0] != block:
-            sequence = np.random.SeedSequence([self.config.seed, block + 1])
-            count = self.config.trainer.prompts_per_step
+            sequence = np.random.SeedSequence([self.parts.seed, block + 1])
+            count = self.buffer.budget.batch
             self._seeds = block, sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
         return self._seeds[1][index]
 
@@ -400,5 +405,5 @@ class Controller:
         except (UserError, RunError, RuntimeError, MemoryError, OSError):
             raise
         except Exception as error:
-            program = f"rollout.program = '{self.config.rollout.program}'"
+            program = f"rollout.program = '{self.parts.program_name}'"
             raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error

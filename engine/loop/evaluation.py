@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..programs import RolloutProgram
 from ..rewards import Rewards
 from ..rollout import RolloutEngine
-from ..settings import TrainConfig
-from . import setup
 from .buffer import Responses
 from .failures import unsampled
 from .judging import decode, item
+from .parts import EvaluationParts
 from .progress import Progress
-from .sources import Prompt
 
 SOLVED = 1.0 - 1e-6
 """A reward from here on counts as a correct answer."""
@@ -31,24 +27,23 @@ class Evaluation:
 
     def __init__(
         self,
-        config: TrainConfig,
-        problems: Sequence[Prompt],
+        parts: EvaluationParts,
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         program: RolloutProgram,
         console: Progress,
     ) -> None:
-        self.config, self.problems, self.engine, self.program = config, problems, engine, program
+        self.parts, self.problems, self.engine, self.program = parts, parts.problems, engine, program
         self.tokenizer, self.console = tokenizer, console
         self.first: float | None = None
         self.last: float | None = None
 
-    def due(self, step: int) -> bool:
-        """Whether it is asked for after ``step``; there is always one at the end."""
-        every = self.config.evaluation.every
+    def due(self, step: int, steps: int) -> bool:
+        """Return whether the problems are to be answered after ``step`` of ``steps``: always after the last one."""
+        every = self.parts.every
         if not self.problems:
             return False
-        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
+        return step == steps or (every > 0 and step % every == 0)
 
     def run(self, step: int, rewards: Rewards) -> dict[str, float]:
         """The metrics of all problems; none where there are no problems."""
@@ -57,7 +52,7 @@ class Evaluation:
         self.console.phase("evaluating")
         trees = self.engine.generate(
             [p.token_ids for p in self.problems],
-            setup.greedy_params(self.config),
+            self.parts.params,
             self.program if self.program.answers_held_out else "flat",
             contexts=[p.context for p in self.problems],
         )

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..integrations.verifiers import TasksetPrompts
-from ..methods.calling import call
-from ..methods.resolve import resolve
+from ..parts.calling import call
+from ..parts.resolve import resolve
 from ..programs.chat import tool_schema
-from ..settings import DataConfig, DemonstrationsConfig, TrainConfig
+from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
+from ..tasks.verifiers import TasksetPrompts
 
 TRAIN, HELD_OUT = 0, 1
 """Streams of generated problems."""
@@ -120,6 +120,15 @@ class PromptSource:
             return self.next(count)
         finally:
             self._cursor = cursor
+
+    def prompt(self, problem: Problem) -> Prompt:
+        """Return ``problem`` in the run's template.
+
+        Raises:
+            UserError: as `next`.
+        """
+        (prompt,) = make_prompts([problem], self._config, self._tokenizer)
+        return prompt
 
     def observe(self, trees: Sequence[TokenTree]) -> None:
         """Tell a source of the user's what has become of its problems."""
@@ -245,16 +254,14 @@ class Demonstrations:
         )
 
 
-def held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The evaluation's problems, the same for every seed of the run; each problem once.
+def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return ``wanted`` problems for the evaluation, the same for every seed of the run; each problem once.
 
     Raises:
         UserError: the file has too few rows, or the tasks too few different problems.
     """
-    wanted = config.evaluation.problems
     if wanted == 0:
         return []
-    data = config.data
     found: dict[str, Problem] = {}
     if data.tasks:
         stream = GymProblems(data.tasks, [HELD_OUT])

@@ -31,7 +31,8 @@ from rolltree.kernels.linear_policy_loss.terms import named
 
 from ..data.batch import TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
-from .decoder import Decoded, batch_logprob, check_call, decode, head, target_logprob
+from .decoder import Decoded, batch_logprob, check_call, decode
+from .head import head, target_logprob
 
 AnyTerm = Term | LogprobTerm
 Metrics = dict[str, tuple[Tensor, Tensor]]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from ..errors import UserError
-from ..methods.resolve import import_object
+from ..parts.resolve import import_object
 from .tool_calls import written
 from .toolbox import CHAT_TOOLS
 

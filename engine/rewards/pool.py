@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..errors import UserError
 from ..settings import RewardConfig, TaskConfig
@@ -66,9 +66,6 @@ class RewardPool(Rewards):
     Args:
         config: which verifier, how many workers, and the time limit of one verification.
         tasks: the `reasoning_gym` tasks (`data.tasks`), for the verifier ``task``.
-
-    Raises:
-        UserError: the verifier cannot be loaded.
     """
 
     def __init__(self, config: RewardConfig, tasks: Sequence[TaskConfig] = ()) -> None:
@@ -80,7 +77,7 @@ class RewardPool(Rewards):
             "timeout_s": config.timeout_s,
         }
         self._start = lambda: _Worker(setup, config.timeout_s)
-        self._workers = [self._start() for _ in range(config.workers)]
+        self._workers: list[_Worker] = []
         self._queue: deque[tuple[_Job, range]] = deque()
         self._turn = threading.Condition()
         self._led = False  # whether some caller sees to the workers
@@ -89,12 +86,21 @@ class RewardPool(Rewards):
         for end in (self._wake, self._woken):
             end.setblocking(False)
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # runs at interpreter exit too
+
+    def __enter__(self) -> Self:
+        """Start the processes.
+
+        Raises:
+            UserError: the verifier cannot be loaded.
+        """
+        self._workers += [self._start() for _ in range(self._config.workers)]
         try:
             while not all(worker.ready for worker in self._workers):
                 self._collect()
         except UserError:
             self.close()
             raise
+        return self
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """The verdict on every item, in the order given.

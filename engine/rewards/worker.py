@@ -47,7 +47,7 @@ def main(fd: int) -> None:
     setup = messages.get()
     send = _Sender(connection, setup["token"])
     verifiers = _load("rolltree_verifiers", Path(__file__).with_name("verifiers.py"))
-    failure = verifiers.load_file("rolltree_calling", Path(__file__).parents[1] / "methods" / "calling.py").failure
+    failure = verifiers.load_file("rolltree_calling", Path(__file__).parents[1] / "parts" / "calling.py").failure
     try:
         verify, note = verifiers.load_verifier(setup["verifier"], setup["tasks"], setup["options"], setup["timeout_s"])
     except BaseException as error:

@@ -1,10 +1,10 @@
-"""The native rollout engine: continuous batching over a KV cache whose pages form the tree of rollouts."""
+"""Rollouts: what every engine offers (`engine.RolloutEngine`), and the engines in ``native`` and ``vllm``."""
 
 from .branch import Completion, Request
-from .drafts import DraftConfig
 from .engine import RolloutEngine
-from .kv_cache import KvExhaustedError
-from .native import EngineConfig, NativeEngine
+from .native.drafts import DraftConfig
+from .native.engine import EngineConfig, NativeEngine
+from .native.kv_cache import KvExhaustedError
 from .sampling_params import SamplingParams
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..methods.calling import failure
+from ..parts.calling import failure
 from ..settings import TaskConfig
 from .problem import Problem
 

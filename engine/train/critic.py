@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from ..data.packing import pack
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.roles import write_column
-from ..settings import TrainerConfig
+from .config import TrainerConfig
 from .trainer import Metrics, Trainer
 
 
@@ -52,24 +53,25 @@ class Critic:
     def learn(self, batches: Sequence[TreeBatch]) -> Metrics:
         """One update towards ``value_target``, a mean over the logical tokens in the loss."""
         normalizer = float(sum(batch.loss_tokens for batch in batches))
-
-        def compute(waiting: TreeBatch, share: float) -> TermsLossOutput:
-            batch = waiting.to(self.model.device)
-            assert batch.path_target is not None
-            value, at = self._values(batch), batch.path_target
-            out = value_loss(
-                value[at],
-                batch.columns["value_target"],
-                normalizer=normalizer,
-                old_value=batch.columns["value"][at],
-                clip=self.clip,
-                mask=batch.loss_mask[at],
-            )
-            out.loss.backward()
-            return TermsLossOutput(out.loss.detach(), out.metrics, {"critic": out.loss.detach()})
-
-        metrics = self.trainer.update(batches, compute)
+        for batch in batches:
+            self.trainer.accumulate(partial(self._backward, batch, normalizer))
+        metrics = self.trainer.optim_step()
         return {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
+
+    def _backward(self, waiting: TreeBatch, normalizer: float) -> TermsLossOutput:
+        batch = waiting.to(self.model.device)
+        assert batch.path_target is not None
+        value, at = self._values(batch), batch.path_target
+        out = value_loss(
+            value[at],
+            batch.columns["value_target"],
+            normalizer=normalizer,
+            old_value=batch.columns["value"][at],
+            clip=self.clip,
+            mask=batch.loss_mask[at],
+        )
+        out.loss.backward()
+        return TermsLossOutput(out.loss.detach(), out.metrics, {"critic": out.loss.detach()})
 
     def _values(self, batch: TreeBatch) -> Tensor:  # [M]
         hidden = decode(self.model, batch).hidden

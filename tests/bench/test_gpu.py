@@ -400,7 +400,7 @@ def test_the_tests_of_kernels_need_no_package_of_developers() -> None:
 
 def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library, source = tmp_path / "kernels" / "_cpu_any.so", tmp_path / "csrc" / "cpu" / "op.cpp"
-    host = tmp_path / "engine" / "rollout" / f"_host{EXTENSION_SUFFIXES[0]}"
+    host = tmp_path / "engine" / "rollout" / "native" / f"_host{EXTENSION_SUFFIXES[0]}"
     host_source = tmp_path / "csrc" / "host" / "module.cpp"
     for path in (library, source, host, host_source):
         path.parent.mkdir(parents=True, exist_ok=True)

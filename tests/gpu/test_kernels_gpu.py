@@ -331,7 +331,7 @@ def test_tree_attention_waits_for_nothing() -> None:
 
 def test_plain_sequences_by_the_varlen_kernel() -> None:
     """Where a batch of plain sequences goes instead of tree attention, window and all."""
-    from rolltree.engine.integrations import varlen
+    from rolltree.engine.model import varlen
 
     attend = varlen.kernel()
     if attend is None:

@@ -10,8 +10,8 @@ from rolltree.kernels import Objective
 
 from ...errors import UserError
 from ...freed_memory import keep_freed_memory
+from ...model import attention
 from ...model.fused_layers import fuse_layers
-from .. import transformers as attention
 from . import checks
 from .fused_head import FusedHead
 from .groups import GroupTrainer, Parts

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.engine.app.config import config_keys, load_config
+from rolltree.engine.app.config import config_keys, load_config, resolved_toml
 from rolltree.engine.errors import UserError
-from rolltree.engine.settings import TrainConfig, resolved_toml
+from rolltree.engine.settings import TrainConfig
 
 GOOD = """
 name = "demo"

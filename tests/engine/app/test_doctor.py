@@ -86,12 +86,12 @@ def test_compiled_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     levels = [f.level for f in doctor.compiled_parts(tmp_path)]
     assert levels == ["bad", "slow", "optional"]
     (tmp_path / "kernels").mkdir()
-    (tmp_path / "engine" / "rollout").mkdir(parents=True)
+    (tmp_path / "engine" / "rollout" / "native").mkdir(parents=True)
     for name in (
         "kernels/_cpu_avx2.so",
         "kernels/_cpu_default.so",
         "kernels/_cuda.so",
-        "engine/rollout/_host.cpython-311.so",
+        "engine/rollout/native/_host.cpython-311.so",
     ):
         (tmp_path / name).touch()
     host, cpu, cuda = doctor.compiled_parts(tmp_path)

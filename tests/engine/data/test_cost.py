@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from rolltree.engine import TokenTree, batch_loss, pack
 from rolltree.engine.data.cost import CostModel
 from rolltree.engine.data.distribute import distribute
-from rolltree.engine.integrations import varlen
+from rolltree.engine.model import varlen
 from rolltree.kernels import Objective, tree_attention
 
 from ..model.test_tree_equals_flat import SMALL, close, make_models, random_tree

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from rolltree.engine.integrations.fused_head import patch_model
+from rolltree.engine.integrations.transformers import patch_model
 from rolltree.engine.model import fused_layers
 from rolltree.kernels import dispatch
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rolltree.engine.errors import UserError
-from rolltree.engine.integrations.verifiers import TasksetEnvironment, TasksetPrompts
 from rolltree.engine.programs import EnvironmentTurns
+from rolltree.engine.programs.verifiers import TasksetEnvironment
+from rolltree.engine.tasks.verifiers import TasksetPrompts
 
 TASKS = """
 import verifiers.v1 as vf

@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def make_engine(directory: Path, **options: Any) -> Any:
-    from rolltree.engine.integrations.vllm import VllmEngine
+    from rolltree.engine.rollout.vllm.engine import VllmEngine
 
     net().save_pretrained(directory)
     letters().save_pretrained(directory)

@@ -65,12 +65,12 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     params.RequestOutputKind = SimpleNamespace(DELTA=0)  # type: ignore[attr-defined]
     for name, module in zip(names, (fake, inputs, params), strict=True):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "rolltree.engine.integrations.vllm_loop", raising=False)
-    from rolltree.engine.integrations.vllm_loop import VllmLoop
+    monkeypatch.delitem(sys.modules, "rolltree.engine.rollout.vllm.loop", raising=False)
+    from rolltree.engine.rollout.vllm.loop import VllmLoop
 
     model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
     yield VllmLoop(SimpleNamespace(model_config=model, llm_engine=Engine()), set(), raw_logprobs=False)  # type: ignore[arg-type]
-    monkeypatch.delitem(sys.modules, "rolltree.engine.integrations.vllm_loop")
+    monkeypatch.delitem(sys.modules, "rolltree.engine.rollout.vllm.loop")
 
 
 def request(number: int) -> Request:

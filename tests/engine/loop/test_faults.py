@@ -14,6 +14,7 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, load_config
+from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.controller import Controller
@@ -34,11 +35,11 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def orchestrate(toml: Path, directory: Path, *, resume: bool = False) -> Orchestrator:
     directory.mkdir(exist_ok=True)
     config = load_config(toml, [*SHORT, f"--output_dir={directory}"])
-    return Orchestrator(config, console=Console(RichConsole(file=(directory / "out").open("a"))), resume=resume)
+    return Orchestrator(build(config, console=Console(RichConsole(file=(directory / "out").open("a"))), resume=resume))
 
 
 def untimed(run: Orchestrator, without: tuple[str, ...] = ()) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.options.directory / "metrics.jsonl").read_text().splitlines()]
     left_out = ("timing_s/", "perf/", *without)
     return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows]
 
@@ -104,7 +105,7 @@ def test_a_verifiers_process_that_is_killed_is_replaced(toml, tmp_path, monkeypa
 
     def kills(self, trees, given, step, sums):
         if step == 1:
-            for worker in run.rewards._workers:
+            for worker in run.parts.rewards._workers:
                 os.kill(worker.process.pid, signal.SIGKILL)
                 killed.append(worker.process.pid)
         return update(self, trees, given, step, sums)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.sources import Prompt, PromptSource, held_out
-from rolltree.engine.settings import DataConfig, EvaluationConfig, ModelConfig, TrainConfig
+from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import GymProblems
 
 SUMS = ({"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 3, "max_digits": 1}},)
@@ -31,14 +31,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytes_)
 
 
-def train_config(problems: int, **data: Any) -> TrainConfig:
-    return TrainConfig(
-        name="t",
-        model=ModelConfig(path="m"),
-        data=DataConfig.model_validate(data),
-        reward={"verifier": "task" if "tasks" in data else "exact"},  # type: ignore[arg-type]
-        evaluation=EvaluationConfig(problems=problems),
-    )
+def held_out_of(tokenizer: PreTrainedTokenizerFast, problems: int, **data: Any) -> list[Prompt]:
+    return held_out(DataConfig.model_validate(data), problems, tokenizer)
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -101,24 +95,23 @@ def test_neighbouring_chunks_do_not_repeat_each_other() -> None:
 
 def test_held_out_problems_never_come_up(tokenizer: PreTrainedTokenizerFast) -> None:
     narrow = ({"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2, "max_digits": 1}},)  # 200 problems
-    config = train_config(120, tasks=narrow)
-    held = held_out(config, tokenizer)
+    held = held_out_of(tokenizer, 120, tasks=narrow)
     questions = {prompt.problem for prompt in held}
     assert len(questions) == 120
-    assert held_out(config.model_copy(update={"seed": 7}), tokenizer) == held
+    assert held_out_of(tokenizer, 120, tasks=narrow) == held
     given = source(tokenizer, held=held, tasks=narrow).next(500)
     assert not questions & {prompt.problem for prompt in given}
 
-    everything = held_out(train_config(200, tasks=narrow), tokenizer)
+    everything = held_out_of(tokenizer, 200, tasks=narrow)
     with pytest.raises(UserError, match=r"evaluation\.problems"):
         source(tokenizer, held=everything, tasks=narrow).next(1)
     with pytest.raises(UserError, match="only 200 different"):
-        held_out(train_config(201, tasks=narrow), tokenizer)
+        held_out_of(tokenizer, 201, tasks=narrow)
 
 
 def test_a_file_is_shuffled_anew_in_each_epoch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = jsonl(tmp_path / "p.jsonl", numbered(10))
-    held = held_out(train_config(3, path=path), tokenizer)
+    held = held_out_of(tokenizer, 3, path=path)
     assert [p.problem for p in held] == ["problem 7", "problem 8", "problem 9"]
     stream = source(tokenizer, held=held, path=path)
     texts = [p.problem for p in stream.next(21)]
@@ -139,7 +132,7 @@ def test_a_repeated_row_of_a_held_out_problem_is_held_out_too(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = jsonl(tmp_path / "p.jsonl", [*numbered(4), {"prompt": "problem 0", "answer": "0"}])
-    stream = source(tokenizer, held=held_out(train_config(1, path=path), tokenizer), path=path)
+    stream = source(tokenizer, held=held_out_of(tokenizer, 1, path=path), path=path)
     assert sorted(p.problem for p in stream.next(3)) == ["problem 1", "problem 2", "problem 3"]
 
 
@@ -152,7 +145,7 @@ def test_parquet_columns_are_mapped_and_the_others_kept(tmp_path: Path, tokenize
     assert [p.problem for p in prompts] == ["a?", "b?"]
     assert [p.entry["answer"] for p in prompts] == ["1", "2"]
     assert [p.entry["level"] for p in prompts] == [3, 4]
-    (held,) = held_out(train_config(1, eval_path=str(tmp_path / "test.parquet"), **data), tokenizer)
+    (held,) = held_out_of(tokenizer, 1, eval_path=str(tmp_path / "test.parquet"), **data)
     assert held.problem == "c?"
 
 

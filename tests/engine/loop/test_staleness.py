@@ -17,10 +17,11 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, UserError, load_config, pack
+from rolltree.engine.app import build_learning
+from rolltree.engine.app.build import build, sampling_params
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop import setup
 from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.cores import Cores
 from rolltree.engine.loop.metrics import Sums
@@ -73,7 +74,7 @@ class Run:
     def __init__(self, toml: Path, directory: Path, *overrides: str) -> None:
         self.config = load_config(toml, [*QUICK, f"--output_dir={directory}/runs", *overrides])
         self.out = io.StringIO()
-        self.loop = Orchestrator(self.config, console=Console(RichConsole(file=self.out, width=300)))
+        self.loop = Orchestrator(build(self.config, console=Console(RichConsole(file=self.out, width=300))))
 
     def run(self) -> Run:
         self.loop.run()
@@ -265,23 +266,25 @@ def test_weights_of_toprs_own_are_against_the_sampler_in_several_updates(toml: P
 
 def _sample(run: Run) -> list[Any]:
     prompts = run.loop.source.peek(4)
-    params = setup.sampling_params(run.config.rollout)
+    params = sampling_params(run.config.rollout)
     return run.loop.engine.generate([p.token_ids for p in prompts], params, seeds=[1, 2, 3, 4])
 
 
 def test_what_has_a_correction_keeps_it(toml: Path) -> None:
     config = load_config(toml, ["--loop.staleness=1"])
     for name, expected in (("dapo", "truncate"), ("decoupled_ppo", "truncate"), ("topr", "none"), ("sft", "none")):
-        found = setup.objective(config, "algorithm.objective", name, {}, select="best")
+        found = build_learning.objective(config, "algorithm.objective", name, {}, select="best")
         assert found.mismatch == expected, name
-    masked = setup.objective(config, "algorithm.objective", "dapo", {"mismatch": "mask", "mismatch_cap": 9.0})
+    masked = build_learning.objective(config, "algorithm.objective", "dapo", {"mismatch": "mask", "mismatch_cap": 9.0})
     assert (masked.mismatch, masked.mismatch_cap) == ("mask", 9.0)
     on_policy = load_config(toml, [])
-    assert setup.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
-    assert setup.roles(config, None) == []  # type: ignore[arg-type]
+    assert build_learning.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
+    assert build_learning.roles(config, None) == []  # type: ignore[arg-type]
     several = load_config(toml, ["--loop.staleness=1", "--trainer.updates_per_step=2"])
-    assert [role.column for role in setup.roles(several, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
-    bases = [setup.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)]
+    assert [role.column for role in build_learning.roles(several, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
+    bases = [
+        build_learning.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)
+    ]
     assert bases == ["old", "current", "old"]
 
 

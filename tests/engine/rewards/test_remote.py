@@ -17,14 +17,15 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
+from rolltree.engine.app.build import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.server import make_app
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.model.decoder import load_model
+from rolltree.engine.model.loading import load_model
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
-from rolltree.engine.rewards.judge import PoolJudge
+from rolltree.engine.rewards.judge import ProgramVerifier
 from rolltree.engine.rewards.remote import filled
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
@@ -229,7 +230,7 @@ def scored(home: Path, directory: Path, *more: str) -> Orchestrator:
         f"--output_dir={directory}/runs", "--trainer.steps=2", "--trainer.prompts_per_step=2",
         "--evaluation.problems=2", "--evaluation.every=0", "--reward.verifier=policy",
     ]  # fmt: skip
-    made = Orchestrator(load_config(home / "tiny.toml", [*given, *more]), console=Console())
+    made = Orchestrator(build(load_config(home / "tiny.toml", [*given, *more]), console=Console()))
     made.run()
     return made
 
@@ -237,7 +238,7 @@ def scored(home: Path, directory: Path, *more: str) -> Orchestrator:
 def test_the_policys_own_probabilities_are_the_reward(home: Path, tmp_path: Path) -> None:
     options = '{prompt = "{prompt}{response}\\n= ", continuation = "{answer}", measure = "logprob"}'
     made = scored(home, tmp_path, f"--reward.options={options}", "--trainer.steps=1")
-    rows = pq.read_table(made.config.run_dir / "rollouts" / "step_000001.parquet").to_pylist()
+    rows = pq.read_table(made.options.directory / "rollouts" / "step_000001.parquet").to_pylist()
     first = NativeEngine(load_model(str(home / "model")), made.tokenizer)
     assert len(rows) == 8
     for row in rows:
@@ -256,8 +257,7 @@ def test_runs_are_judged_between_the_engines_steps(home: Path, tmp_path: Path, s
 
 
 def test_programs_cannot_ask_the_policy_while_it_samples() -> None:
-    judge = PoolJudge()
-    judge.pool = make_rewards(RewardConfig(verifier="policy"))
+    judge = ProgramVerifier(make_rewards(RewardConfig(verifier="policy")))
     with pytest.raises(RuntimeError, match="cannot judge while a program samples"):
         judge("a", {})
 

@@ -195,7 +195,7 @@ def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake(
     Path("broken.py").write_text("def f(:")
     Path("crash.py").write_text("import os\nos._exit(1)")
     with pytest.raises(UserError, match=r"reward\.verifier") as error:
-        RewardPool(config(verifier, workers=1))
+        RewardPool(config(verifier, workers=1)).__enter__()
     assert needle in str(error.value)
 
 
@@ -213,7 +213,7 @@ def test_workers_end_when_the_parent_is_killed(user_code: Path) -> None:
     program = f"""
 from rolltree.engine.settings import RewardConfig
 from rolltree.engine.rewards import RewardItem, RewardPool
-pool = RewardPool(RewardConfig(verifier={str(user_code) + ":moody"!r}, workers=2, timeout_s=30))
+pool = RewardPool(RewardConfig(verifier={str(user_code) + ":moody"!r}, workers=2, timeout_s=30)).__enter__()
 print(*[w.process.pid for w in pool._workers], flush=True)
 pool.score([RewardItem('hang', {{}})])
 """

@@ -142,7 +142,7 @@ def test_options_are_checked_before_a_run(
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def judge(text, entry, by): return by")
     with pytest.raises(UserError, match=needle):
-        RewardPool(RewardConfig(verifier=verifier, options=options, workers=1))
+        RewardPool(RewardConfig(verifier=verifier, options=options, workers=1)).__enter__()
 
 
 JUDGE = """

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.rollout._host import DraftIndex
+from rolltree.engine.rollout.native._host import DraftIndex
 from rolltree.kernels import sample_tokens
 from rolltree.kernels.sampling.reference import uniforms
 

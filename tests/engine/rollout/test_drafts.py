@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
-from rolltree.engine.rollout.drafts import cut, on_path, up_to_end
-from rolltree.engine.rollout.fused_decoder import FusedDecoder
-from rolltree.engine.rollout.rows import RowTable, Sampled
-from rolltree.engine.rollout.scheduler import Step
-from rolltree.engine.rollout.stops import END_SEGMENT, GO_ON
+from rolltree.engine.rollout.native.drafts import cut, on_path, up_to_end
+from rolltree.engine.rollout.native.fused_decoder import FusedDecoder
+from rolltree.engine.rollout.native.rows import RowTable, Sampled
+from rolltree.engine.rollout.native.scheduler import Step
+from rolltree.engine.rollout.native.stops import END_SEGMENT, GO_ON
 from rolltree.kernels.linear_logprob.head import Head
 
 from .test_graphs import Uncaptured

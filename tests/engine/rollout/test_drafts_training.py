@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.rollout import loop
-from rolltree.engine.rollout.drafts import DraftConfig, Drafts, on_path
+from rolltree.engine.rollout.native import loop
+from rolltree.engine.rollout.native.drafts import DraftConfig, Drafts, on_path
 
 from ..tiny import write_run
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, fuse_layers
-from rolltree.engine.rollout.fused_decoder import FusedDecoder
+from rolltree.engine.rollout.native.fused_decoder import FusedDecoder
 from rolltree.kernels.decoder_layer import Decoder
 
 SIZES: dict[str, Any] = {

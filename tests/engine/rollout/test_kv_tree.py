@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.rollout._host import KvExhaustedError, KvTree
-from rolltree.engine.rollout.kv_cache import KvCache
+from rolltree.engine.rollout.native._host import KvExhaustedError, KvTree
+from rolltree.engine.rollout.native.kv_cache import KvCache
 
 NAMES = ["insert", "insert", "grow", "grow", "grow", "truncate", "fork", "rewind", "refill", "release", "make_room"]
 EVENTS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999), st.integers(1, 7)), max_size=80)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolltree.engine import UserError
-from rolltree.engine.methods.resolve import NEEDED, options_of, resolve
+from rolltree.engine.parts.resolve import NEEDED, options_of, resolve
 
 
 def scale(values, *, by=2.0, offset):

@@ -18,7 +18,7 @@ from torch._dynamo import config as dynamo
 from torch.fx.experimental import _config as symbols
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..errors import UserError
+from ...errors import UserError
 from .kv_cache import KvCache
 
 

@@ -12,10 +12,10 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from ..data.segment import LeafStatus, Origin
-from ..rollout.branch import Branch, Node, Request, given, join, sample_dtype
-from ..rollout.seeds import child_seed
-from ..rollout.steering import Steering
+from ...data.segment import LeafStatus, Origin
+from ..branch import Branch, Node, Request, given, join, sample_dtype
+from ..seeds import child_seed
+from ..steering import Steering
 
 Array = npt.NDArray[Any]
 

@@ -1,8 +1,8 @@
-"""Tasksets of `verifiers` (0.4, its `v1`): prompts by `data.source`, and their own rewards by an environment.
+"""Environments of `verifiers` tasksets (0.4, its `v1`): conversations with tools, scored by the task's own rewards.
 
 A taskset's tasks are conversations: the prompt, turns with the tools of `data.tools`, and an answer, which the task's
-own ``@reward`` functions and judges score on a trace of it. What needs one of verifiers' runtimes (containers, tool
-servers, ``setup`` and ``finalize``) is not run: such tasks are for its own harness, which can talk to `rolltree serve`.
+own ``@reward`` functions and judges score on a trace of the conversation. A task that needs one of verifiers' runtimes
+(containers, tool servers, ``setup`` and ``finalize``) is refused; verifiers' own harness runs it on `rolltree serve`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..methods.resolve import import_object
-from ..programs.chat import Message
-from ..programs.environment import Observation, ToolBox
+from ..parts.resolve import import_object
+from .chat import Message
+from .turns import Observation, ToolBox
 
 
 @functools.cache
@@ -58,41 +58,6 @@ class _Tasks:
 
 
 find_tasks = functools.cache(_Tasks)
-
-
-class TasksetPrompts:
-    """``data.source = "verifiers"``: the tasks in their order, from the beginning again after the last.
-
-    Args:
-        taskset: ``file.py:function`` that makes it.
-        first: the number of the first task; those before it are left for an evaluation.
-
-    Raises:
-        UserError: it cannot be used.
-    """
-
-    def __init__(self, taskset: str, first: int = 0) -> None:
-        self._tasks, self._number = find_tasks(taskset), first
-
-    def next(self, count: int) -> list[dict[str, Any]]:
-        rows = []
-        for number in range(self._number, self._number + count):
-            data = self._tasks[number].data
-            messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-            if isinstance(data.prompt, str):
-                messages.append({"role": "user", "content": data.prompt})
-            else:
-                messages += [{"role": m.role, "content": m.content} for m in data.prompt or []]
-            rows.append({"prompt": messages, "answer": "", "task": number})
-        self._number += count
-        return rows
-
-    def state_dict(self) -> int:
-        """The number of the next task."""
-        return self._number
-
-    def load_state_dict(self, state: int) -> None:
-        self._number = state
 
 
 class TasksetEnvironment:

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.segment import Text
-from .branch import Node
+from ...data.segment import Text
+from ..branch import Node
+from ..sampling_params import INT32, check_integer
 from .rows import RowTable
-from .sampling_params import INT32, check_integer
 from .stops import GO_ON, Stops
 
 with contextlib.suppress(ImportError):  # `KvCache` reports what is missing

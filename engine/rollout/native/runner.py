@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
-from ..integrations.transformers import MASK_STUB
-from ..model.decoder import head_reader
-from .branch import Branch
+from ...model.attention import MASK_STUB
+from ...model.head import head_reader
+from ..branch import Branch
+from ..sampling_params import SamplingParams
 from .draws import Drawn, Draws, draw, drawn_from
 from .fused_decoder import FusedDecoder
 from .graphs import DecodeGraphs
 from .kv_cache import KvCache
 from .layers import CompiledLayers
 from .rows import RowTable, Sampled
-from .sampling_params import SamplingParams
 from .scheduler import Step
-from .vector import StepVector
+from .step_buffer import StepVector
 
 Array = npt.NDArray[Any]
 REMEMBERED = 64  # parameters whose biases are kept on the device

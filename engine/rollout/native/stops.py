@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.segment import Origin
-from .branch import Branch, Request
+from ...data.segment import Origin
+from ..branch import Branch, Request
+from ..sampling_params import eos_token_ids
 from .rows import RowTable
 
 Array = npt.NDArray[Any]
 GO_ON, END_SEGMENT, END_RESPONSE = 0, 1, 2
-
-
-def eos_token_ids(*sources: Any) -> set[int]:
-    """The end-of-sequence tokens that configurations and tokenizers name: each one, several or none."""
-    found: set[int] = set()
-    for source in sources:
-        eos = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
-        found.update([eos] if isinstance(eos, int) else eos or [])
-    return found
 
 
 class Stops:

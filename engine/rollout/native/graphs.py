@@ -16,7 +16,7 @@ from torch import Tensor
 from .draws import Drawn, Draws, draw
 from .kv_cache import KvCache
 from .scheduler import Step
-from .vector import StepVector, count_partials
+from .step_buffer import StepVector, count_partials
 
 LEAST_ROWS, LEAST_PARTIALS = 8, 64
 

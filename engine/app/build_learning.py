@@ -1,138 +1,64 @@
-"""From a configuration to the parts of a run: model, rollout engine, sampling parameters, objective."""
+"""From a configuration to what learns: objectives, loss terms, credit, roles and the critic."""
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import shutil
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rolltree.kernels import Objective
 from rolltree.kernels.policy_loss.pairs import WITHOUT_REFERENCE
 
 from ..data.columns import COLUMNS
-from ..data.store import read_texts
 from ..errors import UserError
-from ..methods.calling import ask, call
+from ..loop.parts import LearningParts
 from ..methods.credit import ADVANTAGES, CreditFunction
-from ..methods.groups import GROUP_CALLBACKS, GroupCallback
-from ..methods.resolve import import_object, resolve
 from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
-from ..model.decoder import load_model, load_tokenizer
+from ..model.loading import choose_device, load_model
 from ..model.roles import Role
-from ..programs import RolloutProgram, make_program
-from ..rewards import Rewards, make_rewards
-from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
-from ..settings import RolloutConfig, TrainConfig
+from ..parts.calling import ask
+from ..parts.resolve import resolve
+from ..settings import TrainConfig
 from ..train.critic import Critic
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
-from .budget import Budget
-from .sources import Demonstrations
+
+FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
+"""Fields of objectives, and the role that scores them."""
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of `model.device`.
+def learning_parts(config: TrainConfig, model: PreTrainedModel) -> LearningParts:
+    """Make what `Learner` learns with.
 
     Raises:
-        UserError: cuda is asked for and there is none.
+        UserError: a part is not known, cannot be loaded, or needs what the run does not have.
     """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or see `rolltree doctor`."
-        )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
-    path = Path(config.model.path)
-    if config.model.create is not None and not path.exists():
-        what = f"model.create = '{config.model.create}'"
-        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
-        shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            call(what, import_object(config.model.create), config, unfinished)
-            if not unfinished.is_dir():
-                raise UserError(
-                    f"{what} made no directory '{unfinished}'; it must write a model to its second argument."
-                )
-            unfinished.rename(path)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    model = load_model(
-        config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+    loop, trainer = config.loop, config.trainer
+    return LearningParts(
+        model=model,
+        optimizer=trainer.optimizer(),
+        credit=credit(config),
+        credit_name=config.algorithm.advantage,
+        shapings=shapings(config),
+        terms=loss_terms(config),
+        lr_scale=find_schedule("trainer.lr_scale", trainer.lr_scale, trainer.lr_scale_options),
+        temperature_scale=find_schedule(
+            "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
+        ),
+        length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
+        roles=roles(config, model),
+        critic=critic(config),
+        temperature=config.rollout.temperature,
+        updates_per_step=trainer.updates_per_step,
+        max_tokens=trainer.max_tokens,
+        drop_zero_variance=config.algorithm.drop_zero_variance,
+        self_check=trainer.self_check,
     )
-    if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, load_tokenizer(config.model.path)
-
-
-def check_backend(config: RolloutConfig) -> None:
-    """
-    Raises:
-        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
-    """
-    if config.backend == "vllm" and config.drafts.rows:
-        raise UserError(
-            "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
-            "speculative_config in rollout.vllm_options."
-        )
-    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
-
-
-def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """What samples for a run.
-
-    Raises:
-        UserError: vLLM is asked for and not installed.
-    """
-    rollout = config.rollout
-    if rollout.backend == "native":
-        own = EngineConfig(
-            kv_tokens=rollout.kv_tokens,
-            max_batch_rows=rollout.max_batch_rows,
-            compile=rollout.compile,
-            drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
-        )
-        return NativeEngine(model, tokenizer, own)
-    check_backend(rollout)
-    from ..integrations.vllm import VllmEngine
-
-    longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
-    options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
-    return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
-
-
-def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
-    """The weights that sample: the trained ones, or a copy of them where both work at the same time."""
-    if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
-        return model
-    return copy.deepcopy(model).requires_grad_(False)
-
-
-def group_callback(config: TrainConfig) -> GroupCallback | None:
-    """What decides about judged groups, if there is any.
-
-    Raises:
-        UserError: there is no such callback, file or function, or it has no such option.
-    """
-    loop = config.loop
-    if loop.callback is None:
-        return None
-    found: GroupCallback = resolve(
-        "loop.callback", loop.callback, loop.callback_options, known=GROUP_CALLBACKS, inputs=("tree",)
-    )
-    return found
 
 
 def corrects(config: TrainConfig) -> bool:
@@ -144,48 +70,6 @@ def rescores(config: TrainConfig) -> bool:
     """Whether the policy scores the rollouts before it is updated; a batch's only update begins with that policy."""
     asked = config.algorithm.old_logprob == "recompute"
     return asked or (corrects(config) and config.trainer.updates_per_step > 1)
-
-
-def budget(config: TrainConfig) -> Budget:
-    """How many groups may be open, and how old they may become."""
-    loop = config.loop
-    return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
-
-
-def remember_rollouts(config: TrainConfig, engine: RolloutEngine, step: int) -> None:
-    """Let a resumed run draft from what it sampled up to ``step``: the latest files that fit."""
-    room, files = config.rollout.drafts.remembered if config.rollout.drafts.rows else 0, []
-    while isinstance(engine, NativeEngine) and room > 0 and step > 0:
-        path = config.run_dir / "rollouts" / f"step_{step:06d}.parquet"
-        texts = list(read_texts(path)) if path.exists() else []
-        room -= sum(len(text.before) + len(text.tokens) for text in texts)
-        files.append(texts)
-        step -= 1
-    for texts in reversed(files):
-        assert isinstance(engine, NativeEngine)
-        engine.remember(texts)
-
-
-def sampling_params(config: RolloutConfig) -> SamplingParams:
-    return SamplingParams(
-        n=config.n,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_new_tokens=config.max_new_tokens,
-        stop=tuple(config.stop),
-    )
-
-
-def greedy_params(config: TrainConfig) -> SamplingParams:
-    """Sampling of the evaluation: the most likely token, one answer a problem."""
-    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
-    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
-
-
-def rollout_program(config: RolloutConfig) -> RolloutProgram:
-    return make_program(config.program, **config.program_options)
 
 
 def credit(config: TrainConfig) -> CreditFunction:
@@ -201,10 +85,6 @@ def credit(config: TrainConfig) -> CreditFunction:
         "algorithm.advantage", algorithm.advantage, algorithm.advantage_options, known=ADVANTAGES, inputs=("trees",)
     )
     return found
-
-
-FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
-"""Fields of objectives, and the role that scores them."""
 
 
 def objective(
@@ -312,22 +192,6 @@ def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
     ]
 
 
-def rewards(config: TrainConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> Rewards:
-    """Who judges the run's responses: `reward.verifier`.
-
-    Raises:
-        UserError: it cannot be used.
-    """
-
-    def score(prompts: list[str], continuations: list[str]) -> list[Any]:
-        ids = [tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"] for text in prompts]
-        wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
-        found = engine.score(ids, [[some] if some else [] for some in wanted])
-        return [some[0] if some else [] for some in found]
-
-    return make_rewards(config.reward, config.data.tasks, score)
-
-
 def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection | None:
     if name is None:
         return None
@@ -388,10 +252,4 @@ def critic(config: TrainConfig) -> Critic | None:
         return None
     device = choose_device(config.model.device)
     model = load_model(chosen.path or config.model.path, dtype=getattr(torch, config.model.dtype), device=device)
-    return Critic(model, config.trainer.model_copy(update={"lr": chosen.lr}), clip=chosen.clip)
-
-
-def demonstrations(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Demonstrations | None:
-    """What `[demonstrations]` names, if there is any."""
-    chosen = config.demonstrations
-    return None if chosen is None else Demonstrations(chosen, config.data, tokenizer, config.seed)
+    return Critic(model, config.trainer.optimizer(chosen.lr), clip=chosen.clip)

@@ -1,6 +1,6 @@
 """What can be known to be wrong before a run has a directory, a model or hours behind it.
 
-`Orchestrator` and ``--dry-run`` make the same checks, so that neither promises what the other refuses.
+`rolltree train` and ``--dry-run`` make the same checks, so that neither promises what the other refuses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..methods.calling import ask, call
 from ..methods.credit import CreditFunction, give_credit
+from ..parts.calling import ask, call
 from ..programs import GroupState, RolloutProgram
-from ..settings import TrainConfig
 from ..train import checkpoint
-from .setup import FROM_ROLES, corrects
 from .sources import Prompt
 
 TRIED = 8
@@ -84,76 +82,56 @@ def held(directory: Path) -> Iterator[None]:
         yield
 
 
-def check_old_logprobs(config: TrainConfig) -> None:
-    """Where the sampler's log-probs are compared with, they must be those of the whole softmax.
+def check_directory(directory: Path) -> None:
+    """Refuse a directory that cannot be written or that holds another run.
 
     Raises:
-        UserError: sampling leaves tokens out.
+        UserError: either is so.
     """
-    rollout = config.rollout
-    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
-    if corrects(config):
-        why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
-    elif config.trainer.updates_per_step == 1:
-        return
-    if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
+    check_writable(directory)
+    if holds_a_run(directory):
         raise UserError(
-            f"{why} compares with the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
-            "[rollout] or set it back."
-        )
-
-
-def check_lengths(config: TrainConfig, positions: int | None) -> None:
-    """
-    Args:
-        positions: of the model; None where it has no limit.
-
-    Raises:
-        UserError: the longest prompt and response are longer than the model can be.
-    """
-    answer = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
-    longest = config.data.max_prompt_tokens + answer
-    if positions is not None and longest > positions:
-        raise UserError(
-            f"The longest sequence (data.max_prompt_tokens + max_new_tokens = {longest} tokens) is longer than the "
-            f"model's {positions} positions; lower data.max_prompt_tokens or rollout.max_new_tokens."
+            f"'{directory}' already holds a run; continue it with --resume, or choose another --name or --output_dir."
         )
 
 
 def check_program(
-    config: TrainConfig, program: RolloutProgram, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+    program: RolloutProgram, name: str, n: int, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> None:
-    """Begin a group of each prompt, without sampling it.
+    """Begin a group of ``n`` responses, or of as many as its prompt asks for, for each prompt, without sampling it.
 
     Raises:
         UserError: the program refuses, as with a number of responses that it cannot make.
     """
-    what = f"rollout.program = '{config.rollout.program}'"
+    what = f"rollout.program = '{name}'"
     for prompt in prompts:
         mine = call(what, copy.deepcopy, program)
         mine.tokenizer, mine.context = tokenizer, prompt.context
-        begun = ask(what, mine.start, GroupState(prompt.n or config.rollout.n, 0, 0, 0, 0))
+        begun = ask(what, mine.start, GroupState(prompt.n or n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
 
 
-def check_credit(config: TrainConfig, credit: CreditFunction) -> None:
-    """Give credit to two made-up groups of the size that will be sampled.
+def check_credit(credit: CreditFunction, name: str, n: int, columns: Sequence[str]) -> None:
+    """Give credit to two made-up groups.
+
+    Args:
+        credit: the estimator to try, and ``name`` its configured name.
+        n: responses of a group; at most 64 are made up.
+        columns: token columns that roles score.
 
     Raises:
         UserError: the estimator fails, or does not answer with finite numbers of the right shape.
     """
-    give_credit(credit, config.algorithm.advantage, [_made_up(config, shift) for shift in (0, 1)])
+    give_credit(credit, name, [_made_up(min(n, 64), columns, shift) for shift in (0, 1)])
 
 
-def _made_up(config: TrainConfig, shift: int) -> TokenTree:
-    """Responses of one to three tokens that share beginnings, some right and some wrong, scored by every role."""
-    leaves = min(config.rollout.n, 64)
+def _made_up(leaves: int, columns: Sequence[str], shift: int) -> TokenTree:
+    """Make responses of one to three tokens that share beginnings, some right and some wrong, scored by every role."""
     responses = [[1 + leaf % 2, *range(3, 3 + leaf % 3)] for leaf in range(leaves)]
     tree = TokenTree.from_sequences([0], responses, behaviour_logprobs=[np.full(len(r), -1.0) for r in responses])
     tree.rewards["reward"] = ((np.arange(leaves) + shift) % 2).astype(np.float32)
-    for column, role in FROM_ROLES.items():
-        if getattr(config.roles, role) is not None:
-            tree.set(column, np.full(tree.num_tokens, -1.0))
+    for column in columns:
+        tree.set(column, np.full(tree.num_tokens, -1.0))
     tree.meta |= {"prompt_id": f"made-up/{shift}", "task": "made-up", "prompt_text": ""}
     return tree

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from .branch import Branch, sample_dtype
+from ..branch import Branch, sample_dtype
 
 with contextlib.suppress(ImportError):  # `KvCache` says what is missing
     from ._host import push_tokens

@@ -20,7 +20,7 @@ from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_,
 from rolltree.kernels.tree_decode import tree_decode_attention
 
 from .kv_cache import KvCache
-from .vector import StepVector
+from .step_buffer import StepVector
 
 FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")
 """Of Transformers, whose decoders are computed as here."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.packing import pack
-from ..data.tree import TokenTree
-from ..model.decoder import batch_logprob, decode
-from .branch import sample_dtype
+from ...data.packing import pack
+from ...data.tree import TokenTree
+from ...model.decoder import batch_logprob, decode
+from ..branch import sample_dtype
 
 Array = npt.NDArray[Any]
 ROWS = 256  # whose logits are there at once

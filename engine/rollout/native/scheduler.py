@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .branch import Branch, Request
+from ..branch import Branch, Request
 from .kv_cache import KvCache, KvExhaustedError
 from .rows import RowTable
 

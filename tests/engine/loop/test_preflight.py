@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
+from rolltree.engine.app.build import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
@@ -81,7 +82,7 @@ def configure(home: Path, directory: Path, *overrides: str) -> TrainConfig:
 
 def orchestrate(config: TrainConfig, resume: bool = False) -> tuple[Orchestrator, io.StringIO]:
     out = io.StringIO()
-    return Orchestrator(config, console=Console(RichConsole(file=out, width=300)), resume=resume), out
+    return Orchestrator(build(config, console=Console(RichConsole(file=out, width=300)), resume=resume)), out
 
 
 MISTAKES = [

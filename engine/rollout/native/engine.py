@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.segment import Text
-from ..integrations import transformers as integration
-from .branch import Request
+from ...data.segment import Text
+from ...model import attention
+from ..branch import Request
+from ..engine import RolloutEngine
+from ..sampling_params import INT32, check_integer
 from .drafts import DraftConfig, Drafts
-from .engine import RolloutEngine
 from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
-from .sampling_params import INT32, check_integer
 from .score import prompt_logprobs, score
 from .stops import Stops
 
@@ -85,8 +85,8 @@ class NativeEngine(RolloutEngine):
         self.model = model
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
-        if model.config._attn_implementation != integration.NAME:
-            model.set_attn_implementation(integration.NAME)
+        if model.config._attn_implementation != attention.NAME:
+            model.set_attn_implementation(attention.NAME)
         self._device = model.get_output_embeddings().weight.device
         self.cache = KvCache(
             self.config.kv_tokens,

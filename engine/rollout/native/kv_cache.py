@@ -12,7 +12,7 @@ from torch import Tensor
 from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
-from ..errors import UserError
+from ...errors import UserError
 from .host_keys import HostKeys
 
 try:
@@ -72,8 +72,8 @@ class KvCache:
     ) -> None:
         if not BUILT:
             raise UserError(
-                "Rollouts need the compiled module rolltree.engine.rollout._host; install a C++ compiler, reinstall "
-                "rolltree, and see `rolltree doctor`."
+                "Rollouts need the compiled module rolltree.engine.rollout.native._host; install a C++ compiler, "
+                "reinstall rolltree, and see `rolltree doctor`."
             )
         self.tree = KvTree(kv_tokens // page_size, page_size)
         self.spare_slot = self.tree.num_pages * page_size

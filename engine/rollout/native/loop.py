@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.segment import LeafStatus, Origin
-from .branch import Branch, Node, Request, given, join
+from ...data.segment import LeafStatus, Origin
+from ..branch import Branch, Node, Request, given, join
+from ..seeds import child_seed
+from ..steering import Steering
 from .drafts import Drafts, cut, on_path, up_to_end
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .runner import Runner
 from .scheduler import Scheduler, Step, TooLargeError
-from .seeds import child_seed
-from .steering import Steering
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
 
 Array = npt.NDArray[Any]

@@ -26,10 +26,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from ..rollout.branch import Request
-from ..rollout.engine import RolloutEngine
-from ..rollout.stops import eos_token_ids
-from .vllm_loop import VllmLoop, is_plain
+from ..branch import Request
+from ..engine import RolloutEngine
+from ..sampling_params import eos_token_ids
+from .loop import VllmLoop, is_plain
 
 Array = npt.NDArray[Any]
 TRANSFER = "rolltree"

@@ -1,0 +1,1 @@
+"""Rollouts sampled by vLLM, which is installed separately: ``engine`` (the public class) and ``loop`` (its steps)."""

@@ -1,0 +1,45 @@
+"""``data.source = "verifiers"``: prompts from a taskset of `verifiers` (0.4, its `v1`).
+
+The rewards of such a task come from its environment, `rolltree.engine.programs.verifiers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..programs.verifiers import find_tasks
+
+
+class TasksetPrompts:
+    """``data.source = "verifiers"``: the tasks in their order, from the beginning again after the last.
+
+    Args:
+        taskset: ``file.py:function`` that makes it.
+        first: the number of the first task; those before it are left for an evaluation.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+
+    def __init__(self, taskset: str, first: int = 0) -> None:
+        self._tasks, self._number = find_tasks(taskset), first
+
+    def next(self, count: int) -> list[dict[str, Any]]:
+        rows = []
+        for number in range(self._number, self._number + count):
+            data = self._tasks[number].data
+            messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+            if isinstance(data.prompt, str):
+                messages.append({"role": "user", "content": data.prompt})
+            else:
+                messages += [{"role": m.role, "content": m.content} for m in data.prompt or []]
+            rows.append({"prompt": messages, "answer": "", "task": number})
+        self._number += count
+        return rows
+
+    def state_dict(self) -> int:
+        """The number of the next task."""
+        return self._number
+
+    def load_state_dict(self, state: int) -> None:
+        self._number = state
