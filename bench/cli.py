@@ -16,7 +16,6 @@ import torch
 
 from rolltree.engine import UserError
 
-from .compare import compare, report, rows_at, worse
 from .journal import Journal
 from .runner import Bench, Choice, DeviceLostError, run
 from .table import table
@@ -87,19 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="of one provider's work on a case")
     parser.add_argument("--recorded", type=Path, metavar="RUN", help="speculation over the rollouts of this run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases that are there do not run again")
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=Path,
-        metavar=("OLD", "NEW"),
-        help="run nothing; compare files or folders of rows",
-    )
     args = parser.parse_args(argv)
-    if args.compare is not None:
-        if args.ops:
-            print("rolltree bench: --compare reads rows and runs nothing; give it no ops.", file=sys.stderr)
-            return 2
-        return _compare(*args.compare)
     if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
         print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
         return 2
@@ -149,13 +136,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems:
         print(f"{len(problems)} failed:", *problems, sep="\n  ")
     return 1 if problems else 0
-
-
-def _compare(old: Path, new: Path) -> int:
-    try:
-        verdicts = compare(rows_at(old), rows_at(new))
-    except ValueError as error:
-        print(f"rolltree bench: {error}", file=sys.stderr)
-        return 2
-    print(report(verdicts))
-    return 1 if worse(verdicts) else 0

@@ -26,9 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .compare import rows_at
 from .journal import Journal
-from .schema import Context, Row, append_line
+from .schema import Context, Row, append_line, rows_at
 from .table import table
 from .timing import quantiles
 

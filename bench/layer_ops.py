@@ -130,6 +130,7 @@ def copies(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="layer_ops",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

@@ -157,6 +157,7 @@ def bare_gemms(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="linear_logprob",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

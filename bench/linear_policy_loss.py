@@ -211,6 +211,7 @@ def work(x: Inputs) -> dict[str, tuple[float, float]]:
 
 BENCH = Bench(
     op="linear_policy_loss",
+    directions=("forward+backward",),
     cases=cases,
     providers={
         "rolltree": rolltree,

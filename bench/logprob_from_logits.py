@@ -129,6 +129,7 @@ def copies(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="logprob_from_logits",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

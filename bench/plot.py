@@ -17,15 +17,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .compare import OURS, RECORDS, rows_at
 from .job import Point
-from .schema import Row
+from .schema import RECORDS, Row, rows_at
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, GREY, RED = "#3b82f6", "#9ca3af", "#ef4444"
 CURVES = ".curves.jsonl"
+OURS = "rolltree"
+"""Occurs in the names of this project's own providers."""
 Drawn = tuple[str, "Figure"]  # a file's name without ending, and what goes into it
 
 

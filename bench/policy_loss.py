@@ -92,6 +92,7 @@ def one_read_one_write(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="policy_loss",
+    directions=("forward+backward",),
     cases=cases,
     providers={
         "rolltree": rolltree,

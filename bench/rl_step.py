@@ -113,6 +113,7 @@ def _provider(x: Inputs, *, flat: bool) -> Calls:
 
 BENCH = Bench(
     op="rl_step",
+    directions=("step",),
     cases=cases,
     providers={"rolltree": partial(_provider, flat=False), FLAT: partial(_provider, flat=True)},
     speedup_over=FLAT,

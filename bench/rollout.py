@@ -199,6 +199,7 @@ def transformers_continuous(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="rollout",
+    directions=("generate",),
     cases=cases,
     providers={
         "rolltree": native,

@@ -12,7 +12,7 @@ import gc
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -60,6 +60,8 @@ class Bench:
     op: str
     cases: Callable[[torch.device, bool], Iterator[Case]]  # (device, quick)
     providers: Mapping[str, Callable[[Any], Calls]]
+    directions: Sequence[str] = ("forward",)
+    """All that its providers time."""
     ceiling: Callable[[Any], Calls] | None = None
     ceiling_is: str = ""  # what the ceiling stands for, in words
     speedup_over: str | None = None

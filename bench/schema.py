@@ -17,6 +17,8 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VERSIONED = ("rolltree", "torch", "triton", "transformers")
+RECORDS = (".outcomes.jsonl", ".curves.jsonl")
+"""Endings of files in a folder of rows that hold something else."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +131,15 @@ def read(path: Path) -> list[Row]:
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{path}:{number} is not a benchmark row: {error}") from error
     return rows
+
+
+def rows_at(path: Path) -> list[Row]:
+    """Return the rows of a file, or of all ``*.jsonl`` in a folder.
+
+    Raises:
+        ValueError: there are none, or a line is not a row.
+    """
+    files = sorted(f for f in path.glob("*.jsonl") if not f.name.endswith(RECORDS)) if path.is_dir() else [path]
+    if not path.exists() or not files:
+        raise ValueError(f"'{path}' holds no benchmark rows; give a .jsonl file or a folder of them.")
+    return [row for file in files for row in read(file)]

@@ -200,6 +200,7 @@ def pair_ratio(x: Inputs) -> float:
 
 BENCH = Bench(
     op="tree_attention",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

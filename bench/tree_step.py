@@ -282,6 +282,7 @@ def flop_ratio(x: Inputs) -> float:
 
 BENCH = Bench(
     op="tree_step",
+    directions=("step",),
     cases=cases,
     providers={
         "rolltree, tree": tree,

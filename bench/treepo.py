@@ -86,6 +86,7 @@ def flat(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="treepo",
+    directions=("generate",),
     cases=cases,
     providers={"rolltree treepo": treepo, FLAT: flat},
     speedup_over=FLAT,

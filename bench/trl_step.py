@@ -167,6 +167,7 @@ def flop_ratio(x: Inputs) -> float:
 
 BENCH = Bench(
     op="trl_step",
+    directions=("update", "step"),
     cases=cases,
     providers={
         TRL: partial(trainer, parts=None),
