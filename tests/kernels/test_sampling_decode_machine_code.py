@@ -87,5 +87,5 @@ def test_cuda_decode(tmp_path: Path) -> None:
         plain = "ELb0ELb0E" in kernel.name
         assert not plain or loop.count <= {64: 610, 128: 815, 256: 750}[dim], (kernel.name, loop.count)
     written = {row["case"]: AotResult.of(row) for row in map(json.loads, decode_figures.TABLE.read_text().splitlines())}
-    for found in decode_figures.cuda_figures(kernels):  # what bench/modelled_decode.py takes
+    for found in decode_figures.cuda_figures(kernels):
         assert worse(found, written[found.case]) == []
