@@ -172,7 +172,7 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
 def check_backend(config: RolloutConfig) -> None:
     """
     Raises:
-        UserError: vLLM is asked for, and drafts of the native backend, or it is not installed.
+        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
     """
     if config.backend == "vllm" and config.drafts.rows:
         raise UserError(

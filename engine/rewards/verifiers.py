@@ -22,6 +22,7 @@ import inspect
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
