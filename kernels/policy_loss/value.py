@@ -34,8 +34,9 @@ def gae(
         mask: ``[M]`` bool; False: written by a tool.
         bootstrap: ``[S]``, the value after the last token; 0 if None, right unless the sequence was cut off.
 
-    Raises: ValueError, TypeError: shapes, dtypes or devices do not fit, cu_seqlens does not rise from 0 to M, or gamma
-        or lam is not in [0, 1].
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit, cu_seqlens does not rise from 0 to M, or gamma or
+            lam is not in [0, 1].
     """
     check = Arguments("gae", "reward", reward)
     M = len(check.floats("reward", reward, ("M",)))
