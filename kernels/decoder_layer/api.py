@@ -81,10 +81,14 @@ def rotate_and_store_(
     With ``x = (low, high)``, its halves, the rotated head is ``x * cos + (-high, low) * sin``. Heads go through RMSNorm
     before where weights are given. (Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, with pairs D/2 apart)
 
-    Args: q: [N, Hq, D] float32 (float64 runs on the reference), changed in place. k, v: [N, Hkv, D]; k is not changed.
-        cos, sin: [N, D], one row a query. slots: [N] int64, the place of each row: page times page size plus the place
-        within. If two rows have the same one, it is not defined which of them stays. k_pages, v_pages: [P, page, Hkv,
-        D], changed in place. q_weight, k_weight: [D], of the RMSNorm of heads, with ``eps``.
+    Args:
+        q: [N, Hq, D] float32 (float64 runs on the reference), changed in place.
+        k, v: [N, Hkv, D]; k is not changed.
+        cos, sin: [N, D], one row a query.
+        slots: [N] int64, the place of each row: page times page size plus the place within. If two rows have the same
+            one, it is not defined which of them stays.
+        k_pages, v_pages: [P, page, Hkv, D], changed in place.
+        q_weight, k_weight: [D], of the RMSNorm of heads, with ``eps``.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that does not fit, a tensor that is not contiguous, or
@@ -267,8 +271,9 @@ class Decoder:
             plan: the keys that the rows see, their own included.
             turns: [N] int32, the row of ``cos`` and ``sin`` for each row; None: there is one a row.
 
-        Raises: ValueError, TypeError: a shape, dtype or device that does not fit, a tensor that is not contiguous, ids
-            outside of the vocabulary, slots outside of the pages, or turns outside of ``cos``.
+        Raises:
+            ValueError, TypeError: a shape, dtype or device that does not fit, a tensor that is not contiguous, ids
+                outside of the vocabulary, slots outside of the pages, or turns outside of ``cos``.
         """
         check = Arguments("Decoder", "embedding", self.embedding)
         P, page, _, D = self.pages[0][0].shape

@@ -51,9 +51,11 @@ def rotate(
     The gradient rotates back by the same angles, so nothing else is kept. (Su et al. 2021,
     https://arxiv.org/abs/2104.09864, eq. 34, with pairs D/2 apart)
 
-    Args: q: [B, Hq, T, D] float32, bfloat16 or float16 (float64 runs on the reference), D even, of any strides: rows of
-        heads ``[B, T, H, D]`` come transposed, and the result has the same layout. k: [B, Hkv, T, D], of the same
-        dtype. cos, sin: [B or 1, T, D], of the same dtype, one row a position; they have no gradient.
+    Args:
+        q: [B, Hq, T, D] float32, bfloat16 or float16 (float64 runs on the reference), D even, of any strides: rows of
+            heads ``[B, T, H, D]`` come transposed, and the result has the same layout.
+        k: [B, Hkv, T, D], of the same dtype.
+        cos, sin: [B or 1, T, D], of the same dtype, one row a position; they have no gradient.
 
     Raises:
         ValueError, TypeError: a shape, dtype or device that does not fit, or cos or sin require a gradient.
@@ -78,8 +80,9 @@ def silu_mul(
 
     The backward pass keeps gate and up alone. (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6)
 
-    Args: gate, up: float32, bfloat16 or float16 (float64 runs on the reference), of one shape and dtype; copied where
-        they are not contiguous.
+    Args:
+        gate, up: float32, bfloat16 or float16 (float64 runs on the reference), of one shape and dtype; copied where
+            they are not contiguous.
 
     Returns:
         Of their shape, contiguous. It can be differentiated once.

@@ -54,22 +54,29 @@ def linear_logprob(
     and the backward of ``logprob`` is a product by rows: 4 NHV FLOP in all. Otherwise the backward recomputes the
     logits of the rows that have a gradient.
 
-    Args: hidden: ``[N, H]`` bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its
-        own). weight: ``[V, H]``. target: ``[M]`` vocabulary ids. On a CPU out-of-range ids raise; on a GPU, where
-        checking would wait for the device, their log-prob is NaN. row: ``[M]``, row of each target; default
-        ``arange(N)``, then M = N. bias: ``[V]``. temperature: a number, or ``[N]``, one per row; positive. Applied
-        after softcap. It takes no gradient. softcap: ``softcap * tanh(logits / softcap)`` before the temperature. want:
-        outputs besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``. extra_ids: ``[N, K]``, K
-        more ids to score in every row; -1 means none: its log-prob is NaN and takes no gradient. kept: the ids that
-        each row was sampled from, as CSR (indptr ``[N + 1]``, ids ``[nnz]``): the softmax is over these alone, and so
-        is the work. Every target must be among them. Does not combine with tp_group or lora. tp_group: a process group
-        over which the vocabulary is split: weight and bias are this rank's shard (shards in rank order, of any sizes),
-        hidden, target and the loss the same on all ranks. Every call then asks all ranks for their sizes;
-        `VocabShards.gather` does that once, so give its result instead. Gradients of hidden are summed over the ranks.
-        Does not combine with lora. lora: a low-rank adapter of the head; weight + scale b a is never formed.
+    Args:
+        hidden: ``[N, H]`` bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its
+            own).
+        weight: ``[V, H]``.
+        target: ``[M]`` vocabulary ids. On a CPU out-of-range ids raise; on a GPU, where checking would wait for the
+            device, their log-prob is NaN.
+        row: ``[M]``, row of each target; default ``arange(N)``, then M = N.
+        bias: ``[V]``.
+        temperature: a number, or ``[N]``, one per row; positive. Applied after softcap. It takes no gradient.
+        softcap: ``softcap * tanh(logits / softcap)`` before the temperature.
+        want: outputs besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
+        extra_ids: ``[N, K]``, K more ids to score in every row; -1 means none: its log-prob is NaN and takes no
+            gradient.
+        kept: the ids that each row was sampled from, as CSR (indptr ``[N + 1]``, ids ``[nnz]``): the softmax is over
+            these alone, and so is the work. Every target must be among them. Does not combine with tp_group or lora.
+        tp_group: a process group over which the vocabulary is split: weight and bias are this rank's shard (shards in
+            rank order, of any sizes), hidden, target and the loss the same on all ranks. Every call then asks all ranks
+            for their sizes; `VocabShards.gather` does that once, so give its result instead. Gradients of hidden are
+            summed over the ranks. Does not combine with lora.
+        lora: a low-rank adapter of the head; weight + scale b a is never formed.
         weight_grad: ``[V, H]``, an accumulator in fp32 (Megatron's ``main_grad``): the backward adds weight's gradient
-        to it, chunk by chunk, and leaves ``weight.grad`` alone. ``weight`` must still require a gradient. Does not
-        combine with tp_group or kept.
+            to it, chunk by chunk, and leaves ``weight.grad`` alone. ``weight`` must still require a gradient. Does not
+            combine with tp_group or kept.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message names which.

@@ -33,8 +33,10 @@ def kept_logprob(
 
     An id that a row names twice counts once. Rows that keep nothing have log-sum-exp -inf and entropy 0.
 
-    Raises: ValueError: the shapes do not fit, or (on a CPU) a target is not among its row's kept ids; on a GPU, where
-        checking would wait for the device, its log-prob is NaN. IndexError: an id is out of range (CPU only).
+    Raises:
+        ValueError: the shapes do not fit, or (on a CPU) a target is not among its row's kept ids; on a GPU, where
+            checking would wait for the device, its log-prob is NaN.
+        IndexError: an id is out of range (CPU only).
     """
     check_values("linear_logprob", hidden, target, row, temperature, len(weight))
     check = Arguments("linear_logprob", "hidden", hidden)

@@ -45,10 +45,13 @@ def policy_loss(
     by leaves of both signs counts as clipped for the clipped side alone: by its ``pos_weight`` or ``neg_weight``, or
     without these by that side's share of the advantages.
 
-    Args: logprob: ``[M]`` fp32 or fp64, nats, of the current policy. fields: constants of the M targets; see
-        `PolicyFields`. objective: see `Objective`. normalizer: the global denominator (all micro-batches, all ranks),
-        so that the loss does not depend on how the batch is cut: logical tokens, sequences, ... by the objective's
-        aggregation. entropy: ``[M]`` nats; needed with an entropy term.
+    Args:
+        logprob: ``[M]`` fp32 or fp64, nats, of the current policy.
+        fields: constants of the M targets; see `PolicyFields`.
+        objective: see `Objective`.
+        normalizer: the global denominator (all micro-batches, all ranks), so that the loss does not depend on how the
+            batch is cut: logical tokens, sequences, ... by the objective's aggregation.
+        entropy: ``[M]`` nats; needed with an entropy term.
 
     Returns:
         The loss ``[]`` in the dtype of ``logprob``, and metrics ``{name: (sum, count)}`` in fp64.

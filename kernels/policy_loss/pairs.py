@@ -62,8 +62,10 @@ def pair_loss(
         label_smoothing: in [0, 0.5), for sigmoid and robust.
         weight: ``[P]``, factor of each pair's loss.
 
-    Raises: ValueError, TypeError: an unknown kind, an option out of its range or one that the kind does not take, or
-        shapes, dtypes or devices do not fit. IndexError: a leaf is out of range (CPU only; on a GPU the program stops).
+    Raises:
+        ValueError, TypeError: an unknown kind, an option out of its range or one that the kind does not take, or
+            shapes, dtypes or devices do not fit.
+        IndexError: a leaf is out of range (CPU only; on a GPU the program stops).
     """
 
     check = Arguments("pair_loss", "logprob", logprob)

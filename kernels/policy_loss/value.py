@@ -34,8 +34,9 @@ def gae(
         mask: ``[M]`` bool; False: written by a tool.
         bootstrap: ``[S]``, the value after the last token; 0 if None, right unless the sequence was cut off.
 
-    Raises: ValueError, TypeError: shapes, dtypes or devices do not fit, cu_seqlens does not rise from 0 to M, or gamma
-        or lam is not in [0, 1].
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit, cu_seqlens does not rise from 0 to M, or gamma or
+            lam is not in [0, 1].
     """
     check = Arguments("gae", "reward", reward)
     M = len(check.floats("reward", reward, ("M",)))
@@ -88,7 +89,7 @@ def value_loss(
     Without ``old_value`` or ``clip`` it is the plain squared error. Metrics: ``critic/vf_loss``,
     ``critic/vf_clipfrac``, and the sums that explained variance is made of, ``critic/returns`` and
     ``critic/returns_sq``, ``critic/error`` and ``critic/error_sq``: 1 - (E e^2 - (E e)^2) / (E G^2 - (E G)^2).
-    (Schulman et al. 2017, as implemented in PPO's public code)
+    (The clip is that of OpenAI Baselines' PPO, not of a paper.)
 
     Args:
         value: ``[M]``, the critic's estimates.

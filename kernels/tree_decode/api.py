@@ -97,8 +97,9 @@ def tree_decode_attention(
         window: keys with ``query_position[i] - position(x) >= window`` are hidden too.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
 
-    Returns: out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores [N, Hq] in float32. A row that sees
-        no key gives 0 and -inf.
+    Returns:
+        out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores [N, Hq] in float32. A row that sees no
+        key gives 0 and -inf.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit together.

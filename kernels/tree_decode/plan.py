@@ -26,8 +26,10 @@ class DecodePlan:
     is one query token: a decoding sequence has one, a prefill chunk several consecutive ones. All tensors are
     contiguous int32 on the device of the queries; K is the number of nodes, N of rows.
 
-    Raises: ValueError: a tensor has a wrong shape, dtype or device, or (on a CPU) names pages, rows or keys that cannot
-        exist. ImportError: numpy is not installed.
+    Raises:
+        ValueError: a tensor has a wrong shape, dtype or device, or (on a CPU) names pages, rows or keys that cannot
+            exist.
+        ImportError: numpy is not installed.
     """
 
     page_indptr: Tensor  # [K + 1] node n owns page_ids[page_indptr[n] : page_indptr[n + 1]]
