@@ -48,9 +48,7 @@ class TokenTree:
     leaf_node: Array
     leaf_order: Array  # leaf indices in depth-first order
     leaf_prompt: Array  # tokens on the leaf's path before its response; at least node 0's
-    columns: dict[str, Array] = field(
-        default_factory=dict
-    )  # further values, declared in columns.py; written by set()
+    columns: dict[str, Array] = field(default_factory=dict)  # further values, declared in columns.py; written by set()
     rewards: dict[str, Array] = field(default_factory=dict)  # name -> [L] float32
     meta: dict[str, Any] = field(default_factory=dict)  # prompt id, task, ...
 
