@@ -48,15 +48,15 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
     rows = distinct_rows(tree)
     starts = _starts(tree, rows)
     bounds = [0]
-    while bounds[-1] < rows.count:
+    while bounds[-1] < rows.num_rows:
         begin, limit = bounds[-1], bounds[-1] + max_tokens
         at = limit
-        if limit < rows.count:
+        if limit < rows.num_rows:
             branches = starts[(starts > begin + max_tokens // 2) & (starts <= limit)]
             if len(branches):
                 shortest = rows.position[branches] == rows.position[branches].min()
                 at = int(branches[shortest][-1])
-        bounds.append(min(at, rows.count))
+        bounds.append(min(at, rows.num_rows))
     predictor = rows.of_token[tree.parent_row[tree.prompt_length :]]
     pieces = []
     for begin, end in pairwise(bounds):
@@ -78,7 +78,7 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
 def _starts(tree: TokenTree, rows: Rows) -> Array:
     """Rows after which a path may branch or end: the first ones of nodes, and of branches that rows alone have."""
     above = rows.of_token[tree.parent_row[rows.token[1:]]]
-    apart = np.flatnonzero(above != np.arange(rows.count - 1))
+    apart = np.flatnonzero(above != np.arange(rows.num_rows - 1))
     return np.unique(np.concatenate([rows.of_token[tree.start], apart + 1, above[apart] + 1]))
 
 
@@ -214,4 +214,4 @@ def depth_first(
                 use(store, result)
         if seen_later:
             open_pieces.append(store)
-    close(rows.count)
+    close(rows.num_rows)

@@ -27,13 +27,13 @@ class Rows(NamedTuple):
     end: Array  # [R] int32, one past the last row below
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         return len(self.token)
 
     @property
     def visible(self) -> float:
         """Pairs of a row and a row that it sees."""
-        return float(self.position.sum(dtype=np.int64) + self.count)
+        return float(self.position.sum(dtype=np.int64) + self.num_rows)
 
 
 def distinct_rows(tree: TokenTree) -> Rows:
@@ -52,7 +52,7 @@ def distinct_rows(tree: TokenTree) -> Rows:
 def concat_rows(rows: Sequence[Rows]) -> Rows:
     """The rows of several trees side by side (`side_by_side`)."""
     tokens = np.cumsum([0, *(len(some.of_token) for some in rows)])
-    before = np.cumsum([0, *(some.count for some in rows)])
+    before = np.cumsum([0, *(some.num_rows for some in rows)])
     return Rows(
         np.concatenate([some.of_token + n for some, n in zip(rows, before, strict=False)]),
         np.concatenate([some.token + n for some, n in zip(rows, tokens, strict=False)]),

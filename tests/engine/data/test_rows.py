@@ -38,11 +38,11 @@ def check(tree: TokenTree) -> None:
     row_of: dict[tuple[int, ...], int] = {}
     for token, prefix in enumerate(written):
         assert row_of.setdefault(prefix, int(rows.of_token[token])) == rows.of_token[token]
-    assert sorted(row_of.values()) == list(range(rows.count))  # different prefixes have different rows
+    assert sorted(row_of.values()) == list(range(rows.num_rows))  # different prefixes have different rows
     assert [written[token] for token in rows.token] == sorted(row_of, key=row_of.__getitem__)
     for prefix, row in row_of.items():
         assert rows.position[row] == len(prefix) - 1
-        seen = [j for j in range(rows.count) if j <= row < rows.end[j]]
+        seen = [j for j in range(rows.num_rows) if j <= row < rows.end[j]]
         assert seen == [row_of[prefix[:n]] for n in range(1, len(prefix) + 1)]
 
 
@@ -55,7 +55,7 @@ def test_rows_are_the_distinct_prefixes(group, nodes_apart):
     else:
         tree = TokenTree.from_sequences([7, 8], responses, behaviour_logprobs=logprobs, loss_masks=masks)
     check(tree)
-    assert distinct_rows(tree).count == len(prefixes([([7, 8], r) for r in responses]))
+    assert distinct_rows(tree).num_rows == len(prefixes([([7, 8], r) for r in responses]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -75,7 +75,7 @@ def test_trees_of_a_batch_keep_rows_of_their_own():
     one = distinct_rows(trees[0])
     both = concat_rows([one, one])
     np.testing.assert_array_equal(side_by_side(trees).token_id[both.token], np.tile([1, 2, 3, 4, 5], 2))
-    assert one.count == 5
+    assert one.num_rows == 5
     np.testing.assert_array_equal(both.of_token, np.concatenate([one.of_token, one.of_token + 5]))
     np.testing.assert_array_equal(both.position, np.tile(one.position, 2))
     np.testing.assert_array_equal(both.end, np.concatenate([one.end, one.end + 5]))
