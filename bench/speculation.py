@@ -1,31 +1,31 @@
-"""Drafts from earlier responses beside none: epochs over the same prompts, with a policy that moves between them.
+"""Drafts from earlier responses against none: epochs over the same prompts, with a policy that moves between them.
 
-A call is one epoch, with seeds of its own and one of four sets of weights in turn, each a small random step from the
-same ones. Both providers sample the same tokens in it, so their times compare round by round. Where every epoch is a
-first one its prompts are new; else epochs have gone before those that are timed. Beside the times stands which share of
-the tokens drafted was right, by where they stood before. With ``--recorded RUN`` the texts are a run's own
-(recorded.py).
+A call is one epoch, with its own seeds and one of four sets of weights in turn, each a small random step from the same
+weights. Both providers sample the same tokens in it, so their times compare round by round. In first epochs every
+epoch's prompts are new; otherwise earlier epochs precede those that are timed. Besides the times, the share of drafted
+tokens that were accepted is recorded. With ``--recorded RUN`` the texts are those of a run (recorded.py).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.rollout.native.drafter import SOURCES, HistoryDrafter
+from rolltree.engine import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 
 from .rollout import kv_tokens, make_model
 from .runner import Bench, Calls, Case
 
 NONE = "rolltree without drafts"
+RULE = DraftConfig()
+"""The drafts that are measured."""
 STEP = 0.01  # from the weights to those of an epoch, as a share of their deviation
 POLICIES = ("sure", 0.1), ("unsure", 0.25), ("random", 1.0)  # random weights, at a temperature
 
@@ -40,7 +40,8 @@ class Inputs:
     temperature: float
     before: int
     """Epochs before those that are timed; with none every epoch has prompts of its own."""
-    drafters: list[HistoryDrafter] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Drafted and accepted tokens of all calls."""
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -72,7 +73,7 @@ def new_prompts(prompts: list[list[int]], number: int) -> list[list[int]]:
     return [[number % 1000, number // 1000, *prompt][: -1 - number % 32] for prompt in prompts]
 
 
-def _calls(x: Inputs, drafts: int) -> Calls:
+def _calls(x: Inputs, drafts: DraftConfig | None) -> Calls:
     tokens = len(x.prompts) * x.group * x.new_tokens
     capacity = kv_tokens(x.model, 2 * tokens + 2 * sum(map(len, x.prompts)))
     engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=capacity, drafts=drafts))
@@ -86,28 +87,29 @@ def _calls(x: Inputs, drafts: int) -> Calls:
         prompts = x.prompts if x.before else new_prompts(x.prompts, number)
         trees = engine.generate(prompts, params, seeds=[1000 * number + i for i in range(len(prompts))])
         assert sum(int(tree.response_length.sum()) for tree in trees) == tokens
+        count(x.counts, engine)
 
     for _ in range(x.before):
         epoch()
-    if isinstance(engine.loop.drafter, HistoryDrafter):
-        x.drafters.append(engine.loop.drafter)
     return {"generate": epoch}
 
 
+def count(counts: Counter[str], engine: NativeEngine) -> None:
+    """Add what the last call of ``engine.generate`` drafted."""
+    counts.update({name: int(engine.stats[name]) for name in ("drafted_tokens", "accepted_tokens")})
+
+
 def shares(x: Any) -> Mapping[str, float]:
-    """Of the tokens that the drafters of a case's inputs drafted, by where they stood before."""
-    if not x.drafters:  # the provider was left out
-        return {}
-    right, drafted = (
-        np.sum([getattr(d.acceptance, name) for d in x.drafters], 0).tolist() for name in ("right", "drafted")
-    )
-    return {f"right of {n} drafted from {name}": r / n for name, r, n in zip(SOURCES, right, drafted, strict=True) if n}
+    """Return the share of a case's drafted tokens that were accepted; nothing if none were drafted."""
+    drafted = x.counts["drafted_tokens"]
+    return {f"accepted of {drafted} drafted": x.counts["accepted_tokens"] / drafted} if drafted else {}
 
 
 BENCH = Bench(
     op="speculation",
+    directions=("generate",),
     cases=cases,
-    providers={"rolltree": partial(_calls, drafts=1 << 20), NONE: partial(_calls, drafts=0)},
+    providers={"rolltree": partial(_calls, drafts=RULE), NONE: partial(_calls, drafts=None)},
     speedup_over=NONE,
     shares=shares,
 )

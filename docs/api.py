@@ -18,7 +18,7 @@ IN_FULL = {
     ),
     "rolltree.engine": (
         "TokenTree", "pack", "TreeBatch", "batch_logprob", "batch_loss", "NativeEngine", "SamplingParams",
-        "EngineConfig", "Trainer", "Orchestrator", "load_config",
+        "EngineConfig", "DraftConfig", "Trainer", "Orchestrator", "load_config",
     ),
 }  # fmt: skip
 """What a reader meets first; the other names have one line each."""

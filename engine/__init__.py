@@ -1,6 +1,7 @@
 """rolltree.engine: trees of rollouts, from the sampler to the optimiser.
 
-Names load when they are first used, so that importing the package costs nothing and needs no extra.
+Names load when they are first used, so that importing the package costs nothing and needs no extra. Importing it makes
+``attn_implementation="rolltree"`` known to Hugging Face Transformers, whenever that is imported.
 """
 
 from __future__ import annotations
@@ -8,29 +9,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .registration import register_attention
+
 if TYPE_CHECKING:
+    from .app.build import build
     from .app.config import load_config
     from .data.batch import TreeBatch
     from .data.cost import CostModel
     from .data.distribute import distribute
     from .data.equal_prefixes import share_equal_prefixes
-    from .data.packing import pack
+    from .data.pack import pack
     from .data.segment import LeafStatus, Origin, Segment, Sequence
     from .data.tree import TokenTree
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
-    from .model.decoder import batch_logprob, load_model, load_tokenizer
+    from .model.decoder import batch_logprob
     from .model.fused_layers import fuse_layers, unfuse_layers
+    from .model.loading import load_model, load_tokenizer
     from .model.loss import backward, batch_loss
     from .model.self_check import tree_error
     from .model.sharding import shard
-    from .rollout import Completion, EngineConfig, NativeEngine, Request, SamplingParams
+    from .rollout import Completion, DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
     from .settings import TrainConfig
+    from .train.config import TrainerConfig
     from .train.trainer import Trainer
 
 _HOME = {
     "Completion": "rollout",
     "CostModel": "data.cost",
+    "DraftConfig": "rollout",
     "EngineConfig": "rollout",
     "LeafStatus": "data.segment",
     "NativeEngine": "rollout",
@@ -44,17 +51,19 @@ _HOME = {
     "TokenTree": "data.tree",
     "TrainConfig": "settings",
     "Trainer": "train.trainer",
+    "TrainerConfig": "train.config",
     "TreeBatch": "data.batch",
     "UserError": "errors",
     "backward": "model.loss",
     "batch_logprob": "model.decoder",
     "batch_loss": "model.loss",
+    "build": "app.build",
     "distribute": "data.distribute",
     "fuse_layers": "model.fused_layers",
     "load_config": "app.config",
-    "load_model": "model.decoder",
-    "load_tokenizer": "model.decoder",
-    "pack": "data.packing",
+    "load_model": "model.loading",
+    "load_tokenizer": "model.loading",
+    "pack": "data.pack",
     "shard": "model.sharding",
     "share_equal_prefixes": "data.equal_prefixes",
     "tree_error": "model.self_check",
@@ -64,6 +73,7 @@ _HOME = {
 __all__ = [
     "Completion",
     "CostModel",
+    "DraftConfig",
     "EngineConfig",
     "LeafStatus",
     "NativeEngine",
@@ -77,11 +87,13 @@ __all__ = [
     "TokenTree",
     "TrainConfig",
     "Trainer",
+    "TrainerConfig",
     "TreeBatch",
     "UserError",
     "backward",
     "batch_logprob",
     "batch_loss",
+    "build",
     "distribute",
     "fuse_layers",
     "load_config",
@@ -105,3 +117,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_attention()

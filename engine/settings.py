@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import tomli_w
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -18,6 +18,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from .train.config import TrainerConfig
 
 
 class Section(BaseModel):
@@ -69,7 +71,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column of `path` that holds the problem: a text, or with `chat` a list of messages, each a role and content."""
     answer_key: str = "answer"
-    """Column of `path` that holds the reference answer."""
+    """Column of `path` that holds the reference answer; `a.b` is the field `b` of the column `a`. Rows without the
+    column `answer` may keep it as verl does (`reward_model.ground_truth`) or as TRL does (`solution`)."""
     n_key: str | None = None
     """Column of `path` or `source` that says how many responses a problem gets; unset, all get `rollout.n`."""
     template: str = "{prompt}"
@@ -108,6 +111,23 @@ class DataConfig(Section):
         return self
 
 
+class DraftsConfig(Section):
+    rows: NonNegativeInt = 0
+    """The native backend guesses tokens from earlier texts in steps of at most this many rows, and samples the same
+    tokens; their log-probs, and so the weights, differ by rounding. 0: never."""
+    tokens: PositiveInt = 4
+    """Guessed tokens a sequence and step, at most."""
+    remembered: Annotated[int, Field(ge=256, lt=2**31)] = 1 << 20
+    """Tokens of earlier texts to guess from, 28 bytes each; the oldest texts are dropped first."""
+
+    @model_validator(mode="after")
+    def _rows_are_set(self) -> Self:
+        for name in ("tokens", "remembered"):
+            if self.rows == 0 and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"`{name}` has no effect while `rows` is 0; set `rollout.drafts.rows` too, such as 8")
+        return self
+
+
 class RolloutConfig(Section):
     backend: Literal["native", "vllm"] = "native"
     """What samples: the trained module itself, or vLLM, which has to be installed and gets the weights each step."""
@@ -137,9 +157,7 @@ class RolloutConfig(Section):
     """Capacity of the native backend's paged KV cache, in tokens."""
     compile: bool = False
     """Sample with torch.compile, after some seconds of compilation; on a CPU steps are no faster."""
-    drafts: NonNegativeInt = 0
-    """Tokens of earlier responses that the native backend drafts from, 28 bytes each: it samples the same tokens,
-    faster where prompts come again; their log-probs, and so the weights, differ by rounding. 0: none."""
+    drafts: DraftsConfig = DraftsConfig()
 
 
 Points = tuple[tuple[NonNegativeInt, float], ...]
@@ -170,6 +188,9 @@ class RewardConfig(Section):
     """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
     max_failed_steps: PositiveInt = 5
     """Steps in a row without a single verdict after which the run stops."""
+    max_unreadable: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest share of a file's problems whose reference answers the verifier cannot read; a run with more does not
+    start."""
 
     @field_validator("verifier")
     @classmethod
@@ -292,33 +313,38 @@ class AlgorithmConfig(Section):
     """Leave groups whose rewards are all equal out of the update; they are counted."""
 
 
-class TrainerConfig(Section):
+class TrainerSection(Section):
     steps: PositiveInt = 100
     """Rounds of rollouts and update."""
     prompts_per_step: PositiveInt = 32
     """Prompts (trees) sampled for each step."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps on each batch of rollouts; above 1 the old log-probs are those of the sampler."""
-    lr: PositiveFloat = 1e-6
+    lr: PositiveFloat = TrainerConfig.lr
     """Learning rate of AdamW."""
-    lr_warmup_steps: NonNegativeInt = 0
+    lr_warmup_steps: NonNegativeInt = TrainerConfig.lr_warmup_steps
     """Steps over which the learning rate rises linearly from zero."""
     lr_scale: Schedule = 1.0
     """What the learning rate is multiplied with: as `algorithm.weight`."""
     lr_scale_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the function."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = TrainerConfig.betas
     """AdamW's decay of the first and second moment."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = TrainerConfig.weight_decay
     """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: PositiveFloat = TrainerConfig.max_grad_norm
     """The gradient is scaled down to this norm."""
     max_tokens: PositiveInt = 16384
     """Packed tokens of one micro-batch."""
     self_check: bool = True
     """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
-    max_bad_steps: PositiveInt = 5
+    max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
     """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
+
+    def optimizer(self, lr: float | None = None) -> TrainerConfig:
+        """Return the optimiser's numbers, with another learning rate if one is given."""
+        names = [field.name for field in fields(TrainerConfig)]
+        return TrainerConfig(**{name: getattr(self, name) for name in names} | ({} if lr is None else {"lr": lr}))
 
 
 class LoopConfig(Section):
@@ -400,7 +426,7 @@ class TrainConfig(Section):
     roles: RolesConfig = RolesConfig()
     demonstrations: DemonstrationsConfig | None = None
     """Given responses beside the rollouts."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerSection = TrainerSection()
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -454,8 +480,3 @@ class TrainConfig(Section):
         if evaluation.every and not evaluation.problems:
             raise ValueError("`evaluation.every` is given but `evaluation.problems` is 0; give both or neither")
         return self
-
-
-def resolved_toml(config: TrainConfig) -> str:
-    """The whole configuration, defaults included, as TOML that `load_config` reads back to an equal one."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))

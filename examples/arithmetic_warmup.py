@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import TokenTree, pack
 from rolltree.engine.loop.sources import PromptSource, held_out
-from rolltree.engine.settings import TrainConfig, TrainerConfig
+from rolltree.engine.settings import TrainConfig
 from rolltree.engine.tasks import GymProblems
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
@@ -38,7 +40,7 @@ def create(config: TrainConfig, directory: Path) -> None:
     """Write a Hugging Face directory; problems held out by `config.evaluation` are never trained on."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(config)
-    source = PromptSource(config.data, tokenizer, SEED, held_out(config, tokenizer))
+    source = PromptSource(config.data, tokenizer, SEED, held_out(config.data, config.evaluation.problems, tokenizer))
     teach(tokenizer, solutions(source, tokenizer), directory)
 
 
@@ -136,4 +138,9 @@ def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree]) -> None:
         trees = [next(stream) for _ in range(PROBLEMS_PER_STEP)]
         trainer.lr_scale = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         terms = [Weighted(term, term.normalizer(trees))]
-        trainer.step(pack(trees, max_tokens=config.max_tokens), terms, temperature=1.0, on_policy=True)
+        tokens = sum(tree.logical_tokens for tree in trees)
+        for batch in pack(trees, max_tokens=16384):
+            trainer.forward_backward(batch, terms, tokens, temperature=1.0, on_policy=True)
+        trainer.optim_step()
+        if step % 50 == 49 and not sys.stdout.isatty():  # where no bar is drawn
+            print(f"warm-up of the small model: step {step + 1}/{STEPS}", flush=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine import TokenTree
 from rolltree.engine.loop.sources import PromptSource, held_out
-from rolltree.engine.methods.resolve import import_object
+from rolltree.engine.parts.resolve import import_object
 from rolltree.engine.programs.chat import added_ids
 from rolltree.engine.programs.toolbox import calculator
 from rolltree.engine.settings import TrainConfig
@@ -39,7 +39,7 @@ def create(config: TrainConfig, directory: Path) -> None:
     """Write a Hugging Face directory; problems held out by `config.evaluation` are never trained on."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(config)
-    source = PromptSource(config.data, tokenizer, SEED, held_out(config, tokenizer))
+    source = PromptSource(config.data, tokenizer, SEED, held_out(config.data, config.evaluation.problems, tokenizer))
     teach(tokenizer, conversations(source, tokenizer), directory)
 
 

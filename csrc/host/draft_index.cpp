@@ -7,7 +7,7 @@
 namespace rolltree {
 namespace {
 
-// Word `index % 4` of Philox4x32-10 as a number of (0, 1): the sampler's own for this token.
+// Returns word `index % 4` of Philox4x32-10 as a number in (0, 1): the sampler's random number of this token.
 float uniform(uint64_t seed, uint64_t step, uint32_t index) {
   uint32_t c[4] = {index / 4, 0, static_cast<uint32_t>(step), static_cast<uint32_t>(step >> 32)};
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
@@ -20,9 +20,9 @@ float uniform(uint64_t seed, uint64_t step, uint32_t index) {
   return std::min((static_cast<float>(c[index % 4]) + 0.5f) * 0x1p-32f, 1 - 0x1p-24f);
 }
 
-constexpr int kSure = 16;  // tokens of context, beyond which another one says nothing more
+constexpr int kSure = 16;  // tokens of context, beyond which a longer one weighs no more
 constexpr float kVoteBase = 1.5f;
-constexpr int kFew = 4;  // places, below which others are looked for
+constexpr int kFew = 4;  // places, below which more are looked for
 
 const std::array<float, kSure + 1>& votes() {
   static const auto table = [] {
@@ -59,7 +59,7 @@ DraftIndex::DraftIndex(int64_t capacity) {
 
 // -- texts ------------------------------------------------------------------------------------------------------------
 
-int DraftIndex::open(int64_t slot, int64_t scope, int64_t group, int64_t branch, int64_t version) {
+int DraftIndex::open(int64_t slot, int64_t scope) {
   const uint32_t block = take_block();  // first: it may free a run
   int id = static_cast<int>(runs_.size());
   if (free_runs_.empty()) {
@@ -69,7 +69,7 @@ int DraftIndex::open(int64_t slot, int64_t scope, int64_t group, int64_t branch,
     free_runs_.pop_back();
   }
   Run& run = runs_[id] = Run();
-  run.scope = scope, run.group = group, run.branch = branch, run.version = version, run.slot = slot;
+  run.scope = scope, run.slot = slot;
   run.first = run.last = block;
   run.live = true;
   run.older = newest_;
@@ -103,8 +103,8 @@ void DraftIndex::drop(int id) {
   free_runs_.push_back(id);
 }
 
-void DraftIndex::begin(const int64_t* slots, int64_t n, int64_t scope, int64_t group, const int64_t* branch, int64_t version,
-                       int64_t position, const int32_t* before, int64_t m) {
+void DraftIndex::begin(const int64_t* slots, int64_t n, int64_t scope, const int64_t* branch, int64_t position,
+                       const int32_t* before, int64_t m) {
   if (std::any_of(slots, slots + n, [](int64_t slot) { return slot < 0; })) throw std::invalid_argument("A slot is not negative.");
   for (int64_t i = 0; i < n; ++i) {
     const int64_t slot = slots[i];
@@ -117,7 +117,7 @@ void DraftIndex::begin(const int64_t* slots, int64_t n, int64_t scope, int64_t g
     slot_position_[slot] = position;
     if (slot_run_[slot] >= 0) runs_[slot_run_[slot]].slot = -1;
     slot_run_[slot] = -1;
-    const int run = open(slot, scope, group, branch[i], version);
+    const int run = open(slot, scope);
     slot_run_[slot] = run;
     for (int64_t j = std::max<int64_t>(0, m - kContext); j < m; ++j) write(run, before[j], false);
   }
@@ -144,26 +144,17 @@ std::vector<int64_t> DraftIndex::follow(const int64_t* slots, int64_t n, const i
   return behind;
 }
 
-void DraftIndex::add(int64_t scope, int64_t group, int64_t version, const int32_t* before, int64_t m, const int32_t* tokens,
-                     int64_t n) {
-  const int run = open(-1, scope, group, -1, version);
+void DraftIndex::add(int64_t scope, const int32_t* before, int64_t m, const int32_t* tokens, int64_t n) {
+  const int run = open(-1, scope);
   for (int64_t i = std::max<int64_t>(0, m - kContext); i < m; ++i) write(run, before[i], false);
   for (int64_t i = 0; i < n && runs_[run].live; ++i) write(run, tokens[i], true);
-}
-
-void DraftIndex::forget(int64_t version) {
-  for (int id = oldest_; id >= 0;) {
-    const int newer = runs_[id].newer;
-    if (runs_[id].version < version) drop(id);
-    id = newer;
-  }
 }
 
 void DraftIndex::write(int id, int32_t token, bool indexed) {
   if (block_used_[runs_[id].last] == kBlock) {
     const uint32_t block = take_block();
     Run& run = runs_[id];
-    if (!run.live) {  // it was the oldest itself, and too long for all there is
+    if (!run.live) {  // it was the oldest itself: the text exceeds the capacity
       free_blocks_.push_back(block);
       return;
     }
@@ -215,8 +206,8 @@ int DraftIndex::agreement(uint32_t at, const int32_t* end, int most) const {
   return same;
 }
 
-// Places whose context is as the `known` tokens before `end`: of the scope's long contexts, of its short ones too where those
-// are few, and of other scopes where there are none.
+// Finds places whose context equals the `known` tokens before `end`: by the scope's long contexts, also by its short ones if
+// these are few, and in other scopes if there are none.
 void DraftIndex::look_up(const Run& run, const int32_t* end, int known, Places& found) const {
   for (int chain = 0; chain < kChains; ++chain) {
     if (known < kOrder[chain]) continue;
@@ -232,25 +223,14 @@ void DraftIndex::look_up(const Run& run, const int32_t* end, int known, Places& 
   }
 }
 
-int DraftIndex::source(const Run& asking, uint32_t at) const {
-  const Run& run = runs_[block_run_[at / kBlock]];
-  if (run.scope != asking.scope) return 3;
-  if (run.group != asking.group) return 2;
-  return run.branch >= 0 && run.branch != asking.branch ? 1 : 0;
-}
-
-Drafted DraftIndex::propose(const Branches& branches, int64_t n, int64_t most, const float* rates, const int64_t* limits,
-                            float least) const {
+Drafted DraftIndex::propose(const Branches& branches, int64_t n, int64_t most) const {
   Drafted out;
-  out.slot.assign(branches.slot, branches.slot + n);
-  std::vector<int64_t> left(limits, limits + kKinds);
   out.count.assign(n, 0);
   Places places, next;
   std::vector<int32_t> text;
   struct Vote {
     int32_t token;
     float weight;
-    Place best;
   };
   std::vector<Vote> cast;
   for (int64_t i = 0; i < n; ++i) {
@@ -264,23 +244,19 @@ Drafted DraftIndex::propose(const Branches& branches, int64_t n, int64_t most, c
       text.push_back(token_[q]);
     std::reverse(text.begin(), text.end());
     places.clear();
-    float survival = 1;
     for (int64_t j = 0; j < room; ++j) {
       const int32_t* end = text.data() + text.size();
       if (static_cast<int>(places.size()) < kFew) look_up(run, end, static_cast<int>(text.size()), places);
       if (places.empty()) break;
       cast.clear();
-      float all = 0;
       for (const Place& place : places) {
         const float weight = votes()[std::min(place.agrees, kSure)];
-        all += weight;
         const int32_t token = token_[place.at];
         const auto vote = std::find_if(cast.begin(), cast.end(), [&](const Vote& v) { return v.token == token; });
         if (vote == cast.end()) {
-          cast.push_back({token, weight, place});
+          cast.push_back({token, weight});
         } else {
           vote->weight += weight;
-          if (place.agrees > vote->best.agrees) vote->best = place;
         }
       }
       const Vote* won = &cast[0];
@@ -294,16 +270,7 @@ Drafted DraftIndex::propose(const Branches& branches, int64_t n, int64_t most, c
           if (score > best) best = score, won = &vote;
         }
       }
-      const int agrees = won->best.agrees;
-      const float share = won->weight / all;
-      const int match = agrees < 3 ? 0 : agrees < 6 ? 1 : agrees < 12 ? 2 : agrees < 24 ? 3 : 4;
-      const int kind = (source(run, won->best.at) * kMatches + match) * kShares + (share < 0.5f ? 0 : share < 0.9f ? 1 : 2);
-      survival *= rates[kind];
-      if (survival < least || left[kind] < 1) break;
-      --left[kind];
       out.token.push_back(won->token);
-      out.kind.push_back(kind);
-      out.survival.push_back(survival);
       ++out.count[i];
       next.clear();
       for (const Place& place : places)

@@ -69,7 +69,7 @@ bool push_tokens(py::array table, const std::array<int64_t, 5>& columns, py::arr
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Node table and page allocator of the KV tree; drafts.";
+  m.doc() = "Node table and page allocator of the KV tree; index of drafts.";
   py::register_exception<rolltree::KvExhausted>(m, "KvExhaustedError", PyExc_RuntimeError);
   m.def("push_tokens", &push_tokens, py::arg("table"), py::arg("columns"), py::arg("records"), py::arg("slots"), py::arg("offset"),
         py::arg("token"), py::arg("logprob"), py::arg("raw_logprob"), py::arg("entropy"), py::arg("version"));

@@ -16,14 +16,15 @@ from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, 
 
 from ..data.batch import FIELDS
 from ..data.columns import COLUMNS
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..loop import setup
 from ..rollout.native.draws import FILTERS
 from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
+from .build import sampling_params
+from .build_learning import loss_terms
 from .config import load_config
 
 
@@ -54,10 +55,10 @@ def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
         raise UserError("--dtype is for a model's folder; of a run it is --model.dtype.")
     columns = {f"{name}_logprob" for name, role in (("ref", "reference"), ("teacher", "teacher"))
                if getattr(config.roles, role) is not None}  # fmt: skip
-    params = setup.sampling_params(config.rollout)
+    params = sampling_params(config.rollout)
     return Job(
         kernels_model(Path(config.model.path), config.model.dtype),
-        [term for term, _ in setup.loss_terms(config)],
+        [term for term, _ in loss_terms(config)],
         frozenset(columns),
         tuple(name for name, off in FILTERS.items() if (getattr(params, name) or off) != off),
     )
@@ -112,10 +113,10 @@ def losses(job: Job) -> Iterator[tuple[str, Any]]:
 def tree(forked: bool, length: int = 3) -> TokenTree:
     """Two responses of ``length`` tokens, a good and a bad one; ``forked``: they share as many before."""
 
-    def some(n: int) -> Segment:
-        return Segment.sampled(np.zeros(n, np.int32), np.full(n, -1.0))
+    def some(n: int, token: int = 0) -> Segment:
+        return Segment.sampled(np.full(n, token, np.int32), np.full(n, -1.0))
 
-    parts = [Segment.prompt(np.zeros(5, np.int32)), some(length if forked else 0), some(length), some(length)]
+    parts = [Segment.prompt(np.zeros(5, np.int32)), some(length if forked else 0), some(length), some(length, token=1)]
     found = TokenTree.from_nodes([-1, 0, 1, 1], parts, [2, 3], [LeafStatus.STOP] * 2)
     found.advantage[:] = 1.0, -1.0
     return found

@@ -12,10 +12,11 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError
@@ -101,7 +102,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
                 f"The configuration file {_quoted(path)} exceeds {MAX_BYTES >> 10} KiB; keep prompts and data in files "
                 "of their own."
             )
-        return _parsed(raw.decode())
+        return _parsed(raw.decode("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"There is no configuration file '{path}'; give the path of a TOML file.") from None
     except OSError as error:
@@ -326,3 +327,46 @@ def _type_name(annotation: Any) -> str:
     if origin is dict:
         return "table"
     return _type_name(args[0])  # Annotated[...] or ... | None
+
+
+def resolved_toml(config: TrainConfig) -> str:
+    """The whole configuration, defaults included, as TOML that `load_config` reads back to an equal one."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+FREE_TO_CHANGE = (
+    "name",
+    "output_dir",
+    "trackers",
+    "model.create",
+    "model.device",
+    "model.gradient_checkpointing",
+    "rollout.max_batch_rows",
+    "rollout.kv_tokens",
+    "reward.workers",
+    "reward.max_failed_steps",
+    "trainer.steps",
+    "trainer.max_tokens",
+    "trainer.max_bad_steps",
+    "trainer.self_check",
+    "evaluation.every",
+    "evaluation.max_new_tokens",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.best",
+    "loop.max_dropped_batches",
+)
+"""Keys that say where, how long and how fast, but not what is learned; all others must be as when the run began."""
+
+
+def training_config(config: TrainConfig) -> dict[str, Any]:
+    """Return the keys of ``config`` that decide what is learned, as ``{dotted key: json value}``."""
+    return {key: value for key, value in _flat(config, config.model_dump(mode="json")) if key not in FREE_TO_CHANGE}
+
+
+def _flat(section: Section, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _flat(value, table[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", table[name]

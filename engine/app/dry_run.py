@@ -16,22 +16,32 @@ from rolltree.kernels.dispatch import load_library
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from ..errors import UserError
-from ..loop import early, setup
+from ..loop import preflight
 from ..loop.sources import PromptSource, held_out
-from ..methods.calling import failure
 from ..methods.credit import ADVANTAGES
 from ..methods.groups import GROUP_CALLBACKS
-from ..methods.resolve import NEEDED, import_object, options_of
 from ..methods.schedules import SCHEDULES
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS
-from ..model.decoder import check_model_dir, load_tokenizer
+from ..model.loading import check_model_dir, choose_device, load_tokenizer
+from ..parts.calling import failure
+from ..parts.resolve import NEEDED, import_object, options_of
 from ..programs import PROGRAMS
-from ..rewards import RewardPool, make_rewards
-from ..rewards.judge import PoolJudge
+from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
 from ..rollout.sampling_params import eos_token_ids
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
+from .build import (
+    budget,
+    check_backend,
+    check_credit,
+    check_lengths,
+    check_old_logprobs,
+    group_callback,
+    kept_entries,
+    rollout_program,
+)
+from .build_learning import corrects, loss_terms, objective, shapings
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -42,49 +52,53 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     Raises:
         UserError: as the run itself would.
     """
-    setup.loss_terms(config)
-    setup.shapings(config)
+    loss_terms(config)
+    shapings(config)
     algorithm = config.algorithm
-    objective = setup.objective(
-        config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select
-    )
-    program = setup.rollout_program(config.rollout)
-    program.verify = PoolJudge()
-    early.check_credit(config, setup.credit(config))
-    early.check_old_logprobs(config)
-    setup.check_backend(config.rollout)
-    setup.group_callback(config)
-    early.check_writable(config.run_dir)
-    device = setup.choose_device(config.model.device)
+    main = objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select)
+    rewards = make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks)
+    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
+    check_credit(config)
+    check_old_logprobs(config)
+    check_backend(config.rollout)
+    group_callback(config)
+    preflight.check_writable(config.run_dir)
+    device = choose_device(config.model.device)
     rollout, trainer = config.rollout, config.trainer
     yield "# plan"
-    found = early.holds_a_run(config.run_dir)
+    found = preflight.holds_a_run(config.run_dir)
     taken = "holds a run: it would need --resume or another name" if found else "would be made"
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
     path = Path(config.model.path)
+    known: list[tuple[str, dict[str, Any]]] = []  # problems of files
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
-                read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                read = read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                known += [(problem.id, problem.entry) for problem in read]
         if config.data.tasks:
             GymProblems(config.data.tasks, [config.seed])
     elif path.exists() or str(path).count("/") != 1:
         yield from _model_lines(config, path)
         tokenizer = load_tokenizer(path)
-        problems = held_out(config, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems)
-        early.check_program(config, program, tokenizer, _ends(path, tokenizer), source.peek(early.TRIED))
+        problems = held_out(config.data, config.evaluation.problems, tokenizer)
+        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
+        prompts = source.peek(preflight.TRIED)
+        preflight.check_program(program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
+        known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
-    with make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks) as pool:
+    with rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
         yield f"verifier           {config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
             yield f"containment        {note}"
+        if note := check_references(pool, config.reward, known):
+            yield f"reference answers  {note}"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (
@@ -93,15 +107,15 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     )
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
     yield (
-        f"update             {objective.surrogate} loss, {objective.aggregation}; at most "
+        f"update             {main.surrogate} loss, {main.aggregation}; at most "
         f"{math.ceil(packed / trainer.max_tokens)} micro-batches of {trainer.max_tokens} packed tokens, "
         f"{trainer.updates_per_step} optimiser step(s)"
     )
-    held = setup.budget(config).capacity
-    on_cpu = setup.choose_device(config.model.device).type == "cpu"
+    held = budget(config).capacity
+    on_cpu = choose_device(config.model.device).type == "cpu"
     copies = rollout.backend == "native" and config.loop.overlaps(on_cpu=on_cpu)
     copied = ", with a copy of the weights" if copies else ""
-    corrected = f"; correction of the lag: {config.loop.correction}" if setup.corrects(config) else ""
+    corrected = f"; correction of the lag: {config.loop.correction}" if corrects(config) else ""
     yield (f"loop               staleness {config.loop.staleness}, at most {held} open groups{copied}{corrected}")
     yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
@@ -120,7 +134,7 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     weight = BYTES[config.model.dtype]
     state = parameters * (weight * 2 + 8 + (0 if weight == 4 else 8))
     text = hf.get_text_config()
-    early.check_lengths(config, getattr(text, "max_position_embeddings", None))
+    check_lengths(config, getattr(text, "max_position_embeddings", None))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv = 2 * text.num_hidden_layers * heads * size * weight * config.rollout.kv_tokens

@@ -8,22 +8,20 @@ import numpy as np
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.tree import Tree as RichTree
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
-from ..loop import setup
-from ..loop.budget import Budget
 from ..loop.buffer import Buffer, Group
 from ..loop.controller import Controller
 from ..loop.metrics import Stopwatch
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
-from ..rewards.judge import PoolJudge
-from ..rollout import RolloutEngine
 from ..settings import TrainConfig
-from .console import Console
+from .build import kept_entries, make_engine, make_run_rewards, prepare_model, sampling_parts
+from .console import Console, Terminal
+from .printable import printable
 
 
 def sample_and_show(
@@ -39,16 +37,15 @@ def sample_and_show(
         out: a parquet file to write.
         record: a file of groups to write, for `Replay`.
     """
-    console = console or RichConsole(highlight=False)
-    model, tokenizer = setup.prepare_model(config)
-    engine = setup.make_engine(config, model, tokenizer)
-    groups = _first_groups(config, count, engine, tokenizer, Console(console))
+    console = console or Terminal(highlight=False)
+    model, tokenizer = prepare_model(config)
+    groups = _first_groups(config, count, model, tokenizer, Console(console), recorded=record is not None)
     for group in groups:
         console.print(draw(group.tree, tokenizer))
         console.print(describe(group))
         why = [*group.unsampled, *(v.reason or f"skipped, {v.skipped}" for v in group.verdicts if v.value is None)]
         if why:
-            console.print(escape(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}."))
+            console.print(escape(printable(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}.")))
         console.print()
     if out is not None:
         write_rollouts(out, 0, [group.tree for group in groups], [group.texts for group in groups])
@@ -59,25 +56,28 @@ def sample_and_show(
 
 
 def _first_groups(
-    config: TrainConfig, count: int, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, console: Console
+    config: TrainConfig,
+    count: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    console: Console,
+    *,
+    recorded: bool,
 ) -> list[Group]:
-    """As a run's first step samples and judges them; a group callback is not asked, and a failure ends nothing."""
+    """Sample and judge as a run's first step does; a group callback is not asked, and a failure ends nothing."""
+    first = {"trainer": {"prompts_per_step": count}, "reward": {"on_failure": "drop"}}
+    first["loop"] = {"staleness": 0, "over_sampling": 1.0, "callback": None}
     config = config.model_copy(
-        update={
-            "trainer": config.trainer.model_copy(update={"prompts_per_step": count}),
-            "reward": config.reward.model_copy(update={"on_failure": "drop"}),
-            "loop": config.loop.model_copy(update={"staleness": 0}),
-        }
+        update={name: getattr(config, name).model_copy(update=keys) for name, keys in first.items()}
     )
-    program = setup.rollout_program(config.rollout)
-    judge = program.verify = PoolJudge()
-    source = PromptSource(config.data, tokenizer, config.seed, held_out(config, tokenizer))
-    params = setup.sampling_params(config.rollout)
-    controller = Controller(
-        config, Buffer(Budget(count)), engine, source, tokenizer, program, params, None, Stopwatch(), console
-    )
-    with setup.rewards(config, engine, tokenizer) as judge.pool, controller.running(judge.pool):
-        for note in filter(None, (judge.pool.note, program.note)):
+    engine = make_engine(config, model, tokenizer)
+    problems = held_out(config.data, config.evaluation.problems, tokenizer)
+    source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config, recorded=recorded))
+    rewards = make_run_rewards(config, engine, tokenizer)
+    parts = sampling_parts(config, model, engine, tokenizer, source, rewards)
+    controller = Controller(parts, Buffer(parts.budget), Stopwatch(), console)
+    with rewards, controller.running(rewards):
+        for note in filter(None, (rewards.note, parts.program.note)):
             console.note(f"{note}.")
         return controller.next_batch()
 
@@ -96,7 +96,7 @@ def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:
 
     def text(node: int) -> str:
         ids = tree.token_id[tree.start[node] : tree.start[node] + tree.length[node]]
-        return escape(tokenizer.decode(ids)).rstrip("\n")
+        return escape(printable(tokenizer.decode(ids))).rstrip("\n")
 
     ends: dict[int, list[int]] = {}
     for leaf, node in enumerate(tree.leaf_node.tolist()):

@@ -18,8 +18,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
 
 from ..model import attention  # noqa: F401  (registers the attention)
-from ..model.decoder import head
 from ..model.fused_layers import fuse_layers
+from ..model.head import head
 
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
 

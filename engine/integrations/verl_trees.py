@@ -35,8 +35,8 @@ from rolltree.kernels.dispatch import log_once
 
 from ..errors import UserError
 from ..model.attention import NAME
-from ..model.decoder import head, target_logprob
 from ..model.fused_layers import fuse_layers
+from ..model.head import head, target_logprob
 from .trees import odd_layers, packed
 
 Array = npt.NDArray[Any]

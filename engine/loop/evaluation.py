@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..programs import RolloutProgram
 from ..rewards import Rewards
-from ..rollout import RolloutEngine
-from ..settings import TrainConfig
-from . import setup
+from ..rollout.sampler import Job, Sampler
 from .buffer import Responses
 from .failures import unsampled
 from .judging import decode, item
+from .parts import EvaluationParts
 from .progress import Progress
-from .sources import Prompt
 
 SOLVED = 1.0 - 1e-6
 """A reward from here on counts as a correct answer."""
 
 
 class Evaluation:
-    """Answers ``problems`` with the engine's weights.
+    """Answers held-out problems with the sampler's weights.
 
     Attributes:
         first, last: the accuracies of the first and the latest time; None before.
@@ -31,36 +26,30 @@ class Evaluation:
 
     def __init__(
         self,
-        config: TrainConfig,
-        problems: Sequence[Prompt],
-        engine: RolloutEngine,
+        parts: EvaluationParts,
+        sampler: Sampler,
         tokenizer: PreTrainedTokenizerBase,
-        program: RolloutProgram,
         console: Progress,
     ) -> None:
-        self.config, self.problems, self.engine, self.program = config, problems, engine, program
+        self.parts, self.problems, self.sampler = parts, parts.problems, sampler
         self.tokenizer, self.console = tokenizer, console
         self.first: float | None = None
         self.last: float | None = None
 
-    def due(self, step: int) -> bool:
-        """Whether it is asked for after ``step``; there is always one at the end."""
-        every = self.config.evaluation.every
+    def due(self, step: int, steps: int) -> bool:
+        """Return whether the problems are to be answered after ``step`` of ``steps``: always after the last one."""
+        every = self.parts.every
         if not self.problems:
             return False
-        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
+        return step == steps or (every > 0 and step % every == 0)
 
     def run(self, step: int, rewards: Rewards) -> dict[str, float]:
         """The metrics of all problems; none where there are no problems."""
         if not self.problems:
             return {}
         self.console.phase("evaluating")
-        trees = self.engine.generate(
-            [p.token_ids for p in self.problems],
-            setup.greedy_params(self.config),
-            self.program if self.program.answers_held_out else "flat",
-            contexts=[p.context for p in self.problems],
-        )
+        params = self.parts.params
+        trees = self.sampler.generate([Job(p.token_ids, params, params.seed, p.context) for p in self.problems])
         items = [
             item(p, Responses(tree, texts, {}), 0)
             for tree, texts, p in zip(trees, decode(self.tokenizer, trees), self.problems, strict=True)

@@ -12,20 +12,23 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..data.concat import side_by_side
 from ..data.segment import LeafStatus, Origin, Segment
-from ..data.side_by_side import side_by_side
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
-from ..settings import RewardConfig
 from .buffer import Group, Responses
 from .failures import unsampled
 from .sources import Prompt
 
 
 def no_trace(track: str, name: str, begin: float, end: float) -> None:
-    """Where nobody records what happens when."""
+    """Discard the event."""
+
+
+TraceCall = Callable[[str, str, float, float], object]
+"""Records that ``(track, name)`` went on from ``begin`` to ``end``, seconds of `time.perf_counter`."""
 
 
 AT_ONCE = 2
@@ -37,14 +40,22 @@ class Judging:
 
     Args:
         notify: called, in any thread, when the verdicts on a group have come.
+        on_failure: what becomes of a response whose verifier failed: drop, zero or raise.
+        trace: records when the verifier worked.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, notify: Callable[[], None]) -> None:
-        self.config, self.tokenizer, self._notify = config, tokenizer, notify
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        notify: Callable[[], None],
+        *,
+        on_failure: str,
+        trace: TraceCall = no_trace,
+    ) -> None:
+        self.tokenizer, self._notify, self._on_failure, self._trace = tokenizer, notify, on_failure, trace
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
         self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
-        self.trace = no_trace
 
     @contextmanager
     def running(self, rewards: Rewards) -> Iterator[None]:
@@ -91,7 +102,7 @@ class Judging:
         try:
             return self._rewards.score(items)
         finally:
-            self.trace("verifier", "judge", begin, time.perf_counter())
+            self._trace("verifier", "judge", begin, time.perf_counter())
 
     def wait(self, seconds: float) -> None:
         """For any verdict."""
@@ -137,7 +148,7 @@ class Judging:
 
     def _put_rewards(self, group: Group) -> None:
         """Rewards and names on the newest tree; NaN where there is no verdict."""
-        last, prompt, on_failure = group.parts[-1], group.prompt, self.config.on_failure
+        last, prompt, on_failure = group.parts[-1], group.prompt, self._on_failure
         broken = [verdict.reason for verdict in last.verdicts if verdict.reason is not None]
         if broken and on_failure == "raise":
             raise RunError(

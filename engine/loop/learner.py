@@ -10,28 +10,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..data.batch import TreeBatch
 from ..data.cost import CostModel
 from ..data.equal_prefixes import share_equal_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..methods.credit import give_credit
-from ..methods.schedules import at_step, find_schedule
+from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
-from ..model.roles import Role
 from ..model.self_check import tree_error, trees_fit
 from ..rollout import SamplingParams
-from ..settings import TrainConfig
-from ..train.critic import Critic
 from ..train.phases import MODEL, Phases
 from ..train.terms import TokenTerm
-from ..train.trainer import Trainer, Weighted
-from . import setup
+from ..train.trainer import Metrics, Trainer, Weighted
 from .metrics import Stopwatch, Sums
+from .parts import LearningParts
 from .utilization import Mfu
 
 
@@ -42,26 +38,15 @@ class Learner:
         note: told, in a sentence, what the user should know.
     """
 
-    def __init__(
-        self, config: TrainConfig, model: PreTrainedModel, watch: Stopwatch, note: Callable[[str], object]
-    ) -> None:
-        self.config, self.model, self.watch, self.note = config, model, watch, note
-        self.credit = setup.credit(config)
-        self.shapings = setup.shapings(config)
-        self.terms = setup.loss_terms(config)
-        self.lr_scale = find_schedule("trainer.lr_scale", config.trainer.lr_scale, config.trainer.lr_scale_options)
-        loop = config.loop
-        self.scales = {
-            name: find_schedule(f"loop.{name}", getattr(loop, name), getattr(loop, f"{name}_options"))
-            for name in ("temperature_scale", "length_scale")
-        }
+    def __init__(self, parts: LearningParts, watch: Stopwatch, note: Callable[[str], object]) -> None:
+        self.parts, self.model, self.watch, self.note = parts, parts.model, watch, note
+        self.terms, self.roles, self.critic = parts.terms, parts.roles, parts.critic
+        self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
         self.metrics: dict[str, float] = {}  # of the last step, which schedules may follow
-        self.phases = Phases(model.device)
-        self.trainer = Trainer(model, config.trainer, self.phases)
-        self.mfu = Mfu.of(model)
-        self.roles: list[Role] = setup.roles(config, model)
-        self.critic: Critic | None = setup.critic(config)
-        self.max_tokens = config.trainer.max_tokens  # less after an update that ran out of memory
+        self.phases = Phases(parts.model.device)
+        self.trainer = Trainer(parts.model, parts.optimizer, self.phases)
+        self.mfu = Mfu.of(parts.model)
+        self.max_tokens = parts.max_tokens  # less after an update that ran out of memory
         self._flat: bool | None = None  # None: not known yet
 
     def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
@@ -70,17 +55,17 @@ class Learner:
         Returns:
             Whether the policy has changed.
         """
-        config = self.config
+        parts = self.parts
         with self.watch.part("pack"):
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
             kept = [tree for tree in judged if tree is not None]
             for tree in kept:
-                shape_rewards(self.shapings, tree)
+                shape_rewards(parts.shapings, tree)
         self._score(kept, self.temperature(step))
         with self.watch.part("pack"):
             if kept:
-                give_credit(self.credit, config.algorithm.advantage, kept)
+                give_credit(parts.credit, parts.credit_name, kept)
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:
                     tree.advantage[~drop] = part.advantage
@@ -92,11 +77,11 @@ class Learner:
             for term, _ in self.terms:
                 term.prepare(kept + given)
         updated = False
-        self.trainer.lr_scale = at_step(self.lr_scale, step, self.metrics)
+        self.trainer.lr_scale = at_step(parts.lr_scale, step, self.metrics)
         self._record_schedules(step, sums)
-        for k in range(config.trainer.updates_per_step):
-            share = slice(k, None, config.trainer.updates_per_step)
-            dropped = [config.algorithm.drop_zero_variance and flat for flat in equal[share]]
+        for k in range(parts.updates_per_step):
+            share = slice(k, None, parts.updates_per_step)
+            dropped = [parts.drop_zero_variance and flat for flat in equal[share]]
             updated |= self._one_update(kept[share], dropped, given[share], step, sums)
         self.metrics = sums.means()
         return updated
@@ -130,7 +115,7 @@ class Learner:
             metrics = None
             while metrics is None:
                 try:
-                    metrics = self.trainer.step(batches, terms, temperature=self.temperature(step), on_policy=on_policy)
+                    metrics = self._train(batches, terms, self.temperature(step), on_policy)
                 except torch.OutOfMemoryError as error:
                     self._halve(live, error)
                     sums.count("actor/out_of_memory")
@@ -144,6 +129,14 @@ class Learner:
         for role in self.roles:
             role.follow(self.model)
         return True
+
+    def _train(
+        self, batches: Sequence[TreeBatch], terms: Sequence[Weighted], temperature: float, on_policy: bool
+    ) -> Metrics:
+        tokens = sum(tree.logical_tokens for batch in batches for tree in batch.trees)
+        for batch in batches:
+            self.trainer.forward_backward(batch, terms, tokens, temperature=temperature, on_policy=on_policy)
+        return self.trainer.optim_step()
 
     def _shared(self, trees: list[TokenTree]) -> list[TokenTree]:
         """With what leaves sampled alike computed once, but where nodes mean something, or nothing is to be shared."""
@@ -174,7 +167,7 @@ class Learner:
 
     def temperature(self, step: int) -> float:
         """Of what is sampled for ``step``, and of the log-probs that its update compares with."""
-        return self.config.rollout.temperature * self._scale("temperature_scale", step, math.inf)
+        return self.parts.temperature * self._scale("temperature_scale", step, math.inf)
 
     def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
         """``params`` with the temperature and the length of ``step``."""
@@ -190,7 +183,7 @@ class Learner:
 
     def _record_schedules(self, step: int, sums: Sums) -> None:
         """The numbers that functions gave for ``step``; `steer` goes on from them."""
-        named = {"lr_scale": self.lr_scale, **self.scales}
+        named = {"lr_scale": self.parts.lr_scale, **self.scales}
         named |= {f"{term.name}_weight": schedule for term, schedule in self.terms}
         for name, schedule in named.items():
             if not isinstance(schedule, int | float):
@@ -200,17 +193,16 @@ class Learner:
         if not trees:
             return
         with self.watch.part("old_log_prob"):
-            config = self.config
             flat = self._shares_nothing(trees)
             for role in self.roles:
-                role.score(trees, max_tokens=config.trainer.max_tokens, temperature=temperature, flat=flat)
+                role.score(trees, max_tokens=self.parts.max_tokens, temperature=temperature, flat=flat)
             if self.critic is not None:
-                self.critic.score(trees, max_tokens=config.trainer.max_tokens)
+                self.critic.score(trees, max_tokens=self.parts.max_tokens)
 
     def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
         """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
         if self._flat is None and trees:
-            error = tree_error(self.model, trees) if self.config.trainer.self_check else None
+            error = tree_error(self.model, trees) if self.parts.self_check else None
             self._flat = not trees_fit(error, self.model.dtype)
             if self._flat:
                 self.note(
@@ -219,6 +211,10 @@ class Learner:
                     "nevertheless."
                 )
         return bool(self._flat)
+
+    def weights(self) -> Trainer:
+        """Return the source of the policy's weights, for a sampler."""
+        return self.trainer
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and counters of the policy's optimiser, the critic's, and the roles whose weights move."""

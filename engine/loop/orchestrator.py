@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,33 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import set_seed
+from torch import Tensor
 
 from ..data.segment import Origin
-from ..data.store import write_rollouts
+from ..data.store import read_texts, write_rollouts
 from ..data.tree import TokenTree
-from ..errors import UserError
-from ..rewards.judge import PoolJudge
-from ..settings import TrainConfig, resolved_toml
+from ..errors import RunError
 from ..train import checkpoint
-from . import early, setup
+from . import preflight
+from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group
 from .controller import Controller
 from .evaluation import Evaluation
 from .failures import Failures
 from .learner import Learner
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
-from .progress import Progress
+from .parts import Parts
 from .replay import Replay
-from .sources import PromptSource, held_out
 from .stopping import Stopping
 from .trace import Trace
 from .trackers import Trackers
 from .unfinished import RESTARTED
 from .utilization import GpuMonitor
 
-OPEN = "open/"
-"""Begins the names of the open groups' tensors in a checkpoint."""
+OPEN, PROMPTS = "open/", "prompts/"
+"""Begin the names of the tensors of open groups and of the prompts' source in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -67,64 +65,42 @@ class Orchestrator:
     """A training run in its directory; see the module's description.
 
     Args:
-        resume: go on from the newest checkpoint.
-        replay: a file of recorded groups to learn from instead of sampling.
+        parts: what the run is made of, as `rolltree.engine.build` makes it of a configuration.
 
     Raises:
-        UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
-            something that does not exist.
+        UserError: a replay cannot be read, or the run asks for staleness with it.
     """
 
-    def __init__(
-        self, config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None
-    ) -> None:
-        self.config = config
-        self.console = console
-        program = setup.rollout_program(config.rollout)
-        self.judge = program.verify = PoolJudge()
-        early.check_credit(config, setup.credit(config))
-        early.check_old_logprobs(config)
-        self._saved = self._check_directory(resume)
-        set_seed(config.seed)
-
-        console.phase("loading the model")
-        self.model, self.tokenizer = setup.prepare_model(config)
-        self.engine = setup.make_engine(config, setup.sampled_model(config, self.model), self.tokenizer)
-        problems = held_out(config, self.tokenizer)
-        self.source = PromptSource(config.data, self.tokenizer, config.seed, problems)
-        early.check_lengths(config, self.engine.longest)
-        prompts = self.source.peek(early.TRIED)
-        early.check_program(config, program, self.tokenizer, self.engine.end_token_ids, prompts)
-        self.log = MetricsLog(config.run_dir / "metrics.jsonl")
-        self.trace = Trace(config.run_dir / "trace.json")
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.options, self.console = parts, parts.options, parts.console
+        sampling, console = parts.sampling, parts.console
+        self.model, self.tokenizer, self.sampler = parts.learning.model, sampling.tokenizer, sampling.sampler
+        self.source, self.demonstrations = sampling.source, parts.demonstrations
+        self.log = MetricsLog(self.options.directory / "metrics.jsonl")
+        self.trace = Trace(self.options.directory / "trace.json")
         self.watch = Stopwatch(told=partial(self.trace.add, "learner"))
-        self.idle = Idle(config.rollout.max_batch_rows)
+        self.idle = Idle(self.options.max_batch_rows)
         self.failures = {
             "rollout": Failures(
                 "rollout",
                 "responses could not be sampled",
-                limit=config.trainer.max_bad_steps,
+                limit=self.options.max_bad_steps,
                 key="trainer.max_bad_steps",
                 remedy="look into the weights and the last rollouts",
             ),
             "reward": Failures(
                 "reward",
                 "responses could not be judged",
-                limit=config.reward.max_failed_steps,
+                limit=self.options.max_failed_steps,
                 key="reward.max_failed_steps",
                 remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
             ),
         }
-        self.learner = Learner(config, self.model, self.watch, console.note)
-        self.demonstrations = setup.demonstrations(config, self.tokenizer)
-        self.buffer, self.params = Buffer(setup.budget(config)), setup.sampling_params(config.rollout)
-        parts = (
-            config, self.buffer, self.engine, self.source, self.tokenizer, program,
-            self.params, setup.group_callback(config), self.watch, console,
-        )  # fmt: skip
-        self.controller = Controller(*parts) if replay is None else Replay(replay, *parts)
-        self.controller.trace = self.controller.judging.trace = self.trace.add
-        self.evaluation = Evaluation(config, problems, self.engine, self.tokenizer, program, console)
+        self.learner = Learner(parts.learning, self.watch, console.note)
+        self.buffer = Buffer(sampling.budget)
+        given = (sampling, self.buffer, self.watch, console, self.trace.add)
+        self.controller = Controller(*given) if parts.replay is None else Replay(parts.replay, *given)
+        self.evaluation = Evaluation(parts.evaluation, self.sampler, self.tokenizer, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
         self._dropped: Counter[str] = Counter()  # groups dropped when it ended, by reason
@@ -139,22 +115,34 @@ class Orchestrator:
     def run(self) -> RunSummary:
         """Train to the last step, then evaluate and export."""
         begin = time.perf_counter()
-        steps = self.config.trainer.steps
-        self.console.start(steps)
+        self.console.start(self.options.steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
-        with (
-            setup.rewards(self.config, self.engine, self.tokenizer) as self.rewards,
-            early.held(self.config.run_dir),
-            self.controller.running(self.rewards),
-        ):
-            self.judge.pool = self.rewards
-            for note in filter(None, (self.rewards.note, self.controller.program.note)):
+        with self.parts.rewards:
+            self.console.phase("reading the reference answers")
+            if note := self.parts.check_rewards():
                 self.console.note(f"{note}.")
-            self.trackers = Trackers(self.config, self._saved.step if self._saved else 0, self.console.note)
-            if self._saved is None:
+            export = self._train()
+        return RunSummary(
+            steps=self.step,
+            accuracy_before=self.evaluation.first,
+            accuracy_after=self.evaluation.last,
+            problems=len(self.evaluation.problems),
+            seconds=time.perf_counter() - begin,
+            export=export,
+            failures=[line for failures in self.failures.values() if (line := failures.summary())],
+        )
+
+    def _train(self) -> Path:
+        """Take the steps and export the model; return its directory."""
+        steps, saved, rewards = self.options.steps, self.parts.saved, self.parts.rewards
+        with preflight.held(self.options.directory), self.controller.running(rewards):
+            for note in filter(None, (rewards.note, self.parts.sampling.program.note)):
+                self.console.note(f"{note}.")
+            self.trackers = Trackers(self.options, saved.step if saved else 0, self.console.note)
+            if saved is None:
                 self._begin()
             else:
-                self._restore(self._saved)
+                self._restore(saved)
             self.monitor = GpuMonitor.of(self.model.device, self.console.note)
             with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), _only_new_garbage():
                 self.watch.restart()
@@ -166,19 +154,10 @@ class Orchestrator:
                     raise KeyboardInterrupt
             self._check_best()
             self.console.phase("exporting")
-            export = self._export()
-        return RunSummary(
-            steps=self.step,
-            accuracy_before=self.evaluation.first,
-            accuracy_after=self.evaluation.last,
-            problems=len(self.evaluation.problems),
-            seconds=time.perf_counter() - begin,
-            export=export,
-            failures=[line for failures in self.failures.values() if (line := failures.summary())],
-        )
+            return self._export()
 
     def _begin(self) -> None:
-        (self.config.run_dir / "config.toml").write_text(resolved_toml(self.config), encoding="utf-8")
+        (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
         self.watch.restart()
         row = self._evaluate() | self.watch.read()
         self._save(row)  # from here on there is something to resume
@@ -191,20 +170,20 @@ class Orchestrator:
         step = self.step + 1
         sums = Sums()
         self.model.eval()  # here, and not at every step of the engine: it takes as long as a layer
-        self.controller.params = self.learner.sampling(step, self.params)
-        batch = self.controller.next_batch()
+        params = self.learner.sampling(step, self.parts.sampling.params)
+        batch = self.controller.next_batch(params)
         trees = [group.tree for group in batch]
         self._record(batch, sums)
         self._describe_lag(batch, sums)
-        _describe(trees, self.controller.params.max_new_tokens, sums)
+        _describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
         changed = self.learner.update(trees, given, step, sums)
         with self.watch.part("dump_rollout_generations"):
-            file = self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet"
+            file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])
         updates = self.learner.trainer.updates
-        self.controller.end_step(batch, dict(self.model.named_parameters()) if changed else None, updates)
+        self.controller.end_step(batch, self.learner.weights() if changed else None, updates)
         for reason, count in (self.buffer.dropped - self._dropped).items():
             sums.count(f"group/dropped_{reason}", count)
         self._dropped = self.buffer.dropped.copy()
@@ -212,16 +191,16 @@ class Orchestrator:
             sums.count(f"group/restarted_{reason}", count)
         self.controller.restarted.clear()
         metrics = sums.means()
-        if self.evaluation.due(step):
+        if self.evaluation.due(step, self.options.steps):
             metrics |= self._evaluate()
         times = self.watch.read(self.learner.phases.read())
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
-        metrics |= self.idle.read(times, self.controller.work) | self.learner.mfu.read(times)
+        metrics |= self.idle.read(times, self.sampler.tally) | self.learner.mfu.read(times)
         metrics |= self.monitor.read()
         row = metrics | times
         self._row = row
-        if step % self.config.checkpoint.every == 0 or step == self.config.trainer.steps or self.stopping.asked:
+        if step % self.options.save_every == 0 or step == self.options.steps or self.stopping.asked:
             self.console.phase("saving a checkpoint")
             with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
                 self._save(row)
@@ -240,6 +219,7 @@ class Orchestrator:
                     sums.count(f"reward/{what}", why is not None)
                     if why is not None:
                         sums.count(f"reward/{what}_{why}")
+                sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
         reasons = [reason for group in batch for reason in group.unsampled]
         self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
         verdicts = [verdict for group in batch for verdict in group.verdicts]
@@ -249,7 +229,7 @@ class Orchestrator:
 
     def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
         """How old a batch is, in steps, and how much of it was sampled by several policies."""
-        if self.config.loop.staleness == 0:
+        if self.buffer.budget.staleness == 0:
             return
         for group in batch:
             lag, tree = self.step - group.started, group.tree
@@ -262,33 +242,26 @@ class Orchestrator:
 
     def _evaluate(self) -> dict[str, float]:
         with self.controller.paused(), self.watch.part("eval"):
-            return self.evaluation.run(self.step, self.rewards)
+            return self.evaluation.run(self.step, self.parts.rewards)
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
-
-    def _check_directory(self, resume: bool) -> checkpoint.Checkpoint | None:
-        """What is to be resumed; without ``resume``, refuse a directory that holds another run."""
-        directory = self.config.run_dir
-        if resume:
-            return checkpoint.load_latest(directory / "checkpoints", self.config)
-        early.check_writable(directory)
-        if early.holds_a_run(directory):
-            raise UserError(
-                f"'{directory}' already holds a run; continue it with --resume, or choose another --name or "
-                "--output_dir."
-            )
-        return None
 
     def _save(self, row: dict[str, float]) -> None:
         tensors, learner = self.learner.state_dict()
         open_tensors, groups = self.controller.state_dict()
         tensors |= {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
+        prompts = Archive()
+        try:
+            stream = prompts.pack(self.source.state_dict())
+        except NotKeptError as error:
+            raise RunError(f"The state of data.source cannot be saved: {error} Give its rows plain values.") from error
+        tensors |= {f"{PROMPTS}{name}": tensor for name, tensor in prompts.tensors.items()}
         self._best = self._better(row)
         state: dict[str, Any] = {
             "learner": learner,
             "best": self._best,
-            "demonstrations": None if self.demonstrations is None else self.demonstrations.cursor,
-            "prompts": self.source.state_dict(),
+            "demonstrations": None if self.demonstrations is None else self.demonstrations.state_dict(),
+            "prompts": stream,
             "buffer": self.buffer.state_dict(),
             "groups": groups,
             "metrics": row,
@@ -296,47 +269,46 @@ class Orchestrator:
             "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
         }
         checkpoint.save(
-            self.config.run_dir / "checkpoints",
+            self.options.directory / "checkpoints",
             self.step,
             tensors=tensors,
             state=state,
-            config=self.config,
-            keep=self.config.checkpoint.keep,
+            trained=self.options.trained,
+            keep=self.options.keep,
             spare=None if self._best is None else self._best[1],
         )
         self._saved_step = self.step
 
     def _better(self, row: dict[str, float]) -> tuple[float, int] | None:
         """The best checkpoint so far, this one included, by `checkpoint.best`."""
-        name = self.config.checkpoint.best
+        name = self.options.best
         if name is None or (value := row.get(name.removeprefix("-"))) is None or not math.isfinite(value):
             return self._best
         value = -value if name.startswith("-") else value
         return (value, self.step) if self._best is None or value > self._best[0] else self._best
 
     def _check_best(self) -> None:
-        if (name := self.config.checkpoint.best) is not None and self._best is None:
+        if (name := self.options.best) is not None and self._best is None:
             self.console.note(f"No checkpoint was kept for checkpoint.best = '{name}': no step that was saved has it.")
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         state = saved.state
         self.learner.load_state_dict(saved.tensors, state["learner"])
         if self.demonstrations is not None:
-            self.demonstrations.cursor = state["demonstrations"]
+            self.demonstrations.load_state_dict(state["demonstrations"])
         self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self._saved_step = saved.step
-        self.source.load_state_dict(state["prompts"])
+        self.source.load_state_dict(Archive(_named(saved.tensors, PROMPTS)).unpack(state["prompts"]))
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
-        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
-        kept = {n.removeprefix(OPEN): tensor for n, tensor in saved.tensors.items() if n.startswith(OPEN)}
-        self.controller.load_state_dict(kept, state["groups"])
-        setup.remember_rollouts(self.config, self.engine, saved.step)
+        self.sampler.load(self.learner.weights(), self.learner.trainer.updates, keep_keys=False)
+        self.controller.load_state_dict(_named(saved.tensors, OPEN), state["groups"])
+        self._remember_rollouts(saved.step)
         for name, failures in self.failures.items():
             failures.load_state_dict(state["failures"][name])
         self.evaluation.first, self.evaluation.last = state["accuracy"]
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        there = self.log.rewind(saved.step, self.config.run_dir / f"metrics.before-resume-{stamp}.jsonl")
+        there = self.log.rewind(saved.step, self.options.directory / f"metrics.before-resume-{stamp}.jsonl")
         if saved.step not in there:
             self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
         if lost := set(range(saved.step)) - there:
@@ -344,11 +316,23 @@ class Orchestrator:
         checkpoint.restore_generators(*saved.generators)
         self.console.note(f"Resuming after step {saved.step}.")
         for reason, count in self.controller.restarted.items():
-            self.console.note(f"{count} unfinished groups are begun anew: {RESTARTED[reason]}.")
+            self.console.note(f"{count} unfinished groups are begun anew: {RESTARTED.get(reason, reason)}.")
+
+    def _remember_rollouts(self, step: int) -> None:
+        """Let a resumed run draft from what it sampled up to ``step``: the latest files that fit."""
+        room, files = self.options.remembered_tokens, []
+        while room > 0 and step > 0:
+            path = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
+            texts = list(read_texts(path)) if path.exists() else []
+            room -= sum(len(text.before) + len(text.tokens) for text in texts)
+            files.append(texts)
+            step -= 1
+        for texts in reversed(files):
+            self.sampler.remember(texts)
 
     def _export(self) -> Path:
         """A Hugging Face directory that plain transformers loads."""
-        target = self.config.run_dir / "export"
+        target = self.options.directory / "export"
         temporary = target.with_name("export.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         self.model.save_pretrained(temporary)
@@ -356,6 +340,11 @@ class Orchestrator:
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         return target
+
+
+def _named(tensors: Mapping[str, Tensor], beginning: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with ``beginning``, by the rest of their names."""
+    return {name.removeprefix(beginning): tensor for name, tensor in tensors.items() if name.startswith(beginning)}
 
 
 @contextmanager

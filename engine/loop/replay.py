@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import UserError
+from ..rollout import SamplingParams
 from .archive import Archive
 from .buffer import Group, Responses, State
 from .controller import Controller
@@ -56,12 +57,12 @@ class Replay(Controller):
 
     def __init__(self, path: Path, *parts: Any) -> None:
         super().__init__(*parts)
-        if self.config.loop.staleness:
+        if self.buffer.budget.staleness:
             raise UserError("A replay samples nothing, so nothing is stale; set loop.staleness to 0.")
         self.path, self.recorded = path, read_groups(path)
 
-    def next_batch(self) -> list[Group]:
-        """The next recorded groups.
+    def next_batch(self, params: SamplingParams | None = None) -> list[Group]:
+        """Return the next recorded groups.
 
         Raises:
             UserError: there are too few left.

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM end a run after the step it is in, with a checkpoint; a second one ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP (the terminal is gone) end a run after the step it is in, with a checkpoint.
+
+A second Ctrl-C or SIGTERM ends it at once. Under `nohup`, which has SIGHUP ignored, it stays ignored.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopping:
@@ -28,17 +31,21 @@ class Stopping:
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        if before[signal.SIGHUP] is signal.SIG_IGN:
+            del before[signal.SIGHUP]
 
         def ask(number: int, frame: object) -> None:
             self.asked = True
             restore()
+            if signal.SIGHUP in before:  # a closing session sends it along with SIGTERM, and more than once
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
             self._note(f"{signal.Signals(number).name}: the step is finished and saved; once more ends it at once.")
 
         def restore() -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-        for number in SIGNALS:
+        for number in before:
             signal.signal(number, ask)
         try:
             yield

@@ -10,11 +10,10 @@ import importlib
 import math
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..errors import UserError
-from ..methods.calling import failure
-from ..settings import TrainConfig
+from ..parts.calling import failure
+from .parts import RunOptions
 
 PROJECT = "rolltree"
 Log = Callable[[int, dict[str, float]], object]
@@ -32,12 +31,12 @@ class Trackers:
         UserError: a library is not installed, or does not start.
     """
 
-    def __init__(self, config: TrainConfig, step: int, note: Callable[[str], object]) -> None:
+    def __init__(self, options: RunOptions, step: int, note: Callable[[str], object]) -> None:
         self._note = note
         self._open: dict[str, tuple[Log, End]] = {}
-        for name in config.trackers:
+        for name in options.trackers:
             try:
-                self._open[name] = OPEN[name](config, step)
+                self._open[name] = OPEN[name](options, step)
             except ImportError as error:
                 self.close()
                 raise UserError(f"trackers has '{name}', which is not installed; `pip install {name}`.") from error
@@ -64,10 +63,10 @@ class Trackers:
                 self._note(f"The tracker '{name}' failed and gets no more metrics: {failure(error)}.")
 
 
-def _tensorboard(config: TrainConfig, step: int) -> tuple[Log, End]:
+def _tensorboard(options: RunOptions, step: int) -> tuple[Log, End]:
     importlib.import_module("tensorboard")
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-        str(config.run_dir / "tensorboard"), purge_step=step + 1 if step else None
+        str(options.directory / "tensorboard"), purge_step=step + 1 if step else None
     )
 
     def log(step: int, row: dict[str, float]) -> None:
@@ -78,31 +77,27 @@ def _tensorboard(config: TrainConfig, step: int) -> tuple[Log, End]:
     return log, writer.close
 
 
-def _wandb(config: TrainConfig, step: int) -> tuple[Log, End]:
+def _wandb(options: RunOptions, step: int) -> tuple[Log, End]:
     wandb = importlib.import_module("wandb")
-    file = config.run_dir / "wandb.id"  # a run that is resumed goes on in the same one
+    file = options.directory / "wandb.id"  # a run that is resumed goes on in the same one
     if not file.exists():
         file.write_text(uuid.uuid4().hex, encoding="utf-8")
     id_ = file.read_text(encoding="utf-8")
     run = wandb.init(
-        project=PROJECT, name=config.name, id=id_, dir=str(config.run_dir), config=_plain(config), resume="allow"
+        project=PROJECT, name=options.name, id=id_, dir=str(options.directory), config=options.document, resume="allow"
     )
     return lambda step, row: run.log(row, step=step), run.finish
 
 
-def _trackio(config: TrainConfig, step: int) -> tuple[Log, End]:
+def _trackio(options: RunOptions, step: int) -> tuple[Log, End]:
     trackio = importlib.import_module("trackio")
     run = trackio.init(
-        project=PROJECT, name=config.name, config=_plain(config), resume="allow" if step else "never", embed=False
+        project=PROJECT, name=options.name, config=options.document, resume="allow" if step else "never", embed=False
     )
     return lambda step, row: run.log(row, step=step), run.finish
 
 
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude_none=True)
-
-
-OPEN: dict[str, Callable[[TrainConfig, int], tuple[Log, End]]] = {
+OPEN: dict[str, Callable[[RunOptions, int], tuple[Log, End]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "trackio": _trackio,

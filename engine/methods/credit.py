@@ -20,7 +20,7 @@ from rolltree.kernels.policy_loss import gae as generalised_advantages
 from ..data.columns import Array, Per
 from ..data.tree import TokenTree
 from ..errors import UserError
-from .calling import call
+from ..parts.calling import call
 
 EPS = 1e-6
 COLUMN: dict[Per, str] = {

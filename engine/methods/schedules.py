@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import UserError
-from .resolve import resolve
+from ..parts.resolve import resolve
 
 Function = Callable[[int, Mapping[str, float]], float]
 """The value by the step and the metrics of the step before, empty in a run's first."""

@@ -13,7 +13,7 @@ import numpy as np
 from ..data.columns import Array
 from ..data.tree import TokenTree
 from ..errors import UserError
-from .calling import call
+from ..parts.calling import call
 
 Shaping = Callable[[TokenTree], Array]
 GIVEN = "verifier"

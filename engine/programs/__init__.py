@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UserError
-from ..methods.resolve import resolve
+from ..parts.resolve import resolve
 from .arpo import ARPO
 from .environment import EnvironmentTurns, Observation
 from .eptree import CURE, EPTree

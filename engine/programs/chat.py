@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from ..errors import UserError
-from ..methods.resolve import import_object
+from ..parts.resolve import import_object
 from .call_reading import Schemas
 from .conversation import Conversation, render
 from .tool_calls import form_of, read_turn

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data.segment import LeafStatus, Origin
-from ..methods.resolve import import_object, resolve
+from ..parts.resolve import import_object, resolve
 from .chat import Message, assistant_message, find_format, tool_schema
 from .conversation import Conversation, conversation
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.segment import LeafStatus
-from ..methods.resolve import import_object
+from ..parts.resolve import import_object
 from .hints import Judge
 from .program import (
     WHOLE,

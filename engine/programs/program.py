@@ -26,11 +26,12 @@ first; then a group's responses do not depend on its batch.
 
 from __future__ import annotations
 
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -207,13 +208,19 @@ class RolloutProgram(ABC):
     call_timeout_s: float = 60.0
     """Seconds after which a `Call` has failed."""
     verify: Callable[[str, Any], float | None] | None = None
-    """The run's own verifier, of a response's text and the context; set by a run, None outside of one."""
+    """The run's own verifier, of a response's text and the context (`with_verifier`); None outside of a run."""
     context: Any = None
     """What ``generate(..., contexts=...)`` gave for the prompt."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """The engine's, set by it."""
     end_token_ids: Collection[int] = ()
     """The model's end-of-sequence tokens, set by the engine."""
+
+    def with_verifier(self, verify: Callable[[str, Any], float | None]) -> Self:
+        """Return a copy that judges responses with ``verify``, a function of a response's text and the context."""
+        program = copy.copy(self)
+        program.verify = verify
+        return program
 
     def start(self, group: GroupState) -> int:
         """Branches sampled from the prompt."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..data.segment import LeafStatus, Origin
-from ..methods.resolve import resolve
+from ..parts.resolve import resolve
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from .toolbox import TOOLS
 

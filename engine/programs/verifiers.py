@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..methods.resolve import import_object
+from ..parts.resolve import import_object
 from .chat import Message
 from .turns import Observation, ToolBox
 

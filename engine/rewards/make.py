@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..methods.resolve import resolve
+from ..parts.resolve import resolve
 from ..settings import RewardConfig, TaskConfig
 from .interface import FromProgram, Rewards
 from .policy import PolicyScorer, Score

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..errors import UserError
 from ..settings import RewardConfig, TaskConfig
@@ -52,8 +52,13 @@ class _Job:
     """What one caller wants judged."""
 
     items: Sequence[RewardItem]
-    results: list[RewardResult | None] = field(default_factory=list)
-    left: int = 0
+    check: bool = False
+    """Only their entries are checked."""
+    results: list[RewardResult | None] = field(init=False)
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.results, self.left = [None] * len(self.items), len(self.items)
 
     def settle(self, index: int, result: RewardResult) -> None:
         self.results[index] = result
@@ -66,9 +71,6 @@ class RewardPool(Rewards):
     Args:
         config: which verifier, how many workers, and the time limit of one verification.
         tasks: the `reasoning_gym` tasks (`data.tasks`), for the verifier ``task``.
-
-    Raises:
-        UserError: the verifier cannot be loaded.
     """
 
     def __init__(self, config: RewardConfig, tasks: Sequence[TaskConfig] = ()) -> None:
@@ -80,7 +82,7 @@ class RewardPool(Rewards):
             "timeout_s": config.timeout_s,
         }
         self._start = lambda: _Worker(setup, config.timeout_s)
-        self._workers = [self._start() for _ in range(config.workers)]
+        self._workers: list[_Worker] = []
         self._queue: deque[tuple[_Job, range]] = deque()
         self._turn = threading.Condition()
         self._led = False  # whether some caller sees to the workers
@@ -89,12 +91,21 @@ class RewardPool(Rewards):
         for end in (self._wake, self._woken):
             end.setblocking(False)
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # runs at interpreter exit too
+
+    def __enter__(self) -> Self:
+        """Start the processes.
+
+        Raises:
+            UserError: the verifier cannot be loaded.
+        """
+        self._workers += [self._start() for _ in range(self._config.workers)]
         try:
             while not all(worker.ready for worker in self._workers):
                 self._collect()
         except UserError:
             self.close()
             raise
+        return self
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """The verdict on every item, in the order given.
@@ -102,7 +113,14 @@ class RewardPool(Rewards):
         Raises:
             UserError: a worker had to be replaced and the verifier no longer loads.
         """
-        job = _Job(items, [None] * len(items), len(items))
+        return self._do(_Job(items))
+
+    def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
+        """Let the verifier read the problems: why it could judge no response to one, or None; see `Rewards.check`."""
+        return [result.reason for result in self._do(_Job([RewardItem("", entry) for entry in entries], check=True))]
+
+    def _do(self, job: _Job) -> list[RewardResult]:
+        items = job.items
         size = min(MAX_BATCH, max(1, math.ceil(len(items) / (4 * self._config.workers))))
         with self._turn:
             if self._error is not None:
@@ -244,7 +262,7 @@ class _Worker:
     def give(self, job: _Job, batch: range) -> None:
         self.job, self.pending = job, batch
         self.set_deadline()
-        self._send([(i, job.items[i].response_text, job.items[i].entry) for i in batch])
+        self._send([(i, None if job.check else job.items[i].response_text, job.items[i].entry) for i in batch])
 
     def set_deadline(self) -> None:
         self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf

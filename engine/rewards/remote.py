@@ -7,6 +7,7 @@ What goes wrong with one is the reason why one response has no verdict.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import os
 import re
@@ -15,12 +16,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import UserError
 from ..settings import RewardConfig
 from .interface import RewardItem, RewardResult, Rewards
 
-SCORE = r"(?i:score|rating):\s*(-?\d+(?:\.\d+)?)"
+SCORE = r"(?i:score|rating)[*_`]*\s*(?:\([^)\n]*\)\s*)?(?:[:=：]|is\b)[*_`\s]*(-?\d+(?:\.\d+)?)"
+"""The word, a range in parentheses, a colon and the number, each of them perhaps with Markdown's emphasis."""
 QUESTION = """Problem:
 {problem}
 
@@ -69,7 +72,13 @@ class RemoteRewards(Rewards):
         self.model, self._timeout_s, self._at_once = model, config.timeout_s, at_once
         key = os.environ.get(api_key_env) or "none"
         self._loop = asyncio.new_event_loop()
-        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=retries, timeout=config.timeout_s)
+        self._client = openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=key,
+            max_retries=retries,
+            timeout=config.timeout_s,
+            http_client=openai.DefaultAsyncHttpxClient(mounts=past_proxies(base_url)),
+        )
         self._places = asyncio.Semaphore(at_once)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rolltree-judge", daemon=True)
         self._thread.start()
@@ -226,6 +235,17 @@ class RewardModel(RemoteRewards):
         body = {"model": self.model, "input": filled(self._text, item)}
         found: Any = await self._client.post("/classify", cast_to=object, body=body)
         return float(found["data"][0]["probs"][self._label])
+
+
+def past_proxies(base_url: str) -> dict[str, None]:
+    """Return the mount of httpx that has no proxy asked for a server on this machine; proxies do not reach it."""
+    host = urlsplit(base_url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+        here = address.is_loopback or address.is_unspecified
+    except ValueError:
+        here = host == "localhost" or host.endswith(".localhost")
+    return {f"all://{f'[{host}]' if ':' in host else host}": None} if here else {}
 
 
 def filled(template: str, item: RewardItem) -> str:

@@ -2,12 +2,14 @@
 
 from .branch import Completion, Request
 from .engine import RolloutEngine
+from .native.drafts import DraftConfig
 from .native.engine import EngineConfig, NativeEngine
 from .native.kv_cache import KvExhaustedError
 from .sampling_params import SamplingParams
 
 __all__ = [
     "Completion",
+    "DraftConfig",
     "EngineConfig",
     "KvExhaustedError",
     "NativeEngine",

@@ -7,7 +7,7 @@ import copy
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
@@ -260,6 +261,13 @@ class RolloutEngine(ABC):
     def wake(self) -> None:
         """Go on after `sleep`."""
 
+    def remember(self, texts: Iterable[Text]) -> None:
+        """Draft from texts that were sampled before a restart, or elsewhere; an engine without drafts ignores them.
+
+        This changes no sampled token.
+        """
+        return
+
     @abstractmethod
     def forget_prefixes(self) -> None:
         """Drop the keys that are kept for later requests with the same prefixes.
@@ -317,6 +325,18 @@ class RolloutEngine(ABC):
     @abstractmethod
     def longest(self) -> int | None:
         """Positions of the model."""
+
+    @property
+    @abstractmethod
+    def generation_config(self) -> Mapping[str, Any]:
+        """What the model's generation_config.json sets, by the names of Transformers' ``GenerationConfig``."""
+
+    def room(self, prompt_tokens: int) -> int | None:
+        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have at most; None without a limit.
+
+        Not positive where the prompt alone is too long.
+        """
+        return None if self.longest is None else self.longest - prompt_tokens
 
     @abstractmethod
     def _check(self, index: int, request: Request) -> None:

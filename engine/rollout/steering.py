@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin
-from ..methods.calling import call
+from ..parts.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Reward, Rewind, SegmentReport
 from .branch import Branch, Node, Request, given
 from .calls import CallPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..methods.resolve import import_object
+from ..parts.resolve import import_object
 
 
 class Games:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
-from ..methods.calling import failure
+from ..parts.calling import failure
 from ..settings import TaskConfig
 from .problem import Problem
 
@@ -25,7 +26,9 @@ class GymProblems:
 
     def __init__(self, tasks: Sequence[TaskConfig], seed: Sequence[int]) -> None:
         try:
-            import reasoning_gym
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which it imports
+                import reasoning_gym
         except ImportError as error:
             raise UserError(
                 'data.tasks needs reasoning_gym; install it with `pip install "rolltree[tasks]"`.'

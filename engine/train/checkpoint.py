@@ -34,34 +34,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import RunError, UserError
-from ..settings import Section, TrainConfig
 
-FORMAT = 4
+FORMAT = 5
 STATE, MANIFEST = "state.json", "manifest.json"
-
-FREE_TO_CHANGE = (
-    "name",
-    "output_dir",
-    "trackers",
-    "model.create",
-    "model.device",
-    "model.gradient_checkpointing",
-    "rollout.max_batch_rows",
-    "rollout.kv_tokens",
-    "reward.workers",
-    "reward.max_failed_steps",
-    "trainer.steps",
-    "trainer.max_tokens",
-    "trainer.max_bad_steps",
-    "trainer.self_check",
-    "evaluation.every",
-    "evaluation.max_new_tokens",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.best",
-    "loop.max_dropped_batches",
-)
-"""Keys that say where, how long and how fast, but not what is learned; all others must be as when the run began."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +49,8 @@ class Checkpoint:
     state: dict[str, Any]
     generators: tuple[dict[str, Tensor], dict[str, Any]]
     """For `restore_generators`."""
-    config: dict[str, Any]
-    """`training_config` of the run."""
+    trained: dict[str, Any]
+    """The keys of the run's configuration that decide what is learned, as ``{dotted key: value}``."""
 
 
 def save(
@@ -84,7 +59,7 @@ def save(
     *,
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
-    config: TrainConfig,
+    trained: Mapping[str, Any],
     keep: int,
     spare: int | None = None,
 ) -> Path:
@@ -93,6 +68,7 @@ def save(
     Args:
         tensors: of any device; no two may share memory.
         state: json-able.
+        trained: the keys of the configuration that decide what is learned.
         spare: a step whose checkpoint is kept besides.
 
     Raises:
@@ -102,7 +78,7 @@ def save(
     temporary = final.with_name(final.name + ".tmp")
     generator_tensors, generators = generator_state()
     everything = {name: tensor.detach().contiguous() for name, tensor in tensors.items()} | generator_tensors
-    document = {"state": dict(state), "generators": generators, "config": training_config(config)}
+    document = {"state": dict(state), "generators": generators, "config": dict(trained)}
     text = json.dumps(document)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -130,11 +106,14 @@ def save(
     return final
 
 
-def load_latest(directory: Path, config: TrainConfig) -> Checkpoint:
-    """The newest checkpoint of a run that is to be continued with ``config``.
+def load_latest(directory: Path, trained: Mapping[str, Any]) -> Checkpoint:
+    """Load the newest checkpoint of a run that is to be continued.
+
+    Args:
+        trained: the keys of the configuration that decide what is learned, now.
 
     Raises:
-        UserError: there is none, it is corrupt, or ``config`` would train something else.
+        UserError: there is none, it is corrupt, or ``trained`` differs from what the run began with.
     """
     path = latest(directory)
     if path is None:
@@ -142,9 +121,8 @@ def load_latest(directory: Path, config: TrainConfig) -> Checkpoint:
             f"There is nothing to resume: '{directory}' holds no complete checkpoint; start without --resume."
         )
     checkpoint = load(path)
-    now = training_config(config)
-    for key in sorted(checkpoint.config.keys() | now.keys()):
-        old, new = checkpoint.config.get(key), now.get(key)
+    for key in sorted(checkpoint.trained.keys() | trained.keys()):
+        old, new = checkpoint.trained.get(key), trained.get(key)
         if old != new:
             raise UserError(
                 f"`{key}` is {json.dumps(new)} but the run of '{path}' was trained with {json.dumps(old)}; "
@@ -186,11 +164,6 @@ def load(path: Path) -> Checkpoint:
     tensors = _read_tensors(path)
     generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("generator.")}
     return Checkpoint(path, step, tensors, document["state"], (generators, document["generators"]), document["config"])
-
-
-def training_config(config: TrainConfig) -> dict[str, Any]:
-    """What of ``config`` decides what is learned, as ``{dotted key: json value}``."""
-    return {key: value for key, value in _flat(config, config.model_dump(mode="json")) if key not in FREE_TO_CHANGE}
 
 
 # -- random number generators ------------------------------------------------------------------------------------------
@@ -282,11 +255,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _flat(section: Section, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section:
-        if isinstance(value, Section):
-            yield from _flat(value, table[name], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", table[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,11 @@ from transformers import PreTrainedModel
 from rolltree.kernels import TermsLossOutput, value_loss
 
 from ..data.batch import TreeBatch
-from ..data.equal_prefixes import distinct_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.roles import write_column
-from ..settings import TrainerConfig
+from .config import TrainerConfig
 from .trainer import Metrics, Trainer
 
 
@@ -43,33 +43,34 @@ class Critic:
         self.trainer = Trainer(model, config)
 
     def score(self, trees: Sequence[TokenTree], *, max_tokens: int) -> None:
-        """Write the value before every response token into the column ``value``; what leaves have in common once."""
+        """Write the value before every response token into the column ``value``; a prefix is computed once."""
         with torch.no_grad():
-            for waiting in pack([distinct_prefixes(tree) for tree in trees], max_tokens=max_tokens):
+            for waiting in pack(trees, max_tokens=max_tokens):
                 batch = waiting.to(self.model.device)
                 write_column(trees, batch, "value", self._values(batch))
 
     def learn(self, batches: Sequence[TreeBatch]) -> Metrics:
         """One update towards ``value_target``, a mean over the logical tokens in the loss."""
         normalizer = float(sum(batch.loss_tokens for batch in batches))
-
-        def compute(waiting: TreeBatch, share: float) -> TermsLossOutput:
-            batch = waiting.to(self.model.device)
-            assert batch.path_target is not None
-            value, at = self._values(batch), batch.path_target
-            out = value_loss(
-                value[at],
-                batch.columns["value_target"],
-                normalizer=normalizer,
-                old_value=batch.columns["value"][at],
-                clip=self.clip,
-                mask=batch.loss_mask[at],
-            )
-            out.loss.backward()
-            return TermsLossOutput(out.loss.detach(), out.metrics, {"critic": out.loss.detach()})
-
-        metrics = self.trainer.update(batches, compute)
+        for batch in batches:
+            self.trainer.accumulate(partial(self._backward, batch, normalizer))
+        metrics = self.trainer.optim_step()
         return {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
+
+    def _backward(self, waiting: TreeBatch, normalizer: float) -> TermsLossOutput:
+        batch = waiting.to(self.model.device)
+        assert batch.path_target is not None
+        value, at = self._values(batch), batch.path_target
+        out = value_loss(
+            value[at],
+            batch.columns["value_target"],
+            normalizer=normalizer,
+            old_value=batch.columns["value"][at],
+            clip=self.clip,
+            mask=batch.loss_mask[at],
+        )
+        out.loss.backward()
+        return TermsLossOutput(out.loss.detach(), out.metrics, {"critic": out.loss.detach()})
 
     def _values(self, batch: TreeBatch) -> Tensor:  # [M]
         hidden = decode(self.model, batch).hidden

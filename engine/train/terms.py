@@ -28,20 +28,20 @@ Pairing = Callable[[TokenTree], Sequence[tuple[int, int]]]
 
 
 class LossTerm(Protocol):
-    """What the trainer needs of a term."""
+    """The interface of a loss term to the trainer."""
 
     @property
     def name(self) -> str:
-        """Of its metrics; "actor" leaves these as they are called."""
+        """The prefix of its metrics; "actor" keeps their names."""
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
-        """Note on the trees what the term sees of them, before they are packed."""
+        """Write the term's selection into columns of the trees, before they are packed."""
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
-        """What its sum over rollouts and ``given`` responses is divided by; 0: there is nothing it sees."""
+        """The divisor of its sum over rollouts and ``given`` responses; 0: the term sees no token."""
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term | LogprobTerm:
-        """The term of a batch, on its device; ``on_policy``: its weights are those that sampled, the ratio is 1."""
+        """The term of a batch, on its device; ``on_policy``: the policy that sampled is the current one, ratio 1."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TokenTerm:
         return float(leaves * (self.length_limit if aggregation == "seq_mean_token_sum_norm" else 1))
 
     def _lengths(self, tree: TokenTree) -> Array:  # [L]
-        """Tokens of each leaf that it sees; -1 of a leaf it does not see."""
+        """Tokens of each leaf that the term sees; -1 for a leaf that it does not see."""
         for per in ("leaf", "token"):
             name = f"select_{per}/{self.name}"
             if self.select is not None and name in tree.columns:
@@ -98,11 +98,16 @@ class TokenTerm:
         return tree.loss_length if self.select is None else np.full(tree.num_leaves, -1)
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term:
-        old: Literal["behaviour"] | None = None if on_policy else "behaviour"
+        old = None if on_policy else self._compared_with(batch)
         select = None if self.select is None else self.name
-        return Term(
-            batch.fields(self.objective, old_logprob=old, select=select), self.objective, normalizer, weight, self.name
-        )
+        fields = batch.fields(self.objective, old_logprob=old, select=select)
+        return Term(fields, self.objective, normalizer, weight, self.name)
+
+    def _compared_with(self, batch: TreeBatch) -> Literal["behaviour", "proximal"]:
+        """The column of old log-probs: the proximal policy's if it was scored, unless the objective is defined against
+        the sampler."""
+        scored = any("proximal_logprob" in tree.columns for tree in batch.trees)
+        return "proximal" if scored and not self.objective.weighs_by_sampler else "behaviour"
 
 
 @dataclass(frozen=True)

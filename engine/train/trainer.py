@@ -1,10 +1,18 @@
-"""One optimiser step on packed trees. It executes TreeBatches and knows nothing of algorithms."""
+"""Updates of a model on packed trees: the trainer executes loss terms and knows nothing of algorithms.
+
+The caller's loop is::
+
+    for batch in batches:
+        trainer.forward_backward(batch, terms, tokens, temperature=1.0, on_policy=True)
+    metrics = trainer.optim_step()
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,41 +26,81 @@ from ..data.batch import TreeBatch
 from ..data.device import fetch, to_device
 from ..errors import RunError, UserError
 from ..model.loss import backward, with_plan
-from ..settings import TrainerConfig
+from .config import TrainerConfig
 from .phases import MODEL, OPTIMIZER, Phases
 from .terms import LossTerm
 
 Metrics = dict[str, tuple[float, float]]
-"""``{name: (sum, count)}``, to be added up and divided once."""
+"""``{name: (sum, count)}``; the caller adds them up and divides once."""
 
 
 class Weighted(NamedTuple):
-    """A term in one update."""
+    """A loss term in one update."""
 
     term: LossTerm
-    normalizer: float
+    normalizer: float  # of the whole update, all micro-batches and ranks
     weight: float = 1.0
 
 
+@dataclass
+class _Pending:
+    """What the micro-batches of an unfinished update add up to."""
+
+    loss: Tensor  # [] fp64
+    finite: Tensor  # [] int64, micro-batches of finite loss
+    sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    head_flop: list[float] = field(default_factory=list)
+    batches: int = 0
+    single_term: bool | None = None  # None: not of loss terms
+
+    @classmethod
+    def none(cls, device: torch.device) -> _Pending:
+        return cls(
+            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        )
+
+    def add(self, out: TermsLossOutput) -> None:
+        self.batches += 1
+        self.loss += out.loss
+        self.finite += torch.isfinite(out.loss)
+        for name, (value, count) in out.metrics.items():
+            before = self.sums.get(name)
+            self.sums[name] = (value, count) if before is None else (before[0] + value, before[1] + count)
+
+
+def _identity(values: list[Tensor]) -> list[Tensor]:
+    return values
+
+
 class Trainer:
-    """AdamW on fp32 master weights.
+    """AdamW on fp32 master weights: `forward_backward` sums gradients over micro-batches, `optim_step` applies them.
 
     Where the model computes in fp32 the master weights *are* its parameters, the very tensors the rollout engine reads;
     a bf16 model gets fp32 copies, into which its gradients are added after every micro-batch, and is rounded from them.
-    That of the head's weight is summed in fp32 and never rounded.
+    The gradient of the head's weight is summed in fp32 and never rounded.
 
     Args:
-        phases: told what an update is at.
+        model: computes on the device it lies on.
+        config: of the optimiser.
+        phases: records which part of an update the device computes when.
+        reduce: sums tensors over all ranks, in place; the identity on one rank.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, phases: Phases | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        phases: Phases | None = None,
+        reduce: Callable[[list[Tensor]], list[Tensor]] = _identity,
+    ) -> None:
         self.model = model
         self.config = config
         self.phases = phases
         self.lr_scale = 1.0  # multiplies the learning rate: for schedules
         self.updates = 0  # optimiser steps taken
         self.bad_steps = 0  # non-finite ones since the last good one
-        self._gradient_share = 1.0  # of the rows that the last step computed, for the next plan
+        self._reduce = reduce
+        self._gradient_share = 1.0  # of the rows that the last update computed, for the next plan
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for _, p in self._named]
         self._device = self._masters[0].device
@@ -61,90 +109,90 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
+        self._pending = _Pending.none(self._device)
 
-    def step(
+    def forward_backward(
         self,
-        batches: Sequence[TreeBatch],
+        batch: TreeBatch,
         terms: Sequence[Weighted],
+        tokens: int,
         *,
         temperature: float,
         on_policy: bool,
-    ) -> Metrics:
-        """Forward and backward of every batch, then one update; a non-finite loss or gradient skips the update.
+    ) -> None:
+        """Add the gradients of one micro-batch to those of the update.
 
         Args:
-            batches: in the host's memory; each is planned there and moved to the model's device for its turn.
-            terms: the summands of the loss, with the normaliser and the weight each has in this update.
+            batch: in the host's memory; it is planned there and moved to the model's device.
+            terms: the summands of the loss, with the weight and the normaliser that each has in the whole update.
+            tokens: logical tokens of the whole update, of which the batch has its share.
             on_policy: the weights are those that sampled, so the ratio is 1 and no old log-probs are needed; otherwise
-                they are the sampler's.
+                the old log-probs are the sampler's.
 
         Raises:
             ValueError: off policy, a token in the loss has no log-prob from the sampler.
-            RunError: `max_bad_steps` updates in a row were not finite.
         """
 
-        flop: list[float] = []
-
-        def compute(waiting: TreeBatch, share: float) -> TermsLossOutput:
-            on_batch = [t.term.on(waiting, t.normalizer, on_policy, t.weight) for t in terms]
-            planned = with_plan(self.model, waiting, on_batch, gradient_share=self._gradient_share)
+        def compute() -> TermsLossOutput:
+            on_batch = [t.term.on(batch, t.normalizer, on_policy, t.weight) for t in terms]
+            planned = with_plan(self.model, batch, on_batch, gradient_share=self._gradient_share)
             plans = [planned.plan, *(piece.plan for piece in planned.pieces)]
-            flop.extend(plan.flop() for plan in plans if plan is not None)
+            self._pending.head_flop.extend(plan.flop() for plan in plans if plan is not None)
             return backward(
                 self.model,
                 planned.to(self._device),
                 to_device(on_batch, self._device),
                 temperature=temperature,
-                router_share=share,
+                router_share=sum(tree.logical_tokens for tree in batch.trees) / tokens,
                 after_each=self._gather_gradients,
                 head_grad=self._head_grad,
             )
 
-        metrics = self.update(batches, compute)
-        if len(terms) == 1 and "actor/pg_clipfrac" in metrics and self._device.type == "cpu":
-            clipped, computed = metrics["actor/pg_clipfrac"][0], metrics["actor/ppo_kl"][1]
-            self._gradient_share = 1 - clipped / max(computed, clipped, 1)
-        metrics["perf/head_tflop"] = (sum(flop) / 1e12, 1)
-        return metrics
+        self._pending.single_term = len(terms) == 1
+        self.accumulate(compute)
 
-    def update(self, batches: Sequence[TreeBatch], compute: Callable[[TreeBatch, float], TermsLossOutput]) -> Metrics:
-        """One optimiser step on the gradients that ``compute`` leaves, called with each batch and its share of tokens.
+    def accumulate(self, compute: Callable[[], TermsLossOutput]) -> None:
+        """Add the gradients that ``compute`` leaves on the parameters, and its loss and metrics, to the update."""
+        if self._pending.batches == 0:
+            self._enter(MODEL)
+            self.model.train()
+        try:
+            with nullcontext() if self.phases is None else self.phases.following(self.model):
+                out = compute()
+        except BaseException:
+            self._enter(None)
+            raise
+        self._enter(MODEL)
+        self._gather_gradients()
+        self._pending.add(out)
+
+    def optim_step(self) -> Metrics:
+        """Apply the gradients of the micro-batches since the last call, unless the loss or a gradient is not finite.
 
         The host waits for the device once, when it fetches the metrics.
+
+        Returns:
+            sums and counts over all micro-batches and ranks.
 
         Raises:
             RunError: `max_bad_steps` updates in a row were not finite.
         """
-        self._enter(MODEL)
+        pending, self._pending = self._pending, _Pending.none(self._device)
+        self._enter(OPTIMIZER)
         try:
-            return self._update(batches, compute)
+            return self._step(pending)
         finally:
             self._enter(None)
 
-    def _update(self, batches: Sequence[TreeBatch], compute: Callable[[TreeBatch, float], TermsLossOutput]) -> Metrics:
-        self.model.train()
-        sums: dict[str, tuple[Tensor, Tensor]] = {}
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        whole = torch.zeros((), dtype=torch.int64, device=self._device)  # micro-batches of finite loss
-        tokens = [sum(tree.logical_tokens for tree in batch.trees) for batch in batches]
-        for waiting, held in zip(batches, tokens, strict=True):
-            with nullcontext() if self.phases is None else self.phases.following(self.model):
-                out = compute(waiting, held / sum(tokens))
-            self._enter(MODEL)
-            self._gather_gradients()
-            total += out.loss
-            whole += torch.isfinite(out.loss)
-            for name, (value, count) in out.metrics.items():
-                before = sums.get(name)
-                sums[name] = (value, count) if before is None else (before[0] + value, before[1] + count)
-        self._enter(OPTIMIZER)
+    def _step(self, pending: _Pending) -> Metrics:
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
         lr = self._lr()
         self._enter(OPTIMIZER)  # again: `met` ties the last thing before the wait to the host's time
-        found, length, finite, *numbers = fetch([total, norm, whole, *(v for pair in sums.values() for v in pair)])
+        values = self._reduce([pending.loss, pending.finite, *(v for pair in pending.sums.values() for v in pair)])
+        found, length, finite, *numbers = fetch([values[0], norm, *values[1:]])
         if self.phases is not None:
             self.phases.met()
-        metrics: Metrics = dict(zip(sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+        metrics: Metrics = dict(zip(pending.sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
         applied = math.isfinite(found) and math.isfinite(length)
         if applied:
             self._apply()
@@ -161,11 +209,22 @@ class Trainer:
         if applied:
             metrics["actor/grad_norm"] = (length, 1)
         else:
-            metrics["actor/nonfinite_micro_batches"] = (len(batches) - finite, 1)
+            metrics["actor/nonfinite_micro_batches"] = (pending.batches - finite, 1)
+        if pending.single_term is None:
+            return metrics
+        if pending.single_term and "actor/pg_clipfrac" in metrics and self._device.type == "cpu":
+            clipped, computed = metrics["actor/pg_clipfrac"][0], metrics["actor/ppo_kl"][1]
+            self._gradient_share = 1 - clipped / max(computed, clipped, 1)
+        metrics["perf/head_tflop"] = (sum(pending.head_flop) / 1e12, 1)
         return metrics
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the model's parameters by name, as a sampler loads them."""
+        return dict(self.model.named_parameters())
+
     def drop_gradients(self) -> None:
-        """What an update that was broken off has left."""
+        """Forget the micro-batches since the last `optim_step`: an update was broken off."""
+        self._pending = _Pending.none(self._device)
         self._optimizer.zero_grad(set_to_none=True)
         for _, parameter in self._named:
             parameter.grad = None

@@ -1,14 +1,15 @@
-"""The definition in plain PyTorch, operator by operator as the decoders of Transformers have it."""
+"""The definition in plain PyTorch, operator by operator like the decoders of Transformers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree_decode import reference as attention
+from ..tree_decode.schedule import Nodes, Work
 
 if TYPE_CHECKING:
     from .api import Decoder, LayerWeights
@@ -39,20 +40,20 @@ def rotate_and_store(
 
 
 def decoder(
-    of: Decoder,
+    model: Decoder,
     input_ids: Tensor,  # [N] int32
     cos: Tensor,  # [T, D]
     sin: Tensor,  # [T, D]
     turns: Tensor | None,  # [N] int32
     slots: Tensor,  # [N] int32
-    nodes: tuple[Tensor, ...],  # of the plan, in its order
+    nodes: Nodes,
 ) -> Tensor:  # [N, H]
-    residual = F.embedding(input_ids, of.embedding)
+    residual = F.embedding(input_ids, model.embedding)
     if turns is not None:
         cos, sin = cos[turns], sin[turns]
-    for w, (k_pages, v_pages), window in zip(of.layers, of.pages, of.windows, strict=True):
-        _layer(residual, w, cos, sin, slots.long(), k_pages, v_pages, nodes, of.eps, of.scale, window)
-    return _rms_norm(residual, of.norm, of.eps)
+    for w, (k_pages, v_pages), window in zip(model.layers, model.pages, model.windows, strict=True):
+        _layer(residual, w, cos, sin, slots.long(), k_pages, v_pages, nodes, model.eps, model.scale, window)
+    return _rms_norm(residual, model.norm, model.eps)
 
 
 def _layer(
@@ -63,7 +64,7 @@ def _layer(
     slots: Tensor,  # [N] int64
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    nodes: tuple[Tensor, ...],  # of the plan, in its order
+    nodes: Nodes,
     eps: float,
     scale: float,
     window: int | None,
@@ -74,8 +75,7 @@ def _layer(
         F.linear(x, weight, bias).view(N, -1, D) for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
     )
     rotate_and_store(q, k, v, w.q_norm, w.k_norm, eps, cos, sin, slots, k_pages, v_pages)
-    tail: tuple[Any, ...] = *nodes, None, None, 0, scale, window, None
-    seen, _ = attention.tree_decode(q, k_pages, v_pages, *tail)
+    seen, _ = attention.tree_decode(q, k_pages, v_pages, nodes, Work(None, None, 0), scale, window, None)
     x = add_rms_norm(residual, F.linear(seen.flatten(1), w.o, w.o_bias), w.mlp_norm, eps)
     residual += F.linear(F.silu(F.linear(x, w.gate)) * F.linear(x, w.up), w.down)
 

@@ -1,37 +1,34 @@
 """The custom ops ``rolltree::rms_norm``, ``rotate`` and ``silu_mul``: fakes, autograd, choice of the backend.
 
-Saved for the backward pass are the inputs, and of a norm one number a row: what the modules of Transformers save
-beside, rows of the inputs' size, is computed again.
+The backward pass saves the inputs, and of a norm one number a row. Further rows of the inputs' size that Transformers'
+modules save are computed again.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, reference
+from . import reference
 
-
-def _triton() -> ModuleType:
-    from . import triton  # optional dependency
-
-    return triton
-
-
-_BACKENDS: Mapping[str, Callable[[], ModuleType]] = {
-    "triton": _triton,
-    "cpu": lambda: cpu,
+OPS = ("rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward")
+_CPU = SimpleNamespace(**{name: dispatch.compiled_op("cpu", name) for name in OPS})  # csrc/cpu/layer_ops.cpp, silu_mul
+_BACKENDS: Mapping[str, Callable[[], Any]] = {
+    "triton": lambda: importlib.import_module(".triton", __package__),  # optional dependency
+    "cpu": lambda: _CPU,
     "reference": lambda: reference,
 }
 _HALF = {name: _BACKENDS[name] for name in ("triton", "reference")}
 
 
 def _backend(op: str, x: Tensor) -> Any:
+    """Return the module or namespace that has `OPS`; their arguments are those of `reference`."""
     if x.dtype == torch.float64:  # the reference alone has it; it exists for gradient checks
         return reference
     return dispatch.choose(op, _BACKENDS if x.dtype == torch.float32 else _HALF, x.device)()
@@ -46,7 +43,7 @@ def rms_norm_op(
     weight: Tensor,  # [H]
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [..., H] and the factor of each row [N], in float32. No gradient flows from the latter."""
+    """Return out [..., H] and the factor of each row [N], in float32. No gradient flows from the latter."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out, factor = _backend("rms_norm", x).rms_norm(rows, weight.contiguous(), eps)
     return out.view(x.shape), factor
@@ -66,7 +63,7 @@ def rms_norm_backward_op(
     factor: Tensor,  # [N]
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x [..., H] and of weight [H], the latter empty where it is not needed."""
+    """Return the gradients of x [..., H] and of weight [H], the latter empty where it is not needed."""
     dy_rows, rows = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
     backend = _backend("rms_norm", x)
     dx, dweight = backend.rms_norm_backward(dy_rows, rows, weight.contiguous(), factor, need_weight)
@@ -80,7 +77,7 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, factor: Tensor, need_weight: bool) 
 
 def _setup_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _ = inputs
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -91,7 +88,7 @@ def _rms_norm_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | N
         return None, None, None
     x, weight, factor = ctx.saved_tensors
     need_weight = ctx.needs_input_grad[1]
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         dx, dweight = rms_norm_backward_op(dy, x, weight, factor, need_weight)
     return dx, dweight if need_weight else None, None
 
@@ -109,7 +106,7 @@ def rotate_op(
     cos: Tensor,  # [B or 1, T, D]
     sin: Tensor,  # [B or 1, T, D]
 ) -> tuple[Tensor, Tensor]:
-    """Returns q and k turned, in memory as `torch.empty_like` lays them out."""
+    """Return q and k rotated, in the memory layout of `torch.empty_like`."""
     return _rotated(q, k, cos, sin, back=False)
 
 
@@ -120,7 +117,7 @@ def rotate_backward_op(
     cos: Tensor,  # [B or 1, T, D]
     sin: Tensor,  # [B or 1, T, D]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of q and k."""
+    """Return the gradients of q and k."""
     return _rotated(dq, dk, cos, sin, back=True)
 
 
@@ -132,8 +129,8 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
     q, k = _last_contiguous(q), _last_contiguous(k)
-    found: tuple[Tensor, Tensor] = _backend("rotate", q).rotate(q, k, cos.contiguous(), sin.contiguous(), back)
-    return found
+    out: tuple[Tensor, Tensor] = _backend("rotate", q).rotate(q, k, cos.contiguous(), sin.contiguous(), back)
+    return out
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -141,12 +138,12 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(*inputs[2:])
 
 
 def _rotate_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         return *rotate_backward_op(dq, dk, *ctx.saved_tensors), None, None
 
 
@@ -154,7 +151,7 @@ rotate_op.register_autograd(_rotate_backward, setup_context=_setup_rotate)
 
 
 def _rotate_again(ctx: Any, ddq: Tensor, ddk: Tensor) -> tuple[Tensor | None, ...]:
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         return *rotate_op(ddq, ddk, *ctx.saved_tensors), None, None
 
 
@@ -183,11 +180,11 @@ def silu_mul_backward_op(
     gate: Tensor,  # [...]
     up: Tensor,  # [...]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up."""
-    found: tuple[Tensor, Tensor] = _backend("silu_mul", gate).silu_mul_backward(
+    """Return the gradients of gate and up."""
+    gradients: tuple[Tensor, Tensor] = _backend("silu_mul", gate).silu_mul_backward(
         dy.contiguous(), gate.contiguous(), up.contiguous()
     )
-    return found
+    return gradients
 
 
 @silu_mul_backward_op.register_fake
@@ -196,12 +193,12 @@ def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _setup_silu_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(*inputs)
 
 
 def _silu_mul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         return silu_mul_backward_op(dy, *ctx.saved_tensors)
 
 

@@ -3,72 +3,77 @@
 A chunk is one GEMM into a tile of fp32 logits, then a *row kernel* that reads the tile once:
 
 * forward: log-sum-exp, entropy, sum of squared probabilities and the logits at the targets;
-* backward: the GEMM again, then the gradient of the logits over them, then two GEMMs (2 + 6 f NHV FLOP in all, where f
-  is the share of rows that have a gradient: a CPU leaves the others out, while a GPU would have to be waited for).
+* backward: the GEMM again, then the gradient of the logits, written over them, then two GEMMs (2 + 6 f NHV FLOP in all,
+  where f is the share of rows that have a gradient: a CPU leaves the others out; on a GPU that would take a wait).
 
-Row kernels come as twins with one signature (`triton`, `cpu`, `cuda`; see `RowKernels`), so the loop is tested where
-there is no GPU. Per chunk the tile costs 4 C V bytes written by the GEMM and read once (twice and written once in the
-backward), and the fp32 weight gradient is read and written once: chunks are as large as the byte budget allows.
+All backends' row kernels have one signature (`RowKernels`), so the loop is tested where there is no GPU. Per chunk the
+tile costs 4 C V bytes written by the GEMM and read once (twice and written once in the backward), and the fp32 weight
+gradient is read and written once: chunks are as large as the byte budget allows.
 
 A vocabulary no wider than the hidden state (toy models) makes the GEMM cheap to keep instead: then the forward returns
 the logits, which take no more memory than ``hidden`` in fp32, and the backward does not recompute them.
 
-Several targets of one row: targets come grouped by row (CSR), the softmax part of the gradient is done once per row.
+Several targets of one row: targets are grouped by row (CSR), and the softmax part of the gradient is computed once per
+row.
 
 Precision: logits stay in fp32, the weight gradient is summed in fp32. fp32 cannot hold the log-sum-exp of large logits
-to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps what rounding took from it (``correction``).
+to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps its rounding error (``correction``).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from . import frozen
 from .head import Head, HeadGradient
 from .targets import Targets
 
 
+class RowInputs(NamedTuple):
+    """Logits of C rows, and the targets that are scored in them."""
+
+    logits: Tensor  # [C, V] fp32 (or fp64; a caller's own also bf16, fp16), without bias
+    bias: Tensor  # [V] or [0], in the accumulation dtype like temperature
+    temperature: Tensor  # [C], any stride
+    softcap: float  # 0: none
+    start: Tensor  # [C + 1] int64: the targets of row i are start[i] .. start[i + 1]
+    target: Tensor  # [M] int64; only those of these rows are read
+
+
 class RowKernels(Protocol):
-    """What a backend supplies. Optional inputs and outputs are empty tensors where absent."""
+    """Kernels of a backend that read a tile of logits once. Absent inputs and outputs are empty tensors.
+
+    ``reference`` defines ``statistics(rows, logprob, logsumexp, correction, entropy, sum_p2)``, which fills the tensors
+    after ``rows``, and ``gradient(rows, logsumexp, correction, grad_logprob, constant, per_log, per_p, out)``, which
+    fills ``out``.
+    """
 
     ROW_MULTIPLE: int  # elements; see `new_tiles`
+    statistics: Callable[..., None]
+    gradient: Callable[..., None]
 
-    def statistics(
-        self,
-        logits: Tensor,  # [C, V] fp32 (or fp64): u without bias
-        bias: Tensor,  # [V] or [0], like logits
-        temperature: Tensor,  # [C] (any stride), like logits
-        softcap: float,  # 0: none
-        start: Tensor,  # [C + 1] int64: targets of each row
-        target: Tensor,  # [M] int64
-        logprob: Tensor,  # [M], out: only the targets of these rows
-        logsumexp: Tensor,  # [C], out
-        correction: Tensor,  # [C], out: exact log-sum-exp minus `logsumexp`
-        entropy: Tensor,  # [C] or [0], out
-        sum_p2: Tensor,  # [C] or [0], out
-    ) -> None: ...
 
-    def gradient(
-        self,
-        logits: Tensor,  # [C, V] as above
-        bias: Tensor,
-        temperature: Tensor,
-        softcap: float,
-        start: Tensor,
-        target: Tensor,
-        logsumexp: Tensor,  # [C]
-        correction: Tensor,  # [C]
-        grad_logprob: Tensor,  # [M], in row order: a
-        constant: Tensor,  # [C]: c
-        per_log: Tensor,  # [C] or [0]: b
-        per_p: Tensor,  # [C] or [0]: q
-        out: Tensor,  # [C, V], out: may be `logits`, may have the operands' dtype
-    ) -> None:
-        """``dL/du_j = (sum_m a_m (1[j = y_m] - p_j) + p_j (c - b log p_j + q p_j)) dz/du``; see `coefficients`."""
-        ...
+@dataclass(frozen=True)
+class CompiledRowKernels:
+    """Row kernels of csrc/cpu/linear_logprob.cpp or csrc/cuda/linear_logprob.cu."""
+
+    statistics: Callable[..., None]
+    gradient: Callable[..., None]
+    ROW_MULTIPLE: int = 1  # rows of a tile lie end to end
+
+
+COMPILED = {
+    library: CompiledRowKernels(
+        dispatch.compiled_op(library, "logit_statistics"), dispatch.compiled_op(library, "logit_gradient")
+    )
+    for library in ("cpu", "cuda")
+}
 
 
 def forward(
@@ -82,7 +87,7 @@ def forward(
     want_sum_p2: bool,
     frozen_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.forward`."""
+    """Like `reference.forward`."""
     N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
     logprob = hidden.new_empty(len(targets.target), dtype=accumulator)
     logsumexp = hidden.new_empty(N, dtype=accumulator)
@@ -99,11 +104,11 @@ def forward(
     for c in chunks(N, C):
         logits = head.logits(hidden[c], kept[c] if len(kept) else tile[: c.stop - c.start])
         start = targets.start[c.start : c.stop + 1]
-        scaling = (head.bias, temperature[c], softcap, start, targets.target)
-        rows.statistics(logits, *scaling, logprob, logsumexp[c], correction[c], entropy[c], sum_p2[c])
+        inputs = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
+        rows.statistics(inputs, logprob, logsumexp[c], correction[c], entropy[c], sum_p2[c])
         if frozen_head:
             d_logits = d_tile[: c.stop - c.start]
-            rows.gradient(logits, *scaling, logsumexp[c], correction[c], towards, constant[c], none, none, d_logits)
+            rows.gradient(inputs, logsumexp[c], correction[c], towards, constant[c], none, none, d_logits)
             head.to_hidden(d_logits, direction[c])
     return logprob, logsumexp, correction, entropy, sum_p2, direction if frozen_head else kept
 
@@ -127,13 +132,13 @@ def backward(
     need_hidden: bool,
     need: HeadGradient,
 ) -> Tensor:
-    """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
+    """Return the gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
     N, V = len(hidden), len(head.weight)
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
 
-    counted = hidden.device.type == "cpu"  # any other device would have to be waited for
-    alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if counted else None
+    on_cpu = hidden.device.type == "cpu"  # any other device would have to be waited for
+    alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if on_cpu else None
     of_alive = d_hidden
     if alive is not None:
         targets, place = targets.of_rows(alive)
@@ -148,22 +153,11 @@ def backward(
     tile, d_tile = new_tiles(rows, head, C)
     for c in chunks(N, C):
         n = c.stop - c.start
-        d_logits = d_tile[:n]
-        rows.gradient(
-            kept[c] if len(kept) else head.logits(hidden[c], tile[:n]),
-            head.bias,
-            temperature[c],
-            softcap,
-            targets.start[c.start : c.stop + 1],
-            targets.target,
-            logsumexp[c],
-            correction[c],
-            grad_logprob,
-            constant[c],
-            per_log[c],
-            per_p[c],
-            d_logits,
-        )
+        d_logits, start = d_tile[:n], targets.start[c.start : c.stop + 1]
+        logits = kept[c] if len(kept) else head.logits(hidden[c], tile[:n])
+        inputs = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
+        coefficient = constant[c], per_log[c], per_p[c]
+        rows.gradient(inputs, logsumexp[c], correction[c], grad_logprob, *coefficient, d_logits)
         if need_hidden:
             head.to_hidden(d_logits, of_alive[c])
         need.add(d_logits, hidden[c])
@@ -173,9 +167,10 @@ def backward(
 
 
 def new_tiles(rows: RowKernels, head: Head, C: int) -> tuple[Tensor, Tensor]:
-    """Tiles ``[C, V]`` for logits, in the accumulation dtype, and for their gradient, in the operands': maybe one.
+    """Return tiles ``[C, V]`` for logits, in the accumulation dtype, and for their gradient, in the operands'.
 
-    Rows begin at multiples of what the row kernels ask for, so an odd V has strides that these and GEMMs like.
+    They are one tensor where the dtypes are the same. Rows begin at multiples of ``rows.ROW_MULTIPLE`` elements, so an
+    odd V has strides that row kernels and GEMMs prefer.
     """
     V = len(head.weight)
     stride = -(-V // rows.ROW_MULTIPLE) * rows.ROW_MULTIPLE
@@ -190,30 +185,24 @@ def rows_with_gradient(
     per_log: Tensor,  # [N] or [0]
     per_p: Tensor,  # [N] or [0]
 ) -> Tensor | None:
-    """Rows ``[K] int64`` of which some gradient is not zero; None where too few could be left out to gain.
+    """Return rows ``[K] int64`` with a gradient that is not zero; None if leaving out the others would not pay.
 
     Waits for the device.
     """
-    alive = has_gradient(targets, grad_logprob, constant, per_log, per_p)
-    rows = alive.nonzero().flatten()
-    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
-
-
-def has_gradient(targets: Targets, grad_logprob: Tensor, constant: Tensor, per_log: Tensor, per_p: Tensor) -> Tensor:
-    """``[N] bool``: rows of which some gradient is not zero."""
     alive = constant != 0
     for t in (per_log, per_p):
         alive = alive | (t != 0) if len(t) else alive
     if targets.one_a_row:
         alive = alive | (grad_logprob != 0)
     else:
-        some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
-        alive = alive | (some[targets.start[1:]] > some[targets.start[:-1]])
-    return alive
+        before = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
+        alive = alive | (before[targets.start[1:]] > before[targets.start[:-1]])
+    rows = alive.nonzero().flatten()
+    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
 
 
 WORTH_SELECTING = 0.95
-"""Below this share of rows, leaving the others out saves more than gathering costs."""
+"""Below this share of rows, leaving the others out saves more time than gathering costs."""
 
 
 def coefficients(
@@ -223,9 +212,10 @@ def coefficients(
     grad_entropy: Tensor,
     grad_sum_p2: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``c, b, q`` of the softmax part ``p (c - b log p + q p)`` of the gradient.
+    """Return ``c, b, q`` of the softmax part ``p (c - b log p + q p)`` of the gradient.
 
-    From dlse = p, dH = -p (log p + H) and dsum_p2 = 2 p (p - sum_p2). A gradient of zero leaves NaN rows out of it.
+    From dlse = p, dH = -p (log p + H) and dsum_p2 = 2 p (p - sum_p2). Where a gradient is zero, NaN in a row does not
+    reach the result.
     """
     constant = grad_logsumexp
     if len(grad_entropy):
@@ -236,16 +226,16 @@ def coefficients(
 
 
 def kept_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-    """Shape of the logits the forward keeps for the backward; (0, 0): none."""
+    """Return the shape of the logits that the forward keeps for the backward; (0, 0): none."""
     return (hidden.shape[0], weight.shape[0]) if weight.shape[0] <= weight.shape[1] else (0, 0)
 
 
 def chunk_rows(N: int, V: int, device: torch.device) -> int:
-    """Rows of a chunk: as many as the byte budget of the tile allows, near-equal over the chunks.
+    """Return the rows of a chunk: as many as the byte budget of the tile allows, near-equal over the chunks.
 
     The weight gradient moves 8 V H bytes per chunk of C rows against 2 C V H FLOP, so C / 4 FLOP a byte: a GPU needs
-    2048 rows to keep that hidden, a CPU 256 and rather 1024. On a CPU a tile that stays in the cache is better than a
-    larger one. Multiples of 128 rows, as GEMMs like them.
+    2048 rows to hide that, a CPU 256 and preferably 1024. On a CPU a tile that stays in the cache is better than a
+    larger one. Multiples of 128 rows suit GEMMs.
     """
     on_gpu = max(2048, 2**28 // V)  # 1 GiB
     on_cpu = max(256, min(2**25 // V, max(1024, 2**18 // V)))  # 1 MiB where that is 1024 rows, at most 128 MiB
@@ -256,4 +246,5 @@ def chunk_rows(N: int, V: int, device: torch.device) -> int:
 
 
 def chunks(N: int, size: int) -> list[slice]:
+    """Return the slices of N rows in chunks of ``size``."""
     return [slice(i, min(i + size, N)) for i in range(0, N, max(size, 1))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..checks import Arguments
-from . import chunked, cpu, cuda, cute, frozen, reference
+from . import chunked, frozen, reference
 from .head import Head, HeadGradient, HeadLora
 from .targets import group_by_row
 
@@ -30,23 +30,22 @@ def linear_logprob_op(
     want_entropy: bool,
     want_sum_p2: bool,
     frozen_head: bool,
-    weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
+    weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of returning it
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(logprob [M], logsumexp [N], correction [N], entropy, sum_p2, kept)``; kept is what the backward reuses:
-    the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow vocabulary, or nothing.
+    """Return ``(logprob [M], logsumexp [N], correction [N], entropy, sum_p2, kept)``.
+
+    ``kept`` is what the backward reuses: the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow
+    vocabulary, or nothing.
     """
     check_values("linear_logprob", hidden, target, row, temperature, len(weight))
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     backend = backend_of("linear_logprob", hidden)
     targets = group_by_row(target, row, len(hidden))
-    given = (hidden, head, targets, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
-    if backend in ("reference", "cute"):
-        of = (reference if backend == "reference" else cute).forward(*given)
-    else:
-        of = chunked.forward(row_kernels(backend), *given)
-    if targets.order is None:
-        return of
-    return torch.empty_like(of[0]).index_copy_(0, targets.order, of[0]), *of[1:]
+    run = reference.forward if backend == "reference" else functools.partial(chunked.forward, row_kernels(backend))
+    logprob, *rest = run(hidden, head, targets, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
+    if targets.order is not None:
+        logprob = torch.empty_like(logprob).index_copy_(0, targets.order, logprob)
+    return logprob, *rest  # type: ignore[return-value]
 
 
 def check_values(
@@ -57,7 +56,7 @@ def check_values(
     temperature: Tensor,  # [N]
     vocabulary: int,
 ) -> None:
-    """Targets that exist, at temperatures that make sense; on a GPU a target out of range scores NaN instead."""
+    """Check that targets exist and temperatures are positive. On a GPU a target out of range scores NaN instead."""
     check = Arguments(op, "rows", rows)
     remedy = "mask or leave out targets that are not to be scored"
     if target.device.type == "cpu":
@@ -114,7 +113,8 @@ def linear_logprob_backward_op(
     need_lora: bool,
     weight_grad: Tensor | None,  # [V, H]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight, bias and the adapter's a and b; empty where not needed, or added to weight_grad."""
+    """Return the gradients of hidden, weight, bias and the adapter's a and b; empty where not needed or added to
+    weight_grad."""
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     need = HeadGradient(head, need_weight, need_bias, need_lora, weight_grad if need_weight else None)
     absent = temperature.new_empty(0)
@@ -126,7 +126,7 @@ def linear_logprob_backward_op(
         d_hidden = frozen.backward(head, targets, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
     else:
         backend = backend_of("linear_logprob", hidden)
-        given = (
+        arguments = (
             hidden,
             head,
             targets,
@@ -145,9 +145,9 @@ def linear_logprob_backward_op(
             need,
         )
         if backend == "reference":
-            d_hidden = reference.backward(*given)
+            d_hidden = reference.backward(*arguments)
         else:
-            d_hidden = chunked.backward(row_kernels(backend), *given)
+            d_hidden = chunked.backward(row_kernels(backend), *arguments)
     dtype = weight.dtype
     d_weight, *d_others = need.results()
     d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight
@@ -176,7 +176,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, *rest = inputs
     _, _, ctx.frozen_head, ctx.weight_grad = rest
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(hidden, weight, bias, a, b, target, row, temperature, *output)
     ctx.mark_non_differentiable(output[2], output[5])
     ctx.set_materialize_grads(False)
@@ -187,13 +187,13 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
     logprob, logsumexp, correction, entropy, sum_p2, kept = output
     grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = upstream
     need = list(ctx.needs_input_grad[:5])
-    need[3] = need[4] = need[3] or need[4]  # the adapter's two come together
+    need[3] = need[4] = need[3] or need[4]  # the adapter's two gradients come together
     grads = grad_logprob, grad_logsumexp, grad_entropy if len(entropy) else None, grad_sum_p2 if len(sum_p2) else None
     head = hidden, weight, bias, lora_a, lora_b, ctx.lora_scale
-    found = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
-    with dispatch.again(ctx.backend):
+    statistics = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
+    with dispatch.restored_backend(ctx.backend):
         gradients = linear_logprob_backward_op(
-            *head, target, row, temperature, ctx.softcap, *found, *grads, *need[:4], ctx.weight_grad
+            *head, target, row, temperature, ctx.softcap, *statistics, *grads, *need[:4], ctx.weight_grad
         )
     need[1] = need[1] and ctx.weight_grad is None
     return *(g if needed else None for g, needed in zip(gradients, need, strict=True)), *(None,) * 9
@@ -202,28 +202,16 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
 linear_logprob_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-WITH_CUTE = ("linear_logprob", "linear_policy_loss")
-"""Ops that backend cute has products for."""
-
-
 def row_kernels(backend: str) -> chunked.RowKernels:
-    """The row kernels of a backend; those that backend cute, which has none, leaves what it does not take to."""
-    if backend == "cute":
-        return cute.portable()
+    """Return the row kernels of ``backend``."""
     if backend == "triton":
-        from . import triton  # not at the top: triton need not be installed
+        from . import triton  # optional dependency
 
         return triton
-    return {"cpu": cpu, "cuda": cuda, "reference": reference}[backend]
+    return reference if backend == "reference" else chunked.COMPILED[backend]
 
 
 def backend_of(op: str, values: Tensor) -> str:
-    """Name of the backend that runs ``op`` on ``values``; fp64, for checking gradients, is not served by a GPU's."""
+    """Return the name of the backend that runs ``op`` on ``values``; a GPU's backends do not take fp64."""
     names = ("cpu", "reference") if values.dtype == torch.float64 else ("triton", "cuda", "cpu", "reference")
-    if op in WITH_CUTE and values.dtype != torch.float64:
-        names = ("cute", *names)
-
-    def named(name: str) -> Callable[[], str]:
-        return lambda: name
-
-    return dispatch.choose(op, {name: named(name) for name in names}, values.device)()
+    return dispatch.choose(op, {name: functools.partial(str, name) for name in names}, values.device)()

@@ -10,20 +10,23 @@ from torch import Tensor
 
 from .. import dispatch
 from ..checks import Arguments
-from . import cpu, cuda, reference
+from . import cuda, reference
 from .plan import DecodePlan
+from .schedule import Nodes, Work
+
+_compiled = dispatch.compiled_op("cpu", "tree_decode")
 
 
-def _triton(*args: Any) -> tuple[Tensor, Tensor]:
-    from . import triton  # optional dependency
-
-    return triton.tree_decode(*args)
+def _cpu(q: Tensor, k_pages: Tensor, v_pages: Tensor, nodes: Nodes, work: Work, *scoring: Any) -> tuple[Tensor, Tensor]:
+    """Like `reference.tree_decode` in csrc/cpu/tree_decode.cpp, which walks the nodes without items."""
+    found: tuple[Tensor, Tensor] = _compiled(q, k_pages, v_pages, nodes, *scoring)
+    return found
 
 
 _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "triton": _triton,
+    "triton": dispatch.imported(__package__, "triton", "tree_decode"),
     "cuda": cuda.tree_decode,
-    "cpu": cpu.tree_decode,
+    "cpu": _cpu,
     "reference": reference.tree_decode,
 }
 
@@ -47,39 +50,23 @@ def _decode(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
-    plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
+    """Return out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
+    nodes = Nodes(
+        page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position
+    )  # fmt: skip
     # Only the reference has float64; it exists for checks.
     if q.dtype == torch.float64:
         run = _BACKENDS["reference"]
     else:
         run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
-    return run(q, k_pages, v_pages, *plan, partial_begin, items, partials, scale, window, softcap)
+    return run(q, k_pages, v_pages, nodes, Work(partial_begin, items, partials), scale, window, softcap)
 
 
 tree_decode_op = torch.library.custom_op("rolltree::tree_decode_attention", _decode, mutates_args=())
 
 
 @tree_decode_op.register_fake
-def _(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_indptr: Tensor,
-    page_ids: Tensor,
-    node_offset: Tensor,
-    node_length: Tensor,
-    node_position: Tensor,
-    row_begin: Tensor,
-    row_end: Tensor,
-    query_position: Tensor,
-    partial_begin: Tensor | None,
-    items: Tensor | None,
-    partials: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
 
@@ -94,27 +81,27 @@ def tree_decode_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of query rows over the paged keys and values of their paths; shared nodes are read once.
+    """Compute attention of query rows over the paged keys and values of their paths; shared nodes are read once.
 
     Row i sees key x of node n iff ``row_begin[n] <= i < row_end[n]`` and ``position(x) <= query_position[i]``. So one
     call serves decoding rows and prefill chunks (several consecutive rows of one sequence) alike; the keys and values
-    of the rows' own tokens are already in the pages. A row's result does not depend on the other rows.
+    of the rows' own tokens are already in the pages. A row's result does not depend on the other rows. It has no
+    gradient.
 
     Args:
-        q: queries [N, Hq, D], last dimension contiguous.
+        q: queries [N, Hq, D], float32, bfloat16 or float16 (float64 runs on the reference), last dimension contiguous.
         k_pages: keys [P, page, Hkv, D] in q's dtype; Hkv a divisor of Hq.
         v_pages: values [P, page, Hkv, D], of the strides of the keys.
-        plan: nodes and rows; one made on a GPU is believed, others were looked at when they were made.
+        plan: nodes and rows. A plan made on a GPU is not checked; others were checked when they were made.
         scale: factor of the scores; ``D ** -0.5`` if None.
         window: keys with ``query_position[i] - position(x) >= window`` are hidden too.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
 
-    Returns:
-        out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores [N, Hq] in float32. A row that sees no
-        key gives 0 and -inf.
+    Returns: out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores [N, Hq] in float32. A row that sees
+        no key gives 0 and -inf.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit together.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit together.
     """
     check = Arguments("tree_decode_attention", "q", q)
     _check(check, q, k_pages, v_pages, plan)
@@ -123,11 +110,11 @@ def tree_decode_attention(
     scale = float(q.shape[-1] ** -0.5 if scale is None else check.number("scale", scale))
     # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small step.
     op: Callable[..., tuple[Tensor, Tensor]] = tree_decode_op if torch.compiler.is_compiling() else _decode
-    schedule: tuple[Tensor | None, Tensor | None, int] = None, None, 0
+    work = Work(None, None, 0)
     if plan.schedule is not None:
         items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
-        schedule = plan.schedule.partial_begin, items, plan.schedule.partials
-    return op(q, k_pages, v_pages, *plan.tensors().values(), *schedule, scale, window, softcap)
+        work = Work(plan.schedule.partial_begin, items, plan.schedule.partials)
+    return op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
 
 
 def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:
@@ -144,11 +131,11 @@ def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: 
 
 
 def check_plan(check: Arguments, plan: DecodePlan, rows: int, pages: int, page: int) -> None:
-    """That it is for ``rows`` rows, and reads no more than ``pages`` pages of ``page`` keys."""
+    """Check that ``plan`` is for ``rows`` rows, and reads at most ``pages`` pages of ``page`` keys."""
     if not isinstance(plan, DecodePlan):
         check.wrong_type("plan", "a DecodePlan", plan)
     positions = plan.query_position.numel()
-    if positions != rows:  # not in the call: a compiler cannot read messages with its numbers in them
+    if positions != rows:  # not in one call: a compiler traces no message with numbers
         check.require(False, f"the plan has {positions} query positions, q has {rows} rows; plan this step")
     check.tensor("the plan", plan.page_ids)
     if plan.extent is not None and not (plan.extent[0] <= pages and plan.extent[1] <= page):

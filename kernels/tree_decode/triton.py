@@ -1,15 +1,15 @@
 """Triton backend: shared nodes read once, partial results merged along every row's path.
 
-    partial  an item (schedule.py) and a key head: online softmax of some rows over a chunk of a node's keys
+    partial  an item (schedule.py) and a key head: online softmax of its rows over a chunk of a node's keys
     merge    a row's partials in the order of its path, weighted by their log-sum-exps
 
-Reads the keys and values of every node once a tile of 64 queries below it, and writes and reads one fp32 partial a
-(row, query head, chunk). Chunks are counted from a node's first key and partials are merged in a fixed order, so a
+Reads the keys and values of every node once for each tile of 64 queries below it, and writes and reads one fp32 partial
+a (row, query head, chunk). Chunks are counted from a node's first key and partials are merged in a fixed order, so a
 row's bits do not depend on the other rows.
 
 Bound by the reading of keys and values, so the loop over tiles of keys keeps two tiles in flight while it multiplies a
-third: an address needs a page's id, so these are loaded a tile earlier still. The last tile reads the chunk's last key
-again where there are no more keys. One warp group holds the 64 queries; two or more blocks fit on a processor.
+third: an address needs a page's id, so these are loaded one tile earlier. The last tile reads the chunk's last key
+again where there are no more keys. One warp group holds the 64 queries; two or more blocks fit on a multiprocessor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,12 +24,13 @@ from torch import Tensor
 from ..dispatch import interpreting
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
-from .schedule import FIELDS, SAME_STRIDES, make_schedule, programs, queries_of
+from .schedule import FIELDS, SAME_STRIDES, Nodes, Work, make_schedule, programs, queries_of
 
 
 @triton.jit
 def slots_of(begin, last, KEYS: tl.constexpr):
-    """The slots of a tile's keys; those past ``last`` count as it. Unsigned, so that pages and offsets are shifts."""
+    """Return the slots of a tile's keys; those past ``last`` become it. Unsigned, so that pages and offsets are
+    shifts."""
     return tl.minimum(begin + tl.arange(0, KEYS), last).to(tl.uint32)
 
 
@@ -67,7 +68,7 @@ def partial_kernel(
         query = tl.load(
             q + row.to(tl.int64)[:, None] * q_stride + head[:, None] * q_head + columns[None, :], mask=inside, other=0.0
         )
-        # A row sees keys up to its own position, of those there are; all counted from the item's first.
+        # A row sees the existing keys up to its own position; both are counted from the item's first key.
         age = tl.load(query_position + row, mask=live, other=-1) - position
         newest = tl.where(live, tl.minimum(age, count - 1), -1)
         last = slot + count - 1
@@ -148,42 +149,37 @@ def tree_decode(
     q: Tensor,  # [N, Hq, D]
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    page_indptr: Tensor,  # [K + 1] int32
-    page_ids: Tensor,  # [*] int32
-    node_offset: Tensor,  # [K] int32
-    node_length: Tensor,  # [K] int32
-    node_position: Tensor,  # [K] int32
-    row_begin: Tensor,  # [K] int32
-    row_end: Tensor,  # [K] int32
-    query_position: Tensor,  # [N] int32
-    partial_begin: Tensor | None,  # [N + 1] int32
-    items: Tensor | None,  # [1 + I, FIELDS] int32
-    partials: int,
+    nodes: Nodes,
+    work: Work,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
+    """Like `reference.tree_decode`; float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: keys and values have different strides.
+    """
     if interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
-        schedule = (partial_begin, items, partials)
-        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), *plan, *schedule, scale, window, softcap)
+        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), nodes, work, scale, window, softcap)
         return out.to(q.dtype), lse
     rows, heads, dim = q.shape
     kv_heads = k_pages.shape[2]
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
-    if rows == 0 or len(node_length) == 0:
+    if rows == 0 or len(nodes.node_length) == 0:
         return out.zero_(), lse.fill_(-float("inf"))
     if k_pages.stride() != v_pages.stride():
         raise ValueError(SAME_STRIDES)
     group = heads // kv_heads
-    if partial_begin is None or items is None:
-        partial_begin, items, partials = make_schedule(plan, group)
+    if work.partial_begin is None or work.items is None:
+        work = make_schedule(nodes, group)
+    partial_begin, items, partials = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     width, queries = padded_width(dim), queries_of(group)
     keys, warps = tile_of(width, queries, q.dtype)
     partial_kernel[(kv_heads, programs(q.device, kv_heads))](
-        q, k_pages, v_pages, page_ids, query_position, partial_begin, items, partial_out, partial_lse,
+        q, k_pages, v_pages, nodes.page_ids, nodes.query_position, partial_begin, items, partial_out, partial_lse,
         *q.stride()[:2], *k_pages.stride()[:3], scale, window or 0, softcap or 0.0,
         PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=queries,
         KEYS=keys, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
@@ -198,7 +194,8 @@ def tree_decode(
 
 
 def tile_of(width: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Keys of a tile and warps, so that nothing spills (tests/kernels/aot) and warps share no row of queries."""
+    """Return keys of a tile and warps, such that nothing spills (tests/kernels/aot) and warps share no row of
+    queries."""
     if dtype == torch.float32:
         return 16, 4
     return 64 if width <= 128 else 32, queries // 16

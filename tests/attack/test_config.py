@@ -1,7 +1,7 @@
 """Configurations, prompt files and verifiers as nobody meant them: a run is refused in one sentence, or it goes on.
 
 ``make attack`` runs these with thousands of cases. What each finding of earlier campaigns was is an example here or,
-where it takes a whole run, a test beside the code: `tests/engine/loop/test_early.py` and `test_failures.py`,
+where it takes a whole run, a test beside the code: `tests/engine/loop/test_preflight.py` and `test_failures.py`,
 `tests/engine/model/test_load.py`, `tests/engine/rewards/test_hostile.py`.
 """
 
@@ -26,10 +26,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.app.config import config_keys, load_config
+from rolltree.engine.app.config import config_keys, load_config, resolved_toml
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool
-from rolltree.engine.settings import RewardConfig, TrainConfig, resolved_toml
+from rolltree.engine.settings import RewardConfig, TrainConfig
 from rolltree.engine.tasks import read_problems
 
 from ..engine.rewards.test_hostile import HOSTILE, alive

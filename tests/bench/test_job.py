@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 
 from rolltree.bench import job, job_runs
 from rolltree.bench.cli import main
-from rolltree.bench.compare import rows_at
 from rolltree.bench.job_runs import Recorder, weights_of
 from rolltree.bench.runner import UnsupportedError
-from rolltree.bench.schema import Row
+from rolltree.bench.schema import Row, rows_at
+from rolltree.engine.app.build import build, prepare_model
 from rolltree.engine.app.config import load_config
-from rolltree.engine.loop import setup
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.kernels import Objective
 
@@ -40,7 +39,7 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def start_of(config: Any) -> dict[str, torch.Tensor]:
-    return dict(setup.prepare_model(config)[0].named_parameters())
+    return dict(prepare_model(config)[0].named_parameters())
 
 
 @pytest.mark.skipif(not HAS_PEAKS, reason="the system hides the peak of a process")
@@ -75,7 +74,7 @@ def test_the_weights_are_those_of_a_run_and_so_is_their_accuracy(toml: Path, tmp
     job_runs.flat(load_config(toml, OVERRIDES), Recorder(tmp_path, config))
     quiet: Any = job_runs._Steps(Recorder(tmp_path / "none", config))
     quiet.step = lambda *_: None
-    summary = Orchestrator(config.model_copy(update={"output_dir": str(tmp_path)}), console=quiet).run()
+    summary = Orchestrator(build(config.model_copy(update={"output_dir": str(tmp_path)}), console=quiet)).run()
     ours, theirs = load_file(weights_of(tmp_path, 2)), load_file(summary.export / "model.safetensors")
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name]), name

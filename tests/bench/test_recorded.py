@@ -14,10 +14,9 @@ import torch
 from rolltree.bench import recorded
 from rolltree.bench.cli import load, main
 from rolltree.bench.schema import read
-from rolltree.engine import NativeEngine, TokenTree
+from rolltree.engine import DraftConfig, NativeEngine, TokenTree
 from rolltree.engine.app.cli import main as rolltree
 from rolltree.engine.data.store import read_texts
-from rolltree.engine.rollout.native._host import Fit, StepCost
 
 from ..engine.tiny import write_run
 
@@ -53,26 +52,26 @@ def test_a_run_is_sampled_again_to_the_token(runs: Path, program: str, monkeypat
         return trees
 
     monkeypatch.setattr(NativeEngine, "generate", watched)
-    straight = Fit(1.0, 0.0, 1e-4)  # times decide nothing
-    monkeypatch.setattr(StepCost, "fit", lambda self, branches: straight)
+    monkeypatch.setattr(recorded, "RULE", DraftConfig(rows=512))
     groups = recorded.read_groups(run, recorded.load_config(run / "config.toml"))
     texts = [[part.tokens.tolist() for part in group.parts.values() if not part.forks] for group in groups]
     assert [group.again for group in groups] == [False] * 6 + [True] * 12
     bench = load("speculation", run)
     for case, expected in zip(list(bench.cases(CPU, False))[2:4], (texts[:6], texts[6:]), strict=True):
-        x = case.make()
+        x, right = case.make(), 0.0
         for name in ("rolltree", recorded.NONE):
             call = bench.providers[name](x)["generate"]
             for _ in range(len(x.batches) + 1):  # the first one once more
                 call()
             assert written == expected + expected[:6]
             assert (sum(accepted) > 0) == (name == "rolltree")
+            right += sum(accepted)
             written.clear()
             accepted.clear()
         assert bench.shares is not None
-        right = bench.shares(x)
-        assert all(0 <= share <= 1 for share in right.values())
-        assert any("from earlier" in name for name in right) == bool(x.history)
+        ((name, share),) = bench.shares(x).items()
+        assert name == f"accepted of {x.counts['drafted_tokens']} drafted"
+        assert 0 < share == right / x.counts["drafted_tokens"] <= 1
 
     files = sorted((run / "rollouts").glob("*.parquet"))
     rows = [row for file in files for row in pq.read_table(file, columns=["response_ids"]).column(0).to_pylist()]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine.app.config import load_config
+from rolltree.engine.data.batch import TreeBatch
+from rolltree.engine.train.trainer import Metrics, Trainer, Weighted
 
 ROOT = Path(__file__).parents[2]
+
+
+def train_step(trainer: Trainer, batches: Sequence[TreeBatch], terms: Sequence[Weighted], **given: Any) -> Metrics:
+    """Make one update of ``batches``."""
+    tokens = sum(tree.logical_tokens for batch in batches for tree in batch.trees)
+    for batch in batches:
+        trainer.forward_backward(batch, terms, tokens, **given)
+    return trainer.optim_step()
+
 
 REWARD = """
 def judge(text, entry):

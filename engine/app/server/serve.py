@@ -13,8 +13,7 @@ import torch
 import uvicorn
 
 from ...errors import UserError
-from ...loop import setup
-from ...model.decoder import load_model, load_tokenizer
+from ...model.loading import choose_device, load_model, load_tokenizer
 from ...rollout import EngineConfig, NativeEngine
 from .app import make_app
 
@@ -61,7 +60,7 @@ def serve(
         raise UserError(
             f"'{path}' has no tokenizer, and a server speaks in texts; save the tokenizer beside the model."
         )
-    model = load_model(path, dtype=getattr(torch, dtype), device=setup.choose_device(device))
+    model = load_model(path, dtype=getattr(torch, dtype), device=choose_device(device))
     app = make_app(NativeEngine(model, tokenizer, config), name or Path(path).resolve().name)
     level = "debug" if debug else "warning"
     settings = uvicorn.Config(app, log_level=level, timeout_graceful_shutdown=GRACE_S)

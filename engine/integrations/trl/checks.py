@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ...errors import UserError
-from ...model.decoder import head
+from ...model.head import head
 from ..trees import odd_layers
 
 log = logging.getLogger("rolltree.trl")

@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from rolltree.kernels import Term, linear_logprob, linear_terms_loss
 
-from ...model.decoder import head
+from ...model.head import head
 
 ROWS = 256  # whose logits are there at once
 NEAR = 1e-3  # relative: probabilities closer than this are compared by their logits

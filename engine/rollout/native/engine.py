@@ -17,7 +17,7 @@ from ...model import attention
 from ..branch import Request
 from ..engine import RolloutEngine
 from ..sampling_params import INT32, check_integer
-from .drafter import HistoryDrafter
+from .drafts import DraftConfig, Drafts
 from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
@@ -48,18 +48,16 @@ class EngineConfig:
     """On a CUDA device, replay steps that only decode."""
     compile: bool = False
     """Let torch.compile fuse what lies between the matrix products; the first steps wait for it."""
-    drafts: int = 0
-    """Tokens of text kept to draft from, 28 bytes each, so that a branch samples several tokens a step. What it samples
-    is the same. 0 drafts nothing."""
-    draft_age: int = 256
-    """Versions of the policy after which a text is no longer drafted from."""
+    drafts: DraftConfig | None = None
+    """When a branch may sample several tokens a step, guessed from earlier texts; None: never. The sampled tokens are
+    the same."""
     debug: bool = False
     """Check the KV tree after every step, and every layer's attention against the reference; slow."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
             check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
-        for name in ("kv_tokens", "host_kv_tokens", "drafts", "draft_age"):  # slots are int32
+        for name in ("kv_tokens", "host_kv_tokens"):  # slots are int32
             check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
@@ -112,7 +110,7 @@ class NativeEngine(RolloutEngine):
             stops,
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
-            drafter=HistoryDrafter(self.config.drafts, self.config.draft_age) if self.config.drafts else None,
+            drafts=Drafts(self.config.drafts) if self.config.drafts else None,
         )
         self._adapters: list[str] = []
         self._adapter = 0
@@ -161,12 +159,12 @@ class NativeEngine(RolloutEngine):
         with self._lock:
             self.cache.tree.forget()
 
-    def remember(self, texts: Iterable[Text], version: int) -> None:
-        """Draft from what the policy of ``version`` sampled before a restart, or elsewhere. It changes no token."""
+    def remember(self, texts: Iterable[Text]) -> None:
+        """Draft from texts that were sampled before a restart, or elsewhere. This changes no sampled token."""
         with self._lock:
-            if isinstance(self.loop.drafter, HistoryDrafter):
+            if self.loop.scheduler.drafts is not None:
                 for text in texts:
-                    self.loop.drafter.remember(text, version)
+                    self.loop.scheduler.drafts.remember(text)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.
@@ -221,6 +219,24 @@ class NativeEngine(RolloutEngine):
     @property
     def longest(self) -> int | None:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        own = self.model.generation_config
+        return {} if own is None else own.to_dict()
+
+    def room(self, prompt_tokens: int) -> int:
+        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have: what the model's positions and
+        the KV cache leave. Not positive where the prompt alone is too long.
+
+        An eighth of the free pages stays out of it: a prompt whose prefixes other requests left in the cache in pieces
+        takes up to a page more for each piece.
+        """
+        free = self.cache.tree.num_pages - -(-prompt_tokens // self.config.page_size)
+        spare = -(-free // 8) if free > 1 else 0
+        cached = (free - spare) * self.config.page_size
+        positions = super().room(prompt_tokens)
+        return cached if positions is None else min(cached, positions)
 
     def _check(self, index: int, request: Request) -> None:
         size, ids, most = self.config.page_size, request.prompt, request.params.max_new_tokens

@@ -8,8 +8,6 @@ prompt is simply a branch that forks first, and a rewind makes another one in th
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,15 +18,12 @@ from ...data.segment import LeafStatus, Origin
 from ..branch import Branch, Node, Request, given, join
 from ..seeds import child_seed
 from ..steering import Steering
-from .drafts import Drafter, fit
+from .drafts import Drafts, on_path, up_to_end
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .runner import Runner
 from .scheduler import Scheduler, Step, TooLargeError
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
-
-with contextlib.suppress(ImportError):  # `KvCache` says what is missing
-    from ._host import on_path, up_to_end
 
 Array = npt.NDArray[Any]
 MOST_LOGITS_BYTES = 4 << 30  # of the children of one fork, which are sampled in one step
@@ -46,17 +41,21 @@ class NativeLoop(Steering):
         *,
         max_batch_rows: int,
         max_prefill_tokens: int,
-        drafter: Drafter | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         super().__init__(runner.vocabulary)
-        self.drafter = drafter
-        self.tree = cache.tree
         self.cache = cache
         self.runner = runner
         self.stops = stops
         self.rows = RowTable()
         self.scheduler = Scheduler(
-            cache, self.rows, self.requests, max_batch_rows=max_batch_rows, max_prefill_tokens=max_prefill_tokens
+            cache,
+            self.rows,
+            stops,
+            self.requests,
+            drafts,
+            max_batch_rows=max_batch_rows,
+            max_prefill_tokens=max_prefill_tokens,
         )
 
     @property
@@ -81,11 +80,13 @@ class NativeLoop(Steering):
 
     def step(self) -> list[Request]:
         self._collect_calls()
-        step, begin = None, time.perf_counter()
+        step = None
         try:
-            step = self.scheduler.schedule(self._start, self._propose if self.drafter is not None else None)
+            while (request := self.scheduler.admit()) is not None:
+                self._start(request)
+            step = self.scheduler.schedule()
             if step is not None:
-                self._compute(step, begin)
+                self._compute(step)
         except TooLargeError as error:
             self._fail(error.request, error)
         except BaseException as error:
@@ -97,15 +98,13 @@ class NativeLoop(Steering):
                 self._await_calls()
         return self._hand_out()
 
-    def _compute(self, step: Step, begin: float) -> None:
+    def _compute(self, step: Step) -> None:
         targets, offset, row = step.sample_slots, step.sample_offset, step.sample_rows
         forks = self.rows.forks[targets]
         samples = np.maximum(forks, 1)
         sampled = self.runner.run(step, self.rows, samples, self._seeds(targets, forks, samples))
         if forks.any():
-            once = time.perf_counter()
             targets, kept = self._fork(targets, forks)
-            begin += time.perf_counter() - once
             sampled, offset, row = sampled.only(kept), np.repeat(offset, samples)[kept], np.repeat(row, samples)[kept]
         drafted = int(np.count_nonzero(offset))
         queried = np.bincount(targets) if drafted else None
@@ -129,23 +128,17 @@ class NativeLoop(Steering):
         self.counts["row_steps"] += branches
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts["idle_row_steps"] += unfinished - branches
-        if self.drafter is not None:
-            self.drafter.took(len(step.input_ids), time.perf_counter() - begin)
-            self.drafter.sampled(self.rows, targets, offset, sampled.token, ends != GO_ON, self.version)
         if ends.any():
+            if self.scheduler.drafts is not None:
+                self.scheduler.drafts.sampled(self.rows, targets[ends != GO_ON])
             self._end_segments(targets, ends, sampled, texts or {})
-
-    def _propose(self, slots: Array, others: int, room: int) -> tuple[Array, Array]:
-        assert self.drafter is not None
-        counts, tokens = self.drafter.propose(self.rows, slots, others, room)
-        return fit(self.rows, self.stops, slots, counts, tokens, room) if len(tokens) else (counts, tokens)
 
     def _rewind_rejected(self, slots: Array, queried: Array) -> None:
         """Forget the keys of drafted tokens behind those that were sampled: ``slots`` has one entry a sample, and
         ``queried`` counts each slot's queries."""
         sampled = np.bincount(slots, minlength=len(queried))
         some = np.flatnonzero((sampled > 0) & (sampled < queried))
-        self.tree.truncate(self.rows.kv_node[some], self.rows.position[some] + sampled[some])
+        self.cache.truncate(self.rows.kv_node[some], self.rows.position[some] + sampled[some])
 
     def _give_up(self, step: Step | None, error: BaseException) -> None:
         """A step has failed as a whole: its requests fail, and no key is left that it may not have computed."""
@@ -175,7 +168,7 @@ class NativeLoop(Steering):
     def preempt_all(self) -> None:
         for slot in np.flatnonzero(self.rows.running).tolist():
             self.scheduler.preempt(self._branch(slot))
-        self.tree.evict_others(np.zeros(0, np.int64), self.tree.num_pages)
+        self.cache.evict_all()
 
     def _attach(self, request: Request) -> None:
         self.requests.append(request)
@@ -183,11 +176,9 @@ class NativeLoop(Steering):
             assert branch.saved is not None
             tokens = branch.node.column("token")
             if branch.node.sealed:
-                branch.kv = self.tree.insert(self._key(request), tokens)
+                branch.kv = self.cache.start(self._key(request), tokens)
             else:  # the last node is open: it goes on
-                above = self.tree.insert(self._key(request), tokens[:-1])
-                (branch.kv,) = self.tree.fork(above, 1)
-                self.tree.extend_by(branch.kv, tokens[-1:])
+                branch.kv = self.cache.resume(self._key(request), tokens)
             table = self.stops.table(request, self.rows)
             branch.slot = self.rows.restore(branch, {**branch.saved, "stop_table": table})
             branch.saved = None
@@ -205,16 +196,15 @@ class NativeLoop(Steering):
 
     # -- events of the loop -----------------------------------------------------------------------------------------
 
-    def _start(self, request: Request) -> Branch | None:
+    def _start(self, request: Request) -> None:
         with self._alone(request):
-            return self._first(request)
-        return None
+            self.scheduler.resume(self._first(request))
 
     def _first(self, request: Request) -> Branch:
         request.started = True
         root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
         branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
-        branch.kv = self.tree.insert(self._key(request), request.prompt)
+        branch.kv = self.cache.start(self._key(request), request.prompt)
         request.sampling[branch.id] = branch
         end = self.segment_end(request, 0, request.program.segment_tokens)
         return self._add(branch, 0, end, request.forks)
@@ -271,7 +261,7 @@ class NativeLoop(Steering):
         if not parent.node.sealed:
             self._take_records(parent)
         children = self.children(parent, n)
-        below = self.tree.fork(parent.kv, n)
+        below = self.cache.fork(parent.kv, n)
         del sampling[parent.id]
         for child, kv in zip(children, below, strict=True):
             child.kv = kv
@@ -356,13 +346,12 @@ class NativeLoop(Steering):
         if branch.node.sealed:
             return
         self._take_records(branch)
-        if branch.status is None and self.tree.end(branch.kv) == self.rows.position[branch.slot]:
-            self.tree.extend_by(branch.kv, [self.rows.last_token[branch.slot]])
+        if branch.status is None and self.cache.length(branch.kv) == self.rows.position[branch.slot]:
+            self.cache.extend(branch.kv, [self.rows.last_token[branch.slot]])
 
     def _append(self, branch: Branch, node: Node) -> None:
         slot, tokens = branch.slot, node.records["token"]
-        (branch.kv,) = self.tree.fork(branch.kv, 1)
-        self.tree.extend_by(branch.kv, tokens)
+        branch.kv = self.cache.append(branch.kv, tokens)
         self.rows.kv_node[slot] = branch.kv
         self.rows.position[slot] += len(tokens)
         self.rows.length[slot] += len(tokens)
@@ -371,9 +360,9 @@ class NativeLoop(Steering):
     def _open(self, branch: Branch, source: Branch, length: int) -> None:
         position = len(branch.request.prompt) + length
         if source.kv >= 0:
-            branch.kv = self.tree.rewind(source.kv, position)
+            branch.kv = self.cache.rewind(source.kv, position)
         else:
-            branch.kv = self.tree.insert(self._key(branch.request), source.node.column("token")[:position])
+            branch.kv = self.cache.start(self._key(branch.request), source.node.column("token")[:position])
         self._add(branch, length, 0, 0)
 
     def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
@@ -396,7 +385,7 @@ class NativeLoop(Steering):
             self.rows.remove(branch.slot)
             branch.slot = -1
         if branch.kv >= 0:
-            self.tree.release(branch.kv)
+            self.cache.release(branch.kv)
             branch.kv = -1
 
     def _branch(self, slot: int) -> Branch:

@@ -16,7 +16,7 @@ from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
 from ...model.attention import MASK_STUB
-from ...model.decoder import head_reader
+from ...model.head import head_reader
 from ..branch import Branch
 from ..sampling_params import SamplingParams
 from .draws import Drawn, Draws, draw, drawn_from

@@ -184,6 +184,10 @@ class VllmEngine(RolloutEngine):
     def longest(self) -> int | None:
         return self.llm.model_config.max_model_len
 
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        return self.llm.model_config.try_get_generation_config()
+
     def _check(self, index: int, request: Request) -> None:
         name = type(request.program).__name__
         if request.program.needs_entropies:

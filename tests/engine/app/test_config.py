@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.engine.app.config import config_keys, load_config
+from rolltree.engine.app.config import config_keys, load_config, resolved_toml
 from rolltree.engine.errors import UserError
-from rolltree.engine.settings import TrainConfig, resolved_toml
+from rolltree.engine.settings import TrainConfig
 
 GOOD = """
 name = "demo"
@@ -153,6 +153,15 @@ def test_every_wrong_override_is_one_sentence(good: Path, overrides: list[str], 
     message = sentence(good, *overrides)
     for part in expected:
         assert part in message, message
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(good: Path) -> None:
+    plain = load_config(good)
+    good.write_bytes(b"\xef\xbb\xbf" + good.read_bytes())
+    assert load_config(good) == plain
+    good.write_bytes(b"\xef\xbb\xbf" + good.read_bytes())
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(good)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rolltree.engine.app import build_learning
+from rolltree.engine.app.build import rollout_program, sampling_params
 from rolltree.engine.app.config import load_config
-from rolltree.engine.loop import setup
 from rolltree.engine.loop.sources import PromptSource, held_out
 from rolltree.engine.rewards import RewardItem, RewardPool
 
@@ -29,10 +30,10 @@ def chatty_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_the_configuration_is_one_the_engine_takes() -> None:
     config = load_config(EXAMPLE)
-    setup.loss_terms(config)
-    setup.rollout_program(config.rollout)
-    setup.sampling_params(config.rollout)
-    setup.credit(config)
+    build_learning.loss_terms(config)
+    rollout_program(config.rollout)
+    sampling_params(config.rollout)
+    build_learning.credit(config)
     depth, segment = (config.rollout.program_options[key] for key in ("max_depth", "segment_tokens"))
     assert depth * segment >= config.rollout.max_new_tokens
 
@@ -47,7 +48,7 @@ def test_rows_of_gsm8k_become_prompts_and_rewards(tmp_path: Path) -> None:
     paths = [f"--data.path={tmp_path / 'train.parquet'}", f"--data.eval_path={tmp_path / 'test.parquet'}"]
     config = load_config(EXAMPLE, [*paths, "--evaluation.problems=2", "--reward.workers=1"])
     tokenizer = chatty_tokenizer()
-    held = held_out(config, tokenizer)
+    held = held_out(config.data, config.evaluation.problems, tokenizer)
     assert [prompt.problem[:4] for prompt in held] == ["test", "test"]
     prompts = PromptSource(config.data, tokenizer, config.seed, held).next(3)
     assert all("'Answer:'" in prompt.text and prompt.text.endswith("assistant: ") for prompt in prompts)

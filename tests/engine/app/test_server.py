@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +15,13 @@ import openai
 import pytest
 import torch
 import uvicorn
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.app.server import make_app
+from rolltree.engine.app.server.form import Form, Scored
+from rolltree.engine.app.server.schema import CompletionBody
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 
 from ..rollout.test_native_engine import PROMPTS, letters, model
@@ -130,6 +137,63 @@ def test_a_client_that_hangs_up_frees_its_rows(client: openai.OpenAI, engine: Na
         time.sleep(0.05)
     assert not engine.loop.busy
     engine.cache.tree.check()
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Pieces as Llama 2's tokenizer has them: a blank is part of a piece, and decoding drops the first."""
+    pieces = ["<unk>", "<s>", "</s>", "\u2581Hello", "\u2581world", "\u2581", "ing", "!", "<0xE4>", "<0xBD>", "\u2581a"]
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, "\n"])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("ids", [[3, 4], [4, 6, 7], [3, 5, 5, 4], [10, 4, 11, 3], [7, 10, 6], [3, 2, 4]])
+def test_names_of_tokens_keep_their_blanks(ids: list[int]) -> None:
+    tokenizer = sentencepiece()
+    form = Form(tokenizer, "m", CompletionBody(prompt="x"), (), chat=False, logprobs=True)
+    said = form.spell(Scored(ids, [0.0] * len(ids), [None] * len(ids)), 0)
+    written = "".join(said["tokens"])
+    assert written.removeprefix(" ") == tokenizer.decode(ids)
+    assert said["text_offset"] == [len("".join(said["tokens"][:i])) for i in range(len(ids))]
+    byte = form.spell(Scored([8], [0.0], [None]), 0)["tokens"]
+    assert byte == ["\ufffd"]
+
+
+def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here; this is 'tiny'"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_tokens", "page"), [(4096, 512, 4), (64, 512, 16), (4096, 100, 16), (96, 96, 16), (4096, 48, 1)]
+)
+def test_a_chat_without_a_length_goes_on_as_far_as_positions_and_cache_reach(
+    positions: int, kv_tokens: int, page: int
+) -> None:
+    tokenizer = letters()
+    tokenizer.chat_template = TEMPLATE
+    small = copy.deepcopy(model("qwen3"))
+    small.config.max_position_embeddings = positions
+    engine = NativeEngine(small, tokenizer, EngineConfig(page_size=page, kv_tokens=kv_tokens))
+    with TestClient(make_app(engine, "tiny")) as http:
+        for said in ("ab", "abcdefghijklmnop", "abcdefghijklmnopq"):
+            body = {"messages": [{"role": "user", "content": said}], "ignore_eos": True}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            prompt = len(said) + 1
+            free = kv_tokens // page - -(-prompt // page)
+            expected = min(positions - prompt, (free - -(-free // 8)) * page)
+            assert answer.json()["usage"]["completion_tokens"] == expected
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        whole = min(positions, kv_tokens // page * page)
+        body = {"messages": [{"role": "user", "content": "b" * (whole - 1)}]}
+        refused = http.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert re.search("exceed the model's|cannot fit into the KV cache", refused.json()["error"]["message"])
 
 
 @pytest.mark.parametrize(

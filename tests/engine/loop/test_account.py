@@ -19,19 +19,20 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, load_config, pack
+from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.cost import CostModel
 from rolltree.engine.loop import utilization
 from rolltree.engine.loop.metrics import TIMED_PARTS, Stopwatch, overlaid
 from rolltree.engine.loop.utilization import GpuMonitor, Mfu, peak_tflop_s
-from rolltree.engine.settings import TrainerConfig
 from rolltree.engine.train import phases
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.phases import HEAD, MODEL, OPTIMIZER, Phases, Span
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
 
-from ..tiny import write_run
+from ..tiny import train_step, write_run
 from ..train.test_trainer import make_model, make_trees
 
 QUIET = [
@@ -50,11 +51,11 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def orchestrate(toml: Path, tmp_path: Path, *extra: str) -> Orchestrator:
     config = load_config(toml, [f"--output_dir={tmp_path}", *QUIET, *extra])
-    return Orchestrator(config, console=Console(RichConsole(file=(tmp_path / "out").open("w"))))
+    return Orchestrator(build(config, console=Console(RichConsole(file=(tmp_path / "out").open("w")))))
 
 
 def rows(run: Orchestrator) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run.options.directory / "metrics.jsonl").read_text().splitlines()]
 
 
 # -- the account -------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_model_and_head_take_turns(ticks: None, objective: str, max_tokens: int,
     term = TokenTerm(Objective.preset(objective))
     term.prepare(trees)
     batches = pack(trees, max_tokens=max_tokens, in_pieces=True)
-    trainer.step(batches, [Weighted(term, term.normalizer(trees))], temperature=1.0, on_policy=False)
+    train_step(trainer, batches, [Weighted(term, term.normalizer(trees))], temperature=1.0, on_policy=False)
     spans = found.read()
     assert found.read() == []
     assert all(a.end == b.begin for a, b in itertools.pairwise(spans))  # without a gap

@@ -21,6 +21,8 @@ from rich.console import Console as RichConsole
 from safetensors.torch import load_file
 
 from rolltree.engine import Orchestrator, load_config
+from rolltree.engine.app.build import build
+from rolltree.engine.app.config import training_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop.archive import Archive
 from rolltree.engine.loop.controller import Controller
@@ -44,7 +46,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def orchestrate(config: TrainConfig, *, resume: bool = False) -> tuple[Orchestrator, io.StringIO]:
     out = io.StringIO()
-    return Orchestrator(config, console=Console(RichConsole(file=out, width=300)), resume=resume), out
+    return Orchestrator(build(config, console=Console(RichConsole(file=out, width=300)), resume=resume)), out
 
 
 def rows(directory: Path, *, whole: bool = True) -> list[dict]:
@@ -55,7 +57,7 @@ def rows(directory: Path, *, whole: bool = True) -> list[dict]:
 
 def audit(config: TrainConfig, n: int = 4) -> dict[int, int]:
     """Every group ever admitted is trained once, dropped or open; the step that trained each."""
-    saved = checkpoint.load_latest(config.run_dir / "checkpoints", config)
+    saved = checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config))
     trained: dict[int, int] = {}
     for file in sorted((config.run_dir / "rollouts").glob("*.parquet")):
         table = pq.read_table(file, columns=["group", "step", "policy_version"]).to_pylist()
@@ -102,7 +104,7 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
             with pytest.raises(CrashError):
                 run.run()
         audit(config)
-        saved = checkpoint.load_latest(config.run_dir / "checkpoints", config).state
+        saved = checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config)).state
         kept_unfinished += sum(dict(g["dict"])["request"] is not None for g in saved["groups"])
     run, _ = orchestrate(config, resume=True)
     assert run.run().steps == 5
@@ -144,7 +146,7 @@ def test_conversations_killed_at_any_moment(
     command = ["train", str(toml), f"--output_dir={tmp_path}", *given, "--checkpoint.every=1"]
 
     def count_kept(config: TrainConfig) -> None:
-        saved = checkpoint.load_latest(config.run_dir / "checkpoints", config)
+        saved = checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config))
         archive = Archive({name.removeprefix(OPEN): t for name, t in saved.tensors.items() if name.startswith(OPEN)})
         requests = [request for g in saved.state["groups"] if (request := archive.unpack(g)["request"]) is not None]
         kept["groups"] += len(requests)
@@ -219,13 +221,13 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
 
 def repair_as_resuming_does(directory: Path, config: TrainConfig) -> None:
     """Rollouts of a step that never got to its checkpoint are written anew; those before are there once."""
-    saved = checkpoint.load_latest(directory / "checkpoints", config)
+    saved = checkpoint.load_latest(directory / "checkpoints", training_config(config))
     for file in (directory / "rollouts").glob("*.parquet"):
         if int(file.stem.removeprefix("step_")) > saved.step:
             file.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_step_and_saves(toml: Path, tmp_path: Path, monkeypatch, number: signal.Signals) -> None:
     arguments = [f"--output_dir={tmp_path}", *STALE, "--trainer.steps=50", "--loop.staleness=0"]
     config = load_config(toml, [*arguments, "--checkpoint.every=40"])
@@ -244,7 +246,7 @@ def test_a_signal_ends_the_step_and_saves(toml: Path, tmp_path: Path, monkeypatc
     assert signal.getsignal(number) is before
     assert f"{number.name}: the step is finished and saved" in out.getvalue()
     assert rows(config.run_dir)[-1]["step"] == 2
-    assert checkpoint.load_latest(config.run_dir / "checkpoints", config).step == 2
+    assert checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config)).step == 2
 
 
 def test_outside_the_main_thread_signals_are_left_alone(toml: Path, tmp_path: Path) -> None:
@@ -278,21 +280,24 @@ def test_out_of_memory_halves_the_micro_batches(toml: Path, tmp_path: Path, monk
     for fails in (False, True):
         arguments = [f"--output_dir={tmp_path}", *STALE, "--loop.staleness=0", "--trainer.steps=1", f"--name={fails}"]
         config = load_config(toml, arguments)
-        budgets, step = [], Trainer.update
+        budgets, train, add = [], Learner._train, Trainer.accumulate
 
-        def update(self, batches, compute, *, fails=fails, budgets=budgets, step=step):
+        def spy(self, batches, *rest, budgets=budgets, train=train):
             budgets.append(max(sum(t.num_tokens for t in batch.trees) for batch in batches))
+            return train(self, batches, *rest)
 
-            def breaks(batch, share):
-                out = compute(batch, share)
+        def accumulate(self, compute, *, fails=fails, budgets=budgets, add=add):
+            def breaks():
+                out = compute()
                 if fails and len(budgets) == 1:
                     raise torch.OutOfMemoryError("as on a device that is full")
                 return out
 
-            return step(self, batches, breaks)
+            return add(self, breaks)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "update", update)
+            patch.setattr(Learner, "_train", spy)
+            patch.setattr(Trainer, "accumulate", accumulate)
             run, out = orchestrate(config)
             run.run()
         weights.append([p.detach().clone() for p in run.model.parameters()])
@@ -309,22 +314,21 @@ def test_micro_batches_that_are_not_finite_are_counted(toml: Path, tmp_path: Pat
     arguments = [f"--output_dir={tmp_path}", *STALE, "--loop.staleness=0", "--trainer.steps=1"]
     arguments += ["--trainer.max_tokens=128"]
     config = load_config(toml, arguments)
-    update, batches_seen = Trainer.update, []
+    accumulate, seen = Trainer.accumulate, []
 
-    def breaks_one(self, batches, compute):
-        batches_seen.append(len(batches))
+    def breaks_second(self, compute):
+        def computed():
+            out = compute()
+            seen.append(out)
+            return out._replace(loss=out.loss * float("nan")) if len(seen) == 2 else out
 
-        def computed(batch, share):
-            out = compute(batch, share)
-            return out._replace(loss=out.loss * float("nan")) if batch is batches[1] else out
+        return accumulate(self, computed)
 
-        return update(self, batches, computed)
-
-    monkeypatch.setattr(Trainer, "update", breaks_one)
+    monkeypatch.setattr(Trainer, "accumulate", breaks_second)
     run, _ = orchestrate(config)
     before = [p.detach().clone() for p in run.model.parameters()]
     run.run()
     row = rows(config.run_dir)[1]
-    assert batches_seen[0] >= 2
+    assert len(seen) >= 2
     assert (row["actor/skipped_updates"], row["actor/nonfinite_micro_batches"]) == (1, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
+from rolltree.engine.app.build import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
@@ -40,7 +41,7 @@ class Run:
             given += ["--reward.verifier", f"{directory}/mine.py:judge"]
         self.config = load_config(home / "tiny.toml", given)
         self.out = io.StringIO()
-        self.loop = Orchestrator(self.config, console=Console(RichConsole(file=self.out, width=200)))
+        self.loop = Orchestrator(build(self.config, console=Console(RichConsole(file=self.out, width=200))))
 
     def run(self) -> RunSummary:
         return self.loop.run()
@@ -114,7 +115,7 @@ def test_counts_survive_a_resume(home: Path, tmp_path: Path) -> None:
     arguments = [*SHORT, "--trainer.steps=4", f"--output_dir={tmp_path}/runs", "--reward.max_failed_steps=3"]
     verifier = ["--reward.verifier", f"{tmp_path}/mine.py:judge"]
     config = load_config(home / "tiny.toml", [*arguments, *verifier])
-    resumed = Orchestrator(config, console=Console(RichConsole(file=io.StringIO())), resume=True)
+    resumed = Orchestrator(build(config, console=Console(RichConsole(file=io.StringIO())), resume=True))
     with pytest.raises(RunError, match="for 3 steps in a row"):
         resumed.run()
     assert resumed.step == 2

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, load_config
+from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.controller import Controller
@@ -34,11 +35,11 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def orchestrate(toml: Path, directory: Path, *, resume: bool = False) -> Orchestrator:
     directory.mkdir(exist_ok=True)
     config = load_config(toml, [*SHORT, f"--output_dir={directory}"])
-    return Orchestrator(config, console=Console(RichConsole(file=(directory / "out").open("a"))), resume=resume)
+    return Orchestrator(build(config, console=Console(RichConsole(file=(directory / "out").open("a"))), resume=resume))
 
 
 def untimed(run: Orchestrator, without: tuple[str, ...] = ()) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.options.directory / "metrics.jsonl").read_text().splitlines()]
     left_out = ("timing_s/", "perf/", *without)
     return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows]
 
@@ -74,15 +75,15 @@ def test_a_disk_that_fills_up_ends_the_run_which_goes_on_later(toml, tmp_path, w
 
 
 def test_a_request_that_the_engine_forgets_is_made_again(toml, tmp_path, whole, monkeypatch) -> None:
-    step, seen = Controller._step_engine, itertools.count()
+    step, seen = Controller._step_sampler, itertools.count()
 
     def forgets(self: Controller) -> None:
         step(self)
         if next(seen) == 3:
-            going = [request for request in self._sampling.values() if not request.done]
-            assert len(self.engine.abort(going[:2])) == 2
+            going = [self.sampler._flights[flight] for flight in self._sampling.values() if not flight.done]
+            assert len(self.sampler.engine.abort(going[:2])) == 2
 
-    monkeypatch.setattr(Controller, "_step_engine", forgets)
+    monkeypatch.setattr(Controller, "_step_sampler", forgets)
     run = orchestrate(toml, tmp_path / "a")
     run.run()
     assert [row.get("group/restarted_lost") for row in untimed(run)] == [None, 2, None, None]
@@ -104,7 +105,7 @@ def test_a_verifiers_process_that_is_killed_is_replaced(toml, tmp_path, monkeypa
 
     def kills(self, trees, given, step, sums):
         if step == 1:
-            for worker in run.rewards._workers:
+            for worker in run.parts.rewards._workers:
                 os.kill(worker.process.pid, signal.SIGKILL)
                 killed.append(worker.process.pid)
         return update(self, trees, given, step, sums)

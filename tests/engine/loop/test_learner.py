@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
+from rolltree.engine.app import build_learning
+from rolltree.engine.app.build import build, rollout_program
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop import learner, setup
+from rolltree.engine.loop import learner
 
 from ..tiny import ROOT, write_run
 
@@ -50,7 +52,7 @@ def run(toml: Path, tmp_path: Path, *overrides: str) -> tuple[list[dict[str, flo
     fixed = ["--trainer.steps=2", "--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat"]
     options = [*fixed, "--rollout.program_options={}", "--algorithm.advantage=group_norm", "--checkpoint.every=1"]
     config = load_config(toml, [*options, f"--output_dir={tmp_path}/runs", *overrides])
-    orchestrator = Orchestrator(config, console=Console())
+    orchestrator = Orchestrator(build(config, console=Console()))
     orchestrator.run()
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -58,7 +60,7 @@ def run(toml: Path, tmp_path: Path, *overrides: str) -> tuple[list[dict[str, flo
 
 
 def rollouts(orchestrator: Orchestrator, step: int = 1) -> list[dict]:
-    return pq.read_table(orchestrator.config.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+    return pq.read_table(orchestrator.options.directory / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
 
 
 def test_ppo_with_a_critic(toml, tmp_path):
@@ -136,7 +138,7 @@ def test_programs_judge_with_the_runs_own_verifier(toml, tmp_path):
     _, done = run(toml, tmp_path, *options)
     judged = [r for r in rollouts(done) if r["status"] != "failed"]
     assert judged
-    assert done.engine.stats["failed_calls"] == 0
+    assert done.sampler.engine.stats["failed_calls"] == 0
     assert all(r["reward"] == float(len(r["response_text"]) % 3 == 0) for r in judged)
 
 
@@ -150,7 +152,7 @@ def test_parts_of_the_users_own_beside_the_configuration(toml, tmp_path):
     config = load_config(
         own, ["--trainer.steps=1", "--evaluation.problems=0", "--evaluation.every=0", f"--output_dir={tmp_path}"]
     )
-    orchestrator = Orchestrator(config, console=Console())
+    orchestrator = Orchestrator(build(config, console=Console()))
     orchestrator.run()
     groups: dict[str, list[dict]] = {}
     for row in rollouts(orchestrator):
@@ -164,9 +166,9 @@ def test_parts_of_the_users_own_beside_the_configuration(toml, tmp_path):
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
 def test_examples_name_parts_that_exist(example):
     config = load_config(example)
-    assert setup.loss_terms(config)
-    assert setup.credit(config) is not None
-    assert setup.rollout_program(config.rollout) is not None
+    assert build_learning.loss_terms(config)
+    assert build_learning.credit(config) is not None
+    assert rollout_program(config.rollout) is not None
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rich.console import Console as RichConsole
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rolltree.engine.app.build import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError, UserError
@@ -85,7 +86,7 @@ def configure(home, tmp_path, *overrides):
 
 
 def orchestrate(config, resume=False):
-    return Orchestrator(config, console=Console(RichConsole(file=io.StringIO())), resume=resume)
+    return Orchestrator(build(config, console=Console(RichConsole(file=io.StringIO())), resume=resume))
 
 
 def rows_of(config):
@@ -269,14 +270,13 @@ def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_
         "--evaluation.every=0",
     )
     calls = []
-    step = Trainer.step
+    forward_backward = Trainer.forward_backward
 
-    def spy(self, batches, terms, *, on_policy, **rest):
-        normalizer = terms[0].normalizer
-        calls.append((sum(b.num_leaves for b in batches), normalizer, sum(b.loss_tokens for b in batches), on_policy))
-        return step(self, batches, terms, on_policy=on_policy, **rest)
+    def spy(self, batch, terms, tokens, *, on_policy, **rest):
+        calls.append((batch.num_leaves, terms[0].normalizer, batch.loss_tokens, on_policy))  # one batch an update
+        return forward_backward(self, batch, terms, tokens, on_policy=on_policy, **rest)
 
-    monkeypatch.setattr(Trainer, "step", spy)
+    monkeypatch.setattr(Trainer, "forward_backward", spy)
     run = orchestrate(config)
     run.run()
     assert [leaves for leaves, *_ in calls] == [8, 8]
@@ -299,7 +299,7 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
         check = str(name != "unasked").lower()
         config = configure(home, tmp_path, f"--name={name}", "--trainer.steps=1", f"--trainer.self_check={check}")
         screen = io.StringIO()
-        run = Orchestrator(config, console=Console(RichConsole(file=screen, width=500)))
+        run = Orchestrator(build(config, console=Console(RichConsole(file=screen, width=500))))
         run.run()
         assert ("mean difference 0.25" in screen.getvalue()) == says
         assert run.learner._flat == says

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.sources import Prompt, PromptSource, held_out
-from rolltree.engine.settings import DataConfig, EvaluationConfig, ModelConfig, TrainConfig
+from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import GymProblems
 
 SUMS = ({"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 3, "max_digits": 1}},)
@@ -31,14 +32,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytes_)
 
 
-def train_config(problems: int, **data: Any) -> TrainConfig:
-    return TrainConfig(
-        name="t",
-        model=ModelConfig(path="m"),
-        data=DataConfig.model_validate(data),
-        reward={"verifier": "task" if "tasks" in data else "exact"},  # type: ignore[arg-type]
-        evaluation=EvaluationConfig(problems=problems),
-    )
+def held_out_of(tokenizer: PreTrainedTokenizerFast, problems: int, **data: Any) -> list[Prompt]:
+    return held_out(DataConfig.model_validate(data), problems, tokenizer)
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -101,24 +96,23 @@ def test_neighbouring_chunks_do_not_repeat_each_other() -> None:
 
 def test_held_out_problems_never_come_up(tokenizer: PreTrainedTokenizerFast) -> None:
     narrow = ({"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2, "max_digits": 1}},)  # 200 problems
-    config = train_config(120, tasks=narrow)
-    held = held_out(config, tokenizer)
+    held = held_out_of(tokenizer, 120, tasks=narrow)
     questions = {prompt.problem for prompt in held}
     assert len(questions) == 120
-    assert held_out(config.model_copy(update={"seed": 7}), tokenizer) == held
+    assert held_out_of(tokenizer, 120, tasks=narrow) == held
     given = source(tokenizer, held=held, tasks=narrow).next(500)
     assert not questions & {prompt.problem for prompt in given}
 
-    everything = held_out(train_config(200, tasks=narrow), tokenizer)
+    everything = held_out_of(tokenizer, 200, tasks=narrow)
     with pytest.raises(UserError, match=r"evaluation\.problems"):
         source(tokenizer, held=everything, tasks=narrow).next(1)
     with pytest.raises(UserError, match="only 200 different"):
-        held_out(train_config(201, tasks=narrow), tokenizer)
+        held_out_of(tokenizer, 201, tasks=narrow)
 
 
 def test_a_file_is_shuffled_anew_in_each_epoch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = jsonl(tmp_path / "p.jsonl", numbered(10))
-    held = held_out(train_config(3, path=path), tokenizer)
+    held = held_out_of(tokenizer, 3, path=path)
     assert [p.problem for p in held] == ["problem 7", "problem 8", "problem 9"]
     stream = source(tokenizer, held=held, path=path)
     texts = [p.problem for p in stream.next(21)]
@@ -135,11 +129,73 @@ def test_a_file_is_shuffled_anew_in_each_epoch(tmp_path: Path, tokenizer: PreTra
         source(tokenizer, path=path).load_state_dict(middle.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("prompts", "wanted", "first", "last"),
+    [
+        ("AABC", 3, "ABC", "ABC"),
+        ("ABAC", 2, "AB", "AC"),
+        ("ABCCC", 3, "ABC", "ABC"),
+        ("ABCAD", 3, "ABC", "CAD"),
+        ("AAAAB", 2, "AB", "AB"),
+        ("ABCD", 2, "AB", "CD"),
+        ("AABBC", 1, "A", "C"),
+    ],
+)
+def test_held_out_rows_that_repeat_count_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, prompts: str, wanted: int, first: str, last: str
+) -> None:
+    path = jsonl(tmp_path / "p.jsonl", [{"prompt": p, "answer": str(i)} for i, p in enumerate(prompts)])
+    found = held_out_of(tokenizer, wanted, path=path, eval_path=path)
+    assert "".join(p.problem for p in found) == first
+    assert [p.entry["answer"] for p in found] == [str(prompts.index(p)) for p in first]
+    assert "".join(p.problem for p in held_out_of(tokenizer, wanted, path=path)) == last
+    different = len(set(prompts))
+    with pytest.raises(UserError, match=f"only {different} different problems were found"):
+        held_out_of(tokenizer, different + 1, path=path, eval_path=path)
+
+
+TEMPLATES = [
+    ("{{ raise_exception('no ' + messages[0].content) }}", "no c"),
+    ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+    ("{{ messages[0].nothing.at_all }}", "has no attribute 'nothing'"),
+    ("{{ 1 / 0 }}", "division by zero"),
+    ("{% for %}", "Expected an expression"),
+]
+
+
+@pytest.mark.parametrize(("template", "said"), TEMPLATES)
+def test_what_a_chat_template_cannot_write_is_told_by_its_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, said: str
+) -> None:
+    rows = [{"prompt": p, "answer": "1"} for p in "abc"]
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% if messages[0].content == 'c' %}" + template + "{% endif %}x" if "for" not in template else template
+    )
+    with pytest.raises(
+        UserError, match=rf"chat template cannot write the prompt 'p/{0 if 'for' in template else 2}'.*{said}"
+    ):
+        source(own, path=jsonl(tmp_path / "p.jsonl", rows), chat=True)
+
+
+@pytest.mark.parametrize("text", ["{}\n", "\n{}\n", "{}\r\n{}", "{}", '{{"prompt": "\ufeff", "answer": 1}}\n{}'])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    text = text.format(*[json.dumps({"prompt": "a", "answer": "1"})] * 2)
+    contents = []
+    for begin in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "p.jsonl").write_bytes(begin + text.encode())
+        contents.append(source(tokenizer, path=str(tmp_path / "p.jsonl")).next(2))
+    assert contents[0] == contents[1]
+    (tmp_path / "p.jsonl").write_bytes(text.encode("utf-16"))
+    with pytest.raises(UserError, match="cannot be read"):
+        source(tokenizer, path=str(tmp_path / "p.jsonl"))
+
+
 def test_a_repeated_row_of_a_held_out_problem_is_held_out_too(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = jsonl(tmp_path / "p.jsonl", [*numbered(4), {"prompt": "problem 0", "answer": "0"}])
-    stream = source(tokenizer, held=held_out(train_config(1, path=path), tokenizer), path=path)
+    stream = source(tokenizer, held=held_out_of(tokenizer, 1, path=path), path=path)
     assert sorted(p.problem for p in stream.next(3)) == ["problem 1", "problem 2", "problem 3"]
 
 
@@ -152,7 +208,7 @@ def test_parquet_columns_are_mapped_and_the_others_kept(tmp_path: Path, tokenize
     assert [p.problem for p in prompts] == ["a?", "b?"]
     assert [p.entry["answer"] for p in prompts] == ["1", "2"]
     assert [p.entry["level"] for p in prompts] == [3, 4]
-    (held,) = held_out(train_config(1, eval_path=str(tmp_path / "test.parquet"), **data), tokenizer)
+    (held,) = held_out_of(tokenizer, 1, eval_path=str(tmp_path / "test.parquet"), **data)
     assert held.problem == "c?"
 
 

@@ -17,14 +17,16 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, UserError, load_config, pack
+from rolltree.engine.app import build_learning
+from rolltree.engine.app.build import build, sampling_params
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop import setup
 from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.cores import Cores
 from rolltree.engine.loop.metrics import Sums
 from rolltree.engine.model.roles import Role
+from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective
 
 from ..tiny import write_run
@@ -73,7 +75,7 @@ class Run:
     def __init__(self, toml: Path, directory: Path, *overrides: str) -> None:
         self.config = load_config(toml, [*QUICK, f"--output_dir={directory}/runs", *overrides])
         self.out = io.StringIO()
-        self.loop = Orchestrator(self.config, console=Console(RichConsole(file=self.out, width=300)))
+        self.loop = Orchestrator(build(self.config, console=Console(RichConsole(file=self.out, width=300))))
 
     def run(self) -> Run:
         self.loop.run()
@@ -113,7 +115,7 @@ def test_behaviour_is_that_of_the_weights_that_sampled(toml: Path, tmp_path: Pat
     first, *_, last = run.rows
     assert first["training/rollout_probs_diff_mean"] < 1e-5
     assert last["training/rollout_is_mean"] != 1
-    (ours, theirs) = (dict(m.named_parameters()) for m in (run.loop.model, run.loop.engine.model))
+    (ours, theirs) = (dict(m.named_parameters()) for m in (run.loop.model, run.loop.sampler.engine.model))
     for name, parameter in theirs.items():
         assert parameter is not ours[name]
         assert torch.equal(parameter, ours[name])  # the last update has reached the sampler
@@ -149,8 +151,10 @@ def test_updates_and_sampling_divide_the_cores_while_both_compute(
         return noted
 
     monkeypatch.setattr(run.loop.learner, "update", noting("update", run.loop.learner.update))
-    monkeypatch.setattr(run.loop.engine, "step", noting("step", run.loop.engine.step))
-    monkeypatch.setattr(run.loop.engine, "update_weights", noting("weights", run.loop.engine.update_weights))
+    monkeypatch.setattr(run.loop.sampler.engine, "step", noting("step", run.loop.sampler.engine.step))
+    monkeypatch.setattr(
+        run.loop.sampler.engine, "update_weights", noting("weights", run.loop.sampler.engine.update_weights)
+    )
     run.run()
     assert seen["update"] == {own}
     assert seen["step"] <= sampling
@@ -257,7 +261,7 @@ def test_weights_of_toprs_own_are_against_the_sampler_in_several_updates(toml: P
         tree.set("proximal_logprob", np.where(tree.loss_mask, tree.behaviour_logprob - 1, np.nan))
     (batch,) = pack(trees, max_tokens=4096)
     for name, shift in (("dapo", -1), ("topr", 0)):
-        old = batch.fields(Objective.preset(name), old_logprob="behaviour").old_logprob
+        old = TokenTerm(Objective.preset(name)).on(batch, 1.0, on_policy=False, weight=1.0).fields.old_logprob
         assert old is not None
         assert batch.behaviour_logprob is not None
         assert torch.equal(old[batch.loss_mask], (batch.behaviour_logprob + shift)[batch.loss_mask])
@@ -265,23 +269,25 @@ def test_weights_of_toprs_own_are_against_the_sampler_in_several_updates(toml: P
 
 def _sample(run: Run) -> list[Any]:
     prompts = run.loop.source.peek(4)
-    params = setup.sampling_params(run.config.rollout)
-    return run.loop.engine.generate([p.token_ids for p in prompts], params, seeds=[1, 2, 3, 4])
+    params = sampling_params(run.config.rollout)
+    return run.loop.sampler.engine.generate([p.token_ids for p in prompts], params, seeds=[1, 2, 3, 4])
 
 
 def test_what_has_a_correction_keeps_it(toml: Path) -> None:
     config = load_config(toml, ["--loop.staleness=1"])
     for name, expected in (("dapo", "truncate"), ("decoupled_ppo", "truncate"), ("topr", "none"), ("sft", "none")):
-        found = setup.objective(config, "algorithm.objective", name, {}, select="best")
+        found = build_learning.objective(config, "algorithm.objective", name, {}, select="best")
         assert found.mismatch == expected, name
-    masked = setup.objective(config, "algorithm.objective", "dapo", {"mismatch": "mask", "mismatch_cap": 9.0})
+    masked = build_learning.objective(config, "algorithm.objective", "dapo", {"mismatch": "mask", "mismatch_cap": 9.0})
     assert (masked.mismatch, masked.mismatch_cap) == ("mask", 9.0)
     on_policy = load_config(toml, [])
-    assert setup.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
-    assert setup.roles(config, None) == []  # type: ignore[arg-type]
+    assert build_learning.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
+    assert build_learning.roles(config, None) == []  # type: ignore[arg-type]
     several = load_config(toml, ["--loop.staleness=1", "--trainer.updates_per_step=2"])
-    assert [role.column for role in setup.roles(several, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
-    bases = [setup.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)]
+    assert [role.column for role in build_learning.roles(several, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
+    bases = [
+        build_learning.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)
+    ]
     assert bases == ["old", "current", "old"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rolltree.engine import Orchestrator, load_config
+from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop.trace import PROCESS, TRACKS, Trace
 
@@ -105,17 +106,17 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path, kept: int) -> No
 
 def test_a_runs_trace_has_the_seconds_of_its_account(tmp_path: Path) -> None:
     toml = write_run(tmp_path)
-    made = Orchestrator(load_config(toml, ["--trainer.steps=2"]), console=Console())
+    made = Orchestrator(build(load_config(toml, ["--trainer.steps=2"]), console=Console()))
     made.run()
-    rows = [json.loads(line) for line in (made.config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = [event for event in events(made.config.run_dir / "trace.json") if event["ph"] == "X"]
+    rows = [json.loads(line) for line in (made.options.directory / "metrics.jsonl").read_text().splitlines()]
+    found = [event for event in events(made.options.directory / "trace.json") if event["ph"] == "X"]
     for part in ("gen", "pack", "forward_backward", "head", "optimizer", "eval"):
         traced = sum(event["dur"] for event in found if event["name"] == part) / 1e6
         accounted = sum(row[f"timing_s/{part}"] for row in rows)
         # joined events take in the pauses between them; what is in the account is never less
         assert traced >= 0.99 * accounted - 1e-4
         assert traced <= 1.5 * accounted + 0.1
-    assert {track for track, _ in check(made.config.run_dir / "trace.json")} == set(TRACKS)
+    assert {track for track, _ in check(made.options.directory / "trace.json")} == set(TRACKS)
     for tid in (1, 2):  # the learner and the sampler do one thing at a time
         spans = sorted((event["ts"], event["dur"]) for event in found if event["tid"] == tid)
         assert all(a + d <= b for (a, d), (b, _) in itertools.pairwise(spans))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
+from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop.trackers import Trackers
 
@@ -57,14 +58,14 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
 
 def run(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> Orchestrator:
     given = [f"--output_dir={directory}", "--trainer.steps=2", "--checkpoint.every=1", *overrides]
-    made = Orchestrator(load_config(toml, given), console=Console(), resume=resume)
+    made = Orchestrator(build(load_config(toml, given), console=Console(), resume=resume))
     made.run()
     return made
 
 
 def test_a_tracker_gets_every_row_and_goes_on_behind_a_resumed_one(toml: Path, tmp_path: Path, stand: Stand) -> None:
     made = run(toml, tmp_path, '--trackers=["trackio","wandb"]')
-    rows = [json.loads(line) for line in (made.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (made.options.directory / "metrics.jsonl").read_text().splitlines()]
     assert sorted(stand.rows) == [0, 1, 2]
     for row in rows:
         step = row.pop("step")

@@ -9,7 +9,7 @@ from rolltree.engine.data.segment import LeafStatus, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.methods.credit import ADVANTAGES, gae, give_credit, reinforce_pp
-from rolltree.engine.methods.resolve import resolve
+from rolltree.engine.parts.resolve import resolve
 
 
 def tree_of(responses, rewards):

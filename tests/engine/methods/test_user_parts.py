@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
+from rolltree.engine.app import build_learning
+from rolltree.engine.app.build import build, prepare_model
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.report import write_report
-from rolltree.engine.loop import setup
 from rolltree.engine.loop.sources import PromptSource, held_out
 from rolltree.engine.methods.schedules import at_step, cosine
 
@@ -125,17 +126,17 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> Orchestrator:
     config = load_config(toml, ["--trainer.steps=2", "--checkpoint.every=1", f"--output_dir={directory}", *overrides])
-    orchestrator = Orchestrator(config, console=Console(), resume=resume)
+    orchestrator = Orchestrator(build(config, console=Console(), resume=resume))
     orchestrator.run()
     return orchestrator
 
 
 def rows(of: Orchestrator) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (of.config.run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    return [json.loads(line) for line in (of.options.directory / "metrics.jsonl").read_text().splitlines()][1:]
 
 
 def rollouts(of: Orchestrator, step: int) -> list[dict[str, Any]]:
-    return pq.read_table(of.config.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+    return pq.read_table(of.options.directory / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def test_rewards_of_spans_reach_the_loss_and_the_report(toml: Path, tmp_path: Pa
                 following = [(value - mean) / spread for end, value in zip(ends, of_row, strict=True) if end >= i]
                 assert credit == pytest.approx(sum(following), abs=1e-4)
     assert rows(done)[-1]["actor/grad_norm"] > 0
-    assert '"token_reward":"reward of what ends with it' in write_report(done.config.run_dir).read_text()
+    assert '"token_reward":"reward of what ends with it' in write_report(done.options.directory).read_text()
 
 
 def test_groups_are_as_large_as_their_prompts_ask(toml: Path, tmp_path: Path) -> None:
@@ -212,8 +213,8 @@ def test_a_source_gives_no_held_out_problem_and_peeks_without_drawing(toml: Path
     held = tmp_path / "held.jsonl"
     held.write_text('{"question": "4 + 1 =", "answer": "5"}\n')
     config = load_config(toml, [f"--data.eval_path={held}", "--evaluation.problems=1"])
-    _, tokenizer = setup.prepare_model(config)
-    source = PromptSource(config.data, tokenizer, 0, held_out(config, tokenizer))
+    _, tokenizer = prepare_model(config)
+    source = PromptSource(config.data, tokenizer, 0, held_out(config.data, config.evaluation.problems, tokenizer))
     peeked = source.peek(3)
     assert [p.problem for p in peeked] == [f"{n} + 1 =" for n in (3, 5, 6)]
     assert source.next(3) == peeked
@@ -241,6 +242,6 @@ def test_mistakes_are_named(toml: Path, tmp_path: Path, overrides: list[str], sa
 def test_a_schedule_that_answers_no_number(toml: Path) -> None:
     broken = toml.with_name("parts.py")
     config = load_config(toml, [f"--algorithm.weight={broken}:broken", "--algorithm.weight_options={}"])
-    (_, weight), *_ = setup.loss_terms(config)
+    (_, weight), *_ = build_learning.loss_terms(config)
     with pytest.raises(UserError, match="must answer a finite number; at step 3 it is nan"):
         at_step(weight, 3)

@@ -9,8 +9,8 @@ import torch
 from rolltree.engine import TokenTree, pack
 from rolltree.engine.model import roles
 from rolltree.engine.model.roles import Role, swapped
-from rolltree.engine.settings import TrainerConfig
 from rolltree.engine.train import critic as critics
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic
 from rolltree.kernels import value_loss
 

@@ -142,7 +142,7 @@ def test_nothing_below_a_verifier_outlives_its_process(mine: Path, killed: str) 
 import sys
 from rolltree.engine.rewards import RewardItem, RewardPool
 from rolltree.engine.settings import RewardConfig
-pool = RewardPool(RewardConfig(verifier={f"{mine / 'mine.py'}:judge"!r}, workers=1, timeout_s=50))
+pool = RewardPool(RewardConfig(verifier={f"{mine / 'mine.py'}:judge"!r}, workers=1, timeout_s=50)).__enter__()
 print(pool._workers[0].process.pid, flush=True)
 pool.score([RewardItem("daemon hang", {{"pids": {str(mine / "pids")!r}}})])
 """

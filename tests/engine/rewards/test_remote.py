@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,21 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
+from rolltree.engine.app.build import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.server import make_app
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.model.decoder import load_model
+from rolltree.engine.model.loading import load_model
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
-from rolltree.engine.rewards.judge import PoolJudge
-from rolltree.engine.rewards.remote import filled
+from rolltree.engine.rewards.judge import ProgramVerifier
+from rolltree.engine.rewards.remote import SCORE, filled, past_proxies
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
 
@@ -113,6 +116,45 @@ def test_a_judges_score_is_the_reward_and_its_failures_are_told_apart(moody: tup
     assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be strict."}
     with pytest.raises(ValueError, match="closed"):
         rewards.score(items("good"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "0.0.0.0"])
+@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_judge_on_this_machine_is_asked_without_a_proxy(
+    moody: tuple[Moody, str], monkeypatch: pytest.MonkeyPatch, host: str, proxy: str
+) -> None:
+    monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    url = moody[1].replace("127.0.0.1", host)
+    with judge(f"{url}/v1", prompt="{response}", retries=0) as rewards:
+        assert [verdict.value for verdict in rewards.score(items("good"))] == [0.9]
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("http://localhost:8000/v1", True),
+        ("https://judge.localhost/v1", True),
+        ("http://[::1]:8000/v1", True),
+        ("http://[::]:1", True),
+        ("http://127.1.2.3", True),
+        ("http://judge.example/v1", False),
+        ("http://localhost.example/v1", False),
+        ("http://10.0.0.1:8000", False),
+        ("http://user@127.0.0.1:1/", True),
+    ],
+)
+def test_only_servers_on_this_machine_are_past_the_proxy(url: str, here: bool) -> None:
+    mounts = past_proxies(url)
+    assert bool(mounts) is here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")
+        patch.setenv("https_proxy", "http://127.0.0.1:9")
+        patch.setenv("no_proxy", "")
+        with httpx.Client(mounts=mounts) as client:
+            direct = client._transport_for_url(httpx.URL(url)) is client._transport
+    assert direct is here
 
 
 def test_only_so_many_requests_are_outstanding(moody: tuple[Moody, str]) -> None:
@@ -229,7 +271,7 @@ def scored(home: Path, directory: Path, *more: str) -> Orchestrator:
         f"--output_dir={directory}/runs", "--trainer.steps=2", "--trainer.prompts_per_step=2",
         "--evaluation.problems=2", "--evaluation.every=0", "--reward.verifier=policy",
     ]  # fmt: skip
-    made = Orchestrator(load_config(home / "tiny.toml", [*given, *more]), console=Console())
+    made = Orchestrator(build(load_config(home / "tiny.toml", [*given, *more]), console=Console()))
     made.run()
     return made
 
@@ -237,7 +279,7 @@ def scored(home: Path, directory: Path, *more: str) -> Orchestrator:
 def test_the_policys_own_probabilities_are_the_reward(home: Path, tmp_path: Path) -> None:
     options = '{prompt = "{prompt}{response}\\n= ", continuation = "{answer}", measure = "logprob"}'
     made = scored(home, tmp_path, f"--reward.options={options}", "--trainer.steps=1")
-    rows = pq.read_table(made.config.run_dir / "rollouts" / "step_000001.parquet").to_pylist()
+    rows = pq.read_table(made.options.directory / "rollouts" / "step_000001.parquet").to_pylist()
     first = NativeEngine(load_model(str(home / "model")), made.tokenizer)
     assert len(rows) == 8
     for row in rows:
@@ -256,8 +298,7 @@ def test_runs_are_judged_between_the_engines_steps(home: Path, tmp_path: Path, s
 
 
 def test_programs_cannot_ask_the_policy_while_it_samples() -> None:
-    judge = PoolJudge()
-    judge.pool = make_rewards(RewardConfig(verifier="policy"))
+    judge = ProgramVerifier(make_rewards(RewardConfig(verifier="policy")))
     with pytest.raises(RuntimeError, match="cannot judge while a program samples"):
         judge("a", {})
 
@@ -272,3 +313,17 @@ def test_the_programs_rewards_are_taken_and_the_rest_is_skipped() -> None:
     with make_rewards(RewardConfig(verifier="program")) as rewards:
         found = rewards.score([RewardItem("a", {}, given=0.5), RewardItem("b", {})])
     assert found == [RewardResult(0.5, None), RewardResult(None, None, skipped="no_reward")]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("Score: 8", "8"), ("**Score:** 8", "8"), ("**Score**: 8", "8"), ("Score: **8**", "8"),
+        ("**Score: 8.5/10**", "8.5"),
+        ("Score = 8", "8"), ("The score is 8.", "8"), ("Rating (0-10): `8`", "8"), ("Score：8", "8"), ("score 8", None),
+        ("Scores vary", None), ("Score: high", None),
+    ],
+)  # fmt: skip
+def test_scores_are_found_in_usual_writing(said: str, score: str | None) -> None:
+    found = re.search(SCORE, said)
+    assert (found and found[1]) == score

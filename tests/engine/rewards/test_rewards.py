@@ -77,7 +77,17 @@ def items(*texts: str, answer: object = "0") -> list[RewardItem]:
         ("Answer: \\boxed{8}", "8"),
         ("<answer>Answer: 5</answer>", "5"),
         ("\\boxed{1", None),
-        ("Answer:", ""),
+        ("Answer:", None),
+        ("**Answer:** 2", "2"),
+        ("**Final Answer**\n\n2 clips", "2 clips"),
+        ("\\boxed{2}\n\n#### Check\nfine", "2"),
+        ("#### Step 1\nso\n#### Result\nThe answer is 2. Good", "2"),
+        ("so \\boxed{2} or \\boxed{3}", "2, 3"),
+        ("\\boxed{2} and later, after much more thought, \\boxed{3}", "3"),
+        ("\\boxed 2.", "2."),
+        ("答案：2", "2"),
+        ("The answer is 2. Answer: 3", "3"),
+        ("Answer: 3. The answer is 2.", "3. The answer is 2."),
         ("2", None),
         ("", None),
     ],
@@ -195,7 +205,7 @@ def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake(
     Path("broken.py").write_text("def f(:")
     Path("crash.py").write_text("import os\nos._exit(1)")
     with pytest.raises(UserError, match=r"reward\.verifier") as error:
-        RewardPool(config(verifier, workers=1))
+        RewardPool(config(verifier, workers=1)).__enter__()
     assert needle in str(error.value)
 
 
@@ -213,7 +223,7 @@ def test_workers_end_when_the_parent_is_killed(user_code: Path) -> None:
     program = f"""
 from rolltree.engine.settings import RewardConfig
 from rolltree.engine.rewards import RewardItem, RewardPool
-pool = RewardPool(RewardConfig(verifier={str(user_code) + ":moody"!r}, workers=2, timeout_s=30))
+pool = RewardPool(RewardConfig(verifier={str(user_code) + ":moody"!r}, workers=2, timeout_s=30)).__enter__()
 print(*[w.process.pid for w in pool._workers], flush=True)
 pool.score([RewardItem('hang', {{}})])
 """

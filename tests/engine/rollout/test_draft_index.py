@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,29 +11,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.rollout.native._host import Drafted, DraftIndex, Fit, StepCost
-from rolltree.engine.rollout.native.engine import drafter
+from rolltree.engine.rollout.native._host import DraftIndex
 from rolltree.kernels import sample_tokens
 from rolltree.kernels.sampling.reference import uniforms
 
 LONG, SHORT, SHARED = 6, 2, 5  # tokens of context
 FEW = 4
-SURE = np.ones(int(np.prod(DraftIndex.KINDS)), np.float32)
 Text = tuple[int, list[int], list[int]]  # scope, context before it, its own tokens
 
 
 def propose(
-    index: DraftIndex, slot: int, most: int, *, seed: int = 0, step: int = 0, greedy: bool = True, limit: int = 1000
-) -> tuple[list[int], list[int]]:
-    """Tokens and their kinds."""
-    end, length, forks, own = (np.full(slot + 1, value) for value in (step + most + 1, step, 0, seed))
+    index: DraftIndex,
+    slot: int,
+    most: int,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    greedy: bool = True,
+    room: int | None = None,
+) -> list[int]:
+    """Return the tokens drafted for a slot whose segment has ``room`` tokens left after the next one."""
+    end = step + 1 + (most if room is None else room)
+    ends, length, forks, own = (np.full(slot + 1, value) for value in (end, step, 0, seed))
     temperature = np.full(slot + 1, 0.0 if greedy else 1.0, np.float32)
-    drafted = index.propose(
-        np.array([slot]), end, length, forks, own, temperature, most, SURE, np.full(len(SURE), limit), 0.0
-    )
-    assert drafted.count.tolist() == [len(drafted)] == [len(drafted.token)]
-    assert (drafted.survival == 1).all()
-    return drafted.token.tolist(), drafted.kind.tolist()
+    count, token = index.propose(np.array([slot]), ends, length, forks, own, temperature, most)
+    assert count.tolist() == [len(token)]
+    tokens: list[int] = token.tolist()
+    return tokens
 
 
 class Searched:
@@ -124,10 +126,10 @@ def test_drafts_are_those_of_a_search_through_all_texts(
         before = source[: rng.integers(0, len(source) + 1)][-DraftIndex.CONTEXT :]
         texts.append((pick % 2, before, []))
         if rng.random() < 0.3:
-            index.add(pick % 2, len(texts), 0, before, tokens)
+            index.add(pick % 2, before, tokens)
         else:
             slots[pick] = len(texts) - 1
-            index.begin([pick], pick % 2, len(texts), [len(texts)], 0, 0, before)
+            index.begin([pick], pick % 2, [len(texts)], 0, before)
             index.append(np.full(len(tokens), pick), tokens)
         write(len(texts) - 1, tokens)
         index.check()
@@ -135,8 +137,7 @@ def test_drafts_are_those_of_a_search_through_all_texts(
     chains = Counter((texts[text][0], *before[-SHORT:]) for text, before, _ in written)
     few = max(chains.values()) <= DraftIndex.WALK  # else the index looks at the latest places only
     for slot, text in slots.items():
-        drafted, kinds = propose(index, slot, 8, seed=noise, step=5, greedy=greedy)
-        assert all(0 <= kind < len(SURE) for kind in kinds)
+        drafted = propose(index, slot, 8, seed=noise, step=5, greedy=greedy)
         expected = Searched(written, alphabet).draft(texts, text, 8, noise, 5, greedy)
         if few:
             assert drafted == expected
@@ -145,20 +146,19 @@ def test_drafts_are_those_of_a_search_through_all_texts(
 
 
 def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
-    """Over many blocks, in every scope, with the source that it came from."""
+    """Over many blocks, from the same scope and from another one, to the limit and to the end of the segment."""
     rng = np.random.default_rng(0)
     earlier = rng.integers(0, 5000, 300).tolist()
-    for scope, group, branch, source in ((7, 1, 1, 0), (7, 1, 2, 1), (7, 2, 2, 2), (8, 2, 2, 3)):
+    for scope in (7, 8):
         index = DraftIndex(1 << 12)
-        index.begin([0], 7, 1, [1], 0, 0, [])
+        index.begin([0], 7, [1], 0, [])
         index.append(np.zeros(300, np.int64), earlier)
-        index.begin([3], scope, group, [branch], 0, 0, [])
+        index.begin([3], scope, [2], 0, [])
         index.append(np.full(6, 3), earlier[10:16])
-        tokens, kinds = propose(index, 3, 400)
-        assert tokens == earlier[16:]
-        assert max(Counter(propose(index, 3, 400, limit=9)[1]).values()) == 9, "so many of a kind, and no more"
-        _, matches, shares = DraftIndex.KINDS
-        assert {kind // (matches * shares) for kind in kinds} == {source}
+        assert propose(index, 3, 400) == earlier[16:]
+        assert propose(index, 3, 9, room=400) == earlier[16:25]
+        assert propose(index, 3, 400, room=5) == earlier[16:21]
+        assert propose(index, 3, 400, room=0) == propose(index, 3, 400, room=-1) == []
         index.check()
 
 
@@ -172,7 +172,7 @@ def test_what_branches_sampled_is_appended_from_their_records() -> None:
     records = np.zeros((4, 200), np.dtype([("token", np.int32), ("logprob", np.float32)]))
     for slot in (0, 1, 2):
         for each in (index, one_by_one):
-            each.begin([slot], 0, slot, [int(branch[slot])], 0, int(position[slot]), [])
+            each.begin([slot], 0, [int(branch[slot])], int(position[slot]), [])
 
     def follow(*slots: int) -> list[int]:
         return index.follow(np.array(slots), branch, position, forks, fill, records["token"])
@@ -222,26 +222,20 @@ def test_what_is_kept_is_bounded_and_the_first_begun_goes_first() -> None:
     rng = np.random.default_rng(0)
     index = DraftIndex(640)
     first = rng.integers(0, 999, 100)
-    index.add(1, 0, 0, [], first)
-    index.begin([0], 1, 1, [1], 0, 0, first[:10])
-    assert propose(index, 0, 5)[0] == first[10:15].tolist()
+    index.add(1, [], first)
+    index.begin([0], 1, [1], 0, first[:10])
+    assert propose(index, 0, 5) == first[10:15].tolist()
     for i in range(300):
-        index.begin([int(rng.integers(5))], 1, i, [i], i, 0, rng.integers(0, 999, rng.integers(0, 50)))
+        index.begin([int(rng.integers(5))], 1, [i], 0, rng.integers(0, 999, rng.integers(0, 50)))
         index.append(rng.integers(0, 9, 40), rng.integers(0, 999, 40))
         index.check()
         assert index.tokens <= index.capacity == 640
-    index.begin([6], 1, 1, [1], 300, 0, first[:10])
-    assert propose(index, 6, 5)[0] == []
+    index.begin([6], 1, [1], 0, first[:10])
+    assert propose(index, 6, 5) == []
     index.append(np.full(2000, 6), rng.integers(0, 999, 2000))  # longer than all there is
     index.check()
     assert not index.knows(6)
-    assert propose(index, 6, 5)[0] == []
-    index.begin([0], 1, 1, [1], 301, 0, [1, 2, 3])
-    index.forget(301)
-    index.check()
-    assert index.tokens == 3
-    index.forget(302)
-    assert (index.tokens, index.knows(0)) == (0, False)
+    assert propose(index, 6, 5) == []
     with pytest.raises(ValueError, match="has room for"):
         DraftIndex(100)
 
@@ -257,7 +251,7 @@ def test_memory_is_as_stated() -> None:
     before = resident()
     index = DraftIndex(1 << 19)
     for i, tokens in enumerate(texts):  # twice as many as there is room for
-        index.add(i, i, 0, [], tokens)
+        index.add(i, [], tokens)
     assert index.tokens > 0.9 * index.capacity
     assert resident() - before < 1.1 * DraftIndex.BYTES_A_TOKEN * index.capacity + (1 << 20)
 
@@ -276,92 +270,9 @@ def test_votes_are_drawn_with_the_sampler_s_own_noise() -> None:
     for i in range(n):  # the last places are as many as are looked at
         index = DraftIndex(1 << 14)
         for token in earlier[np.arange(i, i + DraftIndex.WALK) % n].tolist():
-            index.add(0, 0, 0, context, [token])
-        index.begin([0], 0, 1, [0], 0, 0, context)
-        right += propose(index, 0, 1, seed=n + i, step=3, greedy=False)[0] == [later[i]]
-        likeliest += propose(index, 0, 1)[0] == [later[i]]
+            index.add(0, context, [token])
+        index.begin([0], 0, [0], 0, context)
+        right += propose(index, 0, 1, seed=n + i, step=3, greedy=False) == [later[i]]
+        likeliest += propose(index, 0, 1) == [later[i]]
     assert right > 0.7 * n
     assert likeliest < 0.4 * n
-
-
-def test_costs_of_steps_are_learned() -> None:
-    """A line through noisy times, by branches and rows; other sizes are not mistaken for it."""
-    rng = np.random.default_rng(0)
-    cost = StepCost()
-    assert cost.fit(8) is None
-    for i in range(300):
-        branches = int(rng.choice([4, 8, 64]))
-        rows = branches + int(rng.integers(0, 2 * branches))
-        seconds = (5 + 0.1 * branches + 0.2 * rows if branches < 60 else 40) * rng.uniform(0.9, 1.1)
-        cost.took(branches, rows, seconds * (50 if i % 40 == 39 else 1))
-    few, many = cost.fit(8), cost.fit(64)
-    assert few is not None
-    assert many is not None
-    assert [few.seconds(8, rows) for rows in (8, 16)] == pytest.approx([7.4, 9.0], rel=0.15)
-    assert few.row == pytest.approx(0.2, rel=0.4)
-    assert many.seconds(64, 64) == pytest.approx(40, rel=0.15)
-    assert 64 * many.row < 4
-    assert cost.fit(4096) is None
-
-
-def test_numbers_of_rows_off_the_line_are_learned() -> None:
-    """Steps of up to 16 rows, few as they are, are faster than the others tell; sizes never seen lie on the line."""
-    rng = np.random.default_rng(0)
-    cost = StepCost()
-    for i in range(300):
-        rows = 16 if i % 8 == 0 else int(rng.integers(17, 49))
-        cost.took(16, rows, (2 if rows == 16 else 3 + 0.05 * (rows - 16)) * rng.uniform(0.95, 1.05))
-    fit = cost.fit(16)
-    assert fit is not None
-    assert [fit.seconds(16, rows) for rows in (16, 17, 32, 48)] == pytest.approx([2, 3.05, 3.8, 4.6], rel=0.1)
-    for rows in (8, 64):
-        assert fit.seconds(16, rows) == pytest.approx(fit.fixed + 16 * fit.branch + fit.row * rows)
-    assert fit.fixed + 16 * fit.branch + fit.row * 16 > 2.3, "the line alone would do"
-
-
-STRAIGHT = Fit(1.0, 0.0, 0.01)
-
-
-class Found:
-    """Stands for an index: every look finds 8 tokens, and takes as long as it is told."""
-
-    def __init__(self, clock: list[float], seconds: float) -> None:
-        self.clock, self.seconds, self.looks = clock, seconds, 0
-
-    def follow(self, *_: Any) -> list[int]:
-        return []
-
-    def propose(self, *_: Any) -> Drafted:
-        self.looks += 1
-        self.clock[0] += self.seconds
-        return Drafted(np.zeros(1), np.array([8]), np.arange(8), np.zeros(8), np.full(8, 0.9))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "looks", "drafts"), [(0.0, 136, 136), (0.1, 136, 136), (3.0, 136, 136), (5.0, 11, 0), (7.0, 11, 0)]
-)
-def test_what_a_look_takes_counts(seconds: float, looks: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a second, in which a draft of 8 saves six: looks of more than four seconds, which count half as much
-    again, are given up, but for those after 16, 32 and 64 steps."""
-    clock = [0.0]
-    monkeypatch.setattr(drafter.time, "perf_counter", lambda: clock[0])
-    history = drafter.HistoryDrafter(1000, 10)
-    found: Any = Found(clock, seconds)
-    told: list[tuple[int, int, float]] = []
-    history.index = found
-    cost: Any = SimpleNamespace(fit=lambda branches: STRAIGHT, took=lambda *step: told.append(step))
-    history.cost = cost
-    tried = Drafted(np.zeros(1), np.array([100]), np.arange(100), np.zeros(100), np.ones(100))
-    history.acceptance.count(tried, np.zeros(100), np.arange(100), np.arange(100))  # none is drafted to try its kind
-    one = np.zeros(1, np.int64)
-    names = ("order", "position", "segment_end", "length", "forks", "fill", "seed", "temperature")
-    rows: Any = SimpleNamespace(records={"token": one}, **dict.fromkeys(names, one))
-    drafted = 0
-    for _ in range(136):
-        begin = clock[0]
-        counts, _tokens = history.propose(rows, one, 0, 100)
-        drafted += bool(counts.sum())
-        clock[0] += 1
-        history.took(1 + int(counts.sum()), clock[0] - begin)
-    assert (found.looks, drafted) == (looks, drafts)
-    assert told == [(1, 9 if drafts else 1, pytest.approx(1.0))] * looks

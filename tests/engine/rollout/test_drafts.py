@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,12 @@ from hypothesis import strategies as st
 
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
-from rolltree.engine.rollout import EngineConfig, NativeEngine, Request, SamplingParams
-from rolltree.engine.rollout.native._host import Fit, StepCost
-from rolltree.engine.rollout.native.drafter import HistoryDrafter
-from rolltree.engine.rollout.native.engine import drafter as drafter_module
+from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
+from rolltree.engine.rollout.native.drafts import cut, on_path, up_to_end
 from rolltree.engine.rollout.native.fused_decoder import FusedDecoder
-from rolltree.engine.rollout.native.rows import RowTable
+from rolltree.engine.rollout.native.rows import RowTable, Sampled
+from rolltree.engine.rollout.native.scheduler import Step
+from rolltree.engine.rollout.native.stops import END_SEGMENT, GO_ON
 from rolltree.kernels.linear_logprob.head import Head
 
 from .test_graphs import Uncaptured
@@ -51,18 +53,16 @@ class Told:
             drafts.append(np.where(off, self.rng.integers(0, 211, len(draft)), draft).astype(np.int64))
         return np.array([len(d) for d in drafts]), np.concatenate(drafts)
 
-    def sampled(self, *_: Any) -> None: ...
-
-    def took(self, queries: int, seconds: float) -> None: ...
+    def sampled(self, rows: RowTable, slots: np.ndarray) -> None: ...
 
 
 class Watched(Told):
-    """Drafts nothing, and learns what each branch samples."""
+    """Drafts nothing, and records what each branch has sampled when a segment ends."""
 
     def __init__(self) -> None:
         super().__init__({}, 0.0)
 
-    def sampled(self, rows: RowTable, slots: np.ndarray, *_: Any) -> None:
+    def sampled(self, rows: RowTable, slots: np.ndarray) -> None:
         for slot in slots.tolist():
             branch = rows.branch[slot]
             assert branch is not None
@@ -79,8 +79,8 @@ class Forbidden(Told):
         return np.full(len(slots), self.most), np.full(len(slots) * self.most, 11)
 
 
-def drafting(native: NativeEngine, drafter: Any) -> NativeEngine:
-    native.loop.drafter = drafter
+def drafting(native: NativeEngine, drafts: Any) -> NativeEngine:
+    native.loop.scheduler.drafts = drafts
     return native
 
 
@@ -337,75 +337,74 @@ def test_new_weights_in_the_middle_of_drafted_responses(keep_kv: bool) -> None:
     assert_all_free(native)
 
 
-def test_forks_and_ends_of_branches_count_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only they and the model advance: they are as many with drafts as without."""
-    native, clock, called = engine(), [0.0], set()
-    told: list[float] = []
-
-    class Timed(Watched):
-        def took(self, queries: int, seconds: float) -> None:
-            told.append(seconds)
-
-    def takes(of: Any, name: str, seconds: float) -> None:
-        whole = getattr(of, name)
-
-        def timed(*given: Any) -> Any:
-            clock[0] += seconds
-            called.add(name)
-            return whole(*given)
-
-        monkeypatch.setattr(of, name, timed)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    drafting(native, Timed())
-    for of, name, seconds in ((native.loop.runner, "run", 1.0), (native.loop, "_fork", 9.0)):
-        takes(of, name, seconds)
-    takes(native.loop, "_end_segments", 9.0)
-    native.generate(PROMPTS, SamplingParams(n=8, max_new_tokens=40), TREEPO)
-    assert called == {"run", "_fork", "_end_segments"}
-    assert set(told) == {1.0}
+def drafting_engine(rows: int, tokens: int = 4, **sizes: int) -> NativeEngine:
+    """An engine that drafts from what it has sampled."""
+    config = EngineConfig(**{"page_size": 4, "kv_tokens": 4096, **sizes}, drafts=DraftConfig(rows, tokens, 1 << 18))
+    return NativeEngine(model("qwen3"), config=config)
 
 
-class FewerStepsAreFaster(StepCost):
-    """Times decide no test."""
+@pytest.mark.parametrize(("most_rows", "most_tokens"), [(5, 3), (12, 1), (500, 6)])
+def test_the_rule_of_two_numbers(most_rows: int, most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of more rows has no drafts, fills counted, and no branch has more drafted tokens than it says."""
+    native = drafting_engine(most_rows, most_tokens, max_prefill_tokens=4)
+    run, widths, longest = native.loop.runner.run, {True: set[int](), False: set[int]()}, 0
 
-    def fit(self, branches: int) -> Fit:
-        return Fit(1.0, 0.0, 1e-4)
+    def watched(step: Step, *given: Any) -> Sampled:
+        nonlocal longest
+        drafted = int(np.count_nonzero(step.sample_offset))
+        widths[drafted > 0].add(len(step.input_ids) - drafted)
+        longest = max(longest, int(step.sample_offset.max(initial=0)))
+        return run(step, *given)
+
+    monkeypatch.setattr(native.loop.runner, "run", watched)
+    params = SamplingParams(n=4, max_new_tokens=40, temperature=0.05, ignore_eos=True)
+    for _ in range(2):
+        requests = native.submit(PROMPTS[:4], params, TREEPO, seeds=range(4))
+        finished(native, [*requests, *native.submit(PROMPTS[4:], replace(params, max_new_tokens=60), seeds=range(2))])
+    assert native.stats["accepted_tokens"] > 0
+    assert max(widths[True]) <= most_rows
+    assert longest == most_tokens
+    assert (max(widths[False]) > most_rows) == (most_rows < 500), "steps of more rows are met"
 
 
-class NothingIsKnown(StepCost):
-    def fit(self, branches: int) -> None:
-        return None
+def test_no_drafts_by_default_and_numbers_that_make_no_sense() -> None:
+    assert engine().loop.scheduler.drafts is None
+    for numbers, sentence in (
+        ({"rows": 0}, "rows"),
+        ({"rows": 8, "tokens": 0}, "tokens"),
+        ({"rows": 8, "remembered": 100}, "remembered"),
+        ({"rows": 1.5}, "rows"),
+    ):
+        with pytest.raises(ValueError, match=f"DraftConfig.{sentence}"):
+            DraftConfig(**numbers)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_texts_are_kept_while_nothing_is_looked_for(program: str) -> None:
-    """As many tokens of them as where every step looks, through forks, rewinds and answers."""
+def test_texts_are_indexed_also_if_no_step_drafts(program: str) -> None:
+    """As many tokens as if every step drafts, through forks, rewinds and observations."""
     kept = []
     params = SamplingParams(n=4, max_new_tokens=40, temperature=0.05)
-    for cost in (NothingIsKnown(), FewerStepsAreFaster()):
-        native = NativeEngine(model("qwen3"), config=EngineConfig(page_size=4, kv_tokens=4096, drafts=1 << 14))
-        drafter = native.loop.drafter
-        assert isinstance(drafter, HistoryDrafter)
-        drafter.cost = cost
+    for rows in (1, 4096):
+        native = drafting_engine(rows)
+        drafts = native.loop.scheduler.drafts
+        assert drafts is not None
         requests = finished(native, native.submit(PROMPTS, params, PROGRAMS[program], seeds=[0] * len(PROMPTS)))
         sampled = sum(
             int((one.origin == Origin.SAMPLED).sum()) for request in requests for one in request.completions()
         )
-        assert drafter.index.tokens > sampled / 4
-        kept.append(drafter.index.tokens)
-        drafter.index.check()
+        assert drafts.index.tokens > sampled / 4
+        kept.append(drafts.index.tokens)
+        drafts.index.check()
     assert native.stats["drafted_tokens"] > 0
     assert kept[0] == kept[1]
 
 
 def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
-    """The drafter itself: the same responses, more of them drafted the longer it knows the prompts."""
+    """From earlier texts: the same responses, and more tokens accepted the longer the prompts are known."""
     params = SamplingParams(n=4, max_new_tokens=40, temperature=0.1, ignore_eos=True)
-    native = NativeEngine(model("qwen3"), config=EngineConfig(page_size=4, kv_tokens=4096, drafts=1 << 14, draft_age=2))
-    plain, drafter, accepted = engine(), native.loop.drafter, []
-    assert isinstance(drafter, HistoryDrafter)
-    drafter.cost = FewerStepsAreFaster()
+    native, accepted = drafting_engine(4096), []
+    plain, drafts = engine(), native.loop.scheduler.drafts
+    assert drafts is not None
     for epoch in range(4):
         for each in (plain, native):
             each.forget_prefixes()
@@ -413,17 +412,48 @@ def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
         seeds = [100 * epoch + i for i in range(len(PROMPTS))]
         expected = finished(plain, plain.submit(PROMPTS, params, TREEPO, seeds=seeds))
         before = native.stats["accepted_tokens"]
-        # drafts make steps of more than 64 rows, whose products are a library's; at temperature 0.1 their rounding
-        # counts tenfold
+        # drafts make steps of more than 64 rows, whose products are a library's; temperature 0.1 multiplies their
+        # rounding by ten
         assert_same(finished(native, native.submit(PROMPTS, params, TREEPO, seeds=seeds)), expected, 1e-5)
         accepted.append(native.stats["accepted_tokens"] - before)
-        drafter.index.check()
+        drafts.index.check()
     assert native.loop.counts["row_steps"] == plain.loop.counts["row_steps"] - sum(accepted)
     assert accepted[-1] > accepted[0]
-    assert (drafter.acceptance.right <= drafter.acceptance.drafted).all()
-    assert drafter.acceptance.right.sum() >= native.stats["accepted_tokens"]
-    assert drafter.acceptance.right[2] > 0
     assert_all_free(native)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_parts_of_drafts_that_are_kept(seed: int) -> None:
+    """Against plain loops: cut before they are computed, and after sampling."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 6, int(rng.integers(0, 6)))
+    branches, total, room = len(counts), int(counts.sum()), int(rng.integers(0, 20))
+    tokens, ends = rng.integers(0, 9, total), rng.random(total) < 0.2
+    forks, left = (rng.random(branches) < 0.1).astype(np.int64), rng.integers(-1, 6, branches)
+    rows: Any = SimpleNamespace(
+        forks=forks, length=10 * np.arange(branches), segment_end=10 * np.arange(branches) + 1 + left, stop_table=forks
+    )
+    stops: Any = SimpleNamespace(tokens=lambda *_: np.where(ends, END_SEGMENT, GO_ON))
+    kept: list[list[int]] = []
+    for begin, n, limit in zip(
+        (np.cumsum(counts) - counts).tolist(), counts.tolist(), np.where(forks, 0, left).tolist(), strict=True
+    ):
+        kept.append([])
+        for i in range(begin, begin + n):
+            if len(kept[-1]) >= limit or sum(map(len, kept)) == room or ends[i]:
+                break
+            kept[-1].append(int(tokens[i]))
+    count, token = cut(rows, stops, np.arange(branches), counts, tokens, room)
+    assert count.tolist() == [len(each) for each in kept]
+    assert token.tolist() == list(itertools.chain(*kept))
+
+    # samples of a step: a branch's first, and one after each of its drafted tokens
+    offset = np.concatenate([np.arange(n + 1) for n in counts] or [np.zeros(0, np.int64)])
+    first, n = np.arange(len(offset)) - offset, len(offset)
+    token, before, ended = rng.integers(0, 2, n), rng.integers(0, 2, n), rng.random(n) < 0.3
+    right = [all(token[j - 1] == before[j] for j in range(first[i] + 1, i + 1)) for i in range(n)]
+    assert on_path(token, before, offset).tolist() == right
+    assert up_to_end(ended, offset).tolist() == [not ended[first[i] : i].any() for i in range(n)]
 
 
 ACTIONS = st.lists(st.sampled_from(["step", "step", "step", "abort", "preempt", "update", "sleep"]), max_size=30)
@@ -472,22 +502,20 @@ def test_anything_may_come_between(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("together", "most_rows"), [(32, 4096), (2, 64)], ids=["many rows", "at most 64 rows"])
-def test_a_million_tokens_of_later_epochs(together: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many fall the other way. So many prompts of 16 rows decode side by side with the drafter itself and without;
-    where a response has parted, nothing behind is compared.
+def test_a_million_tokens_of_later_epochs(together: int, most_rows: int) -> None:
+    """Count the tokens that differ with drafts and without. ``together`` prompts of 16 rows decode in one batch; after
+    the first token that differs, the rest of a response is not compared.
 
-    A library's products of many rows round as their number is, so two tokens whose scores tie within rounding may
-    change places: with logits of up to 4 that agree to eight of their last places, 2e-6, that is a few in a million.
-    Our own, of at most 64 rows, do not depend on the other rows: there is none, and no log-prob differs in a bit.
+    The rounding of a library's products of many rows depends on their number, so two tokens whose scores tie within
+    rounding may change places: with logits of up to 4 that agree to eight of their last places, 2e-6, that is a few in
+    a million. Our own products, of at most 64 rows, do not depend on the other rows: no token and no bit of a log-prob
+    differs.
     """
     params = SamplingParams(n=16, max_new_tokens=64, temperature=0.1, ignore_eos=True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 211, int(n)).tolist() for n in rng.integers(4, 24, 32)]
     sizes = {"page_size": 16, "kv_tokens": 1 << 17, "max_batch_rows": most_rows}
-    plain, native = (NativeEngine(model("qwen3"), config=EngineConfig(**sizes, drafts=n)) for n in (0, 1 << 18))
-    assert isinstance(native.loop.drafter, HistoryDrafter)
-    native.loop.drafter.cost = FewerStepsAreFaster()
-    monkeypatch.setattr(drafter_module.time, "perf_counter", lambda: 0.0)  # how much is drafted depends on no clock
+    plain, native = engine(**sizes), drafting_engine(most_rows, **sizes)
     compared, parted, most, epoch, accepted = 0, 0, 0.0, 0, 0.0
     while compared < 1_000_000:
         for begin in range(0, len(prompts), together):
@@ -506,7 +534,7 @@ def test_a_million_tokens_of_later_epochs(together: int, most_rows: int, monkeyp
                     far = np.abs(one.behaviour_logprob[:end] - two.behaviour_logprob[:end])
                     most = max(most, float((far / np.maximum(1, np.abs(two.behaviour_logprob[:end]))).max(initial=0)))
         epoch += 1
-    print(f"{parted} of {compared} tokens differ, log-probs by {most:.1e} at most; {accepted:.0f} were drafted right")
+    print(f"{parted} of {compared} tokens differ, log-probs by {most:.1e} at most; {accepted:.0f} drafts were accepted")
     assert accepted > 0.12 * compared  # drafts were used
     if most_rows == 64:
         assert (parted, most) == (0, 0.0)

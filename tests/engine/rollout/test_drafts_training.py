@@ -12,24 +12,29 @@ import torch
 from safetensors.torch import load_file
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.rollout.native._host import Fit, StepCost
-from rolltree.engine.rollout.native.drafter import HistoryDrafter
+from rolltree.engine.rollout.native import loop
+from rolltree.engine.rollout.native.drafts import DraftConfig, Drafts, on_path
 
 from ..tiny import write_run
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[HistoryDrafter]:
-    """The drafters of the runs; times decide nothing."""
-    made: list[HistoryDrafter] = []
-    begin = HistoryDrafter.__init__
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[Drafts, int]:
+    """The drafts of the runs' engines, and how many of their tokens were accepted."""
+    made: dict[Drafts, int] = {}
+    begin = Drafts.__init__
 
-    def init(self: HistoryDrafter, *arguments: int) -> None:
-        begin(self, *arguments)
-        made.append(self)
+    def init(self: Drafts, config: DraftConfig) -> None:
+        begin(self, config)
+        made[self] = 0
 
-    monkeypatch.setattr(HistoryDrafter, "__init__", init)
-    monkeypatch.setattr(StepCost, "fit", lambda self, branches: Fit(1.0, 0.0, 1e-4))
+    def counted(token: np.ndarray, before: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        kept = on_path(token, before, offset)
+        made[list(made)[-1]] += int(np.count_nonzero(kept & (offset > 0)))
+        return kept
+
+    monkeypatch.setattr(Drafts, "__init__", init)
+    monkeypatch.setattr(loop, "on_path", counted)
     return made
 
 
@@ -38,7 +43,7 @@ def sampled(directory: Path) -> list[list[list[int]]]:
     return [pq.read_table(file, columns=["response_ids"]).column(0).to_pylist() for file in files]
 
 
-def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, made: list[HistoryDrafter]) -> None:
+def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, made: dict[Drafts, int]) -> None:
     """Four passes over six problems."""
     toml = write_run(tmp_path)
     problems = tmp_path / "problems.jsonl"
@@ -46,11 +51,11 @@ def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, ma
     common = ["train", str(toml), "--data.tasks=[]", f"--data.path={problems}", "--evaluation.problems=0"]
     common += ["--evaluation.every=0", "--rollout.max_new_tokens=24", "--rollout.program=flat", "--rollout.n=8"]
     common += ["--rollout.program_options={}", "--algorithm.advantage=group_norm", "--rollout.temperature=0.02"]
-    drafts = "--rollout.drafts=16384"
+    drafts = ["--rollout.drafts.rows=512", "--rollout.drafts.remembered=16384"]
     assert main([*common, "--trainer.steps=4", "--name=plain"]) == 0
-    assert main([*common, "--trainer.steps=4", "--name=drafts", drafts]) == 0
-    assert main([*common, "--trainer.steps=2", "--name=resumed", drafts]) == 0
-    assert main([*common, "--trainer.steps=4", "--name=resumed", drafts, "--resume"]) == 0
+    assert main([*common, "--trainer.steps=4", "--name=drafts", *drafts]) == 0
+    assert main([*common, "--trainer.steps=2", "--name=resumed", *drafts]) == 0
+    assert main([*common, "--trainer.steps=4", "--name=resumed", *drafts, "--resume"]) == 0
     whole, first, second = made
     plain, drafted, resumed = (tmp_path / "runs" / name for name in ("plain", "drafts", "resumed"))
     assert len(sampled(plain)) == 4
@@ -61,13 +66,30 @@ def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, ma
         for other in weights[1:]:
             torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
     assert any(not torch.equal(weights[0][name], start[name]) for name in start), "nothing was learned"
-    assert whole.acceptance.right.sum() > first.acceptance.right.sum() > 0
-    assert second.acceptance.drafted[2] > 0
+    assert made[whole] > made[first] > 0
+    assert made[second] > 0
     assert second.index.tokens >= whole.index.tokens * 0.9, "the resumed run has the first one's texts again"
-    assert np.all(second.acceptance.right <= second.acceptance.drafted)
 
 
 def test_vllm_has_drafts_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml = write_run(tmp_path)
-    assert main(["train", str(toml), "--rollout.backend=vllm", "--rollout.drafts=5000", "--dry-run"]) == 2
+    assert main(["train", str(toml), "--rollout.backend=vllm", "--rollout.drafts.rows=8", "--dry-run"]) == 2
     assert "speculative_config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--rollout.drafts.tokens=8", "set `rollout.drafts.rows` too"),
+        ("--rollout.drafts.remembered=4096", "set `rollout.drafts.rows` too"),
+        ("--rollout.drafts.rows=-1", "--rollout.drafts.rows"),
+        ("--rollout.drafts=5000", "--rollout.drafts"),
+    ],
+)
+def test_what_has_no_effect_or_no_sense_is_an_error(
+    given: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(write_run(tmp_path)), given, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Traceback" not in error

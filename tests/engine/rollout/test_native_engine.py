@@ -72,7 +72,7 @@ def model(name: str) -> Any:
     return kind(config(**{**SIZES, **extra})).eval()
 
 
-def engine(name: str = "qwen3", **sizes: int) -> NativeEngine:
+def engine(name: str = "qwen3", **sizes: Any) -> NativeEngine:
     return NativeEngine(model(name), config=EngineConfig(**{"page_size": 4, "kv_tokens": 4096, **sizes}))
 
 

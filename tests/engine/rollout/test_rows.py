@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rolltree.engine import SamplingParams
+from rolltree.engine import DraftConfig, SamplingParams
 from rolltree.engine.rollout.branch import Branch, Node, Request, sample_dtype
 from rolltree.engine.rollout.native._host import push_tokens
 from rolltree.engine.rollout.native.draws import DTYPES, Draws
@@ -94,9 +94,9 @@ def test_wrong_tokens_to_push() -> None:
     assert not push_tokens(*right[:4], np.array([2]), *right[5:])  # no room behind the one there is
 
 
-@pytest.mark.parametrize("drafts", [0, 4096])
+@pytest.mark.parametrize("drafts", [None, DraftConfig(rows=4096, remembered=4096)])
 def test_what_is_kept_from_step_to_step_is_what_would_be_made_anew(
-    monkeypatch: pytest.MonkeyPatch, drafts: int
+    monkeypatch: pytest.MonkeyPatch, drafts: DraftConfig | None
 ) -> None:
     """Forks, rewinds, rows that end and pages that run out; rows that draw alike and otherwise."""
     draws_of, vector_of, kept = Draws.of, StepVector.of, [0, 0]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine.app.config import config_keys
+from rolltree.engine.app.config import FREE_TO_CHANGE, config_keys, training_config
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint
-from rolltree.engine.train.checkpoint import FREE_TO_CHANGE, latest, load, load_latest, restore_generators
+from rolltree.engine.train.checkpoint import latest, load, load_latest, restore_generators
 
 TENSORS = {
     "weight.a": torch.tensor([[0.1, -0.0, torch.inf], [torch.nan, 1e-42, 3.0]]),
@@ -37,7 +37,7 @@ def bits(tensor):
 
 
 def save(directory, step, tensors=TENSORS, state=STATE, keep=2):
-    return checkpoint.save(directory, step, tensors=tensors, state=state, config=config(), keep=keep)
+    return checkpoint.save(directory, step, tensors=tensors, state=state, trained=training_config(config()), keep=keep)
 
 
 def test_round_trip_is_bit_exact(tmp_path):
@@ -133,7 +133,7 @@ from rolltree.engine.settings import TrainConfig
 config = TrainConfig.model_validate({"name": "r", "model": {"path": "m"}, "data": {"tasks": [{"name": "chain_sum"}]}})
 for step in range(1, 100000):
     tensors = {"w": torch.full((200_000,), float(step))}
-    save(Path(sys.argv[1]), step, tensors=tensors, state={"step": step}, config=config, keep=2)
+    save(Path(sys.argv[1]), step, tensors=tensors, state={"step": step}, trained={}, keep=2)
     print(step, flush=True)
 """
 
@@ -169,7 +169,7 @@ def test_settings_that_decide_what_is_learned_must_agree(tmp_path):
     path = save(tmp_path, 4)
     longer = config(trainer={"steps": 999}, checkpoint={"every": 1}, output_dir="elsewhere", name="other")
     for same in (config(), longer):
-        assert load_latest(tmp_path, same).path == path
+        assert load_latest(tmp_path, training_config(same)).path == path
     for key, changed in (
         ("trainer.lr", config(trainer={"lr": 0.5})),
         ("seed", config(seed=1)),
@@ -178,14 +178,14 @@ def test_settings_that_decide_what_is_learned_must_agree(tmp_path):
         ("evaluation.problems", config(evaluation={"problems": 7})),  # it decides which problems are held out
     ):
         with pytest.raises(UserError, match=rf"`{key}` is .* was trained with .*set it back"):
-            load_latest(tmp_path, changed)
+            load_latest(tmp_path, training_config(changed))
 
 
 def test_nothing_to_resume(tmp_path):
     (tmp_path / "step_000001.tmp").mkdir()
     for directory in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match=r"nothing to resume.*start without --resume"):
-            load_latest(directory, config())
+            load_latest(directory, training_config(config()))
 
 
 def test_free_keys_exist():

@@ -12,13 +12,14 @@ from rolltree.engine import pack
 from rolltree.engine.methods.credit import gae, give_credit
 from rolltree.engine.methods.selections import every_unequal
 from rolltree.engine.model import loss
-from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic
 from rolltree.engine.train.terms import LossTerm, PairTerm, TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective, checks
 
 from ...kernels.host_waits import waits
+from ..tiny import train_step
 from .test_trainer import make_model, make_trees
 
 ONCE = ["aten::_to_copy"]
@@ -37,7 +38,7 @@ def meta_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_step(terms: list[LossTerm], max_tokens: int = 10_000, on_policy: bool = False) -> list[str]:
-    """What the host waits for in `Trainer.step` on batches of the host."""
+    """What the host waits for in an update on batches of the host."""
     trainer = Trainer(make_model().to("meta"), TrainerConfig(lr=1e-3))
     trees = make_trees()
     for tree in trees:
@@ -49,7 +50,7 @@ def of_step(terms: list[LossTerm], max_tokens: int = 10_000, on_policy: bool = F
     done: list[float] = []
 
     def step() -> None:
-        metrics = trainer.step(batches, weighted, temperature=0.9, on_policy=on_policy)
+        metrics = train_step(trainer, batches, weighted, temperature=0.9, on_policy=on_policy)
         done.append(metrics["actor/loss"][0])
 
     seen = waits(step, value=1.0)

@@ -13,10 +13,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import TokenTree, Trainer, pack
-from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Weighted
 from rolltree.kernels import Objective
+
+from ..tiny import train_step
 
 SCRIPT = """
 import json, sys, time
@@ -24,7 +26,7 @@ import numpy as np, torch
 from pathlib import Path
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from rolltree.engine import TokenTree, Trainer, pack
-from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Weighted
 from rolltree.kernels import Objective
@@ -57,7 +59,10 @@ def step():
 
 def update(some, normalizer):
     terms = [Weighted(TokenTerm(Objective.preset("dapo")), normalizer)]
-    return trainer.step(some, terms, temperature=1.0, on_policy=True)
+    tokens = sum(t.logical_tokens for b in some for t in b.trees)
+    for b in some:
+        trainer.forward_backward(b, terms, tokens, temperature=1.0, on_policy=True)
+    return trainer.optim_step()
 
 update(pack(trees[:1], max_tokens=10_000), 1.0)  # warm
 before = resident("VmRSS")
@@ -108,7 +113,7 @@ def test_the_micro_batch_size_changes_nothing() -> None:
     for max_tokens in (400, 900, 100_000):
         trainer = Trainer(copy.deepcopy(first), TrainerConfig(lr=1e-3))
         batches.append(pack(trees, max_tokens=max_tokens))
-        metrics = trainer.step(batches[-1], terms, temperature=1.0, on_policy=True)
+        metrics = train_step(trainer, batches[-1], terms, temperature=1.0, on_policy=True)
         norms.append(float(metrics["actor/grad_norm"][0]))
     assert [len(some) for some in batches] == [6, 3, 1]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)

@@ -10,10 +10,12 @@ from rolltree.engine import batch_loss, pack
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.model import loss
-from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
+
+from ..tiny import train_step
 
 GRPO = Objective.preset("dapo")
 CONFIG = TrainerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.05)
@@ -49,7 +51,7 @@ TOKENS = float(sum(b.loss_tokens for b in BATCHES))
 
 
 def step(trainer, batches=BATCHES, on_policy=True, normalizer=TOKENS):
-    return trainer.step(batches, [Weighted(TokenTerm(GRPO), normalizer)], temperature=0.9, on_policy=on_policy)
+    return train_step(trainer, batches, [Weighted(TokenTerm(GRPO), normalizer)], temperature=0.9, on_policy=on_policy)
 
 
 def weights(model):

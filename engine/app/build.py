@@ -1,0 +1,340 @@
+"""From a configuration to the parts of a run, which `Orchestrator` then runs."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from ..errors import UserError
+from ..loop import preflight
+from ..loop.budget import Budget
+from ..loop.entries import Entries
+from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
+from ..loop.progress import Progress
+from ..loop.sources import Demonstrations, PromptSource, held_out
+from ..methods.groups import GROUP_CALLBACKS, GroupCallback
+from ..model.loading import choose_device, load_model, load_tokenizer
+from ..parts.calling import call
+from ..parts.resolve import import_object, resolve
+from ..programs import RolloutProgram, make_program
+from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
+from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..rollout.sampler import LocalSampler
+from ..settings import RolloutConfig, TrainConfig
+from ..train import checkpoint
+from .build_learning import FROM_ROLES, corrects, credit, learning_parts
+from .config import resolved_toml, training_config
+
+
+def build(config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None) -> Parts:
+    """Make the parts of a training run.
+
+    Args:
+        console: shows the run's progress.
+        resume: go on from the newest checkpoint in the run's directory.
+        replay: a file of recorded groups to learn from instead of sampling.
+
+    Raises:
+        UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
+            something that does not exist or cannot be used.
+    """
+    check_credit(config)
+    check_old_logprobs(config)
+    trained = training_config(config)
+    checkpoints = config.run_dir / "checkpoints"
+    saved = checkpoint.load_latest(checkpoints, trained) if resume else None
+    if not resume:
+        preflight.check_directory(config.run_dir)
+    set_seed(config.seed)
+    console.phase("loading the model")
+    if config.model.create is not None and not Path(config.model.path).exists():
+        console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
+    model, tokenizer = prepare_model(config)
+    engine = make_engine(config, sampled_model(config, model), tokenizer)
+    problems = held_out(config.data, config.evaluation.problems, tokenizer)
+    source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
+    check_lengths(config, engine.longest)
+    rewards = make_run_rewards(config, engine, tokenizer)
+    sampling = sampling_parts(config, model, engine, tokenizer, source, rewards)
+    preflight.check_program(
+        sampling.program,
+        sampling.program_name,
+        sampling.params.n,
+        tokenizer,
+        engine.end_token_ids,
+        source.peek(preflight.TRIED),
+    )
+    known = [*source.known, *problems]
+    demonstrations = config.demonstrations
+    return Parts(
+        options=run_options(config, trained),
+        sampling=sampling,
+        learning=learning_parts(config, model),
+        evaluation=EvaluationParts(problems, greedy_params(config), config.evaluation.every),
+        rewards=rewards,
+        check_rewards=partial(check_references, rewards, config.reward, [(p.id, p.entry) for p in known]),
+        demonstrations=None
+        if demonstrations is None
+        else Demonstrations(demonstrations, config.data, tokenizer, config.seed),
+        console=console,
+        saved=saved,
+        replay=replay,
+    )
+
+
+def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
+    """Return where the run lives, how long it goes on, and what it keeps."""
+    return RunOptions(
+        name=config.name,
+        directory=config.run_dir,
+        steps=config.trainer.steps,
+        toml=resolved_toml(config),
+        document=config.model_dump(mode="json", exclude_none=True),
+        trained=trained,
+        trackers=config.trackers,
+        save_every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        best=config.checkpoint.best,
+        max_bad_steps=config.trainer.max_bad_steps,
+        max_failed_steps=config.reward.max_failed_steps,
+        max_batch_rows=config.rollout.max_batch_rows,
+        remembered_tokens=config.rollout.drafts.remembered if config.rollout.drafts.rows else 0,
+    )
+
+
+def sampling_parts(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    source: PromptSource,
+    rewards: Rewards,
+) -> SamplingParts:
+    """Make what `Controller` samples and judges with.
+
+    Raises:
+        UserError: the program or the callback is not known or refuses its options.
+    """
+    loop = config.loop
+    on_cpu = config.rollout.backend == "native" and model.device.type == "cpu"
+    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
+    return SamplingParts(
+        sampler=LocalSampler(engine, program),
+        tokenizer=tokenizer,
+        source=source,
+        program=program,
+        program_name=config.rollout.program,
+        params=sampling_params(config.rollout),
+        budget=budget(config),
+        seed=config.seed,
+        callback=group_callback(config),
+        callback_name=loop.callback,
+        max_dropped_batches=loop.max_dropped_batches,
+        on_failure=config.reward.on_failure,
+        overlaps=loop.overlaps(on_cpu=on_cpu),
+        on_cpu=on_cpu,
+        keep_keys=loop.keep_keys,
+    )
+
+
+def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
+    path = Path(config.model.path)
+    if config.model.create is not None and not path.exists():
+        what = f"model.create = '{config.model.create}'"
+        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            call(what, import_object(config.model.create), config, unfinished)
+            if not unfinished.is_dir():
+                raise UserError(
+                    f"{what} made no directory '{unfinished}'; it must write a model to its second argument."
+                )
+            unfinished.rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    model = load_model(
+        config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+    )
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, load_tokenizer(config.model.path)
+
+
+def check_backend(config: RolloutConfig) -> None:
+    """
+    Raises:
+        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
+    """
+    if config.backend == "vllm" and config.drafts.rows:
+        raise UserError(
+            "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
+            "speculative_config in rollout.vllm_options."
+        )
+    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+
+
+def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """What samples for a run.
+
+    Raises:
+        UserError: vLLM is asked for and not installed.
+    """
+    rollout = config.rollout
+    if rollout.backend == "native":
+        own = EngineConfig(
+            kv_tokens=rollout.kv_tokens,
+            max_batch_rows=rollout.max_batch_rows,
+            compile=rollout.compile,
+            drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
+        )
+        return NativeEngine(model, tokenizer, own)
+    check_backend(rollout)
+    from ..rollout.vllm.engine import VllmEngine
+
+    longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
+    return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
+
+
+def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """The weights that sample: the trained ones, or a copy of them where both work at the same time."""
+    if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
+        return model
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def group_callback(config: TrainConfig) -> GroupCallback | None:
+    """What decides about judged groups, if there is any.
+
+    Raises:
+        UserError: there is no such callback, file or function, or it has no such option.
+    """
+    loop = config.loop
+    if loop.callback is None:
+        return None
+    found: GroupCallback = resolve(
+        "loop.callback", loop.callback, loop.callback_options, known=GROUP_CALLBACKS, inputs=("tree",)
+    )
+    return found
+
+
+def budget(config: TrainConfig) -> Budget:
+    """How many groups may be open, and how old they may become."""
+    loop = config.loop
+    return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
+
+
+def sampling_params(config: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        n=config.n,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_new_tokens=config.max_new_tokens,
+        stop=tuple(config.stop),
+    )
+
+
+def greedy_params(config: TrainConfig) -> SamplingParams:
+    """Sampling of the evaluation: the most likely token, one answer a problem."""
+    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
+
+
+def rollout_program(config: RolloutConfig) -> RolloutProgram:
+    return make_program(config.program, **config.program_options)
+
+
+def make_run_rewards(config: TrainConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> Rewards:
+    """Make what judges the run's responses, `reward.verifier`; its processes start when it is entered.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+
+    def score(prompts: list[str], continuations: list[str]) -> list[Any]:
+        ids = [tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"] for text in prompts]
+        wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
+        found = engine.score(ids, [[some] if some else [] for some in wanted])
+        return [some[0] if some else [] for some in found]
+
+    return make_rewards(config.reward, config.data.tasks, score)
+
+
+def check_old_logprobs(config: TrainConfig) -> None:
+    """Where the sampler's log-probs are compared with, they must be those of the whole softmax.
+
+    Raises:
+        UserError: sampling leaves tokens out.
+    """
+    rollout = config.rollout
+    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
+    if corrects(config):
+        why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
+    elif config.trainer.updates_per_step == 1:
+        return
+    if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
+        raise UserError(
+            f"{why} compares with the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
+            "[rollout] or set it back."
+        )
+
+
+def check_lengths(config: TrainConfig, positions: int | None) -> None:
+    """
+    Args:
+        positions: of the model; None where it has no limit.
+
+    Raises:
+        UserError: the longest prompt and response are longer than the model can be.
+    """
+    answer = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    longest = config.data.max_prompt_tokens + answer
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"The longest sequence (data.max_prompt_tokens + max_new_tokens = {longest} tokens) is longer than the "
+            f"model's {positions} positions; lower data.max_prompt_tokens or rollout.max_new_tokens."
+        )
+
+
+def check_credit(config: TrainConfig) -> None:
+    """Give credit to two made-up groups of the size that will be sampled.
+
+    Raises:
+        UserError: the estimator fails, or does not answer with finite numbers of the right shape.
+    """
+    columns = [column for column, role in FROM_ROLES.items() if getattr(config.roles, role) is not None]
+    preflight.check_credit(credit(config), config.algorithm.advantage, config.rollout.n, columns)
+
+
+def kept_entries(
+    config: TrainConfig, *, recorded: bool = False
+) -> Callable[[Mapping[str, Any], str], dict[str, Any]] | None:
+    """Return `Entries.kept` of a run's prompts; None where nothing keeps their entries.
+
+    Args:
+        recorded: the groups are written to a file.
+    """
+    if config.loop.staleness == 0 and not recorded:
+        return None
+    data = config.data
+    all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
+    return Entries({data.prompt_key, data.answer_key, data.n_key or data.answer_key}, all_read=all_read).kept
+
+
+def _user_code_reads(config: TrainConfig) -> bool:
+    """Return whether a function or class of the user's is given entries; ``file.py:name`` names one."""
+    named: list[Any] = [config.reward.verifier, config.rollout.program, *config.data.tools]
+    named += [*config.reward.options.values(), *config.rollout.program_options.values()]
+    return any(isinstance(name, str) and ":" in name for name in named)

@@ -1,0 +1,156 @@
+"""Models and tokenizers from Hugging Face directories: safetensors only, layers that trees can pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import UserError
+from . import attention
+from .fused_layers import fuse_layers
+
+TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # what configurations call their list of layers
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that the key `model.device` asks for.
+
+    Raises:
+        UserError: ``name`` is "cuda" and torch sees no CUDA device.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or see `rolltree doctor`."
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_model_dir(path: str | Path) -> None:
+    """Refuse a directory that is no loadable model, in one sentence.
+
+    Raises:
+        UserError: `config.json` or the safetensors weights are missing, or only pickled weights are there.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(
+            f"The model directory '{directory}' does not exist; set model.path to a Hugging Face directory."
+        )
+    if not (directory / "config.json").is_file():
+        raise UserError(f"'{directory}' holds no config.json; set model.path to a Hugging Face model directory.")
+    if not any(directory.glob("*.safetensors")):
+        pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
+        why = "only pickled weights, which are never loaded; convert them to safetensors" if pickled else "no weights"
+        raise UserError(f"'{directory}' holds {why} (expected model.safetensors).")
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
+    """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
+
+    Its layers are fused (:func:`.fused_layers.fuse_layers`).
+
+    Raises:
+        UserError: it cannot be read, its tensors are not those of its configuration, or it has layers that cannot be
+            tree-masked.
+    """
+    local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
+    if local:
+        check_model_dir(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        _check_layers(config, path)
+        # wrong shapes are let through here, to be named one by one below
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except UserError:
+        raise
+    except Exception as error:  # a damaged directory makes transformers raise whatever it meets first
+        raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
+    _check_tensors(model, found, path)
+    _check_modules(model, path)
+    return fuse_layers(model.to(device))
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model.
+
+    Raises:
+        UserError: there is none, it knows no characters, or it names no end-of-sequence token.
+    """
+    directory = Path(path)
+    if directory.is_dir() and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"'{path}' holds no tokenizer ({TOKENIZER_FILES[0]}); save the model's tokenizer beside its weights."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # as above
+        raise UserError(f"The tokenizer in '{path}' cannot be loaded: {_why(error)}.") from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
+        raise UserError(f"The tokenizer in '{path}' makes no tokens of a text; save the model's own there.")
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"The tokenizer in '{path}' has no eos_token, so responses could not end; set one in its config."
+        )
+    return tokenizer
+
+
+def _check_layers(config: Any, path: str | Path) -> None:
+    text = config.get_text_config()
+    kinds = {kind for name in LAYER_KINDS for kind in getattr(text, name, None) or ()} - set(TREE_LAYERS)
+    if kinds:
+        raise UserError(
+            f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
+        )
+
+
+def _check_tensors(model: PreTrainedModel, found: dict[str, Any], path: str | Path) -> None:
+    """Every weight must come from the files: transformers fills what is missing with random numbers.
+
+    Tied weights are not missing. Tensors of parts that a decoder has not (a vision tower) are left out, as transformers
+    does; what belongs to the decoder itself must have its place there.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # of tied weights the first name
+    missing = sorted(found["missing_keys"], key=lambda key: (key not in named, key))
+    misshapen = sorted(found["mismatched_keys"])
+    unknown = sorted(key for key in found["unexpected_keys"] if key.startswith(f"{model.base_model_prefix}."))
+    wrong = [f"'{key}' is missing" for key in missing]
+    wrong += [f"'{key}' is {list(theirs)} and not {list(ours)}" for key, theirs, ours in misshapen]
+    wrong += [f"'{key}' has no place in the model" for key in unknown]
+    if not wrong:
+        wrong = [f"'{key}' holds numbers that are not finite" for key, t in named.items() if not _finite(t)]
+    if wrong:
+        more = f" and {len(wrong) - 1} more are wrong" if len(wrong) > 1 else ""
+        raise UserError(
+            f"The weights in '{path}' are not those its config.json describes: {wrong[0]}{more}; restore the files."
+        )
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or tensor.is_meta or bool(torch.isfinite(tensor).all())
+
+
+def _why(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
+def _check_modules(model: nn.Module, path: str | Path) -> None:
+    """Layers that carry a state from token to token, whatever the configuration calls them."""
+    found = sorted({type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)})
+    if found:
+        raise UserError(f"'{path}' has layers that cannot be tree-masked ({', '.join(found)}); use another model.")
