@@ -84,7 +84,7 @@ def find_format(
     for content in ("", None):
         for arguments in ({"where": "here"}, '{"where": "here"}'):
             call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
-            talk = [*asked, {"role": "assistant", "content": content, "tool_calls": [call]}]
+            talk: list[Message] = [*asked, {"role": "assistant", "content": content, "tool_calls": [call]}]
             try:
                 whole = render(tokenizer, talk, tools, generation=False)
                 turn = whole.removeprefix(render(tokenizer, asked, tools, generation=False))

@@ -1,10 +1,9 @@
-"""What a conversation grows by: the tokens that the chat template writes after an assistant's turn.
+"""The growth of a conversation: the tokens that the chat template writes after an assistant's turn.
 
-The whole conversation is rendered, messages so far, the new ones and the generation prompt, and what follows the
-assistant's last turn is tokenised. Sampled tokens stay as they are. So that nothing depends on how the template would
-write the model's own turns again (it may drop their thinking, or write their calls with other white space), a marker
-stands for what the model said. Everything else of the conversation must appear in each rendering as it was appended
-before; a template that rewrites it is refused.
+The template renders the whole conversation: the messages so far, the new ones and the generation prompt. The text after
+the assistant's last turn is tokenised; sampled tokens stay as they are. A marker stands for each turn that was sampled,
+since the template may write it otherwise in history (without its thinking, or with other white space in its calls). All
+other messages must appear in each rendering exactly as they were appended; a template that rewrites them is refused.
 
     prompt | turn 1 </s> | [user] no [/user] [model] | turn 2 </s> | ...
     given  | sampled     | appended                  | sampled     |
@@ -25,9 +24,9 @@ from .literal import literal
 
 Message = Mapping[str, Any]
 STYLES = [(False, False), (True, False), (False, True), (True, True)]
-"""How a turn with calls may be given to templates: its arguments as a JSON text or an object, and with content or not.
+"""The ways to give a turn with calls to a template: whether arguments are a JSON text, whether the turn has content too.
 
-Some templates write the content after the tools' answers, some write no calls, some want arguments as texts.
+Some templates want arguments as texts, some write content after the tools' answers, some write no calls.
 """
 
 
@@ -54,23 +53,23 @@ class Conversation:
         self._checked: set[tuple[str, ...]] = set()
 
     def begin(self, messages: Sequence[Message]) -> list[str]:
-        """Return what is known of a conversation of a prompt alone, to be passed to `grow`.
+        """Return the text of a prompt's messages, in the form that `grow` takes.
 
         Raises:
             ValueError: the template cannot write the messages.
         """
-        # without the generation prompt, or what is written in its place: the turn may begin otherwise in history
+        # without the generation prompt, or the text in its place: the turn may begin otherwise in history
         return [_common(self._render(messages), self._render(messages, generation=False))]
 
     def grow(
         self, messages: Sequence[Message], written: Sequence[str], new: Sequence[Message], end: int
     ) -> tuple[list[int], list[str]]:
-        """Return the tokens to append after an assistant's turn, and what is known of the conversation with them.
+        """Return the tokens to append after an assistant's turn, and ``written`` with their text.
 
         Args:
             messages: the conversation; the last one is the assistant's turn.
-            written: what `begin` or the last call returned.
-            new: what the environment answers to the turn.
+            written: the text of everything but the turns, as `begin` or the last call returned it.
+            new: the environment's messages after the turn.
             end: the token that ended the turn.
 
         Raises:
@@ -166,7 +165,7 @@ class Conversation:
             begin, before = end + len(mark), "earlier messages"
 
     def _check_complete(self, said: Sequence[Message], mark: str, new: Sequence[Message]) -> None:
-        """Look for the text of each message, once for every sequence of roles."""
+        """Look for the text of each new message, once for every sequence of roles."""
         roles = tuple(str(message["role"]) for message in new)
         if roles in self._complete:
             return
@@ -181,7 +180,7 @@ class Conversation:
         self._complete.add(roles)
 
     def _turn_end(self, said: Sequence[Message], mark: str, hidden: str, end: int) -> int:
-        """Return the length of what ``hidden`` begins with that belongs to the turn, its end token included.
+        """Return the length of the beginning of ``hidden`` that belongs to the turn, its end token included.
 
         The template writes an end token after a turn whatever follows. The one that was sampled stands in its place,
         also if it is another one (``<|endoftext|>`` for ``<|im_end|>``). Where a turn has no end of its own and the
@@ -234,7 +233,7 @@ def render(
     *,
     generation: bool,
 ) -> str:
-    """Return what the chat template writes.
+    """Return the chat template's text of ``messages``.
 
     Raises:
         ValueError: it cannot write these messages.
@@ -263,7 +262,7 @@ def _calls(answers: Sequence[Message], mark: str, as_text: bool, with_content: b
 
 
 def _after(text: str, mark: str) -> str:
-    """Return what follows the last ``mark``."""
+    """Return the text after the last ``mark``."""
     return text[text.rfind(mark) + len(mark) :] if mark in text else ""
 
 

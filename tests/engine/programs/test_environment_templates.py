@@ -83,6 +83,7 @@ ENDINGS = [
     ("qwen3_5_think", ["<|endoftext|>", "<|endoftext|>", "<|endoftext|>"]),
     ("llama3_1", ["<|eom_id|>", "<|end_of_text|>", "<|eot_id|>"]),
     ("glm4moe", ["<|user|>", "<|user|>", "<|endoftext|>"]),
+    ("glm4moe", ["<|endoftext|>", "<|observation|>", "<|user|>"]),
     ("gptoss", ["<|return|>", "<|return|>", "<|return|>"]),
     ("phi3", ["<|endoftext|>", "<|end|>", "<|endoftext|>"]),
     ("gemma3", ["<end_of_turn>", "<eos>", "<eos>"]),
@@ -107,9 +108,8 @@ def test_any_of_the_models_end_tokens_ends_a_turn(name: str, ends: list[str]) ->
             whole += [{"role": "assistant", "content": f"TURN{number}"}, answer]
             full = tokenizer.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
             after = full[full.index(f"TURN{number}") + len("TURN0") :]
-            closer = (
-                "<|end|>" if name == "gptoss" else next((e for e in templates.ends(name) if after.startswith(e)), "")
-            )
+            closers = {"gptoss": ["<|end|>"], "glm4moe": [end]}.get(name, templates.ends(name))
+            closer = next((closer for closer in closers if after.startswith(closer)), "")
             wanted += after[len(closer) :]
     assert text == wanted
     origin = tree.origin[tree.response_rows(0)]
