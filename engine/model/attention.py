@@ -75,9 +75,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | DeferredMask | None:
             "Transformers now passes mask arguments by position; this version of rolltree does not support that."
         )
     if getattr(kwargs.get("config"), "attn_logit_softcapping", None) is not None:
-        kwargs["allow_is_causal_skip"] = (
-            False  # without a mask SDPA applies its own causal one, but a softcap needs the eager function
-        )
+        kwargs["allow_is_causal_skip"] = False  # a softcap needs the eager function, which takes an explicit mask
     offset = kwargs.get("q_offset", 0)
     # with earlier keys it is no tree; the offset of a static cache is a tensor that the first layer changes in place
     if isinstance(offset, Tensor) or offset or kwargs.get("kv_length") != kwargs.get("q_length"):

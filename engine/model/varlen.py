@@ -18,7 +18,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """Return ``(q, k, v [T, H, D], cu_seqlens [B + 1], longest, scale, window) -> [T, Hq, D]``; None if there is none."""
+    """Return ``(q, k, v [T, H, D], cu_seqlens [B + 1], longest, scale, window) -> [T, Hq, D]``, or None."""
     if not torch.cuda.is_available():
         return None
     return _flash_attn() or _torch()
