@@ -22,8 +22,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
 
-EPS = 1e-6
-"""Added to a standard deviation that divides, as in verl (TRL adds 1e-4)."""
+EPS = 1e-6  # added to a standard deviation that divides, as in verl (TRL adds 1e-4)
 COLUMN: dict[Per, str] = {
     "leaf": "advantage",
     "node": "node_advantage",

@@ -49,14 +49,13 @@ def steer(
     high: float = math.inf,
 ) -> float:
     """The value is multiplied by ``1 + gain * clip(metric / target - 1, -0.2, 0.2)`` at each step: the adaptive KL
-    weight of Ziegler et al. 2019 (section 2.2), of which the default of ``gain`` is too.
+    weight of Ziegler et al. 2019 (section 2.2), as is the default of ``gain``. It stays within ``low`` and ``high``.
 
     Args:
         metric: the metric to bring to ``target``, such as ``actor/kl_loss`` or ``actor/entropy``.
         own: the metric that records this value (``schedule/...``), from which the next one is computed.
         initial: the value before ``own`` is first recorded.
         gain: positive if raising the value lowers the metric; negative if raising it raises the metric.
-        low, high: bounds of the value.
     """
     value = metrics.get(own, initial)
     if metric in metrics:

@@ -44,8 +44,7 @@ def reward_weighted(tree: TokenTree, *, beta: float = 1.0) -> Array:  # [L]
 
 
 def _rewards(tree: TokenTree) -> Array:  # [L] float64
-    """Return the rewards of responses; -inf for all if they were not judged, such as demonstrations, so that none is
-    selected."""
+    """Return the rewards of responses; -inf if they were not judged (demonstrations), so that none is selected."""
     if "reward" not in tree.rewards:
         return np.full(tree.num_leaves, -np.inf)
     return tree.rewards["reward"].astype(np.float64)

@@ -52,20 +52,20 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         )
     rows = slice(None) if store is None else slice(store.piece.begin, store.piece.end)
     ids, positions, copies = (t[rows] for t in (batch.input_ids, batch.position_ids, batch.copies))
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     if batch.padded is not None:
         ids, copies = (_padded(t, batch) for t in (ids, copies))
-        given = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
+        inputs = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
     else:
-        given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": attention.MASK_STUB}
-        given |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": attention.MASK_STUB}
+        inputs |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
         if batch.cu_seqlens is not None and store is None:
-            given |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+            inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
-        given["output_router_logits"] = True
+        inputs["output_router_logits"] = True
     decoder: nn.Module = model.get_decoder()
-    output = decoder(**given, use_cache=False)
+    output = decoder(**inputs, use_cache=False)
     hidden = output.last_hidden_state.flatten(0, 1)
     if batch.padded is not None:
         hidden = hidden.index_select(0, batch.place)
@@ -73,8 +73,8 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         return Decoded(hidden, None)
     balance = _balancing(model)
     # its attention mask weighs each token
-    found = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
-    return Decoded(hidden, model.router_aux_loss_coef * found)
+    router_loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
+    return Decoded(hidden, model.router_aux_loss_coef * router_loss)
 
 
 def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:

@@ -49,16 +49,16 @@ def resolve(
     options = options or {}
     part = known[name] if name in known else _imported(key, name, known)
     of = f"{key} = '{name}'"
-    taken = options_of(part, inputs, of)
-    if unknown := sorted(set(options) - set(taken)):
-        near = difflib.get_close_matches(unknown[0], taken, 1)
-        hint = f"did you mean '{near[0]}'" if near else f"it takes {', '.join(taken) or 'none'}"
+    accepted = options_of(part, inputs, of)
+    if unknown := sorted(set(options) - set(accepted)):
+        near = difflib.get_close_matches(unknown[0], accepted, 1)
+        hint = f"did you mean '{near[0]}'" if near else f"it takes {', '.join(accepted) or 'none'}"
         raise UserError(f"{of} has no option '{unknown[0]}'; {hint}.")
-    if missing := [option for option, default in taken.items() if default is NEEDED and option not in options]:
+    if missing := [option for option, default in accepted.items() if default is NEEDED and option not in options]:
         raise UserError(f"{of} needs the option '{missing[0]}'; give it in {options_key or f'{key}_options'}.")
     if not inspect.isclass(part):
-        own = part if name in known else functools.partial(call, of, part)
-        return functools.partial(own, **options) if options else own
+        function = part if name in known else functools.partial(call, of, part)
+        return functools.partial(function, **options) if options else function
     return ask(of, part, **options)
 
 

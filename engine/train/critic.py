@@ -43,11 +43,7 @@ class Critic:
         self.trainer = Trainer(model, config)
 
     def score(self, trees: Sequence[TokenTree], *, max_tokens: int) -> None:
-        """Write the value before every response token into the column ``value``; a shared prefix is computed once.
-
-        Args:
-            max_tokens: of one micro-batch.
-        """
+        """Write the value before every response token into the column ``value``, ``max_tokens`` at a time."""
         with torch.no_grad():
             for waiting in pack(trees, max_tokens=max_tokens):
                 batch = waiting.to(self.model.device)

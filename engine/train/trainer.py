@@ -189,11 +189,11 @@ class Trainer:
         lr = self._lr()
         self._enter(OPTIMIZER)  # again: `met` relates the last mark before the wait to the host's time
         values = self._reduce([pending.loss, pending.finite, *(v for pair in pending.sums.values() for v in pair)])
-        found, length, finite, *numbers = fetch([values[0], norm, *values[1:]])
+        loss, grad_norm, finite, *numbers = fetch([values[0], norm, *values[1:]])
         if self.phases is not None:
             self.phases.met()
         metrics: Metrics = dict(zip(pending.sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
-        applied = math.isfinite(found) and math.isfinite(length)
+        applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._apply()
         self._optimizer.zero_grad(set_to_none=True)
@@ -203,11 +203,11 @@ class Trainer:
                 f"The loss or its gradient was not finite in {self.bad_steps} updates in a row "
                 "(trainer.max_bad_steps); lower trainer.lr or look into the last rollouts."
             )
-        metrics["actor/loss"] = (found, 1)
+        metrics["actor/loss"] = (loss, 1)
         metrics["actor/skipped_updates"] = (0.0 if applied else 1.0, 1)
         metrics["actor/lr"] = (lr, 1)
         if applied:
-            metrics["actor/grad_norm"] = (length, 1)
+            metrics["actor/grad_norm"] = (grad_norm, 1)
         else:
             metrics["actor/nonfinite_micro_batches"] = (pending.batches - finite, 1)
         if pending.single_term is None:
