@@ -45,7 +45,7 @@ class LossTerm(Protocol):
         """Return the divisor of the term's sum over rollouts and ``given`` responses; 0: the term counts none."""
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term | LogprobTerm:
-        """Return the term of a batch, on its device; ``on_policy``: the current weights sampled it, so the ratio is 1."""
+        """Return the term of a batch, on its device; if ``on_policy``, its weights sampled it and the ratio is 1."""
 
 
 @dataclass(frozen=True)
