@@ -234,7 +234,7 @@ def test_the_projects_own_server_judges() -> None:
 @pytest.mark.parametrize(
     ("options", "needle"),
     [
-        ({"prompt": "good?"}, "place of what is judged"),
+        ({"prompt": "good?"}, "where the response is inserted"),
         ({"pattern": "("}, "no regular expression"),
         ({"pattern": r"\d"}, "a group"),
         ({"yes": "Yes"}, "both of yes and no"),
