@@ -28,7 +28,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test slow attack vllm verl trainers hopper hopper-quick lint bench gpu gpu-wheels equality aot aot-write clean
+.PHONY: train test slow attack vllm verl trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels equality aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -82,6 +82,12 @@ lint: $(VENV)/.ready-dev
 
 bench: $(VENV)/.ready-dev
 	$(BIN)/rolltree bench $(ARGS)
+
+# The same cases as a pytest-benchmark suite; BENCH_QUICK=1 runs the small ones. ARGS takes pytest's options, such as
+# ARGS="-k tree_step --benchmark-compare".
+bench-ops: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest bench/suite.py --timeout 3600 --benchmark-storage=build/benchmarks --benchmark-autosave \
+		--benchmark-columns=min,median,iqr,rounds $(ARGS)
 
 # Tests, figures and profiles of a GPU, with what its machine has: nothing is installed. bench/gpu.py says more.
 gpu:

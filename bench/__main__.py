@@ -1,4 +1,4 @@
-"""``python -m rolltree.bench``, the same as ``rolltree bench``."""
+"""Runs ``rolltree bench`` as ``python -m rolltree.bench``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the device gives at most: a copy and a matrix product by torch, with the bytes and FLOP of each in its name."""
+"""The device's limits: a copy and a matrix product by torch. Case names give the bytes and FLOP of each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .runner import Bench, Calls, Case, UnsupportedError
 @dataclass(frozen=True)
 class Inputs:
     a: Tensor
-    b: Tensor | None = None  # of the product a b; None: a copy of a
+    b: Tensor | None = None  # the second factor of the product a b; None: the case is a copy of a
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Sizes that fill a GPU; rates follow from the median."""
+    """Yield sizes that fill a GPU; the rates follow from the median times."""
     small = quick or device.type == "cpu"
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     size, n = (1 << 24, 256) if small else (1 << 32, 8192)
@@ -47,7 +47,7 @@ def product(x: Inputs) -> Calls:
 
 
 def work(x: Inputs) -> dict[str, tuple[float, float]]:
-    """FLOP of the product, or bytes that the copy reads and writes."""
+    """Return the FLOP of the product, or the bytes that the copy reads and writes."""
     return {"forward": (2.0 * len(x.a) ** 3, 0.0) if x.b is not None else (0.0, 2.0 * x.a.nbytes)}
 
 

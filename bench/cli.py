@@ -1,4 +1,4 @@
-"""``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``, and ``rolltree bench --compare OLD NEW``.
+"""The command line ``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``.
 
 ``rolltree bench job`` and ``rolltree bench plot`` have command lines of their own.
 """
@@ -16,7 +16,6 @@ import torch
 
 from rolltree.engine import UserError
 
-from .compare import compare, report, rows_at, worse
 from .journal import Journal
 from .runner import Bench, Choice, DeviceLostError, run
 from .table import table
@@ -49,15 +48,15 @@ FIRST = (
     "tree_step",
     "rollout",
 )
-"""What runs, in small cases, where no op is named."""
+"""The ops that run, in small cases, if none is named."""
 
 
 OWN = ("job", "plot")
-"""What has a command line of its own."""
+"""Subcommands with their own command lines."""
 
 
 def load(op: str, recorded: Path | None = None) -> Bench:
-    """The benchmark of an op; that of drafts over what a run ``recorded``, where one is given.
+    """Return the benchmark of an op; with ``recorded``, that of drafts over the rollouts of this run.
 
     Raises:
         UserError: there is no such run, or it cannot be read.
@@ -67,44 +66,42 @@ def load(op: str, recorded: Path | None = None) -> Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run benchmarks; 0, 1 where a provider failed or a comparison is lost, 2 where the command line is wrong, 3 where
-    the device failed."""
+    """Run benchmarks and return the exit status: 0, 1 if a provider failed, 2 if the command line is wrong, 3 if the
+    device failed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] and argv[0] in OWN:
         return int(importlib.import_module(f".{argv[0]}", __package__).main(argv[1:]))
     parser = argparse.ArgumentParser(
         prog="rolltree bench",
-        description="Time the ops beside their peers and limits.",
+        description="Time the ops against their peers and limits.",
         epilog="rolltree bench job: a whole job by several trainers; rolltree bench plot: pictures of recorded rows",
     )
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)}; or all; default: some, --quick")
+    parser.add_argument(
+        "ops", nargs="*", metavar="op", help=f"one of {', '.join(OPS)}; or all; default: some of them, --quick"
+    )
     parser.add_argument("--list", action="store_true", help="only list ops, cases and providers")
     parser.add_argument("--quick", action="store_true", help="small cases, about a second each")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose names contain it")
     parser.add_argument("--providers", default="", metavar="REGEX", help="only providers whose names contain it")
-    parser.add_argument("--seconds", type=float, metavar="S", help="of timing a case; default 8, 1 with --quick")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="of one provider's work on a case")
-    parser.add_argument("--recorded", type=Path, metavar="RUN", help="speculation over the rollouts of this run")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases that are there do not run again")
     parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=Path,
-        metavar=("OLD", "NEW"),
-        help="run nothing; compare files or folders of rows",
+        "--seconds", type=float, metavar="S", help="seconds of timing a case; default 8, 1 with --quick"
     )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that one provider may take for a case; default %(default)s",
+    )
+    parser.add_argument("--recorded", type=Path, metavar="RUN", help="run speculation over the rollouts of this run")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases found there do not run again")
     args = parser.parse_args(argv)
-    if args.compare is not None:
-        if args.ops:
-            print("rolltree bench: --compare reads rows and runs nothing; give it no ops.", file=sys.stderr)
-            return 2
-        return _compare(*args.compare)
     if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
         print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
         return 2
     if args.recorded is not None and args.ops != ["speculation"]:
-        print("rolltree bench: --recorded is of speculation alone; name no other op.", file=sys.stderr)
+        print("rolltree bench: --recorded works with speculation alone; name no other op.", file=sys.stderr)
         return 2
     glance = not args.ops and not args.list
     args.quick |= glance
@@ -149,13 +146,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems:
         print(f"{len(problems)} failed:", *problems, sep="\n  ")
     return 1 if problems else 0
-
-
-def _compare(old: Path, new: Path) -> int:
-    try:
-        verdicts = compare(rows_at(old), rows_at(new))
-    except ValueError as error:
-        print(f"rolltree bench: {error}", file=sys.stderr)
-        return 2
-    print(report(verdicts))
-    return 1 if worse(verdicts) else 0

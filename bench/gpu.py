@@ -1,23 +1,21 @@
-"""``make gpu``: the kernels' tests, figures and profiles of a machine with a GPU, which may have no network.
+"""``make gpu``: tests, figures and profiles of the kernels on a machine with a GPU, which needs no network.
 
-Works from a plain checkout with the packages that such a machine has: nothing is installed, and ``rolltree`` is found
-through links. Three parts, each of less than ten minutes; everything goes into one directory::
+It works from a plain checkout with the packages that such a machine has: nothing is installed, and ``rolltree`` is
+found through links. Three parts take less than ten minutes each; everything goes into one directory::
 
     make gpu ARGS="--part kernels --out build/gpu"
     make gpu ARGS="--part tuning --out build/gpu"
     make gpu ARGS="--part training --out build/gpu"
 
-``kernels``: versions, the native build, every kernel against float64, what the device gives at most, and the rows that
-matter most. ``tuning``: tiles of each kernel, memory checks, profiles. ``training``: whole steps and rollouts. Two more
-parts, of no limit, are ``tests`` (every test file that a GPU changes) and ``rows`` (every case of every benchmark).
+``kernels``: versions, the native build, every kernel against float64, the device's limits, and the most important
+rows. ``tuning``: tiles of each kernel, memory checks, profiles. ``training``: whole steps and rollouts. Two more parts
+without a time limit are ``tests`` (every test file that a GPU affects) and ``rows`` (every case of every benchmark).
 
-A part is a list of tasks, each in a process of its own. A task that passed at this commit is not run again (but for the
-build, which looks for what it has left) and cases that are in the directory are not measured again, so the same command
-goes on where a part was cut off. Where there is no repository the environment variable ``ROLLTREE_COMMIT`` names the
-commit. Native parts that load and are no older than their sources are taken as they are; others are built, for this
-device alone. ``--pack FILE`` keeps the directory in one archive too, brought up to date all the while, where few
-files can be fetched from the machine or it forgets its disk; unpacked into the directory, the archive lets another
-machine go on.
+A part is a list of tasks (gpu_tasks.py), each in its own process. Tasks that passed at this commit are not run again,
+except for the build, and cases found in the directory are not measured again, so the same command resumes a part that
+was cut off. Without a repository the environment variable ``ROLLTREE_COMMIT`` names the commit. Native parts that load
+and are no older than their sources are used as they are; others are built, for this device alone. ``--pack FILE`` also
+keeps the directory in one archive, updated during the run; unpacked into the directory, it lets another machine resume.
 
 ``--device cpu --rehearse`` runs the same tasks with small cases on a machine without a GPU.
 """
@@ -40,7 +38,6 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -49,179 +46,20 @@ import torch
 
 from rolltree.kernels.dispatch import load_library
 
-from .cli import OPS, load
+from .cli import OPS
+from .gpu_tasks import LONG, Setting, Task, parts
 from .journal import Journal
 from .schema import REPOSITORY, append_line, commit, read
 from .table import table
 
 PART_SECONDS = 540.0
-NOTHING_COLLECTED = 5  # pytest's exit code
-LONG = ("tests", "rows")  # parts without a limit
 PACK_SECONDS = 20.0
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
 
-@dataclass(frozen=True)
-class Task:
-    name: str
-    command: list[str]
-    limit: float = 240.0  # seconds
-    op: str | None = None
-    """Of a benchmark: its journal says what has run."""
-    needs: str | None = None
-    """A program that the machine must have; a rehearsal leaves it out of the command."""
-    passing: tuple[int, ...] = (0,)
-    always: bool = False
-    """Whether it runs again where it has passed: what it leaves on the machine may be gone with the machine."""
-
-    def selects(self, device: torch.device) -> bool:
-        """Whether there is a case that it measures; of what measures nothing, true."""
-        if "rolltree.bench" not in self.command:
-            return True
-        op, *words = self.command[self.command.index("rolltree.bench") + 1 :]
-        cases = re.compile(words[words.index("--cases") + 1])
-        return any(cases.search(case.name) for case in load(op).cases(device, "--quick" in words))
-
-
-@dataclass(frozen=True)
-class Setting:
-    device: str
-    rehearse: bool
-    seconds: float
-    cases: str
-    out: Path
-    archive: Path | None = None
-
-    def python(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", *arguments]
-
-    def bench(
-        self,
-        op: str,
-        cases: str = "",
-        providers: str = "",
-        *,
-        limit: float = 240.0,
-        under: Sequence[str] = (),
-        quick: bool = False,
-        name: str = "",
-    ) -> Task:
-        """A benchmark, or with ``under`` one that a tool watches, whose figures are dropped."""
-        command = self.python("rolltree.bench", op, "--device", self.device, "--seconds", str(self.seconds))
-        if self.rehearse or quick:
-            command.append("--quick")
-        wanted = self.cases or ("" if self.rehearse or quick else cases)
-        command += ["--cases", wanted, "--providers", providers]
-        name = (name or f"rows {op}") + (f" of {self.cases}" if self.cases else "")  # else it would pass for the whole
-        if not under:
-            command += ["--out", str(self.out), "--limit", str(min(limit / 2, 120.0))]
-            return Task(name, command, limit, op)
-        command[command.index("--seconds") + 1] = "0"
-        return Task(name, [*([] if self.rehearse else under), *command], limit, needs=under[0])
-
-    @property
-    def build(self) -> Task:
-        command = self.python("rolltree.bench.gpu", "--build", "--device", self.device)
-        return Task("build", command, 260.0, always=True)
-
-    def pytest(self, name: str, *arguments: str, limit: float = 240.0, passing: tuple[int, ...] = (0,)) -> Task:
-        parallel = ["-n", "4"] if importlib.util.find_spec("xdist") and not self.rehearse else []
-        command = [*self.python("pytest", "-q", "-p", "no:cacheprovider"), *parallel, *arguments]
-        return Task(name, command, limit, passing=passing)
-
-
-def parts(to: Setting) -> dict[str, Callable[[], list[Task]]]:
-    return {
-        "kernels": lambda: kernels(to),
-        "tuning": lambda: tuning(to),
-        "training": lambda: training(to),
-        "tests": lambda: all_tests(to),
-        "rows": lambda: [to.bench(op, limit=3600.0) for op in OPS],
-    }
-
-
-def kernels(to: Setting) -> list[Task]:
-    """The rows in the order of their worth, after every kernel has been found correct."""
-    head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
-    return [
-        Task("versions", to.python("rolltree.bench.gpu", "--versions"), 60.0),
-        to.build,
-        to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=170.0),
-        to.bench("ceilings", limit=60.0),
-        to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=120.0),
-        to.bench("tree_attention", r"^4096\+28x1024 ", "^(rolltree|flex_attention)", limit=120.0),
-        to.bench("tree_decode", r"^P=(16384 R=128 G=16 x 1|4096 R=128 G=16 x 16) ", limit=90.0),
-        to.bench("sample_tokens", "V=151936", limit=90.0),
-        to.bench("logprob_from_logits", "V=151936", limit=60.0),
-        to.bench("policy_loss", limit=60.0),
-    ]
-
-
-def tuning(to: Setting) -> list[Task]:
-    sweep = [*to.python("rolltree.bench.sweep"), "--device", to.device, "--out", str(to.out)]
-    small = ["--rehearse"] if to.rehearse else []
-    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-    profiler = ["ncu", "--clock-control", "none", "--set", "full", "--launch-skip", "2", "--launch-count", "1"]
-
-    def checked(op: str, providers: str) -> Task:
-        return to.bench(op, "", providers, under=sanitizer, quick=True, limit=100.0, name=f"memory {op} {providers}")
-
-    def profiled(op: str, cases: str, kernel: str) -> Task:
-        under = [*profiler, "--kernel-name", f"regex:{kernel}"]
-        return to.bench(op, cases, "^rolltree$", under=under, limit=60.0, name=f"profile {op} {kernel}")
-
-    return [
-        to.build,
-        *(Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0) for kernel in ("attention", "decode", "sampling")),
-        checked("tree_decode", "^rolltree$"),
-        checked("tree_decode", "^cuda"),
-        checked("tree_attention", "^rolltree$"),
-        profiled("tree_attention", r"^4096\+28x1024 ", "forward_kernel"),
-        profiled("tree_attention", r"^4096\+28x1024 ", "dkdv_kernel"),
-        profiled("tree_decode", "^P=16384 R=128 G=16 x 1 ", "partial_kernel"),
-        profiled("sample_tokens", "N=512 V=151936 T=1$", "scan_kernel"),
-    ]
-
-
-def training(to: Setting) -> list[Task]:
-    """Steps and rollouts; those that end at their own lengths leave the decoder few rows in the end."""
-    engines = "^rolltree$|continuous" if to.rehearse else "^rolltree|continuous"
-
-    def rollouts(lengths: str, limit: float) -> Task:
-        cases = f"{lengths} lengths"
-        return to.bench("rollout", cases, engines, limit=limit, name=f"rows rollout {lengths}")
-
-    return [
-        to.build,
-        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|flex", limit=150.0),
-        to.bench("rl_step", limit=120.0),
-        rollouts("forced", 110.0),
-        rollouts("natural", 90.0),
-        to.bench(
-            "linear_policy_loss",
-            "N=8192 H=4096 V=131072 .*frozen",
-            "^(rolltree|torch)$",
-            limit=60.0,
-            name="frozen head",
-        ),
-    ]
-
-
-def all_tests(to: Setting) -> list[Task]:
-    """Kernel tests whole, since Triton and CUDA are real here, of the others those marked gpu."""
-    found = []
-    for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
-        name = str(path.relative_to(REPOSITORY))
-        if path.parent.name == "kernels":
-            found.append(to.pytest(name, name, limit=900.0, passing=(0, NOTHING_COLLECTED)))
-        elif "mark.gpu" in path.read_text():
-            found.append(to.pytest(name, name, "-m", "gpu", limit=900.0))
-    return found
-
-
 class Record:
-    """Which tasks have passed, by commit, in ``tasks.jsonl`` of the run's directory."""
+    """The tasks that have passed at this commit, in ``tasks.jsonl`` of the run's directory."""
 
     def __init__(self, out: Path) -> None:
         self.path, self.commit = out / "tasks.jsonl", commit()
@@ -238,13 +76,13 @@ class Record:
 
 
 def tell(line: str) -> None:
-    print(line, flush=True)  # what is cut off has said it
+    print(line, flush=True)  # a run that is cut off has printed it
 
 
 def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None] = tell) -> str:
-    """How it ended: "passed", "failed: why", or "cut off" by the end of the part, to be gone on with.
+    """Run a task and return "passed", "failed: reason", or "cut off" if the part's time ended; then it can continue.
 
-    A benchmark whose process dies starts again behind the provider that it died of.
+    A benchmark whose process dies starts again after the provider at which it died.
     """
     if task.needs and not to.rehearse and shutil.which(task.needs) is None:
         return f"failed: there is no {task.needs} on PATH"
@@ -291,12 +129,12 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
 
 
 def _die_with_parent() -> None:
-    """In the child: what is cut off must not go on with the device."""
+    """Make the child process end with its parent: a task that is cut off must release the device."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def pack(to: Setting) -> None:
-    """All that is in ``--out`` as a gzipped tar, which is whole at any moment."""
+    """Write all of ``--out`` into a gzipped tar, which is complete at any moment."""
     out, archive = to.out, to.archive
     if archive is None:
         return
@@ -304,7 +142,7 @@ def pack(to: Setting) -> None:
     new = archive.with_name(f".{archive.name}.new")
     with tarfile.open(new, "w:gz") as tar:
         for path in sorted(p for p in out.rglob("*") if p not in (archive, new)):
-            try:  # a task that is at work writes and removes files
+            try:  # a running task writes and removes files
                 content, entry = path.read_bytes(), tarfile.TarInfo(str(path.relative_to(out)))
             except (FileNotFoundError, IsADirectoryError):
                 continue
@@ -314,10 +152,10 @@ def pack(to: Setting) -> None:
 
 
 def _ended(process: subprocess.Popen[bytes], stop: float, to: Setting) -> int:
-    """The exit code; packs now and then.
+    """Wait for the exit code, packing at intervals.
 
     Raises:
-        subprocess.TimeoutExpired: it has not ended at ``stop``.
+        subprocess.TimeoutExpired: the process still runs at ``stop``.
     """
     while True:
         left = stop - time.monotonic()
@@ -330,7 +168,7 @@ def _ended(process: subprocess.Popen[bytes], stop: float, to: Setting) -> int:
 
 
 def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[str], None] = tell) -> list[str]:
-    """The names of tasks that did not pass."""
+    """Run tasks for ``seconds`` at most, and return the names of those that did not pass."""
     record, missed, start = Record(to.out), [], time.monotonic()
     for task in tasks:
         if task.name in record.passed and not task.always:
@@ -348,8 +186,8 @@ def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[
 
 
 def native_parts(device: torch.device) -> dict[str, bool]:
-    """Whether each native part loads here and is no older than its sources."""
-    # found without its package, which imports what a machine for kernels alone may lack
+    """Return by native part whether it loads here and is no older than its sources."""
+    # found without importing its package, whose requirements a machine for kernels may lack
     host = PathFinder.find_spec("_host", [str(REPOSITORY / "engine" / "rollout" / "native")])
     found = {"_host": host is not None, "_cpu": load_library("cpu")}
     files = {"_host": [Path(host.origin)] if host and host.origin else []}
@@ -364,12 +202,12 @@ def native_parts(device: torch.device) -> dict[str, bool]:
 
 
 def architecture(major: int, minor: int) -> str:
-    """nvcc's name of a compute capability; Hopper's own instructions want the ``a``."""
+    """Return nvcc's name of a compute capability; Hopper's own instructions need the ``a``."""
     return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
 def build(device: torch.device) -> int:
-    """Build in place what does not load, for this machine alone; 0 where all parts load in the end."""
+    """Build the native parts that do not load, for this machine alone; return 0 if all parts load afterwards."""
     if all(native_parts(device).values()):
         print("Every native part is there and loads.")
         return 0
@@ -386,7 +224,7 @@ def build(device: torch.device) -> int:
 
 
 def versions() -> int:
-    """Print what the machine has."""
+    """Print the versions of what the machine has."""
     print(f"rolltree {commit()}, python {platform.python_version()}, {platform.platform()}")
     for name in ("torch", "triton", "transformers", "numpy", "numba", "pytest", "pydantic", "plotly", "tomli_w"):
         try:
@@ -402,7 +240,7 @@ def versions() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every task that ran passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
+    """Return 0 if every task passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
     parser = argparse.ArgumentParser(prog="make gpu", description="Tests, figures and profiles of a GPU.")
     parser.add_argument("--part", action="append", metavar="NAME", help="kernels, tuning, training (all by default)")
     parser.add_argument("--list", action="store_true", help="only list parts and tasks")

@@ -1,9 +1,8 @@
 """``rolltree bench job CONFIG``: a whole job of reinforcement learning by several trainers, accuracy over time.
 
-The job is that of a configuration of `rolltree train`. Each trainer has a process of its own (`job_runs`), one after
-the other, and leaves its weights at the steps where the held-out problems are due; these are answered greedily
-afterwards, all by the same engine. Seconds and tokens are those of the training alone, and peak
-memory is that of the whole process.
+The job is a configuration of `rolltree train`. Each trainer runs in its own process (`job_runs`), one after another,
+and saves its weights at the steps where the held-out problems are due. The problems are answered greedily afterwards,
+all by the same engine. Seconds and tokens are those of the training alone; peak memory is that of the whole process.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .compare import rows_at
 from .journal import Journal
-from .schema import Context, Row, append_line
+from .schema import Context, Row, append_line, rows_at
 from .table import table
 from .timing import quantiles
 
@@ -40,21 +38,21 @@ PROVIDERS = {
     "rolltree_tree": (),
     "rolltree_s1": (),
 }
-"""Who trains, and the packages it needs beside this project's own."""
+"""The trainers, and the packages that each needs in addition to this project's."""
 BASE = "trl"
-"""Whose step time is divided by the others' for rows of metric "speedup"."""
+"""The provider whose step time is divided by the others' for rows of metric "speedup"."""
 SIGMAS = 0.8416
-"""From the median of a normal distribution to its 80th percentile."""
+"""Distance from the median of a normal distribution to its 80th percentile, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A line of ``job.curves.jsonl``: how far a provider had come when the held-out problems were due."""
+    """A line of ``job.curves.jsonl``: a provider's progress when the held-out problems were due."""
 
     case: str
     provider: str
     step: int
-    seconds: float  # of training, since everything was loaded
+    seconds: float  # of training, after everything was loaded
     tokens: int  # sampled so far; one that several responses share counts once
     accuracy: float
     problems: int
@@ -65,7 +63,7 @@ class Point:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the job by every provider; 0, 1 where one failed, 2 where the command line is wrong."""
+    """Run the job with every provider; return 0, 1 if one failed, 2 if the command line is wrong."""
     parser = argparse.ArgumentParser(
         prog="rolltree bench job",
         description="A whole job by TRL and by rolltree: held-out accuracy over seconds and over tokens.",
@@ -109,7 +107,7 @@ def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: floa
         if config.evaluation.problems == 0:
             raise UserError(f"'{path}' holds no problems out; set evaluation.problems.")
         if wanted:
-            prepare_model(config)  # made once, before anybody's clock runs
+            prepare_model(config)  # made once, before any provider's clock runs
     except UserError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 2
@@ -132,12 +130,12 @@ def case_of(config: Any) -> str:
 
 
 def name_of(case: str) -> str:
-    """The name of the configuration that :func:`case_of` told of."""
+    """Return the name of the configuration in a case's name, which :func:`case_of` made."""
     return case.rsplit(", ", 3)[0]
 
 
 def one(config: Any, provider: str, journal: Journal, context: Context, limit: float) -> None:
-    """The job by ``provider``, its points and rows into the files of ``journal``."""
+    """Run the job with ``provider`` and write its points and rows into the files of ``journal``."""
     from .job_runs import STEPS
 
     case, out = case_of(config), journal.directory
@@ -172,7 +170,7 @@ def one(config: Any, provider: str, journal: Journal, context: Context, limit: f
 
 
 def _process(config: Any, provider: str, directory: Path, limit: float) -> tuple[Any, str] | None:
-    """Run it in ``directory``; None, or what went wrong."""
+    """Run the job in ``directory``; return None, or what went wrong."""
     from .job_runs import CONFIG, REFUSAL
 
     (directory / CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
@@ -185,7 +183,7 @@ def _process(config: Any, provider: str, directory: Path, limit: float) -> tuple
         except subprocess.TimeoutExpired:
             return "stopped", f"it took longer than {limit:g} s"
         finally:
-            with suppress(ProcessLookupError):  # itself, and workers that it may have left
+            with suppress(ProcessLookupError):  # the process, and workers that it may have left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if (directory / REFUSAL).exists():
@@ -199,7 +197,7 @@ def _process(config: Any, provider: str, directory: Path, limit: float) -> tuple
 def _points(
     config: Any, provider: str, lines: Sequence[dict[str, Any]], directory: Path, context: Context
 ) -> Iterator[Point]:
-    """The weights that were kept, evaluated; the first are those of the model as it is."""
+    """Evaluate the saved weights, after those of the untrained model."""
     from .job_runs import weights_of
 
     kept = [(0, 0.0, 0, None)] + [
@@ -214,13 +212,14 @@ def _points(
 
 
 def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
-    """Share of the held-out problems that the model answers rightly with each file's weights; None: with its own."""
+    """Yield the share of held-out problems that the model solves with each file's weights; None: with its own."""
     from safetensors.torch import load_file
 
     from rolltree.engine.app.build import greedy_params, make_engine, make_run_rewards, prepare_model, rollout_program
     from rolltree.engine.loop.evaluation import Evaluation
     from rolltree.engine.loop.parts import EvaluationParts
     from rolltree.engine.loop.sources import held_out
+    from rolltree.engine.rollout.sampler import LocalSampler
 
     from .long_tail import Quiet
 
@@ -231,7 +230,9 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     quiet: Any = Quiet()
     program = rollout_program(config.rollout)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    evaluation = Evaluation(EvaluationParts(problems, greedy_params(config), 0), engine, tokenizer, program, quiet)
+    evaluation = Evaluation(
+        EvaluationParts(problems, greedy_params(config), 0), LocalSampler(engine, program), tokenizer, quiet
+    )
     with make_run_rewards(config, engine, tokenizer) as rewards:
         for number, file in enumerate(files):
             if file is not None:
@@ -243,14 +244,14 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
 
 
 def _recorded(journal: Journal) -> list[Row]:
-    """Rows of this run and of those before it in the same directory."""
+    """Return the rows of this run and of earlier ones in the same directory."""
     assert journal.directory is not None
     file = journal.directory / "job.jsonl"
     return rows_at(file) if file.exists() else []
 
 
 def base_of(case: str, rows: Sequence[Row]) -> Row | None:
-    """The last time of a step of `BASE`, if it has run."""
+    """Return the last recorded step time of `BASE`, if it has run."""
     steps = [row for row in rows if (row.case, row.provider, row.metric) == (case, BASE, "time_ms")]
     return next((row for row in reversed(steps) if row.direction == "step"), None)
 
@@ -263,7 +264,7 @@ def _rows(
     base: Row | None,
     context: Context,
 ) -> Iterator[Row]:
-    """Time of a step and of the job, peak memory, and the last accuracy with its sampling error."""
+    """Return step time, job time, peak memory, and the last accuracy with its sampling error."""
 
     def row(direction: str, metric: str, p20: float, value: float, p80: float) -> Row:
         return Row("job", case, provider, direction, metric, value, p20, p80, None, **asdict(context))

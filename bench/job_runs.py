@@ -1,8 +1,8 @@
-"""What `rolltree bench job` runs in a process of its own: one provider's whole job.
+"""The process that `rolltree bench job` starts for one provider: its whole job.
 
 All providers get the configuration's model, its prompts in one order, its verifier, optimiser, learning rate and number
-of responses. Each leaves its weights in files at the steps where the held-out problems are due; who measures has these
-answered later, by one program for all. The clock stands while weights are written.
+of responses. Each saves its weights at the steps where the held-out problems are due; `job` evaluates them later, with
+one program for all. The clock stops while weights are written.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .runner import UnsupportedError
 from .schema import append_line
 
 CONFIG, STEPS, REFUSAL = "config.json", "steps.jsonl", "refusal.txt"
-"""Files of a run's directory: what it is given, a line a step, and why it does not run."""
+"""Files of a run's directory: its input, one line for each step, and the reason if it does not run."""
 
 
 class Recorder:
-    """The clock of a run, and the files it leaves in ``directory``."""
+    """The clock of a run, and the files that it writes into ``directory``."""
 
     def __init__(self, directory: Path, config: TrainConfig) -> None:
         self.directory, self.every, self.last = directory, config.evaluation.every, config.trainer.steps
@@ -45,7 +45,7 @@ class Recorder:
         self._began = self._stood = self._peak = 0.0
 
     def start(self) -> None:
-        """The job begins: everything is loaded."""
+        """Start the clock: everything is loaded."""
         timing.forget_peak(self.device)
         self._began = time.perf_counter()
 
@@ -53,11 +53,11 @@ class Recorder:
         return step == self.last or (self.every > 0 and step % self.every == 0)
 
     def step(self, step: int, tokens: int) -> None:
-        """A step has ended, and ``tokens`` were sampled so far."""
+        """Record the end of a step; ``tokens`` were sampled so far."""
         self._append(step, tokens)
 
     def weights(self, step: int, tokens: int, model: Any) -> None:
-        """Keep the weights after ``step``."""
+        """Save the weights after ``step``."""
         self._append(step, tokens, weights=True)
         with self._standing():
             unfinished = self.directory / "weights.tmp"
@@ -74,7 +74,7 @@ class Recorder:
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
-        """What is done for the records takes no time of the job's, and none of its memory."""
+        """Exclude what happens in the block from the measured time and peak memory."""
         begin = time.perf_counter()
         yield
         timing.forget_peak(self.device)
@@ -89,22 +89,23 @@ def weights_of(directory: Path, step: int) -> Path:
 
 
 class _Kept(Evaluation):
-    """In place of a run's evaluation: the weights are kept, to be evaluated later."""
+    """Replaces a run's evaluation: saves the weights, which are evaluated later."""
 
     recorder: Recorder
     model: Any
+    engine: Any
 
     def run(self, step: int, rewards: Rewards) -> dict[str, float]:
         if step == 0:
             self.recorder.start()
         else:
             self.recorder.weights(step, sampled(self.engine), self.model)
-            self.recorder.step(step, sampled(self.engine))  # here: what follows is a checkpoint
+            self.recorder.step(step, sampled(self.engine))  # the clock stops here: a checkpoint follows
         return {}
 
 
 class _Steps:
-    """A run's progress, of which the ends of steps are recorded. Its first and last checkpoints are not of the job."""
+    """Records the ends of a run's steps. The first and last checkpoints do not belong to the job."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -123,12 +124,12 @@ class _Steps:
 
 
 def sampled(engine: Any) -> int:
-    """Tokens that a run has sampled: one that several responses share counts once."""
+    """Return the tokens that a run has sampled; one shared by several responses counts once."""
     return int(engine.stats["sampled_tokens"])
 
 
 def rolltree(config: TrainConfig, recorder: Recorder, **changes: dict[str, Any]) -> None:
-    """The run of `rolltree train`, with ``changes`` in sections of its configuration."""
+    """Run `rolltree train` with ``changes`` in sections of its configuration."""
     with tempfile.TemporaryDirectory() as directory:
         rest: dict[str, Any] = {"output_dir": directory, "trackers": ()}
         rest["checkpoint"] = config.checkpoint.model_copy(update={"every": config.trainer.steps, "best": None})
@@ -137,9 +138,10 @@ def rolltree(config: TrainConfig, recorder: Recorder, **changes: dict[str, Any])
         steps: Any = _Steps(recorder)
         run = Orchestrator(build(config.model_copy(update=rest), console=steps))
         old = run.evaluation
-        kept = _Kept(old.parts, run.engine, run.tokenizer, old.program, steps)
-        kept.recorder, kept.model = recorder, run.model
-        steps.engine, run.evaluation = run.engine, kept
+        sampler: Any = run.sampler
+        kept = _Kept(old.parts, sampler, run.tokenizer, steps)
+        kept.recorder, kept.model, kept.engine = recorder, run.model, sampler.engine
+        steps.engine, run.evaluation = sampler.engine, kept
         run.run()
 
 
@@ -156,7 +158,7 @@ def stale(config: TrainConfig, recorder: Recorder) -> None:
 
 
 def branching(config: TrainConfig) -> dict[str, Any]:
-    """The job's own program if it branches, else TreePO with six segments to the longest response."""
+    """Return the job's own program if it branches, else TreePO with six segments in the longest response."""
     if config.rollout.program != "flat":
         return {}
     segment = -(-config.rollout.max_new_tokens // 6)
@@ -167,16 +169,16 @@ def branching(config: TrainConfig) -> dict[str, Any]:
 # -- TRL --------------------------------------------------------------------------------------------------------------
 
 LOSSES = {"token_mean": "dapo", "seq_mean_token_mean": "grpo", "seq_mean_token_sum_norm": "dr_grpo"}
-"""TRL's `loss_type` by `Objective.aggregation`."""
+"""Maps `Objective.aggregation` to TRL's `loss_type`."""
 SCALES = {"group_norm": "group", "group_mean": "none"}
-"""TRL's `scale_rewards` by `algorithm.advantage`."""
+"""Maps `algorithm.advantage` to TRL's `scale_rewards`."""
 
 
 def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, vllm: bool = False) -> None:
-    """TRL's `GRPOTrainer` with its defaults, but for what the job says.
+    """Run TRL's `GRPOTrainer` with its defaults except for what the job sets.
 
     Raises:
-        UnsupportedError: the job has what TRL cannot be asked for.
+        UnsupportedError: the job needs something that TRL does not offer.
     """
     from transformers import TrainerCallback
     from trl import GRPOTrainer
@@ -216,7 +218,7 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
         items = [item(prompts[i], text) for i, text in zip(number, completions, strict=True)]
         return [result.value for result in rewards.score(items)]
 
-    unused: Any = None  # the engine, which the verifier `policy` alone asks
+    unused: Any = None  # the engine, which only the verifier `policy` uses
     with make_run_rewards(config, unused, tokenizer) as rewards, tempfile.TemporaryDirectory() as directory:
         longest = max(len(prompt.token_ids) for prompt in prompts) + config.rollout.max_new_tokens
         arguments = grpo_arguments(config, loss, longest, directory, vllm=vllm)
@@ -237,7 +239,7 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
 
 
 def load(config: TrainConfig) -> tuple[Any, Any]:
-    """The model in fp32, as rolltree keeps its weights, with Transformers' own attention; and its tokenizer."""
+    """Return the model in fp32, as rolltree keeps its weights, with Transformers' own attention, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
@@ -268,10 +270,10 @@ def check(config: TrainConfig, loss: Objective) -> None:
 
 
 def grpo_arguments(config: TrainConfig, loss: Objective, longest: int, directory: str, *, vllm: bool) -> Any:
-    """TRL's configuration; a micro-batch of whole groups has as many padded tokens as the job's may have.
+    """Return TRL's configuration; a micro-batch of whole groups has as many padded tokens as the job's may have.
 
     Args:
-        longest: tokens of the longest prompt with the longest response.
+        longest: tokens of the longest prompt and the longest response together.
     """
     from trl import GRPOConfig
 
@@ -310,7 +312,7 @@ def grpo_arguments(config: TrainConfig, loss: Objective, longest: int, directory
 
 
 def optimizer(config: TrainConfig, model: Any) -> Any:
-    """AdamW and its schedule, with the job's numbers."""
+    """Return AdamW and its schedule, with the job's numbers."""
     given, warmup = config.trainer, config.trainer.lr_warmup_steps
     adam = torch.optim.AdamW(
         model.parameters(), lr=given.lr, betas=given.betas, weight_decay=given.weight_decay, fused=True
@@ -339,7 +341,7 @@ PROVIDERS: dict[str, Callable[[TrainConfig, Recorder], None]] = {
 
 
 def main() -> None:
-    """``python -m rolltree.bench.job_runs PROVIDER DIRECTORY``, whose directory has the configuration."""
+    """Run ``python -m rolltree.bench.job_runs PROVIDER DIRECTORY``; the directory has the configuration."""
     provider, directory = sys.argv[1], Path(sys.argv[2])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     config = TrainConfig.model_validate_json((directory / CONFIG).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""What a run has measured and what went wrong, in files that outlive it, so that a run cut short goes on.
+"""The files of a run: its rows and its failures, so that an interrupted run resumes.
 
 In the directory of a run, ``OP.jsonl`` has the rows, ``OP.outcomes.jsonl`` a line for every provider that did not run
-and for every finished case, and ``OP.running`` the case and provider at work: who reads it after a crash knows whose.
+and for every finished case, and ``OP.running`` the current case and provider, which a crash leaves behind.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Status = Literal["finished", "absent", "unsupported", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case, or one provider of it, ended."""
+    """The end of a case, or of one provider in it."""
 
     op: str
     case: str
-    provider: str  # "" of the case itself
+    provider: str  # "" for the case itself
     status: Status
     reason: str
     commit: str
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Journal:
-    """The files of one op. Records of other commits count for nothing; without a directory nothing is kept."""
+    """The files of one op. Records of other commits are ignored; without a directory nothing is kept."""
 
     def __init__(self, op: str, directory: Path | None) -> None:
         self.op, self.commit, self.directory = op, commit(), directory
@@ -56,7 +56,7 @@ class Journal:
         return any(o.case == case and not o.provider for o in self.outcomes)
 
     def known(self, case: str, provider: str) -> bool:
-        """Whether it is on record how ``provider`` fared with ``case``."""
+        """Return whether an outcome of ``provider`` in ``case`` is recorded."""
         return any(o.case == case and o.provider == provider for o in self.outcomes)
 
     @property
@@ -64,13 +64,13 @@ class Journal:
         return [o for o in self.outcomes if o.status in ("failed", "stopped")]
 
     def begin(self, case: str, provider: str) -> None:
-        """Say what is at work now."""
+        """Record the case and provider that run now."""
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._path("running").write_text(json.dumps([case, provider]))
 
     def interrupted(self) -> tuple[str, str] | None:
-        """The case and provider that a process which is gone was at."""
+        """Return the case and provider at which an earlier process died; None if none did."""
         if self.directory is None or not self._path("running").exists():
             return None
         case, provider = json.loads(self._path("running").read_text())
@@ -85,7 +85,7 @@ class Journal:
         return outcome
 
     def finish(self, case: str, rows: Iterable[Row], provider: str = "") -> None:
-        """Keep the rows of a case whose providers have all had their turn, or of one provider that has had its."""
+        """Keep the rows of a finished case, or of one finished provider in it."""
         rows = list(rows)
         self.rows += rows
         if self.directory is not None:

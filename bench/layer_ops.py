@@ -22,12 +22,12 @@ Op = Callable[..., "Tensor | tuple[Tensor, ...]"]
 class Inputs:
     op: str
     given: tuple[Tensor, ...]
-    """The first two require a gradient."""
+    """The op's tensors; the first two require a gradient."""
     upstream: tuple[Tensor, ...]
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Of SmolLM2-135M on a CPU, of Llama-3-8B on a GPU."""
+    """Yield sizes of SmolLM2-135M on a CPU, of Llama-3-8B on a GPU."""
     if device.type == "cpu":
         rows, width, wide, heads, kv_heads, dim, dtype = 1024 if quick else 8192, 576, 1536, 9, 3, 64, torch.float32
     else:
@@ -48,12 +48,15 @@ def _inputs(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
     def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
-    def heads(count: int) -> Tensor:  # as attention makes them
+    def heads(count: int) -> Tensor:  # the strides that attention makes
         return random(1, shape[0], count * shape[3]).view(1, shape[0], count, shape[3]).transpose(1, 2)
 
     if op == "rotate":
         angle = random(1, shape[0], shape[3] // 2).float().repeat(1, 1, 2)
-        turn = angle.cos().to(dtype), angle.sin().to(dtype)  # Liger's turns its inputs: lengths stay
+        turn = (
+            angle.cos().to(dtype),
+            angle.sin().to(dtype),
+        )  # Liger's kernel rotates its inputs in place, which keeps their lengths
         given: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2]), *turn
         upstream: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2])
     else:
@@ -130,6 +133,7 @@ def copies(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="layer_ops",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

@@ -24,7 +24,7 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """N x H x V: small heads on the CPU; on CUDA the reference shapes of Qwen- and Llama-size heads in bf16."""
+    """Yield sizes N x H x V: small heads on the CPU; on CUDA heads of Qwen's and Llama's sizes in bf16."""
     wide, narrow = torch.float32, torch.bfloat16
     if device.type == "cpu":
         shapes = [(1024, 256, 1024, wide)]
@@ -54,7 +54,7 @@ def _inputs(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def both_directions(x: Inputs, logprob: Any) -> Calls:
-    """``logprob()`` alone without autograd, and with its backward."""
+    """Return the calls of ``logprob()`` without autograd, and with its backward pass."""
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -137,9 +137,9 @@ def needs_cuda(x: Inputs) -> None:
 
 
 def bare_gemms(x: Inputs) -> Calls:
-    """The matrix products alone: hidden W^T forward, and with backward also G W and G^T hidden."""
+    """Time the matrix products alone: hidden W^T forward, and in the backward pass also G W and G^T hidden."""
     hidden, weight = x.hidden.detach(), x.weight.detach()
-    rows = min(len(hidden), max(1, 2**30 // len(weight)))  # a chunk of logits, so that memory is no limit
+    rows = min(len(hidden), max(1, 2**30 // len(weight)))  # rows of a chunk of logits, so that memory is no limit
     logits = torch.randn(rows, len(weight), device=hidden.device).to(hidden.dtype)
 
     def forward() -> None:
@@ -157,6 +157,7 @@ def bare_gemms(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="linear_logprob",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

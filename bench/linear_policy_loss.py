@@ -23,11 +23,13 @@ class Inputs:
     hidden: Tensor  # [N, H], requires grad
     weight: Tensor  # [V, H], requires grad unless frozen
     target: Tensor  # [M]
-    advantage: Tensor  # [M], one number a sequence
-    length: int  # of the sequences
+    advantage: Tensor  # [M], the token's sequence
+    length: int  # number of sequences
     old_logprob: Tensor  # [M]
     mask: Tensor  # [M] bool
-    row: Tensor | None = None  # [M], for responses to one prompt, which share its last row; None: one target a row
+    row: Tensor | None = (
+        None  # [M], the row of each target if responses share their prompt's last row; None: one target for each row
+    )
 
     @property
     def objective(self) -> Objective:
@@ -39,12 +41,12 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Heads of known models; some tokens masked, 5 % of the others clipped."""
+    """Yield heads of known models, with some tokens masked and 5 % of the others clipped."""
     if device.type == "cpu":
         shapes, dtype = [(1024, 256, 8192)] if quick else [(4096, 512, 151936)], torch.float32
     elif quick:
         shapes, dtype = [(2048, 1024, 32000)], torch.bfloat16
-    else:  # Qwen3 0.6B, 1.7B, 8B; Gemma 2B; Llama 3 8B; the shape of the goals
+    else:  # Qwen3 0.6B, 1.7B, 8B; Gemma 2B; Llama 3 8B; a head of H = 4096, V = 131072
         heads = [(1024, 151936), (2048, 151936), (4096, 151936), (2304, 256000), (4096, 128256), (4096, 131072)]
         shapes = [(8192, h, v) for h, v in heads] + [(n, 4096, 131072) for n in (1024, 32768, 131072)]
         dtype = torch.bfloat16
@@ -58,7 +60,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def _groups(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The same tokens as 8 groups of 8 responses, each group's first tokens scored in one row."""
+    """Return the tokens as 8 groups of 8 responses; the first tokens of a group are scored in one row."""
     x = replace(_inputs(n, h, v, dtype, device, 1.0, frozen=False), length=n // 64)
     place = torch.arange(len(x.target), device=x.target.device)
     last_of_prompt = place - place % (8 * x.length)
@@ -82,7 +84,9 @@ def _inputs(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device, sh
     advantage = normal(n // length).repeat_interleave(length)
     with torch.no_grad():
         now = torch.cat([full_logits(x, weight, t) for x, t in zip(hidden.split(256), target.split(256), strict=True)])
-    moved = torch.rand(n, generator=generator, device=device) < 0.05  # beyond the clip, on the side that acts
+    moved = (
+        torch.rand(n, generator=generator, device=device) < 0.05
+    )  # beyond the clip range, on the side where clipping acts
     old = now.float() - torch.where(moved, advantage.sign() * 0.5, 0.02 * normal(n))
     mask = torch.rand(n, generator=generator, device=device) < share
     return Inputs(hidden.requires_grad_(), weight.requires_grad_(not frozen), target, advantage, length, old, mask)
@@ -93,7 +97,7 @@ def with_gradients(x: Inputs, loss: Callable[[], Tensor]) -> Calls:
 
 
 def rolltree(x: Inputs) -> Calls:
-    """The plan is made once, as where a batch is made."""
+    """Time rolltree's op; its plan is made once, as when a batch is made."""
     objective = x.objective
     cu = torch.arange(0, len(x.target) + 1, x.length, device=x.target.device)
     fields = PolicyFields.flat(x.advantage, old_logprob=x.old_logprob, mask=x.mask, cu_seqlens=cu)
@@ -162,7 +166,7 @@ def trl(x: Inputs) -> Calls:
     from trl.kernels import ChunkedLogProbFunction
 
     needs_cuda(x)  # type: ignore[arg-type]
-    live = x.mask.nonzero().flatten()  # its trainer leaves masked tokens out too
+    live = x.mask.nonzero().flatten()  # verl's trainer leaves masked tokens out too
     part = replace(
         x, target=x.target[live], advantage=x.advantage[live], old_logprob=x.old_logprob[live], mask=x.mask[live]
     )
@@ -185,7 +189,7 @@ def verl(x: Inputs) -> Calls:
 
 
 def bare_gemms(x: Inputs) -> Calls:
-    """The products that any exact implementation needs, over the rows that have a gradient."""
+    """Time the products that any exact implementation needs, over the rows that have a gradient."""
     hidden, weight = x.hidden.detach(), x.weight.detach()
     hidden = hidden[x.mask] if x.row is None else hidden[x.row.unique()]
     rows = min(len(hidden), max(1, 2**28 // len(weight)))
@@ -202,7 +206,7 @@ def bare_gemms(x: Inputs) -> Calls:
 
 
 def work(x: Inputs) -> dict[str, tuple[float, float]]:
-    """The products of `bare_gemms`; hidden states, weight and their gradients moved once, and no logits."""
+    """Return the FLOP of `bare_gemms`, and the bytes of hidden states, weight and their gradients, without logits."""
     rows = int(x.mask.sum()) if x.row is None else len(x.row.unique())
     products = 3 if x.weight.requires_grad else 2
     moved = (x.hidden.nbytes + x.weight.nbytes) + sum(t.nbytes for t in x.trained)
@@ -211,6 +215,7 @@ def work(x: Inputs) -> dict[str, tuple[float, float]]:
 
 BENCH = Bench(
     op="linear_policy_loss",
+    directions=("forward+backward",),
     cases=cases,
     providers={
         "rolltree": rolltree,

@@ -1,4 +1,4 @@
-"""``logprob_from_logits``: log-prob and entropy of logits that exist, and their gradient, against plain PyTorch."""
+"""``logprob_from_logits``: log-prob and entropy of given logits, and their gradient, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def both_directions(x: Inputs, score: Callable[[Tensor, Tensor], Scored]) -> Cal
 
 
 def in_place(x: Inputs) -> Calls:
-    """The gradient written over the logits, which each round brings back to what they were by a copy of its own."""
+    """Time the backward pass that overwrites the logits; each round first restores them by a copy."""
 
     def forward_backward() -> tuple[Tensor, ...]:
-        spent = x.logits * 1  # a tensor of this round: its gradient takes its place
+        spent = x.logits * 1  # a copy for this round, which its gradient overwrites
         out = logprob_from_logits(spent, x.target, want=("entropy",), inplace_backward=True)
         assert out.entropy is not None
         return torch.autograd.grad((out.logprob, out.entropy), spent, tuple(x.upstream))
@@ -78,7 +78,7 @@ def rolltree(x: Inputs) -> Calls:
 
 
 def on(backend: str) -> Callable[[Inputs], Calls]:
-    """`rolltree` on a named backend: by the environment, which autograd's own threads see as well."""
+    """Time `rolltree` on a named backend, chosen by the environment, which autograd's threads see too."""
 
     def provider(x: Inputs) -> Calls:
         if x.logits.device.type != "cuda":
@@ -112,7 +112,7 @@ def torch_compile(x: Inputs) -> Calls:
 
 
 def copies(x: Inputs) -> Calls:
-    """The traffic by ``copy_``: forward reads the logits once, half a copy; backward reads and writes once more."""
+    """Time the traffic by ``copy_``: forward reads the logits (half a copy), backward reads and writes them too."""
     source = x.logits.detach()
     out = torch.empty_like(source)
     half = len(source) // 2
@@ -129,6 +129,7 @@ def copies(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="logprob_from_logits",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

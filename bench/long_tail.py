@@ -1,9 +1,10 @@
-"""What `bench/loop.py` times: a run without files, whose responses have lengths drawn for them."""
+"""The run that `bench/loop.py` times: real sampling, judging and learning, with drawn lengths and without files."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,33 @@ from rolltree.engine.loop.metrics import Stopwatch, Sums
 from rolltree.engine.loop.parts import SamplingParts
 from rolltree.engine.loop.sources import Prompt
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
+from rolltree.engine.rollout.sampler import LocalSampler
 from rolltree.engine.settings import TrainConfig
 
-from .loop import Inputs
 from .rl_step import LongTail
 from .rollout import kv_tokens
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The sizes of a run."""
+
+    make_model: Callable[[], Any]
+    prompts: int
+    """Prompts of an update."""
+    prompt: int
+    """Tokens of a prompt."""
+    width: int
+    """Responses to a prompt."""
+    median: int
+    """Median length of a response in tokens; lengths are log-normal with sigma 1."""
+    longest: int
+    rows: int
+    """Rows of the decoder's full batch: the responses of two updates."""
+    updates: int
+    """Updates of one timed call."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """By provider, the share of the decoder's rows that sampled nothing."""
 
 
 class _Prompts:
@@ -51,12 +74,14 @@ class _Verdicts(Rewards):
 
 
 class Quiet:
+    """Accepts any call and does nothing: the metrics and notes of a run, which nobody reads here."""
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 class Loop:
-    """A run without a directory."""
+    """A run without a directory, with the settings ``loop``; ``name`` is its provider's."""
 
     def __init__(self, x: Inputs, name: str, **loop: Any) -> None:
         self.x, self.name = x, name
@@ -81,13 +106,14 @@ class Loop:
         self.engine = NativeEngine(sampled_model(config, model), config=engine_config)
         params = SamplingParams(n=x.width, max_new_tokens=x.longest, ignore_eos=True)
         texts: Any = _Texts()
+        program = LongTail(x.median, x.longest)
         prompts: Any = _Prompts(x)
         on_cpu = model.device.type == "cpu"
         parts = SamplingParts(
-            engine=self.engine,
+            sampler=LocalSampler(self.engine, program),
             tokenizer=texts,
             source=prompts,
-            program=LongTail(x.median, x.longest),
+            program=program,
             program_name="long tail",
             params=params,
             budget=buffer.budget,
@@ -103,7 +129,7 @@ class Loop:
         self._running.enter_context(self.controller.running(_Verdicts()))
 
     def updates(self) -> None:
-        """As many as a call has."""
+        """Make the updates of one timed call."""
         for _ in range(self.x.updates):
             self.update()
 
@@ -111,7 +137,7 @@ class Loop:
         self.model.eval()
         batch = self.controller.next_batch()
         changed = self.learner.update([group.tree for group in batch], [], 1, Sums())
-        weights = dict(self.model.named_parameters()) if changed else None
+        weights = self.learner.weights() if changed else None
         self.controller.end_step(batch, weights, self.learner.trainer.updates)
         counts = self.engine.loop.counts
         self.x.idle[self.name] = 1 - counts["row_steps"] / max(1, counts["steps"] * self.x.rows)

@@ -1,16 +1,16 @@
 """Updates on rollouts with a long tail of lengths: synchronous, with partial rollouts, and with staleness.
 
-Every response has a length of its own, log-normal as in recorded runs, so that a batch waits for its longest. A call is
-some updates with the rollouts they need, in the steady state of a run; one alone would not do, because above S=0 an
-update that waited for a long response is followed by one whose responses are there already, and the median of the two
-kinds is neither's mean. The n-th call has the same lengths by every provider, but for those that staleness moves across
-its ends. The idle share is that of the decoder: rows of its full batch, over the steps it took, that sampled nothing.
+Each response has its own drawn length, log-normal as in recorded runs, so a batch waits for its longest response. A
+timed call is several updates with their rollouts, in the steady state of a run. A single update would not do: above
+S=0 an update that waited for a long response is followed by one whose responses are ready, and the median over both
+kinds is the mean of neither. The n-th call has the same lengths with every provider, except for those that staleness
+moves from one call to the next. The share "rows idle" is the part of the decoder's full batch, over its steps, that
+sampled nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -23,28 +23,8 @@ from .runner import Bench, Calls, Case
 SYNCHRONOUS = "rolltree S=0"
 
 
-@dataclass(frozen=True)
-class Inputs:
-    make_model: Callable[[], Any]
-    prompts: int
-    """Of an update."""
-    prompt: int
-    """Tokens of each."""
-    width: int
-    """Responses to each."""
-    median: int
-    """Of the lengths; they are log-normal with sigma 1."""
-    longest: int
-    rows: int
-    """Of the decoder's full batch: responses of two updates."""
-    updates: int
-    """Of a call."""
-    idle: dict[str, float] = field(default_factory=dict)
-    """Share of the decoder's rows, by provider."""
-
-
 def smollm2(device: torch.device) -> LlamaForCausalLM:
-    """The shape of SmolLM2-135M, of random weights: no length depends on them."""
+    """Return a model with the shape of SmolLM2-135M and random weights, on which no length depends."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49152,
@@ -60,7 +40,8 @@ def smollm2(device: torch.device) -> LlamaForCausalLM:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """On the CPU a model of 3.6 M parameters, whose step costs as much as it has rows, and one of 135 M."""
+    """Yield the cases: on a CPU with models of 3.6 M parameters, whose step time is proportional to its rows, and of
+    135 M."""
     small = device.type == "cpu"
     model = cache(partial(make_model, device, small=small))
     of_model: list[tuple[str, Callable[[], Any]]] = [("", model)]
@@ -72,12 +53,18 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     prompts, prompt, width, median, longest, rows, updates = shape
     name = f"{prompts} x {width}, P={prompt}, lengths log-normal, median {median}, at most {longest}, {rows} rows"
     for of, make in of_model:
-        yield Case(of + name, partial(Inputs, make, prompts, prompt, width, median, longest, rows, updates))
+        yield Case(of + name, partial(_inputs, make, prompts, prompt, width, median, longest, rows, updates))
 
 
-def _provider(name: str, **loop: Any) -> Callable[[Inputs], Calls]:
-    def provider(x: Inputs) -> Calls:
-        from .long_tail import Loop  # needs the extra `train`, which listing benchmarks does not
+def _inputs(*sizes: Any) -> Any:
+    from .long_tail import Inputs  # needs the extra `train`, which listing benchmarks does not
+
+    return Inputs(*sizes)
+
+
+def _provider(name: str, **loop: Any) -> Callable[[Any], Calls]:
+    def provider(x: Any) -> Calls:
+        from .long_tail import Loop
 
         return {f"{x.updates} updates": Loop(x, name, **loop).updates}
 
@@ -91,18 +78,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rolltree S=3 (Relax)": {"staleness": 3, "overlap": True},
     "rolltree S=4": {"staleness": 4},
 }
-"""Those named after others have their numbers, run by this loop. APRIL's scripts have two batches of prompts under way
-(`--rollout-batch-size 32 --over-sampling-batch-size 64 --partial-rollout`), as S=1 has without a window; it bounds no
-lag. Relax samples beside the updates; its `--max-staleness` is 1 by default, and its guide to performance calls 2 to 3
-a good balance. AsyncFlow (arXiv 2507.01663) has none: its abstract states no number.
+"""Settings named after other systems use their numbers with this loop. APRIL's scripts keep two batches of prompts
+in flight (`--rollout-batch-size 32 --over-sampling-batch-size 64 --partial-rollout`), as S=1 does without a window; it
+does not bound the lag. Relax samples during updates; its `--max-staleness` is 1 by default, and its performance guide
+calls 2 to 3 a good balance. AsyncFlow (arXiv 2507.01663) has no setting: its abstract states no number.
 """
 
 BENCH = Bench(
     op="loop",
+    directions=("2 updates", "4 updates"),
     cases=cases,
     providers={name: _provider(name, **loop) for name, loop in SETTINGS.items()},
     speedup_over=SYNCHRONOUS,
     alone=True,
-    warmup=0,  # the first call's updates are
+    warmup=0,  # the updates of the first, untimed call warm up
     shares=lambda x: {f"rows idle, {provider}": share for provider, share in x.idle.items()},
 )

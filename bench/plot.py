@@ -1,8 +1,8 @@
-"""``rolltree bench plot FILES``: recorded rows and curves as pictures, a PNG each and one HTML page of all.
+"""``rolltree bench plot FILES``: draws recorded rows and curves as PNG files and one HTML page.
 
-For every op the times as bars, from the 20th to the 80th percentile, with the ceiling as a line; a roofline of the rows
-that say how many FLOP and bytes they stand for, under what the op `ceilings` measured on the same device; and for every
-job the held-out accuracy over seconds and over tokens. Nothing is drawn that the files do not have.
+It draws the times of every op as bars with their 20th to 80th percentiles and the ceiling as a line; a roofline of the
+rows that count FLOP and bytes, under the limits that the op `ceilings` measured on the same device; and the held-out
+accuracy of every job over seconds and over tokens.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .compare import OURS, RECORDS, rows_at
 from .job import Point
-from .schema import Row
+from .schema import RECORDS, Row, rows_at
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, GREY, RED = "#3b82f6", "#9ca3af", "#ef4444"
 CURVES = ".curves.jsonl"
-Drawn = tuple[str, "Figure"]  # a file's name without ending, and what goes into it
+OURS = "rolltree"
+"""Occurs in the names of this project's own providers."""
+Drawn = tuple[str, "Figure"]  # a file's name without ending, and its figure
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw; 0, or 2 where the command line or a file is wrong."""
+    """Draw, and return 0, or 2 if the command line or a file is wrong."""
     parser = argparse.ArgumentParser(prog="rolltree bench plot", description="Draw recorded rows and curves.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of rows or curves, or a folder of them")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="a file of rows or curves, or a folder of them"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/plots"), metavar="DIR", help="default %(default)s")
     args = parser.parse_args(argv)
     try:
@@ -48,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(files: Sequence[Path], out: Path) -> list[Path]:
-    """Write the pictures of ``files`` into ``out``; the paths written, the page first.
+    """Draw ``files`` into the folder ``out`` and return the paths written, the page first.
 
     Raises:
-        ValueError: a file is not there or holds something else, or there is nothing to draw.
+        ValueError: a file is missing or holds something else, or there is nothing to draw.
     """
     rows, points = read(files)
     drawn = [*bars(rows), *rooflines(rows), *curves(points)]
@@ -75,10 +78,10 @@ def draw(files: Sequence[Path], out: Path) -> list[Path]:
 
 
 def read(files: Sequence[Path]) -> tuple[list[Row], list[Point]]:
-    """Rows, the last of each where there are several, and points, of each provider's last run of a job.
+    """Return the last row of each figure, and the points of each provider's last run of a job.
 
     Raises:
-        ValueError: a file is not there, or a line is neither.
+        ValueError: a file is missing, or a line is neither a row nor a point.
     """
     rows: dict[Any, Row] = {}
     points: dict[Any, list[Point]] = {}
@@ -90,7 +93,7 @@ def read(files: Sequence[Path]) -> tuple[list[Row], list[Point]]:
                 for line in file.read_text(encoding="utf-8").splitlines():
                     point = Point(**json.loads(line))
                     run = point.device, point.case, point.provider
-                    points[run] = [*(points.get(run, []) if point.step else []), point]  # a run begins with step 0
+                    points[run] = [*(points.get(run, []) if point.step else []), point]  # a run starts with step 0
             elif not file.name.endswith(RECORDS):
                 for row in rows_at(file):
                     rows[row.device, row.op, row.case, row.direction, row.provider, row.metric] = row
@@ -98,7 +101,7 @@ def read(files: Sequence[Path]) -> tuple[list[Row], list[Point]]:
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Drawn]:
-    """Times: a figure an op, a panel a case and direction, a bar a provider."""
+    """Yield a figure of times for each op, with a panel for each case and direction and a bar for each provider."""
     for (device, op), of_op in _by(("device", "op"), [r for r in rows if r.metric == "time_ms"]):
         panels = list(_by(("case", "direction"), of_op))
         heights = [0.6 + 0.25 * len(some) for _, some in panels]
@@ -120,7 +123,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Drawn]:
 
 
 def rooflines(rows: Sequence[Row]) -> Iterator[Drawn]:
-    """FLOP a second over FLOP a byte: a figure a device."""
+    """Yield a figure for each device: FLOP a second over FLOP a byte."""
     timed = [r for r in rows if r.metric == "time_ms"]
     for (device,), of_device in _by(("device",), timed):
         some = [r for r in of_device if r.flop and r.bytes and r.op != "ceilings"]
@@ -145,7 +148,7 @@ def rooflines(rows: Sequence[Row]) -> Iterator[Drawn]:
 
 
 def curves(points: Sequence[Point]) -> Iterator[Drawn]:
-    """Held-out accuracy of a job, a line a provider."""
+    """Yield a figure for each job: held-out accuracy, a line for each provider."""
     for (device, case), some in _by(("device", "case"), points):
         figure, axes = _panels(1, 2, (11, 4.5), [1])
         for (provider,), line in _by(("provider",), sorted(some, key=lambda p: p.step)):
@@ -161,7 +164,7 @@ def curves(points: Sequence[Point]) -> Iterator[Drawn]:
 
 
 def _panels(rows: int, columns: int, size: tuple[float, float], heights: Sequence[float]) -> tuple[Figure, list[Any]]:
-    from matplotlib.figure import Figure  # no window system is asked for
+    from matplotlib.figure import Figure  # draws without a window system
 
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"height_ratios": list(heights)})
@@ -169,7 +172,7 @@ def _panels(rows: int, columns: int, size: tuple[float, float], heights: Sequenc
 
 
 def _by(names: Sequence[str], things: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-    """Groups of equal attributes, in the order in which they come up."""
+    """Yield the groups of equal attributes in the order of their first members."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for thing in things:
         found.setdefault(tuple(getattr(thing, name) for name in names), []).append(thing)

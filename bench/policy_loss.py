@@ -60,7 +60,7 @@ def on(backend: Literal["triton", "cuda"]) -> Callable[[Inputs], Calls]:
 
 
 def clipped_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The usual code, with the same metrics: loss, clip fractions above and below, mean of old - current."""
+    """Time the usual PyTorch code with the same metrics: loss, clip fractions, mean of old - current."""
     log_ratio = logprob - old_logprob
     ratio = log_ratio.exp()
     plain, clipped = ratio * advantage, ratio.clamp(1 - EPS, 1 + EPS) * advantage
@@ -92,6 +92,7 @@ def one_read_one_write(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="policy_loss",
+    directions=("forward+backward",),
     cases=cases,
     providers={
         "rolltree": rolltree,

@@ -1,9 +1,9 @@
-"""The tables of figures in README.md and docs/benchmarks.md: ``python -m rolltree.bench.readme`` writes them.
+"""Writes the tables of figures in README.md and docs/benchmarks.md: ``python -m rolltree.bench.readme``.
 
-A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary of
-a few between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, that of whole jobs between ``<!-- jobs FOLDER/job -->``
-and ``<!-- end -->``; a test fails where the rows say otherwise. The curves of these jobs are drawn into docs/job_*.svg
-by matplotlib.
+A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary
+between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, and that of whole jobs between ``<!-- jobs FOLDER/job -->``
+and ``<!-- end -->``. A test fails if a table differs from the rows. The curves of the jobs are drawn into
+docs/job_*.svg.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = re.compile(r"(<!-- (bench|summary|jobs) (\S+) -->\n).*?(<!-- end -->)", 
 
 
 class Line(NamedTuple):
-    """A row of the summary: one case, rolltree beside one peer."""
+    """A row of the summary: one case, rolltree against one peer."""
 
     what: str
     op: str
@@ -53,13 +53,13 @@ SUMMARY = (
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """One line for each case, direction and provider: time with its spread, ceiling, peak memory, speedup."""
+    """Return a table with a line for each case, direction and provider: time, ceiling, peak memory, speedup."""
     lines = ["| case | | time | p20 to p80 | ceiling | memory | speedup |", "|---|---|---|---|---|---|---|"]
     by_line: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         by_line.setdefault((row.case, row.direction, row.provider), {})[row.metric] = row
     for (case, direction, provider), of in by_line.items():
-        if "time_ms" not in of:  # a share of something, which has no time of its own
+        if "time_ms" not in of:  # a share, which has no time
             continue
         time = of["time_ms"]
         memory, speedup = of.get("peak_memory_mib"), of.get("speedup")
@@ -82,7 +82,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def measured_on(rows: Sequence[Row]) -> str:
-    """The devices, versions of torch and commits that the rows are of."""
+    """Return a sentence with the devices, torch versions and commits of the rows."""
     parts = (
         {row.device for row in rows},
         {f"torch {row.versions['torch']}" for row in rows},
@@ -93,7 +93,7 @@ def measured_on(rows: Sequence[Row]) -> str:
 
 
 def jobs(rows: Sequence[Row]) -> str:
-    """One line for each job and provider: a step, the whole job, its memory, and what was learnt."""
+    """Return a table with a line for each job and provider: step time, job time, memory, accuracy."""
     lines = ["| job | | a step | speedup | all steps | memory | accuracy |", "|---|---|---|---|---|---|---|"]
     of: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
@@ -115,13 +115,15 @@ def jobs(rows: Sequence[Row]) -> str:
 
 
 def summary(folder: str, lines: Sequence[Line] = SUMMARY) -> str:
-    """What was timed, rolltree's time, a peer's, their ratio, and the peak memory of both where it was measured."""
+    """Return the summary: case, rolltree's time, a peer's, their ratio, and the peak memory of both if measured."""
     out = ["| | rolltree | peer | | memory |", "|---|---|---|---|---|"]
     for line in lines:
         rows = [r for r in read(RESULTS / folder / f"{line.op}.jsonl") if (r.case, r.direction) == line[2:4]]
         of = {(r.provider, r.metric): r for r in rows}
         ours, theirs = (of[provider, "time_ms"].value for provider in (line.ours, line.theirs))
-        gain, other = (of.get((provider, "speedup")) for provider in (line.ours, line.theirs))  # over the case's first
+        gain, other = (
+            of.get((provider, "speedup")) for provider in (line.ours, line.theirs)
+        )  # over the first provider of the case
         ratio = 1.0 if gain is None else gain.value / (1.0 if other is None else other.value)
         peaks = [of.get((provider, "peak_memory_mib")) for provider in (line.ours, line.theirs)]
         memory = " : ".join(_number(peak.value) for peak in peaks if peak is not None)
@@ -137,7 +139,7 @@ def summary(folder: str, lines: Sequence[Line] = SUMMARY) -> str:
 
 
 def rewritten(text: str) -> str:
-    """``text`` with every table as the recorded rows have it."""
+    """Return ``text`` with every table replaced by the recorded rows."""
 
     def table(match: re.Match[str]) -> str:
         kind, name = match[2], match[3]
@@ -152,16 +154,16 @@ def _number(value: float) -> str:
 
 
 def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
-    """Each recorded job, accuracy over seconds and over tokens.
+    """Draw the accuracy of each recorded job over seconds and over tokens.
 
     Raises:
-        ValueError: a job was recorded on two machines or with two shapes, and there is one picture of each job.
+        ValueError: a job was recorded on two machines or with two shapes; each job has one figure.
     """
     import matplotlib
 
     from . import plot
 
-    matplotlib.rcParams["svg.hashsalt"] = "rolltree"  # the same names, and so the same file, each time
+    matplotlib.rcParams["svg.hashsalt"] = "rolltree"  # makes the same names, and so the same file, each time
     _, points = plot.read(sorted(results.glob(f"*/job{plot.CURVES}")))
     jobs: dict[str, list[Point]] = {}
     for point in points:

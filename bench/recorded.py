@@ -1,15 +1,15 @@
-"""Drafts over the rollouts of a real run: what they would have gained in it.
+"""Drafts over the rollouts of a real run: the time that they would have saved in it.
 
-``rolltree bench speculation --recorded RUN`` reads ``RUN/config.toml`` and ``RUN/rollouts/*.parquet`` and has the
-engine sample them once more, with the run's model, parameters, groups and seeds. The model computes every token as it
-did then, but what is sampled is read from the recording: the weights have moved on since, and the texts have not. So
-both providers write the very texts of the run, and a draft is right where it would have been. A tree is followed fork
-by fork, whatever program made it; where that program told siblings' seeds apart in another order, as after a rewind,
-drafts drawn from votes that disagree are less often right than they were.
+``rolltree bench speculation --recorded RUN`` reads ``RUN/config.toml`` and ``RUN/rollouts/*.parquet`` and lets the
+engine sample them again, with the run's model, parameters, groups and seeds. The model computes every token, but the
+sampled tokens are read from the recording, because the weights have changed since. So both providers write exactly the
+texts of the run, and a draft is right where it would have been right in the run. A tree is followed fork by fork,
+whatever program made it. If that program gave siblings their seeds in another order, as after a rewind, drafts drawn
+from disagreeing votes are right less often than they were.
 
-First epochs are the groups whose prompt had not come before, with nothing to draft from at the start; later ones are
-the others, with the first ones' texts known. vLLM cannot be told what to sample: it samples from the run's last
-weights, the same prompts and as many responses, so its times compare with its own alone.
+First epochs are the groups whose prompt is new, with nothing to draft from at the start; later epochs are the others,
+with the texts of the first ones known. vLLM cannot be made to sample given tokens: it samples from the run's last
+weights, with the same prompts and as many responses, so its times compare only with each other.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from .speculation import NONE, RULE, count
 
 Array = npt.NDArray[Any]
 COLUMNS = ("step", "group", "prompt_ids", "response_ids", "node_ids", "origin")
-WIDTHS = (1, 8)  # prompts of a batch, besides as many as the run's own steps have
+WIDTHS = (1, 8)  # prompts of a batch; the number in the run's own steps is added
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a branch says, from the response's begin, and how it goes on."""
+    """A branch's tokens from the start of the response, and the number of its children."""
 
     tokens: Array  # [T] int64
     forks: int  # 0 for a leaf
@@ -66,16 +66,16 @@ class Group:
     seed: int
     parts: dict[BranchId, Part]
     again: bool
-    """Whether the prompt had come before."""
+    """True if an earlier group has the same prompt."""
 
     @property
     def tokens(self) -> int:
-        """Of all responses, each in full."""
+        """The tokens of all responses, each counted in full."""
         return sum(len(part.tokens) for part in self.parts.values() if not part.forks)
 
     @property
     def texts(self) -> Iterator[Text]:
-        """Every sampled token once."""
+        """Yields texts that hold every sampled token once."""
         prompt, nothing = np.array(self.prompt, np.int32), np.zeros(0, np.int64)
         for branch, part in self.parts.items():
             above = len(self.parts.get(branch[:-1], Part(nothing, 0)).tokens)
@@ -90,14 +90,14 @@ class Inputs:
     directory: Path
     config: TrainConfig
     history: list[Group]
-    """What is known before the first batch."""
+    """Groups whose texts are known before the first batch."""
     batches: list[list[Group]]
     counts: Counter[str] = field(default_factory=Counter)
     """Drafted and accepted tokens of all calls."""
 
 
 class Followed(RolloutProgram):
-    """Forks and ends as the recording did, which is the context."""
+    """Forks and ends as the recording, which is the request's context."""
 
     def start(self, group: GroupState) -> int:
         self.segment_tokens = self._next((), 0)
@@ -107,7 +107,7 @@ class Followed(RolloutProgram):
         for segment in finished:
             part = self.context[segment.branch]
             if segment.status is not None:
-                continue  # a token, a text or the limit has ended it
+                continue  # ended by a token, a text or the limit
             if segment.length < len(part.tokens):
                 yield Fork(segment.branch, 1, segment_tokens=len(part.tokens) - segment.length)
             elif part.forks:
@@ -116,24 +116,24 @@ class Followed(RolloutProgram):
                 yield Finish(segment.branch)
 
     def _next(self, branch: BranchId, begin: int) -> int:
-        """To where the first of the branch's children forks or ends."""
+        """Return the tokens until the first of the branch's children forks or ends."""
         children = [self.context[(*branch, i)] for i in range(self.context[branch].forks)]
         return min(len(child.tokens) for child in children) - begin
 
 
 class FollowedToTheEnd(Followed):
-    """The same where independent responses end by themselves, at a token, a text or their limit."""
+    """`Followed` for independent responses, which end at a token, a text or their limit."""
 
     def _next(self, branch: BranchId, begin: int) -> int:
         return WHOLE
 
 
 class Reader:
-    """Stands before an engine's runner: the model computes, and what is sampled is read."""
+    """Wraps an engine's runner: the model computes, and the sampled tokens are replaced by recorded ones."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self._run = engine.loop.runner.run
-        self._order = np.full(0, -1, np.int64)  # by slot: the branch that it has the text of
+        self._order = np.full(0, -1, np.int64)  # by slot: the branch whose text it holds
         self._text: Array = np.zeros((0, 1), np.int64)
         engine.loop.runner.run = self  # type: ignore[method-assign]
 
@@ -158,7 +158,7 @@ class Reader:
             below = branch.id if alone else (*branch.id, int(child[i]))
             token[i] = branch.request.program.context[below].tokens[place[i]]
         assert (token[offset == 0] >= 0).all(), "the engine goes on where the recording ends"
-        return sampled._replace(token=np.maximum(token, 0))  # what stands behind a wrong draft counts for nothing
+        return sampled._replace(token=np.maximum(token, 0))  # samples after a wrong draft are dropped
 
     def _read(self, rows: RowTable, slot: int) -> None:
         branch = rows.branch[slot]
@@ -172,10 +172,10 @@ class Reader:
 
 
 def read_groups(run: Path, config: TrainConfig) -> list[Group]:
-    """What a run recorded, in its order.
+    """Return the groups that a run recorded, in order.
 
     Raises:
-        UserError: there are no rollouts, they lack a column, or hold what was not sampled.
+        UserError: there are no rollouts, they lack a column, or hold tokens that were not sampled.
     """
     files, groups = sorted((run / "rollouts").glob("step_*.parquet")), []
     seen: set[bytes] = set()
@@ -202,14 +202,14 @@ def read_groups(run: Path, config: TrainConfig) -> list[Group]:
 
 
 def _seed(config: TrainConfig, ticket: int) -> int:
-    """See `Controller._seed`; that of a group which was not begun anew."""
+    """Return the seed of a group that was never restarted; see `Controller._seed`."""
     block, index = divmod(ticket, config.trainer.prompts_per_step)
     state = np.random.SeedSequence([config.seed, block + 1]).generate_state(config.trainer.prompts_per_step, np.uint64)
     return int(state.astype(np.int64)[index])
 
 
 def _parts(responses: list[list[int]], nodes: list[list[int]]) -> dict[BranchId, Part]:
-    """A group's tree by its branches, leaves in depth-first order."""
+    """Return a group's tree by branch; leaves are in depth-first order."""
     parts: dict[BranchId, Part] = {}
 
     def grow(branch: BranchId, leaves: list[int], begin: int) -> None:
@@ -236,7 +236,7 @@ def _parts(responses: list[list[int]], nodes: list[list[int]]) -> dict[BranchId,
 def cases(
     run: Path, config: TrainConfig, groups: list[Group], directory: Path, device: torch.device, quick: bool
 ) -> Iterator[Case]:
-    """One, eight and as many prompts as the run's steps have at a time, first and later epochs."""
+    """Yield batches of one, eight and as many prompts as the run's steps have, in first and later epochs."""
     dtype = getattr(torch, config.model.dtype)
     load = cache(lambda: (load_model(directory, dtype=dtype, device=device).eval(), load_tokenizer(str(directory))))
     n = config.rollout.n
@@ -279,7 +279,7 @@ def _calls(x: Inputs, drafts: DraftConfig | None) -> Calls:
     def begin_again() -> None:
         """Know only what was sampled before the first batch."""
         if drafts is not None:
-            engine.loop.drafts = Drafts(drafts)
+            engine.loop.scheduler.drafts = Drafts(drafts)
             for group in x.history:
                 engine.remember(group.texts)
 
@@ -304,7 +304,7 @@ def _calls(x: Inputs, drafts: DraftConfig | None) -> Calls:
 
 
 def vllm(x: Inputs, method: str | None = None) -> Calls:
-    """vLLM as its users call it, with one of its own ways to draft from texts; none of them needs a draft model."""
+    """Time vLLM as its users call it, with one of its own methods of drafting; none of them needs a draft model."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
 
@@ -332,7 +332,7 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 stop=list(rollout.stop),
-                # with drafts it rewinds a seed's generator, which one of a CPU refuses
+                # with drafts vLLM rewinds a seed's generator, which a CPU generator refuses
                 seed=(group.seed + turn) % 2**31 if method is None else None,
                 logprobs=0,
             )
@@ -352,7 +352,7 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
 
 
 def bench(run: Path, own: Bench) -> Bench:
-    """`own`, the benchmark of drafts, over what ``run`` recorded.
+    """Return ``own``, the benchmark of drafts, over the rollouts of ``run``.
 
     Raises:
         UserError: the run cannot be read.

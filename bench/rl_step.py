@@ -1,8 +1,8 @@
 """A whole step of RL on random weights: rollouts with a long tail of lengths, rewards, credit, the update, new weights.
 
-Every response ends at a length drawn for it, log-normal as in recorded runs, so the last rollouts of a step run with
-few rows. Its reward is its length. Lengths, rewards and updates are the same for both providers: one trains on the
-trees, the other on every path by its own. Needs the engine alone, no settings and no files.
+Every response ends at its drawn length, log-normal as in recorded runs, so the last rollouts of a step run with few
+rows. Its reward is its length. Lengths, rewards and updates are the same for both providers: one trains on the trees,
+the other on every path separately. The benchmark needs the engine alone, no settings and no files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLAT = "rolltree, trained flat"
 
 
 class LongTail(RolloutProgram):
-    """Ends every response at a length drawn for it."""
+    """Ends every response at its drawn length."""
 
     segment_tokens = 8
 
@@ -48,14 +48,14 @@ class Inputs:
     make_model: Callable[[], Any]
     prompts: list[list[int]]
     group: int
-    """Responses to each."""
+    """Responses to each prompt."""
     median: int
-    """Of the lengths; they are log-normal with sigma 1."""
+    """Median length of a response in tokens; lengths are log-normal with sigma 1."""
     longest: int
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """On CUDA the shape of Qwen3 0.6B."""
+    """Yield the case: on CUDA with the shape of Qwen3 0.6B."""
     small = device.type == "cpu"
     model = cache(partial(make_model, device, small=small))
     count, prompt, group, median, longest = (
@@ -113,6 +113,7 @@ def _provider(x: Inputs, *, flat: bool) -> Calls:
 
 BENCH = Bench(
     op="rl_step",
+    directions=("step",),
     cases=cases,
     providers={"rolltree": partial(_provider, flat=False), FLAT: partial(_provider, flat=True)},
     speedup_over=FLAT,

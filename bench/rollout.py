@@ -1,4 +1,4 @@
-"""Groups of responses to fresh prompts, log-probs returned: the native engine and its peers."""
+"""Groups of responses to new prompts, with log-probs: the native engine and its peers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Inputs:
     group: int
     new_tokens: int
     stops: tuple[int, ...]
-    """Tokens that end a response; none where lengths are forced."""
+    """Tokens that end a response; none if lengths are forced."""
 
     @property
     def tokens(self) -> int:
-        """With forced lengths."""
+        """Sampled tokens with forced lengths."""
         return len(self.prompts) * self.group * self.new_tokens
 
 
 def make_model(device: torch.device, *, small: bool) -> PreTrainedModel:
-    """Of random weights: the four layers that the CPU is measured with, or the shape of Qwen3 0.6B."""
+    """Return a model of random weights: four small layers for a CPU, or the shape of Qwen3 0.6B."""
     shape = (4, 256, 768, 8, 4, 32, 1024) if small else (28, 1024, 3072, 16, 8, 128, 151936)
     layers, width, ffn, heads, kv_heads, dim, vocabulary = shape
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def make_model(device: torch.device, *, small: bool) -> PreTrainedModel:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Lengths forced, then ended by tokens of which one comes up about every 64."""
+    """Yield a case of forced lengths, and one whose responses end at one of the tokens that come up about every 64."""
     small = device.type == "cpu"
     model = cache(partial(make_model, device, small=small))
     vocabulary, dtype = (1024, "float32") if small else (151936, "bfloat16")
@@ -68,7 +68,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def kv_tokens(model: PreTrainedModel, wanted: int) -> int:
-    """Capacity of a KV cache: ``wanted`` tokens, or what four fifths of the device's free memory hold."""
+    """Return the capacity of a KV cache: ``wanted`` tokens, or fewer if four fifths of the device's free memory hold
+    fewer."""
     if model.device.type != "cuda":
         return wanted
     config: Any = model.config
@@ -78,7 +79,7 @@ def kv_tokens(model: PreTrainedModel, wanted: int) -> int:
 
 
 def native(x: Inputs, *, compile: bool = False) -> Calls:
-    """Every call begins with an empty cache: prompts are fresh."""
+    """Time the native engine; every call starts with an empty cache, as prompts are new."""
     capacity = kv_tokens(x.model, 2 * (x.tokens + sum(map(len, x.prompts))))
     engine = NativeEngine(x.model, config=EngineConfig(kv_tokens=capacity, compile=compile))
     params = SamplingParams(n=x.group, max_new_tokens=x.new_tokens, ignore_eos=True, stop_token_ids=x.stops)
@@ -92,7 +93,7 @@ def native(x: Inputs, *, compile: bool = False) -> Calls:
 
 
 def vllm(x: Inputs) -> Calls:
-    """vLLM itself, as its users call it: `n` samples of each prompt, prefix caching, compiled."""
+    """Time vLLM as its users call it: `n` samples of each prompt, prefix caching, compiled."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
 
@@ -124,12 +125,12 @@ def vllm(x: Inputs) -> Calls:
 
 
 class SampledLogprobs(LogitsProcessor):
-    """Log-probs of what ``generate`` samples, step by step: the scores of all steps that it would keep are 80 GB for
-    256 responses of 512 tokens and a vocabulary of 151,936."""
+    """Records the log-probs of what ``generate`` samples, step by step: the scores of all steps that it would keep are
+    80 GB for 256 responses of 512 tokens and a vocabulary of 151,936."""
 
     def __init__(self) -> None:
         self.steps: list[Tensor] = []  # [N] each
-        self.scores: Tensor | None = None  # [N, V] of the last step, whose tokens are not known yet
+        self.scores: Tensor | None = None  # [N, V], the scores of the last step, whose tokens are not known yet
 
     def __call__(
         self,
@@ -142,7 +143,7 @@ class SampledLogprobs(LogitsProcessor):
 
     def note(
         self,
-        token: Tensor,  # [N], that the last scores gave
+        token: Tensor,  # [N], log-probs by the last scores
     ) -> None:
         if self.scores is not None:
             picked = self.scores.gather(1, token[:, None]).squeeze(1).float()
@@ -150,7 +151,7 @@ class SampledLogprobs(LogitsProcessor):
 
 
 def transformers_generate(x: Inputs) -> Calls:
-    """All groups as one batch, with the log-probs of what was sampled."""
+    """Time Transformers' generate with all groups as one batch, with the log-probs of the sampled tokens."""
     model: Any = x.model
     ids = torch.tensor(x.prompts, device=model.device)
     config = GenerationConfig(
@@ -164,7 +165,7 @@ def transformers_generate(x: Inputs) -> Calls:
 
     def call() -> None:
         attention = model.config._attn_implementation
-        model.set_attn_implementation("sdpa")  # an engine may have set its own
+        model.set_attn_implementation("sdpa")  # an engine may have set another attention
         noted = SampledLogprobs()
         mask = torch.ones_like(ids)
         out = model.generate(ids, attention_mask=mask, generation_config=config, logits_processor=[noted])
@@ -176,7 +177,7 @@ def transformers_generate(x: Inputs) -> Calls:
 
 
 def transformers_continuous(x: Inputs) -> Calls:
-    """Transformers' continuous batching, which returns no log-probs; every sample is a prompt of its own."""
+    """Time Transformers' continuous batching, which returns no log-probs; every sample is a separate prompt."""
     model: Any = x.model
     if not hasattr(model, "generate_batch"):
         raise UnsupportedError("this version of Transformers has no generate_batch")
@@ -199,6 +200,7 @@ def transformers_continuous(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="rollout",
+    directions=("generate",),
     cases=cases,
     providers={
         "rolltree": native,

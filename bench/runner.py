@@ -1,9 +1,9 @@
-"""Runs one benchmark: its cases, and in each the providers side by side.
+"""Runs one benchmark: its cases, and in each case the providers in turns.
 
-A provider is one function: it takes a case's inputs and returns what to time, by direction. It imports its own package
-inside the function, so that an absent one is reported as not installed, and raises :class:`UnsupportedError` where it
+A provider is one function: it takes a case's inputs and returns the calls to time, by direction. It imports its package
+inside the function, so that a missing one is reported as not installed, and raises :class:`UnsupportedError` if it
 cannot run a case. The ceiling is a provider too: the least work that any implementation must do, measured on the same
-device in the same rounds. A provider that fails loses its rows and no others; the journal has the reason.
+device in the same rounds. If a provider fails, only its own rows are missing, and the journal has the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ ANY = re.compile("")
 
 
 class UnsupportedError(Exception):
-    """Why a provider does not run a case."""
+    """A provider does not run a case, for the reason given."""
 
 
 class DeviceLostError(RuntimeError):
@@ -37,14 +37,14 @@ class DeviceLostError(RuntimeError):
 
 
 class CaseTimeoutError(BaseException):
-    """A provider took longer than a case may; no ``except Exception`` on its way, as compilers have, takes it."""
+    """A provider exceeded the time limit. It is no Exception, which compilers would catch."""
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     make: Callable[[], Any]
-    """The inputs: made when the case runs, and for it alone."""
+    """Makes the inputs when the case runs."""
 
 
 @dataclass(frozen=True)
@@ -53,40 +53,42 @@ class Bench:
 
     ``speedup_over`` names the provider whose time is divided by the others' for rows of metric "speedup", with
     ``speedup_ceiling(inputs)`` as their limit. With ``replayed`` a call is shorter than its launches: on CUDA it is
-    timed as the replay of a graph. With ``alone`` providers are too large to be on the device together: each is made,
-    timed and dropped in its turn.
+    timed as the replay of a graph. With ``alone`` the providers are too large to be on the device together: each is
+    made, timed and dropped before the next one.
     """
 
     op: str
     cases: Callable[[torch.device, bool], Iterator[Case]]  # (device, quick)
     providers: Mapping[str, Callable[[Any], Calls]]
+    directions: Sequence[str] = ("forward",)
+    """The directions that its providers time, for the pytest-benchmark suite."""
     ceiling: Callable[[Any], Calls] | None = None
-    ceiling_is: str = ""  # what the ceiling stands for, in words
+    ceiling_is: str = ""  # a description of the ceiling
     speedup_over: str | None = None
     speedup_ceiling: Callable[[Any], float] | None = None
     replayed: bool = False
     alone: bool = False
     warmup: int = WARMUP_CALLS
-    """Calls between the first, which is never timed, and those that are."""
+    """Untimed calls after the first call, which is never timed."""
     work: Callable[[Any], Mapping[str, tuple[float, float]]] | None = None
-    """By direction, the FLOP and bytes of any implementation that repeats nothing: what a roofline is drawn of."""
+    """By direction, the FLOP and bytes of an implementation that repeats nothing, for the roofline."""
     shares: Callable[[Any], Mapping[str, float]] | None = None
-    """Rows of metric "share" by their name, when all is timed: what providers noted in a case's inputs."""
+    """Returns rows of metric "share" by name, from what providers recorded in a case's inputs."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a benchmark runs, and for how long."""
+    """The cases and providers that run, and for how long."""
 
     quick: bool = False
     cases: re.Pattern[str] = ANY
-    """What a case's name must contain."""
+    """A pattern that a case's name must contain."""
     providers: re.Pattern[str] = ANY
-    """The same of a provider's; the ceiling always runs."""
+    """A pattern that a provider's name must contain; the ceiling always runs."""
     seconds: float | None = None
-    """Of timing for every direction of a case."""
+    """Seconds of timing for every direction of a case."""
     limit: float = 120.0
-    """Seconds after which a provider is given up, of those before it is timed and of those while it is."""
+    """Seconds after which a provider is stopped, while it is prepared and again while it is timed."""
 
     @property
     def budget(self) -> float:
@@ -103,7 +105,7 @@ def run(
     that does not run.
 
     Raises:
-        DeviceLostError: what went wrong is in the journal; another process can go on from there.
+        DeviceLostError: the reason is in the journal; another process can continue from there.
     """
     context = Context.of(device)
     for case in bench.cases(device, choice.quick):
@@ -126,7 +128,7 @@ def run(
 def _guard(
     op: str, case: str, device: torch.device, choice: Choice, journal: Journal, say: Callable[[str], None]
 ) -> Guard:
-    """Goes around what a provider does: what it raises, or a time that is too long, goes into the journal."""
+    """Return a context for a provider's work that writes its error or timeout into the journal."""
 
     @contextmanager
     def guard(provider: str) -> Iterator[None]:
@@ -147,7 +149,7 @@ def _guard(
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
             say(str(journal.record(case, provider, "failed", f"{type(error).__name__}: {first_line}")))
-            error.__traceback__ = None  # it would hold the tensors of the call
+            error.__traceback__ = None  # the traceback would hold the tensors of the call
             _check(device)
 
     return guard
@@ -166,7 +168,7 @@ def _measure(
 ) -> list[Row]:
     providers = {name: p for name, p in bench.providers.items() if choice.providers.search(name)}
     providers |= {CEILING: bench.ceiling} if bench.ceiling else {}
-    calls: dict[str, Calls] = {}  # by direction: every provider's
+    calls: dict[str, Calls] = {}  # by direction and provider
     samples: dict[str, dict[str, Samples]] = {}
     peaks: dict[str, dict[str, float | None]] = {}
 
@@ -181,12 +183,12 @@ def _measure(
                     peaks.setdefault(direction, {})[name] = peak_memory_mib(by_provider[name], device)
 
     for name, provider in providers.items():
-        if journal.known(case, name):  # a process before this one found out
+        if journal.known(case, name):  # an earlier process recorded it
             continue
         own: dict[str, Calls] = {}
         with guard(name):
             for direction, call in provider(inputs).items():
-                call()  # a provider that cannot run says so here, before anything is timed
+                call()  # raises here, before anything is timed, if the provider cannot run
                 if bench.replayed and device.type == "cuda":
                     try:
                         call = replay(call)
@@ -237,7 +239,9 @@ def _rows(
             yield row(provider, "peak_memory_mib", peak, peak, peak, None)
         base = samples.get(bench.speedup_over or "")
         if base is not None and provider != bench.speedup_over:
-            theirs = [base.quantiles()[1]] * len(measured.ms) if bench.alone else base.ms  # else round by round
+            theirs = (
+                [base.quantiles()[1]] * len(measured.ms) if bench.alone else base.ms
+            )  # otherwise the ratio of each round
             ratios = [a / b for a, b in zip(theirs, measured.ms, strict=True)]
             ceiling = bench.speedup_ceiling(inputs) if bench.speedup_ceiling else None
             yield row(provider, "speedup", *quantiles(ratios), ceiling)
@@ -245,7 +249,7 @@ def _rows(
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise :class:`CaseTimeoutError` in the block after ``seconds``, where signals reach: in the main thread."""
+    """Raise :class:`CaseTimeoutError` in the block after ``seconds``; works in the main thread, which gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -263,10 +267,10 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _check(device: torch.device) -> None:
-    """Whether the device still works for this process.
+    """Check that the device still works for this process.
 
     Raises:
-        DeviceLostError: it does not, as after an access outside of memory.
+        DeviceLostError: it does not, for example after an illegal memory access.
     """
     if device.type == "cuda":
         try:

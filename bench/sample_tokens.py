@@ -1,4 +1,4 @@
-"""``sample_tokens``: a decode step's draw, with and without filters."""
+"""``sample_tokens``: sampling of a decode step, with and without filters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rolltree(x: Inputs) -> Calls:
 
 
 def torch_sort(x: Inputs) -> Calls:
-    """The usual code by a full sort, returning what a trainer needs: token, both log-probs, entropy."""
+    """Time the usual code with a full sort, which returns what a trainer needs: token, both log-probs, entropy."""
 
     def draw() -> tuple[Tensor, ...]:
         raw = x.logits.float().log_softmax(-1)
@@ -81,7 +81,7 @@ def torch_sort(x: Inputs) -> Calls:
 
 
 def transformers(x: Inputs) -> Calls:
-    """Its logits warpers and a multinomial draw: the token alone, no log-probs."""
+    """Time Transformers' logits warpers and a multinomial draw, which give the token without log-probs."""
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers = LogitsProcessorList([TemperatureLogitsWarper(x.temperature)])
@@ -94,7 +94,7 @@ def transformers(x: Inputs) -> Calls:
 
 
 def flashinfer(x: Inputs) -> Calls:
-    """The token alone, no log-probs."""
+    """Time FlashInfer, which gives the token without log-probs."""
     import flashinfer.sampling as fi
 
     if x.logits.device.type != "cuda":

@@ -17,6 +17,8 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VERSIONED = ("rolltree", "torch", "triton", "transformers")
+RECORDS = (".outcomes.jsonl", ".curves.jsonl")
+"""Endings of files in a folder of rows that hold something else."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,18 @@ class Row:
     value: float  # the median over repetitions
     p20: float
     p80: float
-    ceiling: float | None  # the limit in the metric's own unit, None where none is known
+    ceiling: float | None  # the limit in the metric's own unit, None if unknown
     device: str
     versions: dict[str, str]
     commit: str
     time: str  # UTC, ISO 8601
-    flop: float | None = None  # that any implementation must do, None where they were not counted
-    bytes: float | None = None  # that it must move
+    flop: float | None = None  # of the least work, None if not counted
+    bytes: float | None = None  # of the least traffic, None if not counted
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the rows of a run have in common."""
+    """The fields that all rows of a run share."""
 
     device: str
     versions: dict[str, str]
@@ -65,7 +67,7 @@ def device_name(device: torch.device) -> str:
 
 
 def folder_name(device: torch.device) -> str:
-    """The name of the device's folder under ``bench/results``."""
+    """Return the name of the device's folder under ``bench/results``."""
     return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
 
 
@@ -82,9 +84,9 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The short hash of the checkout, ``-dirty`` where tracked files differ from it.
+    """Return the short hash of the checkout, with ``-dirty`` if tracked files differ from it.
 
-    Of sources without a repository the environment variable ``ROLLTREE_COMMIT``, "unknown" where that is not set.
+    For sources without a repository it is the environment variable ``ROLLTREE_COMMIT``, or "unknown".
     """
     command = [
         "git",
@@ -103,20 +105,20 @@ def commit() -> str:
 
 
 def append(rows: Iterable[Row], path: Path) -> None:
-    """Add ``rows`` to the JSON-lines file ``path``, each line whole even if the run is killed."""
+    """Append ``rows`` to the JSON-lines file ``path``; each line is complete even if the run is killed."""
     for row in rows:
         append_line(asdict(row), path)
 
 
 def append_line(values: Mapping[str, object], path: Path) -> None:
-    """Add one JSON object as a line."""
+    """Append one JSON object as a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(values) + os.linesep)
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a JSON-lines file.
+    """Return the rows of a JSON-lines file.
 
     Raises:
         ValueError: a line is not a row; the message names file and line.
@@ -129,3 +131,15 @@ def read(path: Path) -> list[Row]:
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{path}:{number} is not a benchmark row: {error}") from error
     return rows
+
+
+def rows_at(path: Path) -> list[Row]:
+    """Return the rows of a file, or of all ``*.jsonl`` in a folder.
+
+    Raises:
+        ValueError: there are none, or a line is not a row.
+    """
+    files = sorted(f for f in path.glob("*.jsonl") if not f.name.endswith(RECORDS)) if path.is_dir() else [path]
+    if not path.exists() or not files:
+        raise ValueError(f"'{path}' holds no benchmark rows; give a .jsonl file or a folder of them.")
+    return [row for file in files for row in read(file)]

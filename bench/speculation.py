@@ -107,6 +107,7 @@ def shares(x: Any) -> Mapping[str, float]:
 
 BENCH = Bench(
     op="speculation",
+    directions=("generate",),
     cases=cases,
     providers={"rolltree": partial(_calls, drafts=RULE), NONE: partial(_calls, drafts=None)},
     speedup_over=NONE,

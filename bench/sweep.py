@@ -1,8 +1,8 @@
-"""Tiles of the kernels against each other: ``python -m rolltree.bench.sweep attention | decode | sampling``.
+"""Times tile sizes of the kernels: ``python -m rolltree.bench.sweep attention | decode | sampling``.
 
-A candidate takes the place of what the kernels' module chooses, must give what the default gives, and is timed with it
-in the same rounds. Every candidate is a line of ``sweep.jsonl``; the winner of each shape, which belongs into the
-module's table, is printed last. Candidates that are in the file are not tried again.
+A candidate replaces what the kernel's module chooses, must give the default's result, and is timed with the default in
+the same rounds. Every candidate is a line of ``sweep.jsonl``; the winner of each shape, which belongs into the module's
+table, is printed last. Candidates that are in the file are not tried again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .runner import Calls
 from .schema import append_line, commit, device_name
 from .timing import interleaved
 
-SECONDS = 0.3  # of a candidate and the default together
-TOLERANCE = 2.0**-6  # of a bf16 result against another of the same inputs
+SECONDS = 0.3  # of timing, a candidate and the default together
+TOLERANCE = 2.0**-6  # relative, between two bf16 results of the same inputs
 
 ROWS_KEYS = [(64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (32, 64)]
 WARPS, STAGES = (4, 8), (2, 3)
@@ -49,7 +49,7 @@ class Candidate:
 
 
 def attention(device: torch.device, small: bool) -> Iterator[Candidate]:
-    """Forward, dQ and dK/dV, one at a time and the others as they are; D of 64, 128 and 256."""
+    """Yield tiles of the forward, dQ and dK/dV kernels, one kernel at a time, for D of 64, 128 and 256."""
     from rolltree.kernels.tree_attention import triton as module
 
     tree = tree_attention.workloads.group(*((8, 4, 2) if small else (4096, 1024, 28)))
@@ -74,7 +74,7 @@ def attention(device: torch.device, small: bool) -> Iterator[Candidate]:
 
 
 def tile_changes(small: bool) -> Iterator[dict[str, int]]:
-    """``stages`` is tried where a tile has them."""
+    """Yield changes of a tile; ``stages`` only if tiles have it."""
     from rolltree.kernels.tree_attention.blocks import Tile
 
     stages = STAGES if "stages" in {f.name for f in dataclasses.fields(Tile)} else (0,)
@@ -84,7 +84,7 @@ def tile_changes(small: bool) -> Iterator[dict[str, int]]:
 
 
 def decode(device: torch.device, small: bool) -> Iterator[Candidate]:
-    """Keys of a tile and warps, then keys of an item."""
+    """Yield keys of a tile and warps, then keys of an item."""
     from rolltree.kernels.tree_decode import schedule
     from rolltree.kernels.tree_decode import triton as module
 
@@ -102,7 +102,7 @@ def decode(device: torch.device, small: bool) -> Iterator[Candidate]:
 
 
 def fresh(inputs: tree_decode.Inputs) -> Callable[[], Any]:
-    """The op with a plan of its own, whose schedule is made under the candidate."""
+    """Return the op with its own plan, whose schedule is made with the candidate."""
     calls: dict[str, Callable[[], Any]] = {}
 
     def call() -> Any:
@@ -115,7 +115,7 @@ def fresh(inputs: tree_decode.Inputs) -> Callable[[], Any]:
 
 
 def sampling(device: torch.device, small: bool) -> Iterator[Candidate]:
-    """Logits that a program takes at a time."""
+    """Yield the number of logits that a program loads at once."""
     from rolltree.kernels.sampling import triton as module
 
     rows, vocab = (2, 100) if small else (512, 151936)
@@ -143,7 +143,7 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest relative difference; infinite where a number is not finite."""
+    """Return the largest relative difference; infinite if a number is not finite."""
     worst = 0.0
     for a, b in zip(found, expected, strict=True):
         a, b = a.double(), b.double()
@@ -153,7 +153,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def tried(candidate: Candidate, device: torch.device, seconds: float) -> dict[str, Any]:
-    """The line of ``sweep.jsonl``: median milliseconds with the candidate and without, or why it does not run."""
+    """Return the line of ``sweep.jsonl``: median milliseconds with and without the candidate, or an error."""
     found: dict[str, Any] = {"shape": candidate.shape, "candidate": candidate.name}
     swap = patch.object(candidate.module, candidate.attribute, candidate.value)
 
@@ -161,7 +161,7 @@ def tried(candidate: Candidate, device: torch.device, seconds: float) -> dict[st
         with swap:
             return candidate.call()
 
-    real = device.type == "cuda" or interpreting()  # else the device's own backend stands in, which has no tiles
+    real = device.type == "cuda" or interpreting()  # otherwise the device's own backend runs, which has no tiles
     try:
         with use_backend("triton") if real else nullcontext():
             expected = [x.clone() for x in tensors(candidate.call())]
@@ -170,14 +170,14 @@ def tried(candidate: Candidate, device: torch.device, seconds: float) -> dict[st
                 return found | {"reason": f"its result differs by {wrong:.2e}"}
             calls = {"default": candidate.call, "candidate": swapped}
             samples = interleaved(calls, device, seconds=seconds)
-    except Exception as error:  # shared memory, registers, a tile that the kernel does not take
+    except Exception as error:  # too much shared memory or registers, or an unsupported tile
         return found | {"reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     times = {name: s.quantiles()[1] for name, s in samples.items()}
     return found | {"ms": times["candidate"], "default_ms": times["default"], "difference": wrong}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 where no candidate of a shape ran."""
+    """Return 0, or 1 if no candidate of a shape ran."""
     parser = argparse.ArgumentParser(prog="rolltree.bench.sweep", description="Times tiles of the kernels.")
     parser.add_argument("kernel", choices=tuple(KERNELS))
     parser.add_argument("--device", default="cuda")

@@ -11,7 +11,7 @@ HEADER = ("op", "case", "direction", "provider", "median", "p20 to p80", "ceilin
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line a row; the ceiling's share is how close the figure is to the limit, 100 % being there."""
+    """Return a line for each row; the share of the ceiling is 100 % if the figure reaches the limit."""
     lines = [HEADER] + [_cells(row) for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,9 +1,9 @@
-"""Timing of several providers side by side.
+"""Interleaved timing of several providers.
 
-Each round runs every provider once, in an order that rotates, so that clock drift and other people's load fall on all
-of them alike and a ratio can be taken within a round. On CUDA, device events bracket the call, and a buffer larger than
-L2 is written before it. A pause of the device after that gives the host time to launch the call, so that launch latency
-is not what is measured; what is too short for that is timed as the replay of a CUDA graph.
+Each round runs every provider once, in an order that rotates, so that clock drift and other load affect all of them
+alike and a ratio can be taken within a round. On CUDA, device events bracket the call, and a buffer larger than L2 is
+written before it. The device then pauses, which gives the host time to launch the call, so that launch latency is not
+measured; calls that are too short for that are timed as the replay of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PAUSE_CYCLES = 2_000_000  # about a millisecond
 
 @dataclass(frozen=True)
 class Samples:
-    """Milliseconds of one provider, one number a round."""
+    """Milliseconds of one provider, one number for each round."""
 
     ms: tuple[float, ...]
 
     def quantiles(self) -> tuple[float, float, float]:
-        """p20, median, p80."""
+        """Return the 20th percentile, the median and the 80th percentile."""
         return quantiles(self.ms)
 
 
 def quantiles(values: tuple[float, ...] | list[float]) -> tuple[float, float, float]:
-    """p20, median, p80."""
+    """Return the 20th percentile, the median and the 80th percentile."""
     p20, median, p80 = torch.tensor(values, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     )
@@ -52,8 +52,8 @@ def interleaved(
 ) -> dict[str, Samples]:
     """Time ``calls`` against each other for about ``seconds`` seconds, at least three rounds.
 
-    Every call runs inside ``guard(name)``; where that swallows what the call raises, the name is left out from there
-    on and has no samples.
+    Every call runs inside ``guard(name)``. If that suppresses an error, the name is left out from there on and has no
+    samples.
     """
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -86,22 +86,22 @@ class GraphError(RuntimeError):
 
 
 def replay(call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` as the replay of a CUDA graph: its kernels without their launches by Python.
+    """Return ``call`` as the replay of a CUDA graph: its kernels without their launches by Python.
 
     Raises:
-        GraphError: it waits for the device, or does what a graph cannot hold.
+        GraphError: the call waits for the device, or does something that a graph cannot capture.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
-            call()  # autotuning and compiling end here
+            call()  # autotuning and compilation happen here
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             kept = call()
     except RuntimeError as error:
-        torch.cuda.synchronize()  # raises where the device itself failed
+        torch.cuda.synchronize()  # raises if the device itself failed
         raise GraphError((str(error).splitlines() or [""])[0]) from None
 
     def again() -> object:
@@ -112,9 +112,9 @@ def replay(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """MiB in use at the peak of ``call`` beyond what was before, its results included; None where it does not show.
+    """Return the peak memory of ``call`` in MiB above that before it, with its results; None if too small to see.
 
-    On CUDA of torch's allocator, on a CPU resident memory of the process.
+    Measures torch's allocator on CUDA, and the resident memory of the process on a CPU.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -130,23 +130,23 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float |
         peak = _status_mib("VmHWM") - resident
     except OSError:
         return None
-    return peak if peak >= 1 else None  # little comes from what the process holds already, and does not show
+    return peak if peak >= 1 else None  # small allocations reuse memory that the process holds, and do not show
 
 
 def resident_peak_mib(device: torch.device) -> float:
-    """MiB at the peak since :func:`forget_peak`: on CUDA of torch's allocator, on a CPU of the process.
+    """Return the peak memory in MiB since :func:`forget_peak`: of torch's allocator on CUDA, of the process on a CPU.
 
     Raises:
-        OSError: the system does not say.
+        OSError: the system does not report it.
     """
     return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _status_mib("VmHWM")
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let the peak start again from what is in use now.
+    """Reset the peak to the memory in use now.
 
     Raises:
-        OSError: the system has no such thing.
+        OSError: the system does not support it.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -176,7 +176,7 @@ class _CudaClock:
     def time(self, call: Callable[[], object]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.sweep.zero_()
-        torch.cuda._sleep(PAUSE_CYCLES)  # what the call launches is in the queue before the first of it may start
+        torch.cuda._sleep(PAUSE_CYCLES)  # the call's kernels are queued before the first one starts
         start.record()
         call()
         end.record()

@@ -20,12 +20,12 @@ from .runner import Bench, Calls, Case, UnsupportedError
 
 FLAT = "sdpa, flat"
 LARGEST_MASK = 20480  # tokens
-MAX_FLAT = 65536  # tokens of paths computed together by flat providers
+MAX_FLAT = 65536  # tokens of paths that flat providers compute together
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The T tokens of one tree."""
+    """The attention inputs of one tree of T tokens."""
 
     q: Tensor  # [T, Hq, D], requires grad
     k: Tensor  # [T, Hkv, D], requires grad
@@ -35,7 +35,7 @@ class Inputs:
     tree: TokenTree
 
     def paths(self) -> Iterator[Tensor]:
-        """Rows of the leaves' paths, [B, S] at a time: paths of one length, so that nothing is padded."""
+        """Yield rows of the leaves' paths, [B, S] at a time: paths of one length, so that nothing is padded."""
         for leaves in workloads.by_shape(self.tree, MAX_FLAT):
             rows = np.stack([self.tree.path_rows(leaf) for leaf in leaves])
             yield torch.from_numpy(rows).to(self.q.device)
@@ -125,7 +125,7 @@ def sdpa_masked(x: Inputs) -> Calls:
 
 
 def sdpa_flat(x: Inputs) -> Calls:
-    """Every path on its own; those of one length together."""
+    """Time SDPA on every path separately, paths of one length in one batch."""
     whole = (x.q, x.k, x.v, x.upstream)
     parts = [[t.detach()[rows].transpose(1, 2).contiguous() for t in whole] for rows in x.paths()]
 
@@ -144,7 +144,7 @@ def sdpa_flat(x: Inputs) -> Calls:
 
 
 def varlen_flat(x: Inputs) -> Calls:
-    """Every path on its own, laid end to end: flash-attn's kernel where installed, else torch's."""
+    """Time every path separately, packed end to end: flash-attn's kernel if installed, else torch's."""
     attend = varlen.kernel()
     if attend is None:
         raise UnsupportedError("it needs CUDA, and flash-attn or torch's varlen attention")
@@ -177,9 +177,9 @@ def flex_attention(x: Inputs) -> Calls:
 
 
 def bare_gemms(x: Inputs) -> Calls:
-    """Matrix products of the visible pairs' size: two of them forward, five more backward."""
+    """Time matrix products with the visible pairs' FLOP: two forward, five more backward."""
     total, heads, dim = x.q.shape
-    keys = max(1, round(workloads.visible_pairs(x.tree) / total))  # keys a row sees, on average
+    keys = max(1, round(workloads.visible_pairs(x.tree) / total))  # keys that a row attends to, on average
     q, key, value = (torch.randn(heads, n, dim, device=x.q.device).to(x.q.dtype) for n in (total, keys, keys))
     scores = torch.empty(heads, total, keys, device=x.q.device, dtype=x.q.dtype)
 
@@ -199,6 +199,7 @@ def pair_ratio(x: Inputs) -> float:
 
 BENCH = Bench(
     op="tree_attention",
+    directions=("forward", "forward+backward"),
     cases=cases,
     providers={
         "rolltree": rolltree,

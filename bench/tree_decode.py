@@ -1,4 +1,4 @@
-"""Decode attention over groups that share a prompt: shared keys read once, and read for every row."""
+"""Decode attention over groups that share a prompt: shared keys read once, or read for every row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Inputs:
     groups: int
 
     def plan(self, *, shared: bool) -> DecodePlan:
-        """Nodes of all groups; without ``shared`` every row has the prefix's pages as a node of its own."""
+        """Return the nodes of all groups; without ``shared`` every row has the prefix's pages as its own node."""
         prefix_pages, own_pages = self.prefix // PAGE, self.unique // PAGE
         pages, length, position, begin, end = [], [], [], [], []
         first = 0
@@ -82,7 +82,7 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Prefix, own tokens, responses of a group, groups; the last ones are where sharing cannot win."""
+    """Yield cases by prefix, own tokens, responses of a group and groups; in the last ones sharing cannot win."""
     cpu = device.type == "cpu"
     heads, kv_heads, dim = (8, 4, 32) if cpu else (16, 8, 128)
     dtype = torch.float32 if cpu else torch.bfloat16
@@ -123,7 +123,7 @@ def rolltree(x: Inputs) -> Calls:
 
 
 def cuda(x: Inputs) -> Calls:
-    """The CUDA C++ twin of the Triton kernels."""
+    """Time the CUDA C++ version of the Triton kernels."""
     if x.q.device.type != "cuda":
         raise UnsupportedError("it needs a GPU")
     plan = x.plan(shared=True)
@@ -136,12 +136,12 @@ def cuda(x: Inputs) -> Calls:
 
 
 def flat(x: Inputs) -> Calls:
-    """The same op with nothing shared: what a paged decode kernel without trees reads."""
+    """Time the same op with nothing shared, as a paged decode kernel without trees reads keys."""
     return _op(x, shared=False)
 
 
 def sdpa(x: Inputs) -> Calls:
-    """torch's attention over keys gathered beforehand, one contiguous copy a row; the copying is not timed."""
+    """Time torch's attention over keys copied beforehand, contiguous for each row; the copy is not timed."""
     bytes_needed = 2 * x.q.shape[0] * (x.prefix + x.unique) * x.k_pages.shape[2] * x.q.shape[2] * x.q.element_size()
     if bytes_needed > 32 << 30:
         raise UnsupportedError(f"a copy of the keys for every row takes {bytes_needed >> 30} GiB")
@@ -174,14 +174,15 @@ def flashinfer(x: Inputs) -> Calls:
 
 
 def copy(x: Inputs) -> Calls:
-    """Moving as many bytes as the unique keys and values have: half of them read, and written."""
+    """Time a copy that moves as many bytes as the unique keys and values have: half of them read, and written."""
     half = torch.cat([x.k_pages.flatten(), x.v_pages.flatten()]).chunk(2)
     target = torch.empty_like(half[0])
     return {"forward": lambda: target.copy_(half[0])}
 
 
 def work(x: Inputs) -> dict[str, tuple[float, float]]:
-    """Two products of every row's keys; unique keys and values read once, queries read and outputs written."""
+    """Return the FLOP of two products with every row's keys, and the bytes of unique keys and values, queries and
+    outputs."""
     keys = x.prefix + x.unique
     return {"forward": (4.0 * x.q.numel() * keys, float(x.k_pages.nbytes + x.v_pages.nbytes + 2 * x.q.nbytes))}
 

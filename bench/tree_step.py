@@ -22,8 +22,8 @@ from . import workloads
 from .runner import Bench, Calls, Case, UnsupportedError
 
 FLAT = "flat, transformers sdpa"
-MAX_TOKENS = {"cuda": 32768, "cpu": 5120}  # of a flat micro-batch: larger ones are slower on the CPU
-MAX_TREE_TOKENS = 32768  # of a packed one
+MAX_TOKENS = {"cuda": 32768, "cpu": 5120}  # tokens of a flat micro-batch: larger ones are slower on the CPU
+MAX_TREE_TOKENS = 32768  # tokens of a packed micro-batch
 LARGEST_MASK = 20480  # tokens
 
 
@@ -38,7 +38,7 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """On the CPU a small model and every kind of tree; on CUDA the shapes of Qwen3 0.6B, 1.7B and 4B."""
+    """Yield the cases: on the CPU a small model and every kind of tree; on CUDA shapes of Qwen3 0.6B, 1.7B and 4B."""
     group, segments, agent = workloads.group, workloads.segments, workloads.agent
     if device.type == "cpu" or quick:
         trees = {"128+8x32": group(128, 32, 8)}
@@ -99,7 +99,7 @@ def _qwen3(
 
 
 def step_of(model: PreTrainedModel, losses: Callable[[], Iterator[Tensor]]) -> Calls:
-    """Forward and backward of every micro-batch, gradient clipping and AdamW."""
+    """Return a step: forward and backward of every micro-batch, gradient clipping and AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
@@ -129,7 +129,7 @@ def tree(x: Inputs) -> Calls:
 
 
 def flat(x: Inputs) -> Calls:
-    """What a trainer without trees does: every path on its own, the head on the responses only."""
+    """Time a trainer without trees: every path separately, the head on the responses only."""
     model = own_model(x, "sdpa")
     sequences, batches = x.tree.flatten(), []
     for leaves in workloads.by_shape(x.tree, MAX_TOKENS[model.device.type]):
@@ -149,7 +149,7 @@ def flat(x: Inputs) -> Calls:
 
 
 def masked(x: Inputs) -> Calls:
-    """The packed tree under a dense mask."""
+    """Time Transformers on the packed tree with a dense mask."""
     tokens = x.tree.num_tokens
     if tokens > LARGEST_MASK:
         raise UnsupportedError(f"its mask would take {tokens * tokens / 2**30:.1f} GiB")
@@ -160,13 +160,13 @@ def masked(x: Inputs) -> Calls:
     return packed_step(model, [(batch, {"attention_mask": visible})], partial(logits_loss, x))
 
 
-Loss = Callable[[Any, Tensor], Tensor]  # of a model and its hidden states
+Loss = Callable[[Any, Tensor], Tensor]  # takes a model and its hidden states
 
 
 def packed_step(
     model: Any, batches: Sequence[tuple[TreeBatch, dict[str, Any]]], loss_of: Callable[[TreeBatch], Loss]
 ) -> Calls:
-    """Packed tokens through Transformers' decoder, whose attention is given by the arguments beside each batch."""
+    """Return a step on packed tokens with Transformers' decoder; each batch has the arguments of its attention."""
     prepared = [(batch, given, loss_of(batch)) for batch, given in batches]
 
     def losses() -> Iterator[Tensor]:
@@ -179,11 +179,13 @@ def packed_step(
 
 
 def logits_loss(x: Inputs, batch: TreeBatch) -> Loss:
-    """The loss by logits and PyTorch's cross entropy."""
+    """Return the loss by logits and PyTorch's cross entropy."""
     fields = batch.fields(Objective())
     learned = batch.loss_mask.nonzero().flatten()
     rows, targets = batch.row[learned], batch.target[learned]
-    advantage = (fields.adv_pos + fields.adv_neg)[learned]  # on policy nothing is clipped, so sums do
+    advantage = (fields.adv_pos + fields.adv_neg)[
+        learned
+    ]  # nothing is clipped on policy, so summed advantages are exact
 
     def loss(model: Any, hidden: Tensor) -> Tensor:
         logits = model.lm_head(hidden[rows]).float()
@@ -194,7 +196,7 @@ def logits_loss(x: Inputs, batch: TreeBatch) -> Loss:
 
 
 def fused_loss(x: Inputs, batch: TreeBatch) -> Loss:
-    """The loss in one op with the head."""
+    """Return the loss fused with the head."""
     fields, target, objective = batch.fields(Objective()), batch.target, Objective()
 
     def loss(model: Any, hidden: Tensor) -> Tensor:
@@ -212,10 +214,10 @@ def by_sequence(
     value: Tensor,  # [1, Hkv, T, D]
     attention_mask: object,
     *,
-    lengths: list[int],  # of the sequences that lie end to end
+    lengths: list[int],  # lengths of the packed sequences
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, T, Hq, D]
-    """Causal SDPA of each sequence by itself: no padding, and no pair of tokens of two sequences."""
+    """Return causal SDPA of each sequence separately: no padding, and no pairs across sequences."""
     each = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     return torch.cat([sdpa_attention_forward(module, *qkv, None, **kwargs)[0] for qkv in each], dim=1), None
 
@@ -225,7 +227,7 @@ AttentionInterface.register(BY_SEQUENCE, by_sequence)
 
 
 def packed_flat(x: Inputs, loss_of: Callable[[Inputs, TreeBatch], Loss]) -> Calls:
-    """Every path on its own, laid end to end: what remains of a speedup above its ceiling is of the kernels."""
+    """Time every path separately, packed end to end, which shows how much of a speedup comes from the kernels."""
     model = own_model(x, BY_SEQUENCE)
     paths = [x.tree.chain(leaf) for leaf in range(x.tree.num_leaves)]
     batches = []
@@ -236,7 +238,7 @@ def packed_flat(x: Inputs, loss_of: Callable[[Inputs, TreeBatch], Loss]) -> Call
 
 
 def flex(x: Inputs) -> Calls:
-    """The packed tree under FlexAttention's block mask."""
+    """Time the packed tree with FlexAttention's block mask."""
     if x.model.device.type == "cpu":
         raise UnsupportedError("timed on CUDA only, compiling takes longer than the benchmark")
     from torch.nn.attention.flex_attention import create_block_mask
@@ -256,7 +258,7 @@ def flex(x: Inputs) -> Calls:
 
 
 def varlen_flat(x: Inputs) -> Calls:
-    """Every path on its own, laid end to end, by flash-attn's kernel or torch's, with our head."""
+    """Time every path separately, packed end to end, with flash-attn's kernel or torch's and rolltree's head."""
     if varlen.kernel() is None:
         raise UnsupportedError("it needs CUDA, and flash-attn or torch's varlen attention")
     model = own_model(x, "rolltree")
@@ -270,18 +272,19 @@ def varlen_flat(x: Inputs) -> Calls:
 
 
 def on_policy(logprob: Tensor, advantage: Tensor, normalizer: int) -> Tensor:
-    """The first update on a batch: the ratio is 1, its gradient that of the log-prob."""
+    """Return the loss of the first update on a batch: the ratio is 1, its gradient that of the log-prob."""
     return -((logprob - logprob.detach()).exp() * advantage).sum() / normalizer
 
 
 def flop_ratio(x: Inputs) -> float:
-    """FLOP of the flat step over FLOP of the tree step; forward and backward scale alike."""
+    """Return the FLOP of the flat step over those of the tree step; forward and backward scale alike."""
     cost = CostModel.of(x.model)
     return cost.flat(x.tree) / cost.shared(x.tree)
 
 
 BENCH = Bench(
     op="tree_step",
+    directions=("step",),
     cases=cases,
     providers={
         "rolltree, tree": tree,

@@ -1,4 +1,4 @@
-"""Segment trees (TreePO) beside independent responses of the same number and length, by the same engine."""
+"""Segment trees (TreePO) against independent responses of the same number and length, by the same engine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Inputs:
     segment: int
     depth: int
     rows: int
-    """Branches decoded together: fewer than there are, so that time goes with tokens."""
+    """Branches decoded together: fewer than there are, so that the time is proportional to the tokens."""
 
     @property
     def flat_tokens(self) -> int:
-        """Prompt tokens computed once, and every response in full."""
+        """Tokens computed without trees: each prompt once, and every response in full."""
         return sum(len(p) + self.width * self.segment * self.depth for p in self.prompts)
 
     @property
     def tree_tokens(self) -> int:
-        """Branches double from 2 until the tree is as wide as it may be."""
+        """Yield trees whose branches double from 2 to the full width."""
         branches = sum(min(2 ** (level + 1), self.width) for level in range(self.depth))
         return sum(len(p) + self.segment * branches for p in self.prompts)
 
@@ -86,6 +86,7 @@ def flat(x: Inputs) -> Calls:
 
 BENCH = Bench(
     op="treepo",
+    directions=("generate",),
     cases=cases,
     providers={"rolltree treepo": treepo, FLAT: flat},
     speedup_over=FLAT,

@@ -1,6 +1,6 @@
-"""A step of TRL's GRPO trainer, as it comes and accelerated: the update alone, and with the group it samples.
+"""A step of TRL's GRPO trainer, plain and accelerated: the update alone, and with the group that it samples.
 
-On a CPU a case of the full vocabulary takes TRL minutes: give ``--limit 900``.
+On a CPU a case with the full vocabulary takes TRL minutes: give ``--limit 900``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import workloads
 from .runner import Bench, Calls, Case
 
 TRL = "TRL"
-WORDS = 1000  # of the tokenizer; the model has more tokens
+WORDS = 1000  # tokens of the tokenizer; the model has more
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Inputs:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """On the CPU a small model with a large vocabulary, on CUDA the shape of Qwen3 0.6B; prompts long and short."""
+    """Yield long and short prompts, for a small model with a large vocabulary on the CPU, for Qwen3 0.6B's shape on
+    CUDA."""
     if quick:
         yield Case("64+4x16 layers 2 width 64 V=2048", partial(Inputs, device, 64, 4, 16, 64, 128, 2, 2, 2048))
         return
@@ -107,7 +108,7 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
-    made.eos_token_ids = [x.vocabulary - 1]  # which is hardly ever sampled: all completions are of one length
+    made.eos_token_ids = [x.vocabulary - 1]  # hardly ever sampled, so all completions have one length
     made.generation_config.eos_token_id = made.eos_token_ids
     if parts is not None:
         accelerate(made, **parts)
@@ -127,7 +128,7 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
         optimizer.zero_grad()
 
     def step() -> None:
-        made._buffered_inputs = None  # sample again
+        made._buffered_inputs = None  # makes the trainer sample again
         made.training_step(model, rows, None)
         learn()
 
@@ -135,7 +136,7 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
 
 
 def batch(x: Inputs, prompt: Tensor, g: torch.Generator) -> dict[str, Tensor]:
-    """What TRL makes of a group, of tokens drawn at random."""
+    """Return the inputs that TRL makes of a group, with random tokens."""
     G, C = x.group, x.response
     return {
         "prompt_ids": prompt.expand(G, -1),
@@ -148,7 +149,7 @@ def batch(x: Inputs, prompt: Tensor, g: torch.Generator) -> dict[str, Tensor]:
 
 
 def flop_ratio(x: Inputs) -> float:
-    """FLOP of TRL's update over those of the accelerated one.
+    """Return the FLOP of TRL's update over those of the accelerated one.
 
     TRL multiplies the head four times (it forms the logits again), and on a CPU for every token of the prompts too.
     Layers count three times, or four with checkpointing.
@@ -167,6 +168,7 @@ def flop_ratio(x: Inputs) -> float:
 
 BENCH = Bench(
     op="trl_step",
+    directions=("update", "step"),
     cases=cases,
     providers={
         TRL: partial(trainer, parts=None),

@@ -1,4 +1,4 @@
-"""Trees of rollouts in the shapes that training meets, with random tokens."""
+"""Trees of rollouts in shapes that occur in training, with random tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from rolltree.engine import TokenTree
 from rolltree.engine.data.segment import LeafStatus, Segment
 
-VOCABULARY = 1024  # of the token ids; any model's is larger
+VOCABULARY = 1024  # of the token ids; every model has a larger one
 
 
 def _ids(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -18,14 +18,15 @@ def _ids(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def group(prompt: int, response: int, n: int) -> TokenTree:
-    """``n`` responses of ``response`` tokens to one prompt."""
+    """Return ``n`` responses of ``response`` tokens to one prompt."""
     rng = np.random.default_rng(0)
     responses = list(rng.integers(0, VOCABULARY, (n, response)))
     return TokenTree.from_sequences(_ids(rng, prompt).tolist(), responses, advantages=rng.normal(size=n).tolist())
 
 
 def segments(prompt: int, segment: int, depth: int, width: int) -> TokenTree:
-    """TreePO: every segment branches in two until ``width`` paths run side by side, ``depth`` segments deep."""
+    """Return a tree as TreePO makes it: every segment branches in two until there are ``width`` paths, ``depth``
+    segments deep."""
     rng = np.random.default_rng(0)
     parents, parts = [-1], [Segment.prompt(_ids(rng, prompt))]
     front = [0]
@@ -44,7 +45,7 @@ def segments(prompt: int, segment: int, depth: int, width: int) -> TokenTree:
 
 
 def agent(prompt: int, response: int, observation: int, turns: int, n: int) -> TokenTree:
-    """``n`` conversations; each of their turns is a sample, whose prompt is all that was said before it."""
+    """Return ``n`` conversations; each turn is a sample whose prompt is everything before it."""
     rng = np.random.default_rng(0)
     prompts: list[Any] = []
     responses: list[Any] = []
@@ -60,18 +61,18 @@ def agent(prompt: int, response: int, observation: int, turns: int, n: int) -> T
 
 
 def visible_pairs(tree: TokenTree) -> int:
-    """(row, key) pairs of the tree that see each other."""
+    """Return the number of (row, key) pairs that attention computes for the tree."""
     return int(tree.position.sum(dtype=np.int64)) + tree.num_tokens
 
 
 def flat_pairs(tree: TokenTree) -> int:
-    """Those of its leaves' paths, each on its own."""
+    """Return the number of (row, key) pairs of the leaves' paths, each computed separately."""
     length = tree.path_length.astype(np.int64)
     return int((length * (length + 1) // 2).sum())
 
 
 def by_shape(tree: TokenTree, max_tokens: int) -> Iterator[list[int]]:
-    """Leaves of equal prompt and response length, at most ``max_tokens`` together: batches without padding."""
+    """Yield batches without padding: leaves of equal prompt and response length, ``max_tokens`` together at most."""
     shapes: dict[tuple[int, int], list[int]] = {}
     for leaf, shape in enumerate(zip(tree.leaf_prompt.tolist(), tree.response_length.tolist(), strict=True)):
         shapes.setdefault(shape, []).append(leaf)

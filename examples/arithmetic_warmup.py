@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,3 +142,5 @@ def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree]) -> None:
         for batch in pack(trees, max_tokens=16384):
             trainer.forward_backward(batch, terms, tokens, temperature=1.0, on_policy=True)
         trainer.optim_step()
+        if step % 50 == 49 and not sys.stdout.isatty():  # where no bar is drawn
+            print(f"warm-up of the small model: step {step + 1}/{STEPS}", flush=True)

@@ -1,4 +1,15 @@
-"""rolltree.kernels: exact fused ops for reinforcement learning of language models. No trainer, no model, no IO."""
+"""rolltree.kernels: exact fused ops for reinforcement learning of language models. No trainer, no model, no IO.
+
+A token flows through them like this: `sample_tokens` draws it from logits, whose attention over a tree of cached keys
+is `tree_decode_attention`. In training `tree_attention` gives its hidden state; `linear_logprob` scores it without
+storing logits; `policy_loss` turns log-probs and advantages (`PolicyFields`) into a loss by an `Objective`; and
+`linear_policy_loss` does both in one pass, by a plan (`plan_policy_loss`).
+
+Where to begin reading: ``reference.py`` in an op's folder is its definition, ``api.py`` its public function, ``op.py``
+its registration with torch; `triton`, `cuda` and csrc/ hold the kernels. `policy_loss/objective.py`, `surrogates.py`
+and `rules.py` define the objectives; `linear_policy_loss/api.py`, `op.py`, `fused.py` are the pass over the head.
+`dispatch.py` chooses the backend, `checks.py` checks arguments. docs/kernels.md has examples.
+"""
 
 # Transformers looks for a package of its own called `kernels` and imports whatever is found under that name, which in a
 # process started in a checkout of this repository is this folder. Registering the ops a second time would pull them

@@ -3,9 +3,9 @@
     for built in build(TARGETS["90a"], Model(heads=16, kv_heads=8, head_dim=128, vocab=151936), flash=False):
         print(built.name, built.seconds, built.compiled)
 
-Each op runs once on tensors that hold nothing, with launches replaced by compilation: the launch code itself decides
+Each op runs once on uninitialised tensors, with launches replaced by compilation, so the launch code itself decides
 what is compiled. Triton keeps its kernels in its own folder (``TRITON_CACHE_DIR``, ``~/.triton/cache``), flash-attn 4
-in `kernel_cache.directory`; both names hold the versions of all that they are made from, Python's among them.
+in `kernel_cache.directory`; the names of both contain the versions of everything that the kernels depend on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-ROWS, PREFIX = 600, 100  # tokens of what is launched; kernels do not depend on them
-LONG = 34 * 128  # so many that Triton's backward pass cuts a block of keys, and adds it up
+ROWS, PREFIX = 600, 100  # tokens of the launches; kernels do not depend on them
+LONG = 34 * 128  # tokens, enough that Triton's backward pass cuts a block of keys and adds up its parts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Model:
-    """What kernels depend on of a model."""
+    """The properties of a model that kernels depend on."""
 
     heads: int
     kv_heads: int
@@ -57,10 +57,10 @@ class Model:
     vocab: int
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = None  # of attention
-    window: bool = False  # whether some layers are sliding-window ones
+    window: bool = False  # True if some layers have a sliding window
     logit_softcap: float | None = None
     page: int = 16  # keys of a page of the KV cache
-    hidden: int = 0  # width of its layers; 0: what they do between products is not built
+    hidden: int = 0  # width of its layers; 0: the passes between their products are not built
 
 
 class Built(NamedTuple):
@@ -78,8 +78,11 @@ def build(
     """Fill the caches; with ``flash`` that of flash-attn 4 too, which must be installed.
 
     Args:
-        filters: of `sample_tokens`, by name: each combination that is sampled with.
-        losses: what else to launch, by name, on tensors of the CPU; see `head_of`.
+        target: the GPU.
+        model: the model.
+        flash: build flash-attn 4's kernels too.
+        filters: combinations of filters to sample with, each a tuple of argument names of `sample_tokens`.
+        losses: further launches by name, on tensors of the CPU; see `head_of`.
 
     Raises:
         RuntimeError: this process has imported CuTe DSL for another target, or interprets Triton.
@@ -98,7 +101,7 @@ def build(
 def steps(
     target: Target, model: Model, *, flash: bool, filters: Sequence[tuple[str, ...]] = ((),), losses: Steps = ()
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What launches each of Triton's kernels, once; as `build`."""
+    """Yield functions by name that launch each of Triton's kernels once; arguments as `build`."""
     yield "head", functools.partial(_head, model)
     yield from losses
     for name, step in _attention(target, model):
@@ -135,8 +138,10 @@ def _timed(name: str, step: Callable[[], object], compiled: list[str]) -> Built:
 
 @contextmanager
 def launching_nothing(target: Target) -> Iterator[list[str]]:
-    """Ops run on Triton, whose launches compile for ``target`` and do no more; the head's products leave their results
-    as they are. Yields the names of the kernels that were not in a cache."""
+    """Make ops run on Triton, whose launches compile for ``target`` and do no more; the head's products do nothing.
+
+    Yields the names of the kernels that were not in a cache.
+    """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
@@ -165,10 +170,10 @@ def launching_nothing(target: Target) -> Iterator[list[str]]:
     def tiles(q: Tensor, softcap: float | None) -> blocks.Tiles:
         return blocks.tiles_for(q.shape[2], q.dtype, major=target.major, softcap=softcap is not None)
 
-    made = Head.__init__
+    original = Head.__init__
 
     def as_on_a_gpu(self: Head, weight: Tensor, *rest: Any) -> None:
-        made(self, weight, *rest)
+        original(self, weight, *rest)
         self.tiles, self.dtype = False, weight.dtype
 
     with ExitStack() as stack:
@@ -189,13 +194,13 @@ def launching_nothing(target: Target) -> Iterator[list[str]]:
 
 
 def head_of(model: Model, rows: int = 16) -> tuple[Tensor, Tensor]:
-    """Hidden states and the head's weight, of a width that its kernels do not see."""
+    """Return hidden states and the head's weight, of a width that its kernels do not see."""
     weight = torch.empty(model.vocab, 8, dtype=model.dtype, requires_grad=True)
     return torch.empty(rows, 8, dtype=model.dtype, requires_grad=True), weight
 
 
 def _head(model: Model) -> None:
-    """Scoring, with entropies and without, and the gradient of either."""
+    """Launch scoring, with entropies and without, and the gradient of either."""
     from .linear_logprob import linear_logprob
 
     hidden, weight = head_of(model)
@@ -206,7 +211,7 @@ def _head(model: Model) -> None:
 
 
 def _layers(model: Model, rows: int = ROWS) -> None:
-    """Norms of layers and of heads, whose weights are trained or frozen; rotary embedding; the gated unit."""
+    """Launch norms of layers and of heads, whose weights are trained or frozen, rotary embedding and the gated unit."""
     from .layer_ops import rms_norm, rotate, silu_mul
 
     def empty(*shape: int) -> Tensor:
@@ -222,7 +227,7 @@ def _layers(model: Model, rows: int = ROWS) -> None:
 
 
 def _decode(model: Model) -> None:
-    """A shared page, and one of each row."""
+    """Launch decoding with a shared page and one of each row."""
     import numpy as np
 
     from .tree_decode import DecodePlan, tree_decode_attention
@@ -240,13 +245,14 @@ def _decode(model: Model) -> None:
 def _sample(model: Model, filters: tuple[str, ...]) -> None:
     from .sampling import sample_tokens
 
-    rows, some = torch.zeros(2, dtype=torch.long), torch.ones(2)
-    given: dict[str, Any] = {name: some.int() if name == "top_k" else some for name in filters}
-    sample_tokens(torch.empty(2, model.vocab), temperature=some, seed=rows, step=rows, **given)
+    rows, ones = torch.zeros(2, dtype=torch.long), torch.ones(2)
+    options: dict[str, Any] = {name: ones.int() if name == "top_k" else ones for name in filters}
+    sample_tokens(torch.empty(2, model.vocab), temperature=ones, seed=rows, step=rows, **options)
 
 
 def _attention(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Triton's kernels of both directions, for the model's heads and for those that flash-attn is compared on."""
+    """Yield launches of Triton's kernels of both directions, for the model's heads and those that flash-attn is
+    compared on."""
     from .tree_attention import triton
     from .tree_attention.reference import Scoring
 
@@ -281,7 +287,7 @@ def _windows(model: Model) -> list[int | None]:
 
 @contextmanager
 def _cute_compiles(target: Target) -> Iterator[list[str]]:
-    """flash-attn compiles and launches nothing; yields the names of the kernels that were not in its cache."""
+    """Make flash-attn compile and launch nothing; yields the names of the kernels that were not in its cache."""
     import warnings
 
     from .tree_attention import flash_kernels  # noqa: F401  # its cache's settings, before flash-attn
@@ -291,7 +297,7 @@ def _cute_compiles(target: Target) -> Iterator[list[str]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Absent:
-        """What is asked of the GPU while compiling for it."""
+        """Answers to questions about the GPU while compiling for it."""
 
         def __init__(self, device: int = 0) -> None: ...
 
@@ -313,13 +319,13 @@ def _cute_compiles(target: Target) -> Iterator[list[str]]:
         stack.enter_context(mock.patch.object(cutlass.utils, "HardwareInfo", Absent))
         stack.enter_context(mock.patch.object(tile_scheduler, "HardwareInfo", Absent))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # that tensors without memory are asked where it is
+        warnings.simplefilter("ignore")  # fake tensors are asked for their addresses
         stack.enter_context(FakeTensorMode())
         yield compiled
 
 
 def _flash(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Both directions, with and without a prefix."""
+    """Yield launches of both directions, with and without a prefix."""
     from .tree_attention import flash_kernels
     from .tree_attention.flash_lists import TILES, BlockLists
 

@@ -1,9 +1,10 @@
-"""What the public ops ask of their arguments, in one place.
+"""Checks of the public ops' arguments.
 
-An op opens with an :class:`Arguments`, which reads types, shapes, dtypes and devices: host work of a few microseconds.
-Values are looked at too, where nobody has to wait for them. On a CPU that is everywhere, and a mistake is one sentence.
-On a GPU wrong *indices* stop the program by an assertion on the device, before foreign memory is read; other values
-(temperatures, normalizers) are not looked at there. Inside `torch.compile` the same assertions stand in the graph.
+An op begins with an :class:`Arguments`, which checks types, shapes, dtypes and devices: host work of a few
+microseconds. Values are checked too, where that needs no wait. On a CPU that is everywhere, and a mistake is one
+sentence. On a GPU wrong *indices* stop the program by an assertion on the device, before memory out of range is read;
+other values (temperatures, normalizers) are not checked there. Inside `torch.compile` the same assertions are part of
+the graph.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 WITHOUT_VALUES = ("meta",)
 """Types of devices whose tensors are refused."""
 Size = int | str | None
-"""Of a dimension: a number, or the letter of one that may have any size."""
+"""A dimension: a number, or the letter of one that may have any size."""
 
 
 class Arguments:
-    """Checks of the arguments of ``op``, all of them on the device of ``first``.
+    """Checks the arguments of ``op``, all of them on the device of ``first``.
 
-    Every check raises ValueError for what does not fit and TypeError for what is no tensor or no number at all; the
-    message begins with ``op`` and names the argument.
+    Every check raises ValueError for a value that does not fit and TypeError for one that is no tensor or no number at
+    all; the message begins with ``op`` and names the argument.
     """
 
     def __init__(self, op: str, name: str, first: object) -> None:
@@ -50,7 +51,7 @@ class Arguments:
         raise TypeError(f"{self.op}: {name} must be {wanted}, got {shown(value)}.")
 
     def tensor(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
-        """``value``, a tensor on the device; ``like`` says after the shape where that comes from."""
+        """Return ``value``, a tensor on the device; ``like`` says, after the shape, which argument it comes from."""
         if not isinstance(value, Tensor):
             self.wrong_type(name, "a tensor", value)
         if shape is not None:
@@ -85,7 +86,7 @@ class Arguments:
         return tensor
 
     def numbers(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
-        """Floats or integers."""
+        """Check that ``value`` holds floats or integers."""
         tensor = self.tensor(name, value, shape, like)
         known = tensor.dtype in FLOATS or tensor.dtype in INTEGERS
         self.require(known, f"{name} must hold numbers, got {tensor.dtype}")
@@ -99,16 +100,16 @@ class Arguments:
     def number(
         self, name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, wanted: str = "finite"
     ) -> float:
-        """``value``, a finite number of at least ``least`` and more than ``above``; no bool."""
+        """Return ``value``, a finite number of at least ``least`` and more than ``above``; no bool."""
         if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
             self.wrong_type(name, "a number", value)
         number: Any = value
-        if not (least <= number < math.inf and number > above):  # a compiler reads no message with its numbers in it
+        if not (least <= number < math.inf and number > above):  # a compiler traces no message with numbers
             self.require(False, f"{name} must be {wanted}, got {value}")
         return cast(float, number)
 
     def size(self, name: str, value: object, *, least: int = 0) -> None:
-        """An integer of at least ``least``; no bool."""
+        """Check that ``value`` is an integer of at least ``least``; no bool."""
         if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
             self.wrong_type(name, "an integer", value)
         number: Any = value
@@ -116,14 +117,14 @@ class Arguments:
             self.require(False, f"{name} must be at least {least}, got {value}")
 
     def names(self, name: str, values: object, known: Sequence[str]) -> None:
-        """Some of the names that are known, in a list or set."""
+        """Check that ``values`` is a list or set of ``known`` names."""
         if not isinstance(values, list | tuple | set | frozenset):
             self.wrong_type(name, f"a list of {', '.join(known)}", values)
         for value in values:
             self.require(value in known, f"{name} names {shown(value)}; it knows {', '.join(known)}")
 
     def scale_of_rows(self, name: str, value: float | Tensor, rows: int) -> None:
-        """A positive number, or a constant tensor of one, or one a row; `positive` looks at its values."""
+        """Check a positive number, or a constant tensor of one or one a row; `positive` checks its values."""
         if not isinstance(value, Tensor):
             self.number(name, value, above=0, wanted="positive and finite")
             return
@@ -154,16 +155,16 @@ class Arguments:
         self.look("normalizer must be finite and not negative", value, lambda: (value >= 0) & (value < math.inf))
 
     def _here(self, value: Tensor) -> Tensor:
-        """A single number may wait on the host."""
+        """Return ``value`` on the device; a tensor of a single number may be on the host."""
         return value.to(self.device, non_blocking=True) if value.dim() == 0 and value.device.type == "cpu" else value
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def index(self, name: str, index: Tensor, end: int, *, low: int = 0, remedy: str = "") -> None:
-        """``low <= index < end`` everywhere.
+        """Check ``low <= index < end`` everywhere.
 
         Raises:
-            IndexError: it is not (on a GPU the program stops).
+            IndexError: an index is out of range (on a GPU the program stops).
         """
         if not _readable(index):
             _assert_on_device(((index >= low) & (index < end)).all(), f"{self.op}: {name} must be in {low}..{end - 1}")
@@ -177,7 +178,7 @@ class Arguments:
             )
 
     def edges(self, name: str, edges: Tensor, end: int, of: str) -> None:
-        """Boundaries that rise from 0 to ``end``, the number of ``of``."""
+        """Check that boundaries rise from 0 to ``end``, the number of ``of``."""
         if not _readable(edges):
             rises = (edges[0] == 0) & (edges[-1] == end) & (edges[1:] >= edges[:-1]).all()
             _assert_on_device(rises, f"{self.op}: {name} must rise from 0 to {end}")
@@ -186,14 +187,15 @@ class Arguments:
         self.require(good, f"{name} must rise from 0 to its {end} {of}, got {_few(edges)}")
 
     def boundaries(self, cu_seqlens: object, end: int) -> Tensor:
-        """``cu_seqlens`` [S + 1] in int64: where each of the sequences begins that share ``end`` tokens."""
+        """Return ``cu_seqlens`` [S + 1] in int64: the boundaries of sequences that hold ``end`` tokens in all."""
         cu = self.integers("cu_seqlens", cu_seqlens, ("S + 1",))
         self.require(len(cu) > 0, "cu_seqlens must begin with 0, got no number")
         self.edges("cu_seqlens", cu, end, "tokens")
         return cu.long().contiguous()
 
     def look(self, message: str, got: Tensor, good: Callable[[], Tensor], *, on_device: bool = False) -> None:
-        """``good()`` holds everywhere in ``got``; for indices that a GPU must not follow, there too (``on_device``)."""
+        """Check that ``good()`` holds everywhere in ``got``; with ``on_device``, for indices that a GPU must not
+        follow, on a GPU too."""
         if _readable(got):
             if not bool((holds := good()).all()):
                 where = f", got {_few(got[~holds])}" if holds.shape == got.shape else ""
@@ -202,21 +204,21 @@ class Arguments:
             _assert_on_device(good().all(), f"{self.op}: {message}")
 
     def holds(self, condition: Tensor, message: str) -> None:
-        """``condition [] bool``; on a GPU the program stops where it does not."""
+        """Check ``condition [] bool``; on a GPU the program stops if it is False."""
         if _readable(condition):
             self.require(bool(condition), message)
         else:
             _assert_on_device(condition, f"{self.op}: {message}")
 
     def positive(self, name: str, value: Tensor) -> None:
-        """Finite and above 0, where a CPU can see it."""
+        """Check that values are finite and above 0, if they are on a CPU."""
         if _readable(value) and value.numel():
             low, high = (float(x) for x in torch.aminmax(value))
             self.require(low > 0 and high < math.inf, f"{name} must be positive and finite, got {low}..{high}")
 
 
 def _readable(t: Tensor) -> bool:
-    """Whether its values can be read without waiting for a device or breaking a compiler's graph."""
+    """Return whether values can be read without waiting for a device or breaking a compiled graph."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between processes, by the versions of what they are made from."""
+"""Keeps compiled kernels between processes, by the versions of the packages that they are made from."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from pathlib import Path
 
 from .dispatch import log_once
 
-VERSIONS = "versions.json"  # beside the kernels: what they were made under
+VERSIONS = "versions.json"  # in the folder of the kernels: the versions they were made under
 PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "torch")
 
 
 def directory() -> Path:
-    """``$ROLLTREE_CACHE_DIR`` or ``~/.cache/rolltree``, and below it a folder for these versions of Python and of all
-    `PACKAGES`: another version finds nothing there and compiles anew."""
+    """Return ``$ROLLTREE_CACHE_DIR`` or ``~/.cache/rolltree``, and in it the folder for these versions of Python and of
+    all `PACKAGES`. Another version finds nothing there and compiles anew.
+    """
     root = os.environ.get("ROLLTREE_CACHE_DIR") or Path.home() / ".cache" / "rolltree"
     return Path(root) / "kernels" / hashlib.sha256(repr(versions()).encode()).hexdigest()[:16]
 
 
 def why_not_kept() -> str | None:
-    """Why kernels cannot be written to `directory`, in the system's words, or None."""
+    """Return why kernels cannot be written to `directory`, in the system's words, or None."""
     try:
         directory().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory()):
@@ -38,8 +39,11 @@ def why_not_kept() -> str | None:
 
 @functools.cache
 def used() -> Path:
-    """`directory`, or where that cannot be written a copy of it until the process ends: packages lock and replace
-    entries, so what they read they must be able to write. Says so once, and where only other versions' kernels are."""
+    """Return `directory`, or if that cannot be written a copy of it until the process ends.
+
+    Packages lock and replace entries, so they must be able to write what they read. Logs once if it returns a copy, or
+    if only other versions' kernels are there.
+    """
     wanted = directory()
     if not wanted.exists() and (others := _other_versions(wanted.parent)):
         log_once(f"The kernels in {wanted.parent} are of other versions and are compiled anew: {others}.")
@@ -58,7 +62,7 @@ def used() -> Path:
 
 
 def _other_versions(root: Path) -> str:
-    """In what the newest folder of ``root`` was made under other versions than these; "" if there is none."""
+    """Return how the versions of the newest folder in ``root`` differ from these; "" if there is none."""
     try:
         newest = max(root.glob(f"*/{VERSIONS}"), key=lambda file: file.stat().st_mtime, default=None)
         theirs = json.loads(newest.read_text()) if newest else {}
@@ -70,17 +74,17 @@ def _other_versions(root: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of each of `PACKAGES` that is installed."""
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    """Return the version of Python and of each of `PACKAGES` that is installed."""
+    installed = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def use_for_flash() -> None:
-    """Have flash-attn 4 keep its kernels in `used`, unless its own variables say where; before its import."""
+    """Make flash-attn 4 keep its kernels in `used`, unless its own variables say where; call it before its import."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(used() / "flash"))

@@ -112,7 +112,7 @@ class Rows {
     return at;
   }
 
-  // Asks for `count` elements that will be read soon.
+  // Prefetches `count` elements.
   template <int kLocality = 2>
   void prefetch(int64_t offset, int64_t count) const {
     const int64_t size = type_ == ScalarType::Float ? 4 : 2;
@@ -120,7 +120,7 @@ class Rows {
     for (int64_t b = 0; b < count * size; b += 64) __builtin_prefetch(from + b, 0, kLocality);
   }
 
-  // dst [count, padded(width)] = rows at base + offsets[i] + shift, times scale; zeros behind a row's end.
+  // dst [count, padded(width)] = rows at base + offsets[i] + shift, times scale; zeros after a row's end.
   void load_rows(const int64_t* offsets, int64_t count, int64_t shift, float scale, float* dst) const {
     if (type_ == ScalarType::Float) load_as_type<float>(offsets, count, shift, scale, dst);
     else if (type_ == ScalarType::BFloat16) load_as_type<uint16_t>(offsets, count, shift, scale, dst);
@@ -129,7 +129,7 @@ class Rows {
 
   void load_row(int64_t offset, float scale, float* dst) const { load_rows(&offset, 1, 0, scale, dst); }
 
-  // Whether rows can be used where they are: fp32, whole vectors.
+  // Returns whether rows can be used in place: fp32, whole vectors.
   bool in_place() const { return type_ == ScalarType::Float && width_ % kLanes == 0; }
   const float* at(int64_t offset) const { return static_cast<const float*>(base_) + offset; }
 
@@ -140,7 +140,7 @@ class Rows {
   }
 
  private:
-  // uint16_t stands for the bits of a bfloat16.
+  // uint16_t holds the bits of a bfloat16.
   template <class T>
   void load_as_type(const int64_t* offsets, int64_t count, int64_t shift, float scale, float* dst) const {
     const T* base = static_cast<const T*>(base_) + shift;
@@ -186,7 +186,7 @@ struct Packed {
   Packed from(int64_t row) const { return {first + row * width, width}; }
 };
 
-// A matrix of rows that lie anywhere.
+// A matrix of rows at any addresses.
 struct Scattered {
   const float* const* rows;
   const float* operator()(int64_t row) const { return rows[row]; }
@@ -211,7 +211,7 @@ inline void transpose(Matrix src, int64_t rows, int64_t width, float* dst, int64
 
 constexpr int64_t kTileKeys = 64;  // keys of a score tile; also its leading dimension
 
-// How the left matrix lies. Where the distance of its rows is a constant, all of them are read off one register.
+// Layouts of the left matrix. Where the distance of its rows is a constant, one register addresses all of them.
 struct Across {
   const float* first;
   int64_t ld;
@@ -264,7 +264,7 @@ inline void gemm_last_rows(int64_t rows, int64_t depth, Left a, Matrix b, int64_
   }
 }
 
-// Not inlined: its loops want all registers.
+// Not inlined: its loops need all registers.
 template <int kVectors, class Left, class Matrix>
 __attribute__((noinline)) void gemm_panel(int64_t rows, int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc,
                                           bool add) {
@@ -278,7 +278,7 @@ __attribute__((noinline)) void gemm_panel(int64_t rows, int64_t depth, Left a, M
 template <class Left, class Matrix>
 inline void gemm(int64_t rows, int64_t cols, int64_t depth, Left a, Matrix b, float* c, int64_t ldc, bool add) {
   int64_t n = 0;
-  if (2 * kPanelVectors * rows <= kAccumulators)  // of few rows more columns at once, else sums wait for each other
+  if (2 * kPanelVectors * rows <= kAccumulators)  // with few rows more columns at once, otherwise sums wait for each other
     for (; n + 2 * kPanelVectors * kLanes <= cols; n += 2 * kPanelVectors * kLanes)
       gemm_panel<2 * kPanelVectors>(rows, depth, a, b, n, c + n, ldc, add);
   for (; n + kPanelVectors * kLanes <= cols; n += kPanelVectors * kLanes)
@@ -313,7 +313,7 @@ struct Running {
 
   Running from(int64_t row) const { return {max + row, sum + row * kLanes, out + row * width, width}; }
 
-  // Takes keys [first, last) of a tile: scores become probabilities, then out += probabilities * values (keys of [width]).
+  // Adds keys [first, last) of a tile: scores become probabilities, then out += probabilities * values (keys of [width]).
   // `first` is a whole number of vectors; scores up to the next whole vector after `last` are -inf where masked.
   template <class Matrix>
   void take(float* scores, int64_t rows, int64_t first, int64_t last, Matrix values) const {
@@ -325,7 +325,7 @@ struct Running {
     gemm(rows, width, last - first, AcrossTile{scores + first}, values.from(first), out, width, true);
   }
 
-  // Scores [first, end) of a row become probabilities. The vectors of a whole tile are worked on side by side.
+  // Scores [first, end) of a row become probabilities. The vectors of a whole tile are independent.
   template <bool kWhole>
   void fold(float* s, int64_t r, int64_t first, int64_t end) const {
     if constexpr (kWhole) first = 0, end = kTileKeys;
@@ -350,7 +350,7 @@ struct Running {
     store(sum + r * kLanes, total);
   }
 
-  // Log-sum-exp of a row (natural), and what its accumulated output is to be multiplied by; -inf and 0 if it saw no key.
+  // Returns the log-sum-exp of a row (natural), and the factor of its accumulated output; -inf and 0 if it sees no key.
   std::pair<float, float> finish(int64_t row) const {
     const float total = horizontal_sum(load(sum + row * kLanes));
     if (total == 0.f) return {-kInfinity, 0.f};

@@ -1,5 +1,5 @@
 // Logits [M, N] fp32 = hidden [M, K] bf16 x weight [N, K]^T bf16, on AMX tiles: products of bf16 are exact in fp32 and are
-// summed in it, so nothing is rounded that widening the operands first would not round too.
+// summed in it, so the only roundings are those of a product of widened operands.
 //
 // A thread takes 32 rows of the weight, packs them once (tiles of 16 x 16 pairs of k) and multiplies them with every block
 // of 32 rows of hidden: four accumulator tiles, K summed in order. A row's result does not depend on the other rows.
@@ -31,7 +31,7 @@ constexpr int64_t kTile = 16;       // rows of a tile, and columns of an accumul
 constexpr int64_t kDepth = 32;      // bf16 of k in a tile's row
 constexpr int64_t kBlock = 2 * kTile;
 
-// Whether the processor has bf16 tiles and the kernel lets this process use them.
+// Returns whether the processor has bf16 tiles and the operating system lets this process use them.
 bool amx_usable() {
   static const bool usable = [] {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -49,7 +49,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// 16 x 16 words of four bytes, transposed in place.
+// Transposes 16 x 16 words of four bytes in place.
 __attribute__((target("avx512f"))) void transpose(__m512i (&r)[kTile]) {
   __m512i t[kTile];
   for (int i = 0; i < 16; i += 2) {
@@ -145,13 +145,13 @@ void bf16_logits(Tensor hidden, Tensor weight, Tensor out) {
       hidden.scalar_type() == ScalarType::BFloat16 && weight.scalar_type() == ScalarType::BFloat16 &&
           out.scalar_type() == ScalarType::Float,
       "operands must be bf16 and the result fp32");
-  STD_TORCH_CHECK(hidden.is_contiguous() && weight.is_contiguous() && out.is_contiguous(), "not contiguous");
+  STD_TORCH_CHECK(hidden.is_contiguous() && weight.is_contiguous() && out.is_contiguous(), "bf16_logits: hidden, weight and out must be contiguous");
   const int64_t M = hidden.sizes()[0], K = hidden.sizes()[1], N = weight.sizes()[0];
   STD_TORCH_CHECK(
       weight.sizes()[1] == K && out.sizes()[0] == M && out.sizes()[1] == N, "shapes of the operands do not fit");
   if (M == 0 || N == 0) return;
   const int64_t padded = (K + kDepth - 1) / kDepth * kDepth, row_blocks = (M + kBlock - 1) / kBlock;
-  // hidden with rows and k filled up with zeros; an empty k is one tile of them
+  // hidden with rows and k padded with zeros; an empty k is one tile of zeros
   std::vector<uint16_t> rows(row_blocks * kBlock * padded, 0);
   const auto* from = static_cast<const uint16_t*>(hidden.data_ptr());
   for (int64_t m = 0; m < M; ++m) std::memcpy(rows.data() + m * padded, from + m * K, K * sizeof(uint16_t));

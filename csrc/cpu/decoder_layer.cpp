@@ -1,6 +1,6 @@
-// A decoder layer where it decodes: products of few rows, and between them RMSNorm together with the sum before it, and
-// rotary embedding on the way into the pages. These go over a row once, where PyTorch's modules go over all rows five to
-// ten times. Rows are small and few when decoding, so passes and calls, not arithmetic, are what takes the time.
+// A decoder layer for decoding: products of few rows, and between them RMSNorm together with the sum before it, and rotary
+// embedding while keys are written to the pages. Each pass reads a row once, where PyTorch's modules read all rows five to
+// ten times. Rows are small and few when decoding, so passes and calls take the time, not arithmetic.
 //
 // Norms and rotary embedding have every rounding of PyTorch's own operators: nothing is contracted.
 #pragma GCC optimize("fp-contract=off")
@@ -28,7 +28,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t kLongestHead = 1024;
 
-// residual += x where there is one; out = RMSNorm of the sums.
+// residual += x if x is given; out = RMSNorm of the sums.
 void add_rms_norm(float* residual, const float* x, const float* weight, float eps, int64_t rows, int64_t width, float* out) {
   torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / width, 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -49,14 +49,14 @@ Tensor add_rms_norm_op(Tensor residual, const std::optional<Tensor>& x, const Te
   return out;
 }
 
-// Cosines and sines [*, dim], and which of them each row has: the `turns[row]`-th, or the `row`-th where that is null.
+// Cosines and sines [*, dim], and the index of each row's: `turns[row]`, or `row` where `turns` is null.
 struct Turns {
   const float *cos, *sin;
   const int32_t* turns;
   int64_t of(int64_t row) const { return turns ? turns[row] : row; }
 };
 
-// out = rotary embedding of x, normed if there is a weight; `out` may be x.
+// out = rotary embedding of x, after RMSNorm if there is a weight; `out` may be x.
 void rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t dim, float* out) {
   float from[kLongestHead];
   if (weight) rms_norm(x, weight, eps, dim, from);
@@ -111,14 +111,14 @@ Product product_into(float* out, const Weight& weight, const Weight& bias, bool 
   return {weight->const_data_ptr<float>(), data_of(bias), width, out, width, add};
 }
 
-// x / (1 + e^-x) * up, in place; every element by the same arithmetic, wherever it lies.
+// x / (1 + e^-x) * up, in place; every element by the same arithmetic, whatever its position.
 void silu_and_multiply(float* x, const float* up, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(x + i, silu_mul(load(x + i), load(up + i)));
   if (i < count) store_some(x + i, silu_mul(load_some(x + i, count - i), load_some(up + i, count - i)), count - i);
 }
 
-// What all layers share in a step: which rows there are, where their keys go and what they see.
+// The data that all layers share in a step: the rows, the slots of their keys, and the nodes that they see.
 struct Step {
   int64_t rows;
   Turns turns;
@@ -150,7 +150,7 @@ void store_and_attend(float* q, const float* k, const float* v, const Layer& lay
               std::nullopt);
 }
 
-// The room of up to few_rows() rows that all layers use in turn, so that it stays in the cache.
+// Scratch for up to few_rows() rows that all layers use in turn, so that it stays in the cache.
 struct Room {
   Room(const Layer& layer, int64_t rows)
       : wide(std::max(layer.shape.heads * layer.shape.dim, layer[kGate]->size(0))),
@@ -164,7 +164,7 @@ struct Room {
   Buffer first, second, keys, values;
 };
 
-// By our own products, as few passes over the rows and as few meetings of the threads as there can be.
+// A layer with the products of few_rows.h: as few passes over the rows and thread barriers as possible.
 void few_rows_layer(float* residual, float* x, const Layer& layer, const Step& step, const Room& room) {
   const int64_t rows = step.rows, width = layer[kInputNorm]->size(0), wide = layer[kGate]->size(0);
   float *first = room.first.at(0), *second = room.second.at(0), *keys = room.keys.at(0), *values = room.values.at(0);
@@ -193,7 +193,7 @@ void add(float* sums, const Tensor& more) {
   });
 }
 
-// By a library's products.
+// A layer with a library's products.
 void many_rows_layer(float* residual, Tensor& normed, const Layer& layer, const Step& step) {
   float* x = normed.mutable_data_ptr<float>();
   norm(residual, layer[kInputNorm], step, x);
@@ -214,7 +214,7 @@ void many_rows_layer(float* residual, Tensor& normed, const Layer& layer, const 
   add(residual, linear(gate, layer[kDown], {}));
 }
 
-// All between token ids and the last hidden states. `windows` has 0 for none.
+// The whole decoder, from token ids to the last hidden states. `windows` has 0 for none.
 Tensor decoder(const Tensor& input_ids, const Tensor& embedding, const std::vector<Weight>& weights, const Tensor& last_norm,
                std::vector<Tensor> pages, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& turns,
                const Tensor& slots, const Tensor& page_indptr, const Tensor& page_ids, const Tensor& node_offset,

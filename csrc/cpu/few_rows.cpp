@@ -1,9 +1,9 @@
 // Products of few rows with a weight matrix.
 //
-// A decode step multiplies a handful of rows with every weight. Libraries pack the weight first; here it is read once, where
-// it lies. Rows are transposed, which is little work, and lie in the lanes; weights are broadcast. Where this would leave
-// most lanes empty, columns of the weight lie in the lanes instead and are transposed on the way. Both ways sum over the
-// depth one after the other, so a row's result does not depend on how many rows there are.
+// A decode step multiplies a handful of rows with every weight. Libraries pack the weight first; here it is read once,
+// in place. Rows are transposed, which is little work, and are in the lanes; weights are broadcast. Where this would leave
+// most lanes empty, columns of the weight are in the lanes instead and are transposed while they are read. Both ways sum
+// over the depth one element after the other, so a row's result does not depend on the number of rows.
 #include "few_rows.h"
 
 #include <torch/csrc/stable/library.h>
@@ -13,18 +13,18 @@
 namespace rolltree {
 namespace {
 
-constexpr int64_t kTogether = 2 * kAccumulators;  // columns that all rows are multiplied with before the next are read
-constexpr int64_t kAlone = kLanes * 3 / 4;        // rows up to which columns lie in the lanes
+constexpr int64_t kTogether = 2 * kAccumulators;  // columns that all rows are multiplied with before the next columns are read
+constexpr int64_t kAlone = kLanes * 3 / 4;        // most rows for which columns are in the lanes
 constexpr int64_t kBusy = kVectorBytes == 64 ? kLanes : 2 * kLanes;  // rows in lanes that keep the multipliers busy
 
-// Columns of a weight as the left matrix of a GEMM. The columns after them are asked for meanwhile, bit by bit: weights are
-// too many to stay in a cache, and a core has some twenty reads under way, more would stall it.
+// Columns of a weight as the left matrix of a GEMM. The columns after them are prefetched meanwhile, little by little:
+// weights do not fit in a cache, and a core has some twenty reads in flight; more would stall it.
 struct Weights {
   const float* first;
   int64_t depth;
   const char* next;
-  int64_t share;  // bytes asked for with each column
-  int64_t ahead;  // bytes asked for with each step
+  int64_t share;  // bytes prefetched with each column
+  int64_t ahead;  // bytes prefetched with each step
   float operator()(int64_t column, int64_t k) const {
     if (column == 0) __builtin_prefetch(next + k * ahead, 0, 2);
     return first[column * depth + k];
@@ -39,7 +39,7 @@ inline auto beside(V a, V b, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(a, b, kLane...);
 }
 
-// Four numbers each of kCount columns, every fourth one.
+// Loads four numbers of each of kCount columns, every fourth column.
 template <int kCount>
 inline auto quads(const float* column, int64_t depth) {
   if constexpr (kCount == 1) return load_as<Quad>(column);
@@ -48,7 +48,7 @@ inline auto quads(const float* column, int64_t depth) {
                   std::make_integer_sequence<int, 4 * kCount>{});
 }
 
-// In each quad of lanes: a and b in turn, of its first half or of its second; the first half of a's and then b's, or the second.
+// Shuffles in each quad of lanes: a and b alternating, of the first or the second half; or a's half and then b's.
 template <bool kSecond, int... kLane>
 inline Vec in_turn(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(a, b, ((kLane & 1) * kLanes + (kLane & ~3) + 2 * kSecond + (kLane & 3) / 2)...);
@@ -58,7 +58,7 @@ inline Vec halves(Vec a, Vec b, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(a, b, ((kLane & 2) / 2 * kLanes + (kLane & ~3) + 2 * kSecond + (kLane & 1))...);
 }
 
-// Lane l of at[k] is column[l * depth + k].
+// Makes lane l of at[k] column[l * depth + k].
 inline void transpose_four(const float* column, int64_t depth, Vec (&at)[4]) {
   constexpr int kQuads = kLanes / 4;
   const Vec a = quads<kQuads>(column, depth), b = quads<kQuads>(column + depth, depth);
@@ -103,7 +103,7 @@ inline void dot_columns(int64_t rows, const float* x, const float* column, int64
   }
 }
 
-// Sums of `count` columns from the n-th on go where they belong.
+// Writes the sums of `count` columns from the n-th on to the output.
 inline void put(Vec sum, const Product& product, int64_t row, int64_t n, int64_t count) {
   float* to = product.out + row * product.stride + n;
   const bool whole = count >= kLanes;
@@ -118,7 +118,7 @@ int64_t alone_of(int64_t rows) {
   return rest <= kAlone ? rest : 0;
 }
 
-// Vectors of the next panel, of those that are left.
+// Returns the vectors of the next panel, given how many are left.
 int64_t panel_of(int64_t vectors) { return vectors >= kPanelVectors ? kPanelVectors : vectors >= 2 ? 2 : 1; }
 
 }  // namespace
@@ -153,7 +153,7 @@ FewRows::FewRows(const float* x, int64_t rows, int64_t depth)
   }
 }
 
-// What is asked for while columns from the n-th on are multiplied: a part of the columns after the next ones.
+// Returns the part of later columns that is prefetched while columns from the n-th on are multiplied.
 const char* FewRows::asked(const Product& product, int64_t n, int64_t pass) const {
   return reinterpret_cast<const char*>(product.weight + (n + kTogether) * depth_ + pass * kTogether * depth_ / passes_);
 }
@@ -191,7 +191,7 @@ void FewRows::multiply_alone(const Product& product, int64_t n, int64_t count) c
     const float* columns = product.weight + (n + c) * depth_;
     const int64_t some = std::min<int64_t>(kLanes, count - c);
     std::optional<Buffer> end;
-    if (some < kLanes) {  // nothing is read behind the weight
+    if (some < kLanes) {  // nothing is read after the end of the weight
       end.emplace(kLanes * depth_);
       std::fill_n(std::copy_n(columns, some * depth_, end->at(0)), (kLanes - some) * depth_, 0.f);
       columns = end->at(0);

@@ -1,8 +1,8 @@
-// RMSNorm and rotary embedding of a decoder layer where it trains, each with its gradient in one pass.
+// RMSNorm and rotary embedding of a decoder layer for training, each with its gradient in one pass.
 //
 // All are bound by memory: forwards read a row and write it, backwards read it and its gradient and write the row's. A
-// row is worked on by one thread and by the same arithmetic wherever it lies. The gradient of a norm's weight, a sum
-// over rows, is summed over chunks of kChunk rows, and then over the chunks, whoever computes them.
+// row is computed by one thread and by the same arithmetic, whatever its position. The gradient of a norm's weight, a sum
+// over rows, is summed over chunks of kChunk rows, and then over the chunks, whatever the number of threads.
 #pragma GCC optimize("fp-contract=off")
 
 #include <torch/csrc/stable/library.h>
@@ -23,7 +23,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t kChunk = 64;  // rows
 
-// Rows of `width` numbers that are worth a thread.
+// Returns how many rows of `width` numbers justify a thread.
 inline int64_t rows_of_a_thread(int64_t width) { return std::max<int64_t>(kGrain / std::max<int64_t>(width, 1), 1); }
 
 std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const Tensor& weight, double eps) {
@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const Tensor& weigh
   return {out, factor};
 }
 
-// sum of a b c
+// Returns the sum of a b c.
 float sum_of_products(const float* a, const float* b, const float* c, int64_t n) {
   Eight sum[kPartials];
 #pragma GCC unroll 4
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x, 
   return {dx, dweight};
 }
 
-// The transpose of `turn`: with halves of cos and sin that are alike, the turn by the negative angle.
+// The transpose of `turn`: the rotation by the negative angle if both halves of cos and sin are the same.
 inline void turn_back(const float* __restrict y, const float* cos, const float* sin, int64_t dim, float* __restrict out) {
   const int64_t half = dim / 2;
   for (int64_t d = 0; d < half; ++d) {

@@ -1,7 +1,7 @@
-// What a decoder layer does to a row between its products: RMSNorm, rotary embedding and the gated unit.
+// The passes over a row between a decoder layer's products: RMSNorm, rotary embedding and the gated unit.
 //
 // Norms and rotary embedding have every rounding of PyTorch's own operators, and squares are summed in its order, in eight
-// lanes of four partial sums each, 16 at a time; files that call them turn contraction off before they include this.
+// lanes of four partial sums each, 16 at a time. Files that include this must turn contraction off before.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace rolltree {
 
 typedef float Eight __attribute__((vector_size(32)));
 constexpr int64_t kEight = 8, kPartials = 4, kBlock = 16;
-constexpr int64_t kGrain = 1 << 14;  // elements that are worth a thread
+constexpr int64_t kGrain = 1 << 14;  // elements that justify a thread
 
 inline Eight square(const float* x) {
   const Eight v = load_as<Eight>(x);
@@ -24,7 +24,7 @@ inline Eight square(const float* x) {
 
 inline float sum_of_squares(const float* x, int64_t n) {
   const int64_t vectors = n / kEight, steps = vectors / kPartials;
-  Eight sum[kPartials], block[kPartials];  // unrolled, else they are not registers
+  Eight sum[kPartials], block[kPartials];  // unrolled, so that they are registers
 #pragma GCC unroll 4
   for (int64_t p = 0; p < kPartials; ++p) sum[p] = block[p] = Eight{};
   for (int64_t i = 0; i < steps;) {
@@ -67,14 +67,14 @@ inline void turn(const float* __restrict x, const float* cos, const float* sin, 
   }
 }
 
-// 1 + e^-x, infinite below -88, where e^-x soon is.
+// Returns 1 + e^-x, infinite below -88, where e^-x overflows.
 inline Vec one_plus_exp_of_minus(Vec x) {
   const Vec low = x < -88.f ? splat(-88.f) : x, within = low > 87.f ? splat(87.f) : low;
   const Vec sum = 1.f + exp(-within);
   return x < -88.f ? splat(kInfinity) : sum;
 }
 
-// x / (1 + e^-x) * up
+// Returns x / (1 + e^-x) * up.
 inline Vec silu_mul(Vec x, Vec up) { return x / one_plus_exp_of_minus(x) * up; }
 
 }  // namespace rolltree

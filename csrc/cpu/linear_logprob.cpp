@@ -1,10 +1,10 @@
-// Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/chunked.py has the formulas).
+// Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/reference.py has the formulas).
 //
 // A row is scaled, scanned for its maximum and summed, all while it is in the cache, so a tile is read from memory once.
-// Half-precision logits are widened into a row of scratch; their gradient is rounded once, on its way out. Sums have the
-// lanes of 64 bytes, as many vectors of this machine as that takes, so their order is the same on all machines. (Vectors
-// wider than the machine's would do that too, but GCC compares and selects those one number at a time.) One thread per
-// run of rows; a row's result depends on that row alone.
+// Half-precision logits are widened into a row of scratch; their gradient is rounded once, when it is written. Sums have
+// the lanes of 64 bytes, in as many vectors of this machine as that takes, so their order is the same on all machines.
+// (Vectors wider than the machine's would do that too, but GCC compares and selects those one number at a time.) One
+// thread per run of rows; a row's result depends on that row alone.
 //
 // NaN and +inf make their own row NaN; -inf is a logit of probability zero.
 #include <torch/csrc/stable/library.h>
@@ -68,7 +68,7 @@ inline Vec<T> load(const T* p) {
   return rolltree::load_as<Vec<T>>(p);
 }
 
-// The first n of a vector, or all of it, filled up with `fill`.
+// Loads the first n numbers of a vector, padded with `fill`, or all of it.
 template <class T>
 inline Vec<T> load_some(const T* p, int64_t n, T fill) {
   if (n >= kLanes<T>) return load(p);
@@ -93,7 +93,7 @@ inline T total(const Vec<T> (&v)[kParts]) {
   return sum;
 }
 
-// Logits of type In, computed with in T.
+// Logits of type In; arithmetic is in T.
 template <class T, class In>
 struct Tile {
   const In* logits;
@@ -108,7 +108,7 @@ struct Tile {
   T inverse_temperature(int64_t i) const {
     return T(1) / temperature[i * temperature_stride];
   }
-  // z = softcap(u + bias) / T of row i: the row itself where that changes nothing, else written to `scratch`.
+  // Returns z = softcap(u + bias) / T of row i: the row itself where they are the same, otherwise in `scratch`.
   const T* scaled(int64_t i, T* scratch) const {
     const T inverse = inverse_temperature(i);
     const In* row = logits + i * width;
@@ -125,7 +125,7 @@ struct Tile {
     for (int64_t j = 0; j < width; ++j) scratch[j] *= inverse;
     return scratch;
   }
-  // dz/du at z, up to the factor 1/T.
+  // Returns dz/du at z, without the factor 1/T.
   T slope(T z, T inverse) const {
     const T t = z / (inverse * softcap);
     return 1 - t * t;
@@ -147,13 +147,13 @@ T maximum(const T* z, int64_t width) {
 
 template <class T>
 struct Sums {
-  T e = 0, ed = 0, e2 = 0;  // of exp(d), d exp(d), exp(d)^2 with d = z - shift
+  T e = 0, ed = 0, e2 = 0;  // sums of exp(d), d exp(d), exp(d)^2 with d = z - shift
 };
 
 template <class T, bool Entropy, bool SumP2>
 Sums<T> sum_exponentials(const T* z, int64_t width, T shift) {
   Sums<T> sums;
-  constexpr int64_t lanes = kParts * kLanes<T>, block = 64 * lanes;  // blocks apart: long rows round little
+  constexpr int64_t lanes = kParts * kLanes<T>, block = 64 * lanes;  // sums of blocks are added separately, so long rows round little
   for (int64_t begin = 0; begin < width; begin += block) {
     const int64_t end = std::min(begin + block, width);
     Vec<T> e_sum[kParts]{}, ed_sum[kParts]{}, e2_sum[kParts]{};
@@ -233,7 +233,7 @@ void gradient(
       }
       const T b = per_log ? per_log[i] : 0, q = per_p ? per_p[i] : 0;
       In* d_row = out + i * tile.width;
-      if (!live && b == 0 && q == 0 && constant[i] == 0) {  // a masked row: its logits may be anything
+      if (!live && b == 0 && q == 0 && constant[i] == 0) {  // a masked row: its logits may have any values
         std::fill(d_row, d_row + tile.width, In(0));
         continue;
       }
@@ -261,7 +261,7 @@ template <class T, class In>
 Tile<T, In> tile_of(
     const Tensor& logits, const Tensor& bias, const Tensor& temperature, double softcap, const Tensor& start,
     const Tensor& target) {
-  STD_TORCH_CHECK(logits.is_contiguous() && start.is_contiguous() && target.is_contiguous(), "not contiguous");
+  STD_TORCH_CHECK(logits.is_contiguous() && start.is_contiguous() && target.is_contiguous(), "logits, start and target must be contiguous");
   return {
       static_cast<const In*>(logits.data_ptr()),
       logits.sizes()[0],

@@ -71,7 +71,7 @@ inline Vec arrival(const uint32_t* words) {
   return t < 0x1p-6f ? series : -log_positive(1.0f - t);
 }
 
-// Floats and int32 keys in the same order; its own inverse on bit patterns.
+// Maps floats to int32 keys in the same order; its own inverse on bit patterns.
 inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 inline int32_t key_of(float x) { return ordered(std::bit_cast<int32_t>(x)); }
 inline float value_of(int32_t key) { return std::bit_cast<float>(ordered(key)); }
@@ -143,7 +143,7 @@ class Row {
     return best_ > -kInfinity;
   }
 
-  // w = exp((x - best) * scale) and its sums.
+  // Computes w = exp((x - best) * scale) and its sums.
   Sums softmax(float scale) {
     Sums sums;
     for (int64_t begin = 0; begin < padded_; begin += kFlush) {
@@ -161,7 +161,7 @@ class Row {
     return sums;
   }
 
-  // Number and mass of the tokens whose logit exceeds `value`.
+  // Returns number and mass of the tokens whose logit exceeds `value`.
   std::pair<int64_t, double> above(float value) const {
     int64_t count = 0;
     double mass = 0;
@@ -179,7 +179,7 @@ class Row {
     return {count, mass};
   }
 
-  // The smallest logit in [lo, best] for which `holds(count above, mass above)`; it holds for the best one.
+  // Returns the smallest logit in [lo, best] for which `holds(count above, mass above)`; it holds for the best one.
   template <class Holds>
   float bisect(float lo_value, const Holds& holds) const {
     int32_t lo = key_of(lo_value), hi = key_of(best_);
@@ -213,7 +213,7 @@ class Row {
     return kept;
   }
 
-  // Index of the last kept tie, or vocab when all of them are kept.
+  // Returns the index of the last kept tie, or vocab when all of them are kept.
   int64_t last_tie(const Prefix& kept) const {
     if (kept.ties >= vocab_) return vocab_;
     int64_t left = kept.ties;
@@ -228,7 +228,7 @@ class Row {
     Vec best = Vec{} - 1.0f, least = Vec{} + kInfinity;
     IVec best_index{}, last{}, lane{};
     for (int l = 0; l < kLanes; ++l) lane[l] = l;
-    const float min_weight = std::min(s.min_p, 1.0f);  // the best token, of weight 1, always stays
+    const float min_weight = std::min(s.min_p, 1.0f);  // the best token, of weight 1, is always kept
     double mass = 0;
     uint32_t words[kBlock];
     float weight[kBlock];
@@ -292,7 +292,7 @@ void sample_rows(const Tensor& logits, const float* temperature, const int32_t* 
   });
 }
 
-// All but logits contiguous, as api.py passes them; the last five are written.
+// All but logits must be contiguous, as api.py passes them; the last five are written.
 void sample_tokens(const Tensor& logits, const Tensor& temperature, const std::optional<Tensor>& top_k,
                    const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p, const Tensor& seed, const Tensor& step,
                    Tensor token, Tensor logprob, Tensor raw, Tensor entropy, Tensor last_kept) {

@@ -1,6 +1,6 @@
-// The gated unit of a decoder layer where it trains: a pass over gate and up, and one for their gradients.
+// The gated unit of a decoder layer for training: a pass over gate and up, and one for their gradients.
 //
-// Every element is computed by the same vector code wherever it lies. Contraction is welcome here: half the work is e^x.
+// Every element is computed by the same vector code, whatever its position. Contraction is on: half the work is e^x.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

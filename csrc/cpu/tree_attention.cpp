@@ -1,11 +1,11 @@
 // Training attention over packed trees: row i sees key j iff j <= i < subtree_end[j] (and position[i] - position[j] < window).
-// The queries are of the last rows: the first `offset` keys belong to an earlier piece of the tree.
+// The queries are those of the last rows: the first `offset` keys belong to an earlier piece of the tree.
 //
 // Work is tiled into blocks of rows and blocks of 64 keys. A pair of blocks is skipped, computed unmasked, or computed
-// with a mask on only the keys that some row of it sees; which one follows from the largest and smallest subtree_end of
-// the key block. Blocks of rows end where a subtree ends when one ends near, so that siblings seldom share a block.
+// with a mask on only the keys that some row of it sees, depending on the largest and smallest subtree_end of the key
+// block. Blocks of rows end where a nearby subtree ends, so that siblings seldom share a block.
 //
-// Forward, for a head and a block of rows: S = Q K^T, online softmax, O += P V over the visible key blocks (online softmax).
+// Forward, for a head and a block of rows: S = Q K^T, online softmax, O += P V over the visible key blocks.
 // Backward, for a key/value head and a run of key blocks: the rows that can see a key block are contiguous, from its first
 // key to its largest subtree_end. P = exp2(S - lse), dS = P * (dO V^T - rowsum(dO * O)); dV += P^T dO, dK += dS^T Q and
 // dQ += dS K: five GEMMs, nothing computed twice. Each run has its own dQ, added up in a fixed order at the end: results do
@@ -23,10 +23,10 @@ namespace rolltree {
 namespace {
 
 constexpr int64_t kRowBlock = 48;    // rows of a score tile: whole register blocks for head sizes 32 and 64 alike
-constexpr int64_t kBackwardRuns = 16;  // wanted work items of the backward pass, however many threads there are
+constexpr int64_t kBackwardRuns = 16;  // wanted work items of the backward pass, whatever the number of threads
 constexpr int64_t kNoWindow = int64_t(1) << 30;
 
-// What part of a pair of blocks is visible: keys [first, last) of the key block; first == last: nothing.
+// The visible part of a pair of blocks: keys [first, last) of the key block; first == last: nothing.
 struct Visible {
   int64_t first, last;
   bool full;  // every row sees every key
@@ -60,7 +60,7 @@ class Tiling {
   int64_t row_begin(int64_t m) const { return row_begin_[m]; }
   int64_t row_end(int64_t m) const { return row_begin_[m + 1]; }
   int64_t last_row(int64_t b) const { return std::min<int64_t>(extent_[b].max, tokens_); }  // exclusive
-  // One past the last row of the row blocks that see something of key blocks [first, last).
+  // Returns one past the last row of the row blocks that see a key of key blocks [first, last).
   int64_t rows_end(int64_t first, int64_t last) const {
     int64_t end = offset_;
     for (int64_t b = first; b < last; ++b) end = std::max(end, last_row(b));
@@ -86,7 +86,7 @@ class Tiling {
     return first < last ? Visible{first / kLanes * kLanes, last, false} : Visible{0, 0, false};
   }
 
-  // Sets what row m0 + r does not see of keys [first, padded(last)) of block b to `hidden`.
+  // Sets the keys [first, padded(last)) of block b that row m0 + r does not see to `hidden`.
   void mask(float* tile, int64_t m0, int64_t rows, int64_t b, int64_t first, int64_t last, float hidden) const {
     const int64_t n0 = b * kTileKeys;
     IVec lane;
@@ -104,7 +104,7 @@ class Tiling {
     }
   }
 
-  // Row blocks by falling amount of work.
+  // Returns the row blocks by falling amount of work.
   std::vector<int64_t> heavy_first() const {
     std::vector<int64_t> work(row_blocks(), 0), order(row_blocks());
     for (int64_t m = 0; m < row_blocks(); ++m)
@@ -144,7 +144,7 @@ class Tiling {
   }
 
   int64_t tokens_, offset_, key_blocks_, window_;
-  std::vector<int32_t> ends_, positions_;  // padded to whole key blocks: nobody sees the padding
+  std::vector<int32_t> ends_, positions_;  // padded to whole key blocks: no row sees the padding
   std::vector<Extent> extent_;
   std::vector<int64_t> row_begin_;
 };
@@ -236,7 +236,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k, cons
   return {out, lse};
 }
 
-// P and dS from S (log2 domain) and dP, in place. scores: S -> P; grads: dP -> dS / scale.
+// Computes P and dS from S (log2 domain) and dP, in place. scores: S -> P; grads: dP -> dS / scale.
 void backward_softmax(float* scores, float* grads, int64_t rows, int64_t first, int64_t end, const float* lse2,
                       const float* delta, float cap) {
   for (int64_t r = 0; r < rows; ++r)
@@ -293,7 +293,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
 
   const std::vector<int64_t> bounds = tiling.key_runs(std::max<int64_t>(kBackwardRuns / shape.kv_heads, 1));
   const int64_t runs = static_cast<int64_t>(bounds.size()) - 1;
-  // dQ of every run, of the rows that see one of its keys.
+  // dQ of every run, for the rows that see one of its keys.
   std::vector<int64_t> first_row(runs), end_row(runs), dq_offset(runs + 1, 0);
   for (int64_t c = 0; c < runs; ++c) {
     first_row[c] = std::max<int64_t>(bounds[c] * kTileKeys - shape.offset(), 0);
@@ -302,7 +302,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
   }
   const Buffer dq_parts(dq_offset[runs]);
   const Rows dk_rows(dk), dv_rows(dv), dq_rows(dq);
-  // dS is kept without the scale; what dQ and dK are to be multiplied by (dK was taken with scaled queries).
+  // dS is kept without the scale; the factors of dQ and dK (dK is computed with scaled queries).
   const float dq_scale = static_cast<float>(scale), dk_scale = static_cast<float>(softcap ? *softcap : 1. / kLog2e);
 
   work_queue(runs * shape.kv_heads, [&] {
@@ -320,7 +320,7 @@ std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_ou
           const Visible seen = tiling.visible(m, b);
           if (seen.first == seen.last) continue;
           const int64_t first = seen.first, keys_seen = seen.last - first, end = padded(seen.last);
-          // Rows before the key block see nothing of it.
+          // Rows before the key block do not see it.
           const int64_t m0 = std::max(tiling.row_begin(m), n0), rows = tiling.row_end(m) - m0, row = m0 - shape.offset();
           for (int64_t g = 0; g < shape.group; ++g) {
             const int64_t at = (kv_head * shape.group + g) * tokens + row;

@@ -1,9 +1,9 @@
 // Decode attention over a paged tree, node-major: a node's keys and values are read once for all rows below it.
 //
-// A work item is a contiguous group of rows. It goes through the nodes in the plan's order and through each node in tiles
-// of 64 keys counted from the node's first key, and folds every tile into the running softmax of the rows that see it. Tiles
-// depend on the node alone and a row's arithmetic does not depend on the rows beside it (attention_tiles.h), so a row's
-// result is the same bits whoever else is in the batch. fp32 keys and values are used where they lie, others widened first.
+// A work item is a contiguous group of rows. It visits the nodes in the plan's order and each node in tiles of 64 keys
+// counted from the node's first key, and adds every tile to the running softmax of the rows that see it. Tiles depend on
+// the node alone and a row's arithmetic does not depend on the other rows (attention_tiles.h), so a row's bits do not
+// depend on the batch. fp32 keys and values are used in place, others are widened first.
 #include "tree_decode.h"
 
 #include <torch/csrc/stable/library.h>
@@ -16,11 +16,11 @@ namespace rolltree {
 namespace {
 
 constexpr int64_t kBlockQueries = 48;  // query vectors (rows x query heads of one key head) of a score tile
-constexpr int64_t kGroupRows = 64;     // rows of a work item, about: their running softmax stays in the cache
+constexpr int64_t kGroupRows = 64;     // approximate rows of a work item: their running softmax stays in the cache
 
 // Cuts the rows into about `groups` contiguous groups, between trees where that is possible.
 std::vector<int64_t> row_groups(const Plan& plan, int64_t groups) {
-  std::vector<int32_t> inside(plan.rows + 1, 0);  // how many nodes a cut before this row would divide
+  std::vector<int32_t> inside(plan.rows + 1, 0);  // number of nodes that a cut before this row would divide
   for (int64_t n = 0; n < plan.nodes; ++n)
     if (plan.row_end[n] > plan.row_begin[n] + 1) ++inside[plan.row_begin[n] + 1], --inside[plan.row_end[n]];
   for (int64_t r = 1; r <= plan.rows; ++r) inside[r] += inside[r - 1];
@@ -36,7 +36,7 @@ std::vector<int64_t> row_groups(const Plan& plan, int64_t groups) {
   return bounds;
 }
 
-// A node's keys one after the other: walks its page list.
+// Iterates over a node's keys by its page list.
 class SlotWalk {
  public:
   SlotWalk(const Plan& plan, int64_t node, int64_t first, int64_t page_size)
@@ -70,7 +70,7 @@ std::vector<Tile> tiles_of(const Plan& plan, int64_t r0, int64_t r1) {
   return tiles;
 }
 
-// Hides keys [0, count) of a tile from the rows that may not see them, and the lanes behind `count` from all.
+// Hides keys [0, count) of a tile from the rows that may not see them, and the lanes after `count` from all.
 void mask_positions(float* scores, const int32_t* query_position, int64_t rows, int64_t group, int64_t count,
                     int64_t first_position, int64_t window) {
   IVec lane;
@@ -101,8 +101,8 @@ void tree_decode(const Rows& q_rows, const Rows& k_rows, const Rows& v_rows, con
   const float query_scale = static_cast<float>(softcap ? scale / *softcap : scale * kLog2e);
   const float cap = static_cast<float>(softcap ? *softcap * kLog2e : 0.);
   // Items: groups of rows, and parts of the key/value heads where the groups alone would not keep the threads busy. A node's
-  // pages hold all heads side by side, so an item takes its heads node by node. Of a single group the parts are as large as
-  // each other, or the group is cut too: a thread with two of three heads would keep the other waiting.
+  // pages hold all heads of a key next to each other, so an item takes its heads node by node. Parts of a single group have
+  // equal sizes, or the group is cut too: with two heads of three on one thread the other thread would wait.
   const int64_t threads = torch::stable::get_num_threads(), even = std::gcd(kv_heads, threads);
   const bool many = rows > kGroupRows;
   const std::vector<int64_t> bounds = row_groups(plan, many ? (rows + kGroupRows - 1) / kGroupRows : std::min(rows, threads / even));
@@ -141,7 +141,7 @@ void tree_decode(const Rows& q_rows, const Rows& k_rows, const Rows& v_rows, con
       for (size_t i = 0; i < tiles.size(); ++i) {
         const auto [node, t, tile_keys, first_row, last_row] = tiles[i];
         const int64_t end = padded(tile_keys), tile_position = plan.position[node] + t;
-        // The next tile is asked for bit by bit: what is asked for all at once is waited for.
+        // The next tile is prefetched little by little: prefetched all at once it would stall.
         const Tile& later = tiles[std::min(i + 1, tiles.size() - 1)];
         SlotWalk next(plan, later.node, later.first, page_size);
         int64_t left = i + 1 < tiles.size() ? later.keys : 0;
@@ -185,7 +185,7 @@ void tree_decode(const Rows& q_rows, const Rows& k_rows, const Rows& v_rows, con
               else
                 v_rows.load_rows(v_offset, tile_keys, v_head, 1.f, values.at(0));
               packed = true;
-              // what is read next comes to the nearest cache meanwhile
+              // prefetch the next rows into the nearest cache
               for (int64_t j = 0; j < tile_keys; ++j) v_rows.prefetch<3>(v_offset[j] + v_head, dim);
               if (head + 1 < h1)
                 for (int64_t j = 0; j < tile_keys; ++j) k_rows.prefetch<3>(k_offset[j] + k_rows.offset(0, 0, head + 1), dim);

@@ -1,4 +1,4 @@
-// Decode attention over a paged tree, for others than its op: see tree_decode.cpp.
+// Decode attention over a paged tree, for use outside its op: see tree_decode.cpp.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace rolltree {
 
-// What a step reads, see `DecodePlan`.
+// The plan of a step, see `DecodePlan`.
 struct Plan {
   int64_t nodes, rows;
   const int32_t *page_indptr, *page_ids, *offset, *length, *position, *row_begin, *row_end, *query_position;

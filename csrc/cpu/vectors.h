@@ -1,7 +1,7 @@
-// Vectors of floats and what every CPU kernel computes with them: 2^x, e^x, log, tanh.
+// Vectors of floats and the functions that all CPU kernels share: 2^x, e^x, log, tanh.
 //
-// GCC's vector extensions, as wide as the target's registers. A kernel whose sums are to have the same order on every
-// machine brings vectors of its own width; the exponential takes any.
+// GCC's vector extensions, as wide as the target's registers. A kernel whose sums must have the same order on every machine
+// uses vectors of its own width; the exponential takes any.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ inline V load_as(const void* p) {
 inline Vec load(const float* p) { return load_as<Vec>(p); }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(Vec)); }
 
-// The last `count` floats of an array, fewer than a vector, and back.
+// Loads and stores the last `count` floats of an array, fewer than a vector.
 inline Vec load_some(const float* p, int64_t count) {
   Vec v{};
   std::memcpy(&v, p, count * sizeof(float));

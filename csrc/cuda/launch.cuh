@@ -1,4 +1,4 @@
-// What an op needs around its launches: the tensors' device, its current stream, and the error.
+// Helpers around an op's launches: the tensors' device, its current stream, and the error.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -10,7 +10,7 @@
 
 namespace rolltree {
 
-// Makes the device of `t` the current one while it lives.
+// Makes the device of `t` the current one during its lifetime.
 class OnDevice {
  public:
   explicit OnDevice(const torch::stable::Tensor& t) : guard_(t.get_device_index()) {

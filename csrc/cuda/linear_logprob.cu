@@ -1,13 +1,13 @@
-// Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/chunked.py has the formulas).
+// Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/reference.py has the formulas).
 //
 // One block a row. `statistics_kernel` reads the row once: each thread keeps a running maximum and sums of its elements,
-// the block joins them in a fixed order. `gradient_kernel` reads the row once and writes the gradient, over the logits
-// themselves or to half precision; only what holds a target looks at the targets. Both move 16 bytes at a time wherever the
-// row is aligned to that (an odd V leaves most rows unaligned: a few leading elements are then taken singly).
+// and the block combines them in a fixed order. `gradient_kernel` reads the row once and writes the gradient, over the
+// logits or in half precision; only packs with a target in them read the targets. Both move 16 bytes at a time wherever the
+// row is aligned to that (an odd V leaves most rows unaligned: a few leading elements are then moved singly).
 // The running maximum starts at -inf. NaN and +inf make their own row NaN; -inf is a logit of probability zero.
 //
-// Compiled with --use_fast_math, so what needs more than 2^-21 is spelled out: the logarithm in fp64 (one a row), tanh from
-// exp.
+// Compiled with --use_fast_math, so functions that need more accuracy than 2^-21 are written out: the logarithm in fp64 (one
+// a row), tanh from exp.
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -60,7 +60,7 @@ struct alignas(16) Pack {
   T value[kPack];
 };
 
-// Leading elements before both pointers are aligned to 16 bytes at once; V where they never are.
+// Returns the number of leading elements before both pointers are aligned to 16 bytes; V if they never are.
 template <class In, class Out>
 __device__ int64_t unaligned_head(const In* in, const Out* out, int64_t V) {
   for (int64_t head = 0; head < kPack; ++head)
@@ -69,7 +69,7 @@ __device__ int64_t unaligned_head(const In* in, const Out* out, int64_t V) {
   return V;
 }
 
-// exp(d) and d, both 0 where exp underflows; NaN stays NaN.
+// Returns exp(d) and d, both 0 where exp underflows; NaN stays NaN.
 __device__ float exponential(float& d) {
   if (d <= kLowest) {
     d = 0.0f;
@@ -85,7 +85,7 @@ struct Running {
   __device__ float shift() const {
     return most == -INFINITY ? 0.0f : most;
   }
-  // Sums so far, as if taken against the maximum `larger` >= most.
+  // Returns the sums so far relative to the maximum `larger` >= most.
   __device__ void raise(float larger) {
     if (larger == most) return;
     float step = most - larger;  // -inf from -inf: then there is nothing in the sums yet
@@ -122,7 +122,7 @@ __device__ Running shuffle_down(const Running& r, int offset) {
   return other;
 }
 
-// The block's result, in every thread. Joined in a tree over lanes, then in order over warps.
+// Returns the block's result in every thread, combined in a tree over lanes, then in order over warps.
 __device__ Running join_block(Running mine) {
   __shared__ Running of_warp[kWarps];
   for (int offset = 16; offset > 0; offset /= 2) mine.join(shuffle_down(mine, offset));
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
     const float p = exponential(d);
     return p * (c - b * d + q * p);
   };
-  const auto scaled = [&](float sum, float slope) {  // a masked row's logits may be anything
+  const auto scaled = [&](float sum, float slope) {  // a masked row's logits may have any values
     return static_cast<Out>(size == 0.0f ? 0.0f : sum * slope * scale.inverse_temperature);
   };
   const auto single = [&](int64_t j) {
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
 
   const int64_t head = unaligned_head(u, g, V);
   const int64_t packs = (V - head) / kPack;
-  // Targets are few: each thread looks once which of its packs has one, and no element looks for itself.
+  // Targets are few: each thread finds once which of its packs has one, instead of a search for each element.
   int64_t marked = -1;
   bool several = false;
 #pragma unroll 1
@@ -326,7 +326,7 @@ void logit_gradient(
             data_or_null<float>(constant), data_or_null<float>(per_log), data_or_null<float>(per_p),
             static_cast<Out*>(out.data_ptr()));
       } else {
-        STD_TORCH_CHECK(false, "half-precision logits have a gradient of their own dtype");
+        STD_TORCH_CHECK(false, "the gradient of half-precision logits must have their dtype");
       }
     });
   });

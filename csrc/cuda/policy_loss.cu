@@ -3,9 +3,9 @@
 //
 // A thread takes four neighbouring elements, 16 bytes of each input at a time where all of them are aligned to that. A
 // block adds its partial sums in a fixed order (lanes, then warps) and writes them; the blocks are added by the caller.
-// Masked elements are computed on zeros and multiplied away by selection, so whatever stands there reaches no sum.
+// Masked elements are computed on zeros and removed by selection, so their values reach no sum.
 //
-// Compiled with --use_fast_math; differences of exponentials near 1 are taken by expm1f, which it leaves alone.
+// Compiled with --use_fast_math; differences of exponentials near 1 use expm1f, which that option does not change.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -22,7 +22,7 @@ using torch::stable::Tensor;
 constexpr int kThreads = 256;
 constexpr int kPack = 4;
 constexpr int kWarps = kThreads / 32;
-// What is added up over the elements: the rows of `partial`, which Python knows by these names (elements.Sums).
+// The sums over the elements: the rows of `partial`, by the names of elements.Sums.
 #define ROLLTREE_SUMS(X) \
   X(loss) X(pg_loss) X(clipped) X(clipped_lower) X(ppo_kl) X(entropy) X(kl) X(mismatch_k3) X(mismatch_probability) \
   X(mismatch_weight) X(mismatch_rejected) X(behaviour_count) X(tokens)
@@ -37,7 +37,7 @@ constexpr float kMaxLogRatio = 20.0f;
 enum Kl : int { kK1, kK2, kK3, kLowVar, kAbs };
 enum Mismatch : int { kNone, kTruncate, kMask };
 
-struct Inputs {  // null where absent, but for the first four
+struct Inputs {  // null where absent, except the first four
   const float *logprob, *adv_pos, *adv_neg, *weight;
   const float *entropy, *log_ratio, *old_logprob, *ref_logprob, *behaviour, *low, *high;
   const uint8_t* mask;
@@ -49,7 +49,7 @@ struct Numbers {
   bool straight_through, kl_importance;
 };
 
-// Four elements from place i; `absent` beyond M and where there is no tensor.
+// Loads four elements from place i; `absent` beyond M and where there is no tensor.
 __device__ float4 load(const float* p, int64_t i, int64_t M, bool aligned, float absent) {
   if (p == nullptr) return make_float4(absent, absent, absent, absent);
   if (aligned && i + kPack <= M) return *reinterpret_cast<const float4*>(p + i);

@@ -1,4 +1,4 @@
-// Instructions that C++ has no words for: matrix products of a warp, transposed loads, copies to shared memory.
+// Instructions without a C++ equivalent: matrix products of a warp, transposed loads, copies to shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace rolltree {
 
-// Two values of half precision in a register, the lower first.
+// Packs two values of half precision in a register, the lower first.
 template <typename T>
 __device__ uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -65,7 +65,7 @@ __device__ inline void copy_async(void* to, const void* from) {
 // Ends a group of copies.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for the thread's groups of copies but for the last `pending`.
+// Waits for the thread's groups of copies except the last `pending`.
 template <int pending>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");

@@ -2,9 +2,9 @@
 //
 //   partial  a block takes item after item (kernels/tree_decode/schedule.py): up to 512 keys of a node, 64 (row, head)
 //            queries below it, one key head. Keys and values go through shared memory in three stages, so that two tiles
-//            are on their way while a third is multiplied; each of four warps multiplies 16 queries, held in registers,
-//            with mma.sync, if any of them exists. A key's place in the pages is found once, by one thread, a tile before
-//            it is copied, from a page id loaded a tile earlier still.
+//            are in flight while a third is multiplied; each of four warps multiplies 16 queries, held in registers,
+//            with mma.sync, if any of them exists. A key's place in the pages is computed once, by one thread, a tile
+//            before it is copied, from a page id loaded one tile earlier.
 //   merge    a warp adds one (row, head)'s partials in the order of its path, weighted by their log-sum-exps.
 //
 // Chunks are counted from a node's first key and partials are added in a fixed order, so a row's bits do not depend on the
@@ -60,7 +60,7 @@ __device__ float of_quad_sum(float x) {
 template <typename T, int D>
 struct Tiles {
   static constexpr int kKeys = D < 256 ? 64 : 32;  // of a tile
-  static constexpr int kStride = D + 8;  // 16 bytes more than a row, so that eight rows lie in different banks
+  static constexpr int kStride = D + 8;  // 16 bytes more than a row, so that eight rows are in different banks
   T k[kStages][kKeys][kStride];
   T v[kStages][kKeys][kStride];
   int64_t place[kStages][kKeys];  // of a key in the pages, in elements
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const Problem p) {
     const int32_t* pages = p.page_ids + item.first_page;
     const int last = item.slot + item.keys - 1, end = (item.keys + kKeys - 1) / kKeys;
 
-    // This thread's key of a tile: past the item's last key it is that key again, hidden from all queries.
+    // This thread's key of a tile; past the item's last key it is that key again, hidden from all queries.
     const auto slot_of = [&](int tile) { return min(item.slot + tile * kKeys + static_cast<int>(threadIdx.x), last); };
     const auto page_of = [&](int tile) { return pages[slot_of(tile) >> p.page_shift]; };
     const auto find = [&](int tile, int64_t page) {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const Problem p) {
       tiles.place[tile % kStages][threadIdx.x] = page * p.page_stride + within * p.slot_stride;
     };
     for (int tile = 0; tile < kStages; ++tile) find(tile, page_of(tile));
-    __syncthreads();  // places are written, and no one multiplies a tile of the last item any more
+    __syncthreads();  // places are written, and all warps have finished the last item's tiles
     for (int tile = 0; tile < kStages - 1; ++tile) {
       if (tile < end) fetch<T, D>(tiles, tile, k, v);
       commit_copies();
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const Problem p) {
 
     for (int tile = 0, stage = 0; tile < end; ++tile, stage = stage == kStages - 1 ? 0 : stage + 1) {
       wait_for_copies<kStages - 2>();
-      __syncthreads();  // this tile is there, and the one before is multiplied: its stage is free
+      __syncthreads();  // this tile has arrived, and the one before is done: its stage is free
       if (tile + kStages - 1 < end) fetch<T, D>(tiles, stage == 0 ? kStages - 1 : stage - 1, k, v);
       commit_copies();
       find(tile + kStages, page);
@@ -248,7 +248,7 @@ __global__ void merge_kernel(
   if (lane == 0) lse[query] = saw ? (top + log2f(total)) * kLn2 : -INFINITY;
 }
 
-// The value of a condition as a template's argument.
+// Calls with a condition's value as a template argument.
 template <typename F>
 void with_flag(bool flag, F f) {
   flag ? f(std::true_type{}) : f(std::false_type{});

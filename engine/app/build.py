@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
 from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
 from .build_learning import FROM_ROLES, corrects, credit, learning_parts
@@ -53,6 +55,8 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         preflight.check_directory(config.run_dir)
     set_seed(config.seed)
     console.phase("loading the model")
+    if config.model.create is not None and not Path(config.model.path).exists():
+        console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
     model, tokenizer = prepare_model(config)
     engine = make_engine(config, sampled_model(config, model), tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
@@ -121,11 +125,12 @@ def sampling_parts(
     """
     loop = config.loop
     on_cpu = config.rollout.backend == "native" and model.device.type == "cpu"
+    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
     return SamplingParts(
-        engine=engine,
+        sampler=LocalSampler(engine, program),
         tokenizer=tokenizer,
         source=source,
-        program=rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards)),
+        program=program,
         program_name=config.rollout.program,
         params=sampling_params(config.rollout),
         budget=budget(config),
@@ -167,7 +172,7 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
 def check_backend(config: RolloutConfig) -> None:
     """
     Raises:
-        UserError: vLLM is asked for, and drafts of the native backend, or it is not installed.
+        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
     """
     if config.backend == "vllm" and config.drafts.rows:
         raise UserError(
@@ -313,8 +318,10 @@ def check_credit(config: TrainConfig) -> None:
     preflight.check_credit(credit(config), config.algorithm.advantage, config.rollout.n, columns)
 
 
-def kept_entries(config: TrainConfig, *, recorded: bool = False) -> Entries | None:
-    """Return what looks through the entries of a run's prompts; None where nothing keeps any.
+def kept_entries(
+    config: TrainConfig, *, recorded: bool = False
+) -> Callable[[Mapping[str, Any], str], dict[str, Any]] | None:
+    """Return `Entries.kept` of a run's prompts; None where nothing keeps their entries.
 
     Args:
         recorded: the groups are written to a file.
@@ -323,7 +330,7 @@ def kept_entries(config: TrainConfig, *, recorded: bool = False) -> Entries | No
         return None
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
-    return Entries({data.prompt_key, data.answer_key, data.n_key or data.answer_key}, all_read=all_read)
+    return Entries({data.prompt_key, data.answer_key, data.n_key or data.answer_key}, all_read=all_read).kept
 
 
 def _user_code_reads(config: TrainConfig) -> bool:

@@ -1,7 +1,7 @@
 """The command line: ``rolltree train | rollout | serve | bench | report | kernels | methods | doctor``.
 
-Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Failures are one sentence on stderr; the
-traceback comes with ``--debug``.
+Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted, 141 nobody reads the output any more.
+Failures are one sentence on stderr; the traceback comes with ``--debug``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import errno
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import logging
+import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import RunError, UserError
 from ..parts.calling import failure
+from .printable import printable
 
 if TYPE_CHECKING:
     from ..settings import TrainConfig
@@ -38,6 +43,9 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot encode is escaped
+            stream.reconfigure(errors="backslashreplace")
     if argv[:1] == ["bench"]:  # it has a command line of its own, and the engine never imports it
         return int(importlib.import_module("rolltree.bench.cli").main(argv[1:]))
     parser = _parser()
@@ -50,7 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     run: Callable[[argparse.Namespace, list[str]], int] = args.run
     try:
-        return run(args, rest)
+        code = run(args, rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError as error:
+        if not _reader_has_left():
+            return _fail(args, error, 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer goes nowhere
+        return 128 + signal.SIGPIPE
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         extra = next((extra for extra, modules in EXTRAS.items() if missing in modules), None)
@@ -78,10 +93,20 @@ def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
     message = " ".join(str(error).split())
     if not message or not isinstance(error, UserError | RunError | OSError | RuntimeError | ValueError):
         message = failure(error)
-    message = message.encode("utf-8", "backslashreplace").decode()
+    message = printable(message.encode("utf-8", "backslashreplace").decode())
     hint = "" if isinstance(error, UserError | RunError) or args.debug else " (--debug shows the traceback)"
     print(f"rolltree: {message}{hint}", file=sys.stderr)
     return code
+
+
+def _reader_has_left() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as after ``| head``."""
+    try:
+        pipe = select.poll()
+        pipe.register(sys.stdout.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipe.poll(0))
+    except (OSError, ValueError):  # it is no file
+        return False
 
 
 class _Version(argparse.Action):

@@ -1,22 +1,26 @@
 """What a run shows while it runs: one line a step, evaluations that stand out, live progress with the time left.
 
 On a terminal a progress bar stays below the lines; elsewhere (CI, a file) plain lines come at most every ten seconds.
-A metric that is absent is left out of its line: the console never decides what a run must measure.
+A metric that is absent is left out of its line: the console never decides what a run must measure. A run goes on where
+nobody reads its output any more: the terminal is closed, or what it was piped into has ended.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
+
+from .printable import printable
 
 PLAIN_SECONDS = 10.0
 """Least time between two step lines where there is no terminal."""
@@ -25,6 +29,13 @@ ETA_STEPS = 20
 
 MANY_UNPARSED = 0.05
 """Share of a step's responses without an answer that can be read, above which the step line shows it."""
+
+
+class Terminal(RichConsole):
+    """Falls silent where the pipe that it writes to is closed; rich itself would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 def _count(value: float) -> str:
@@ -60,7 +71,7 @@ class Console:
     """
 
     def __init__(self, rich: RichConsole | None = None) -> None:
-        self.rich = rich or RichConsole(highlight=False)
+        self.rich = rich or Terminal(highlight=False)
         self.live = self.rich.is_terminal and not self.rich.is_dumb_terminal
         self._progress: Progress | None = None
         self._total = 0
@@ -95,7 +106,7 @@ class Console:
     def phase(self, text: str) -> None:
         """What is being done now: shown beside the bar, nowhere else."""
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=escape(text))
+            self._progress.update(self._progress.task_ids[0], description=escape(printable(text)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step has ended; ``step`` counts from 1."""
@@ -131,9 +142,9 @@ class Console:
         """Stop the progress and print the closing ``lines``."""
         self.close()
         if self.live:
-            self.rich.print(Rule(style="green"))
+            self._show(Rule(style="green"))
             for line in lines:
-                self.rich.print(Padding(escape(line), (0, 1)))
+                self._show(Padding(escape(printable(line)), (0, 1)))
             return
         for line in lines:
             self._print(line)
@@ -141,7 +152,10 @@ class Console:
     def close(self) -> None:
         """Stop the progress display; harmless when there is none."""
         if self._progress is not None:
-            self._progress.stop()
+            try:
+                self._progress.stop()
+            except OSError as error:
+                self._mute(error)
             self._progress = None
 
     def _time_left(self, step: int) -> str:
@@ -155,4 +169,17 @@ class Console:
         return f"{clock} left"
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self.rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self._show(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _show(self, what: Any, **options: Any) -> None:
+        try:
+            self.rich.print(what, **options)
+        except OSError as error:
+            self._mute(error)
+
+    def _mute(self, error: OSError) -> None:
+        """Print nothing any more where the terminal has been closed; otherwise raise ``error``."""
+        if error.errno != errno.EIO:
+            raise error
+        self._progress, self.live = None, False
+        self.rich.quiet = True

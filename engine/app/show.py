@@ -20,7 +20,8 @@ from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
 from ..settings import TrainConfig
 from .build import kept_entries, make_engine, make_run_rewards, prepare_model, sampling_parts
-from .console import Console
+from .console import Console, Terminal
+from .printable import printable
 
 
 def sample_and_show(
@@ -36,7 +37,7 @@ def sample_and_show(
         out: a parquet file to write.
         record: a file of groups to write, for `Replay`.
     """
-    console = console or RichConsole(highlight=False)
+    console = console or Terminal(highlight=False)
     model, tokenizer = prepare_model(config)
     groups = _first_groups(config, count, model, tokenizer, Console(console), recorded=record is not None)
     for group in groups:
@@ -44,7 +45,7 @@ def sample_and_show(
         console.print(describe(group))
         why = [*group.unsampled, *(v.reason or f"skipped, {v.skipped}" for v in group.verdicts if v.value is None)]
         if why:
-            console.print(escape(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}."))
+            console.print(escape(printable(f"{len(why)} of {len(group.texts)} have no reward: {why[0]}.")))
         console.print()
     if out is not None:
         write_rollouts(out, 0, [group.tree for group in groups], [group.texts for group in groups])
@@ -95,7 +96,7 @@ def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:
 
     def text(node: int) -> str:
         ids = tree.token_id[tree.start[node] : tree.start[node] + tree.length[node]]
-        return escape(tokenizer.decode(ids)).rstrip("\n")
+        return escape(printable(tokenizer.decode(ids))).rstrip("\n")
 
     ends: dict[int, list[int]] = {}
     for leaf, node in enumerate(tree.leaf_node.tolist()):

@@ -1,10 +1,12 @@
-"""TreeBatch: trees packed back to back, on the device.
+"""TreeBatch: packed trees on the device, as rows to compute and targets to score.
 
-A *target* is one response token to score: its predictor's row and its id. Targets follow the packed order of their
-tokens, so target ``i`` lies on the path of target ``j`` iff ``i <= j < target_end[i]``, the same interval rule as for
-rows. A token shared by several leaves is one target that carries their sums (S_pos, S_neg, S_1); those sums add up over
-disjoint sets of leaves, which is why a tree larger than the budget can be split by its leaves without changing loss or
-gradient.
+A *row* is a distinct prefix of token ids (`rows.py`). A *target* is one token of a tree after its prompt, with what was
+recorded of it: the row that predicts it, and its id. Siblings that sampled one id with different records are different
+targets of one row. Targets follow the order of the trees' tokens, so target ``i`` lies on the path of target ``j`` iff
+``i <= j < target_end[i]``, the interval rule of rows.
+
+A target shared by several leaves carries their sums (S_pos, S_neg, S_1). These add up over disjoint sets of leaves, so
+a tree larger than the budget can be split by its leaves without changing loss or gradient.
 """
 
 from __future__ import annotations
@@ -31,51 +33,51 @@ OldLogprob = Tensor | Literal["behaviour", "proximal"] | None
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
-    """Packed trees. ``T`` tokens, ``M`` targets, ``R`` rows whose hidden state predicts something, ``L`` leaves."""
+    """Packed trees: ``T`` rows, ``M`` targets, ``R`` rows that predict a target, ``L`` leaves."""
 
     trees: tuple[TokenTree, ...]
-    tree_index: tuple[int, ...]  # of each tree, in the list given to pack()
-    leaf_index: tuple[Array, ...]  # of each tree's leaves, in the tree given to pack()
+    tree_index: tuple[int, ...]  # each tree's index in the list given to pack()
+    leaf_index: tuple[Array, ...]  # each tree's leaves, as indices in the tree given to pack()
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
     subtree_end: Tensor  # [T] int32
-    row: Tensor  # [M] int64, the packed row that predicts the target
+    row: Tensor  # [M] int64, the row that predicts the target
     target: Tensor  # [M] int64
     head_row: Tensor  # [R] int64, distinct rows among `row`, ascending
     head_index: Tensor  # [M] int64, row == head_row[head_index]
     loss_mask: Tensor  # [M] bool
-    columns: dict[str, Tensor]  # of tokens and nodes [M], of leaves [L], of paths [P]; those training reads
+    columns: dict[str, Tensor]  # those that training reads: of tokens and nodes [M], of leaves [L], of paths [P]
     target_end: Tensor  # [M] int64
     leaf_target: Tensor  # [L] int64, the last target on the leaf's path, -1 for an empty response
     leaf_start: Tensor | None  # [L] int64, the last target before the leaf's response, -1 for none; None: none anywhere
     leaf_length: Tensor  # [L] int64, response tokens in the loss
     segment: Tensor  # [M] int64, the target's node, among all nodes of the batch
-    copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the token
+    copies: Tensor  # [T] int64, leaves below: how often a flat batch would hold the row
     leaf_advantage: Tensor  # [L] float64; leaves in depth-first order, tree after tree
-    mixed: bool  # some token is shared by leaves whose advantages differ in sign
-    path_target: Tensor | None  # [P] int64, the target of each leaf's every response token; None: no column needs it
-    path_leaf: Tensor | None  # [P] int64, that leaf
+    mixed: bool  # some target is shared by leaves whose advantages differ in sign
+    path_target: Tensor | None  # [P] int64, target of every response token of every leaf; None: no column needs it
+    path_leaf: Tensor | None  # [P] int64, the leaf of each
     path_advantage: Tensor | None  # [P] float64, where credit differs along a path; None: it is the leaf's
     cu_seqlens: Tensor | None  # [trees + 1] int32, where every tree is a plain sequence
-    longest: int  # path, in tokens
-    padded: tuple[int, int] | None  # (B, S): single sequences, which the model takes as an ordinary batch padded to S
-    place: Tensor  # [T] int64, the token's place in that batch, read row by row
-    pieces: tuple[Piece, ...]  # of a tree larger than the budget, to be computed one after the other; empty: at once
-    plan: HeadPlan | None = None  # of its terms' head pass; None: made where it runs. Pieces have their own
+    longest: int  # tokens of the longest path
+    padded: tuple[int, int] | None  # (B, S): plain sequences that the model computes as a padded batch [B, S]
+    place: Tensor  # [T] int64, each row's place in that batch, flattened
+    pieces: tuple[Piece, ...]  # of a tree larger than the budget, computed one after the other; empty: at once
+    plan: HeadPlan | None = None  # of the terms' head pass; None: made when it runs. Pieces have their own
 
     def to(self, device: torch.device | str) -> TreeBatch:
-        """Its tensors on ``device``: batches can wait in the host's memory for their turn."""
+        """The batch with its tensors on ``device``; batches can wait in host memory."""
         without = replace(self, trees=(), leaf_index=())
         return replace(to_device(without, device), trees=self.trees, leaf_index=self.leaf_index)
 
     @property
     def behaviour_logprob(self) -> Tensor | None:  # [M] float32
-        """As recorded when the tokens were sampled; None where a token in the loss has none."""
+        """The log-probs that the sampler recorded; None if a token in the loss has none."""
         return self.columns.get("behaviour_logprob")
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens, prompts included."""
+        """Rows: distinct prefixes, those of prompts included."""
         return self.input_ids.numel()
 
     @property
@@ -88,11 +90,11 @@ class TreeBatch:
         return sum(tree.loss_tokens for tree in self.trees)
 
     def paths(self, weight: Tensor | None = None, length: Tensor | None = None) -> PathIndex:
-        """Which targets lie on which leaf's path.
+        """The index of the targets on each leaf's path.
 
         Args:
-            weight: ``[L]`` of each leaf, 1 where not given.
-            length: ``[L]`` tokens of each leaf that count; those in the loss where not given.
+            weight: ``[L]`` weight of each leaf; default: 1.
+            length: ``[L]`` tokens of each leaf that count; default: those in the loss.
         """
         one = self.leaf_advantage.new_ones(self.num_leaves) if weight is None else weight
         return PathIndex(

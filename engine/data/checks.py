@@ -1,6 +1,6 @@
-"""What trees are built from, as arrays of the dtype that trees keep: nothing is truncated, wrapped or flattened.
+"""Checks of the values that trees are built from: converted to the trees' dtypes, never truncated or wrapped.
 
-Every function names the argument (``name``) and the remedy in its ValueError.
+Every function raises ValueError with the argument's name (``name``) and the remedy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def array_of(name: str, values: object) -> Array:
-    """``values`` as numpy has them: a list, an array, or a tensor that has values."""
+    """``values``, a list, an array or a tensor, as a numpy array."""
     if isinstance(values, torch.Tensor):
         if values.device.type == "meta":
             refuse(f"{name} is on the meta device and has no values; give a real tensor")
@@ -53,7 +53,7 @@ def token_ids(name: str, values: object) -> Array:  # [n] int32
 
 
 def numbers(name: str, values: object, *, nan: bool = False, least: float = -np.inf) -> Array:
-    """``values`` as float32, finite there; ``nan`` says that NaN stands for "none"."""
+    """``values`` as finite float32; with ``nan``, NaN means "none" and is allowed."""
     array = array_of(name, values)
     if array.dtype.kind == "b":
         refuse(f"{name} must be numbers, got bool")
@@ -70,7 +70,7 @@ def numbers(name: str, values: object, *, nan: bool = False, least: float = -np.
 
 
 def flags(name: str, values: object) -> Array:
-    """``values`` as bool; 0 and 1 stand for it."""
+    """``values`` as bool; 0 and 1 are allowed."""
     array = array_of(name, values)
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
         refuse(f"{name} must be True or False, got {array[~np.isin(array, (0, 1))][0]}")
@@ -94,7 +94,7 @@ def size(name: str, value: object, *, least: int = 1) -> int:
 
 
 def count(name: str, values: object) -> int:
-    """Of the entries of a list, array or tensor."""
+    """The number of entries of a list, array or tensor."""
     try:
         if not isinstance(values, str | bytes | Mapping | Set):
             return len(values)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Columns: everything a tree carries beside its structure, each value declared once.
+"""Columns: all values that a tree carries in addition to its structure, each declared once.
 
 A tree, its builders and splitters, the packed batch, the parquet files, `PolicyFields` and the tree explorer all derive
 from these declarations, so a new value is one line here, the code that fills it and the code that reads it. A tree
-holds the columns somebody has set; any other reads as its ``fill``.
+holds the columns that were set; any other reads as its ``fill``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Per = Literal["token", "node", "leaf", "path"]
 class Column:
     """One declared value.
 
-    A ``path`` column has a value for every response token of every leaf, leaf after leaf: what a token shared by many
-    leaves is to each of them. The others have one a token, node or leaf of the tree.
+    A ``path`` column has a value for every response token of every leaf, leaf after leaf, so a shared token may have
+    another value for each of its leaves. The others have one a token, node or leaf of the tree.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Column:
     meaning: str
     fill: float = 0
     merge: Literal["equal", "first", "sum"] = "equal"
-    """Of token columns, where the tokens of two sequences are one: only if equal; the first's value; their sum."""
+    """How to merge a token column when two sequences share a token: require equality, keep the first value, or add."""
     to_device: bool = False
-    """Whether training reads it, so that `TreeBatch.columns` brings it to the device."""
+    """Training reads it, so `TreeBatch.columns` holds it."""
 
     def __post_init__(self) -> None:
         kind = np.dtype(self.dtype)
@@ -77,7 +77,7 @@ COLUMNS: dict[str, Column] = {}
 
 
 def declare(column: Column) -> Column:
-    """Make ``column`` known.
+    """Register ``column``.
 
     Raises:
         ValueError: another column has its name.
@@ -88,7 +88,7 @@ def declare(column: Column) -> Column:
 
 
 def find_column(name: str) -> Column:
-    """The declaration of ``name``.
+    """The column declared as ``name``.
 
     Raises:
         ValueError: there is none.

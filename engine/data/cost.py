@@ -47,7 +47,7 @@ class CostModel:
         """FLOP of the tree: every distinct prefix once."""
         rows = distinct_rows(tree)
         scored = np.unique(rows.of_token[tree.loss_mask & (tree.response_leaves > 0)]).size
-        return self.token * rows.count + self.attention * rows.visible + self.scored * scored
+        return self.token * rows.num_rows + self.attention * rows.visible + self.scored * scored
 
     def flat(self, tree: TokenTree) -> float:
         """FLOP of the flat batch: every leaf's path on its own."""

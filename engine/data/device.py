@@ -1,4 +1,4 @@
-"""What goes to a device and what comes back, without the host waiting more often than it must."""
+"""Transfers to and from a device, with as few host synchronisations as possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def to_device(value: T, device: torch.device | str) -> T:
     """``value`` with all tensors in it on ``device``: in lists, tuples, dicts, dataclasses and bound arguments.
 
-    From the host to a GPU they travel by pinned memory, so that nothing waits for what the GPU is still computing.
+    Transfers from the host to a GPU use pinned memory and do not wait for the GPU.
     """
     return cast("T", _moved(value, torch.device(device)))
 

@@ -1,4 +1,4 @@
-"""Who computes which trees, where several ranks share an update."""
+"""The trees and batches of each rank, if several ranks share an update."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def distribute(
     max_tokens: int,
     device: torch.device | str | None = None,
 ) -> list[list[TreeBatch]]:
-    """Batches for every rank: about equal work, equally many, each tree whole on one rank as long as it fits a batch.
+    """Batches for every rank: about equal work, the same number of batches, and each tree on one rank.
 
-    The costliest tree goes first, to the rank with the least to do. A rank short of a batch gets one that teaches
-    nothing, so that ranks which meet in every batch (FSDP) stay together. ``tree_index`` counts in ``trees``.
+    Trees are assigned in order of cost, each to the rank with the least work. A rank with fewer batches gets further
+    ones without any loss, because ranks synchronise in every batch (FSDP). ``tree_index`` counts in ``trees``.
 
     Raises:
         ValueError: there are fewer trees than ranks, or a tree does not fit; see :func:`pack`.
@@ -54,7 +54,7 @@ def distribute(
 
 
 def _silent(batch: TreeBatch) -> TreeBatch:
-    """``batch``, of which nothing is learned."""
+    """``batch`` without any token in the loss."""
     return replace(
         batch,
         loss_mask=torch.zeros_like(batch.loss_mask),

@@ -16,7 +16,7 @@ from .columns import COLUMNS, Array
 from .concat import side_by_side
 from .cost import CostModel
 from .pieces import cut
-from .rows import Rows, distinct_rows
+from .rows import Rows, concat_rows, distinct_rows
 from .tree import TokenTree
 
 WORTH_SHARING = 1.1
@@ -29,9 +29,9 @@ CREDIT = ("token_advantage", "node_advantage", "path_advantage")
 class Part(NamedTuple):
     """A tree of the list given to `pack`, or some of its leaves."""
 
-    index: int  # of the tree in that list
+    tree_index: int  # in that list
     tree: TokenTree
-    leaves: Array  # [L], the part's leaves among the tree's
+    leaf_index: Array  # [L] the part's leaves, as indices in the tree given to `pack`
     rows: Rows
 
 
@@ -70,7 +70,7 @@ def pack(
     oversized: list[TreeBatch] = []
     for index, tree in enumerate(trees):
         whole = Part(index, tree, np.arange(tree.num_leaves), distinct_rows(tree))
-        if in_pieces and whole.rows.count > max_tokens:
+        if in_pieces and whole.rows.num_rows > max_tokens:
             oversized.append(replace(assemble([whole], device), pieces=cut(tree, max_tokens, device)))
         else:
             parts.extend(_split(whole, max_tokens))
@@ -89,15 +89,15 @@ def _part(index: int, tree: TokenTree, leaves: Array) -> Part:
 def _sequences(part: Part) -> list[Part]:
     """Every leaf of ``part`` as a part of its own."""
     tree = part.tree
-    return [_part(part.index, tree.chain(i), part.leaves[i : i + 1]) for i in range(tree.num_leaves)]
+    return [_part(part.tree_index, tree.chain(i), part.leaf_index[i : i + 1]) for i in range(tree.num_leaves)]
 
 
 def _best_fit(parts: list[Part], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
-    order = sorted(range(len(parts)), key=lambda i: (-parts[i].rows.count, i))
+    order = sorted(range(len(parts)), key=lambda i: (-parts[i].rows.num_rows, i))
     bins: list[list[int]] = []
     room: list[int] = []
     for i in order:
-        size = parts[i].rows.count
+        size = parts[i].rows.num_rows
         fitting = [b for b in range(len(bins)) if room[b] >= size]
         if fitting:
             best = min(fitting, key=lambda b: room[b])
@@ -141,12 +141,12 @@ def _too_long(leaf: int, tree: int, length: int, max_tokens: int) -> str:
 def _split(whole: Part, max_tokens: int) -> list[Part]:
     """Parts of ``whole`` of at most ``max_tokens`` rows, each with consecutive leaves in depth-first order of rows."""
     tree, rows = whole.tree, whole.rows
-    if rows.count <= max_tokens:
+    if rows.num_rows <= max_tokens:
         return [whole]
     path = tree.path_length
     if path.max() > max_tokens:
         worst = int(path.argmax())
-        raise ValueError(_too_long(worst, whole.index, int(path[worst]), max_tokens))
+        raise ValueError(_too_long(worst, whole.tree_index, int(path[worst]), max_tokens))
     last = rows.of_token[tree.row_at(path - 1)]  # the row in which each leaf ends
     order = np.argsort(last, kind="stable")
     groups: list[list[int]] = []
@@ -165,7 +165,7 @@ def _split(whole: Part, max_tokens: int) -> list[Part]:
         drop[group] = False
         part = tree.without_leaves(drop)
         assert part is not None
-        parts.append(_part(whole.index, part, whole.leaves[~drop]))
+        parts.append(_part(whole.tree_index, part, whole.leaf_index[~drop]))
     return parts
 
 
@@ -173,7 +173,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
     """``parts`` as one batch: a row for every distinct prefix of a part, a target for every token after its prompt."""
     trees = [part.tree for part in parts]
     all_of = side_by_side(trees)
-    rows = distinct_rows(all_of)
+    rows = concat_rows([part.rows for part in parts])
     node = np.repeat(np.arange(all_of.num_nodes), all_of.length)
     response = all_of.parent[node] >= 0
     before = np.append(0, np.cumsum(response))  # targets before each token
@@ -195,8 +195,8 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
     along = {name: torch.from_numpy(values).to(device) for name, values in paths.items()}
     return TreeBatch(
         trees=tuple(trees),
-        tree_index=tuple(part.index for part in parts),
-        leaf_index=tuple(part.leaves for part in parts),
+        tree_index=tuple(part.tree_index for part in parts),
+        leaf_index=tuple(part.leaf_index for part in parts),
         input_ids=tensor(all_of.token_id[rows.token]),
         position_ids=tensor(rows.position),
         subtree_end=tensor(rows.end, np.int32),
@@ -220,7 +220,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         cu_seqlens=tensor(bounds, np.int32) if all(tree.num_leaves == 1 for tree in trees) else None,
         longest=int(all_of.path_length.max()),
         padded=None,
-        place=torch.arange(rows.count, device=device),
+        place=torch.arange(rows.num_rows, device=device),
         pieces=(),
     )
 

@@ -2,8 +2,8 @@
 
 A piece is a run of consecutive rows. The earlier rows it sees are the path to its first row; their keys and values are
 all it needs of them (`tree_attention`'s ``prefix_kv``). A piece that later ones see is computed twice: first without
-gradient, for the keys and values they need, and again when they are done and have said what gradient these get. Pieces
-that nothing later sees are computed once. So the memory is one piece and the keys and values of one path
+gradient, for the keys and values that they need, and again when they are done and the gradient of these is known. Other
+pieces are computed once. So the memory is one piece and the keys and values of one path
 (Li et al. 2026, "DTA", arXiv 2602.00482, in pieces of many branches).
 """
 
@@ -48,15 +48,15 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
     rows = distinct_rows(tree)
     starts = _starts(tree, rows)
     bounds = [0]
-    while bounds[-1] < rows.count:
+    while bounds[-1] < rows.num_rows:
         begin, limit = bounds[-1], bounds[-1] + max_tokens
         at = limit
-        if limit < rows.count:
+        if limit < rows.num_rows:
             branches = starts[(starts > begin + max_tokens // 2) & (starts <= limit)]
             if len(branches):
                 shortest = rows.position[branches] == rows.position[branches].min()
                 at = int(branches[shortest][-1])
-        bounds.append(min(at, rows.count))
+        bounds.append(min(at, rows.num_rows))
     predictor = rows.of_token[tree.parent_row[tree.prompt_length :]]
     pieces = []
     for begin, end in pairwise(bounds):
@@ -78,12 +78,12 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
 def _starts(tree: TokenTree, rows: Rows) -> Array:
     """Rows after which a path may branch or end: the first ones of nodes, and of branches that rows alone have."""
     above = rows.of_token[tree.parent_row[rows.token[1:]]]
-    apart = np.flatnonzero(above != np.arange(rows.count - 1))
+    apart = np.flatnonzero(above != np.arange(rows.num_rows - 1))
     return np.unique(np.concatenate([rows.of_token[tree.start], apart + 1, above[apart] + 1]))
 
 
 class _Kept(NamedTuple):
-    """One layer's keys and values that later pieces see, and the gradient they have got so far."""
+    """The keys and values of one layer that later pieces see, and their gradient so far."""
 
     key: Tensor  # [n, Hkv, D]
     value: Tensor
@@ -92,7 +92,7 @@ class _Kept(NamedTuple):
 
 
 class PieceStore:
-    """What the model is given as ``kv_store`` while it computes a piece."""
+    """The keys and values of open pieces; the model gets it as ``kv_store`` while it computes a piece."""
 
     def __init__(self, rows: Rows, piece: Piece, open_pieces: Sequence[PieceStore], device: torch.device) -> None:
         ends = rows.end
@@ -153,7 +153,7 @@ class PieceStore:
 
 
 class _AddGradient(torch.autograd.Function):
-    """``x``, whose gradient at ``rows`` is more by what later pieces gave."""
+    """Returns ``x``; adds the gradient from later pieces at ``rows``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, gradient: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class _AddGradient(torch.autograd.Function):
 
 
 class _TakeGradient(torch.autograd.Function):
-    """``x[which]``, whose gradient is added to ``total[which]``. ``needs`` makes autograd come by."""
+    """Returns ``x[which]``; adds its gradient to ``total[which]``. ``needs`` makes autograd call the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, which: Tensor, total: Tensor, needs: Tensor) -> Tensor:
@@ -189,11 +189,11 @@ def depth_first(
     use: Callable[[PieceStore, T], None],
     gradients: bool,
 ) -> None:
-    """Compute the pieces and use each once, in order or, for gradients, when all that see it are done.
+    """Compute the pieces and use each once: in order or, with gradients, after all pieces that see it.
 
     Args:
-        run: the model on a piece; with gradients a piece that later ones see is run twice.
-        use: takes what ``run`` gave; with gradients it must run the backward.
+        run: computes a piece with the model; with gradients, twice for a piece that later ones see.
+        use: takes the result of ``run``; with gradients it must run the backward.
     """
     open_pieces: list[PieceStore] = []
     rows = distinct_rows(tree)
@@ -214,4 +214,4 @@ def depth_first(
                 use(store, result)
         if seen_later:
             open_pieces.append(store)
-    close(rows.count)
+    close(rows.num_rows)

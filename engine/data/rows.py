@@ -7,6 +7,7 @@ end the same prefix share a row, which predicts the targets after all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -26,22 +27,38 @@ class Rows(NamedTuple):
     end: Array  # [R] int32, one past the last row below
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         return len(self.token)
 
     @property
     def visible(self) -> float:
         """Pairs of a row and a row that it sees."""
-        return float(self.position.sum(dtype=np.int64) + self.count)
+        return float(self.position.sum(dtype=np.int64) + self.num_rows)
 
 
 def distinct_rows(tree: TokenTree) -> Rows:
-    """One row a distinct prefix of ``tree``, in time linear in its tokens; without any to merge, a row a token.
+    """One row a distinct prefix of ``tree``, in time linear in its tokens.
 
-    Children keep the order of their first tokens. Trees side by side (`side_by_side`) are not merged with each other.
+    Children keep the order of their first tokens. If no siblings begin alike, every token has a row of its own.
     """
+    first = (tree.parent[1:].astype(np.int64) << 32) | tree.token_id[tree.start[1:]]
+    if len(np.unique(first)) == len(first):
+        every = np.arange(tree.num_tokens)
+        return Rows(every, every, tree.position, tree.subtree_end)
     of_token, token, end = _merge(tree.parent_row, tree.token_id, tree.num_nodes)
     return Rows(of_token, token, tree.position[token], end)
+
+
+def concat_rows(rows: Sequence[Rows]) -> Rows:
+    """The rows of several trees side by side (`side_by_side`)."""
+    tokens = np.cumsum([0, *(len(some.of_token) for some in rows)])
+    before = np.cumsum([0, *(some.num_rows for some in rows)])
+    return Rows(
+        np.concatenate([some.of_token + n for some, n in zip(rows, before, strict=False)]),
+        np.concatenate([some.token + n for some, n in zip(rows, tokens, strict=False)]),
+        np.concatenate([some.position for some in rows]),
+        np.concatenate([some.end + np.int32(n) for some, n in zip(rows, before, strict=False)]),
+    )
 
 
 @numba.njit(cache=True)
@@ -50,7 +67,7 @@ def _merge(parent_row: Array, token_id: Array, nodes: int) -> tuple[Array, Array
     tokens = len(token_id)
     prefix = np.empty(tokens, np.int64)  # of each token, numbered in the order of their first tokens
     source = np.empty(tokens, np.int64)  # first token of each prefix
-    above = np.empty(tokens, np.int64)  # the prefix one token shorter, -1 for a root
+    above = np.empty(tokens, np.int64)  # the prefix one token shorter, -1 for the root's first
     child = np.full(tokens, -1, np.int64)  # the first prefix one token longer
     # All but the first prefix below one are in a table by (prefix, id); a node adds one at most.
     size = 4
@@ -76,19 +93,15 @@ def _merge(parent_row: Array, token_id: Array, nodes: int) -> tuple[Array, Array
         prefix[token] = here
 
     below = np.ones(count, np.int64)  # rows of each prefix and all longer ones
-    for here in range(count - 1, -1, -1):
-        if above[here] >= 0:
-            below[above[here]] += below[here]
+    for here in range(count - 1, 0, -1):
+        below[above[here]] += below[here]
     row, free = np.empty(count, np.int64), np.empty(count, np.int64)  # `free`: the row of the next child
     first, end = np.empty(count, np.int64), np.empty(count, np.int32)
-    next_root = 0
     for here in range(count):
-        if above[here] >= 0:
+        row[here] = 0
+        if here:
             row[here] = free[above[here]]
             free[above[here]] += below[here]
-        else:
-            row[here] = next_root
-            next_root += below[here]
         free[here] = row[here] + 1
         first[row[here]], end[row[here]] = source[here], row[here] + below[here]
     of_token = np.empty(tokens, np.int64)

@@ -1,4 +1,4 @@
-"""Parts a tree is made of, and what it falls into again: runs of tokens, and whole samples."""
+"""Segments and sequences: the runs of tokens that trees are built from, and the samples that `flatten` returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .columns import Array, find_column
 
 
 class Origin(IntEnum):
-    """Where a token came from."""
+    """The origin of a token."""
 
     PROMPT = 0
     SAMPLED = 1
@@ -23,7 +23,7 @@ class Origin(IntEnum):
 
 
 class LeafStatus(IntEnum):
-    """How a response ended."""
+    """The way a response ended."""
 
     STOP = 0
     LENGTH = 1
@@ -84,7 +84,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One root-to-leaf path: what an ordinary trainer calls a sample."""
+    """One root-to-leaf path, the sample of a trainer without trees."""
 
     prompt: list[int]
     response: list[int]

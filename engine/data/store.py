@@ -30,13 +30,13 @@ IDENTITY = pa.schema(
         "status": pa.string(),
     }
 )
-"""What every file has; the trees' columns follow, lists with an entry a response token, or one value a leaf."""
+"""The columns of every file; those of the trees follow, as lists of one entry a response token or one value a leaf."""
 
 
 def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses: Sequence[Sequence[str]]) -> None:
     """Write ``trees`` as parquet, one row a leaf path.
 
-    ``node_ids`` names the tree node of each response token, so leaves share a prefix as far as their node ids agree.
+    ``node_ids`` names the tree node of each response token: leaves share a prefix as far as their node ids agree.
     A reward that is NaN (its verifier failed) is null.
 
     Args:
@@ -52,7 +52,7 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
 
 
 def read_texts(path: Path) -> Iterator[Text]:
-    """What the responses of a file of `write_rollouts` say; what several share, once."""
+    """The texts of the responses in a file of `write_rollouts`; a shared prefix is yielded once."""
     table = pq.read_table(path, columns=["prompt_id", "prompt_ids", "response_ids", "node_ids"])
     seen: set[int] = set()
     prompt_id = None

@@ -3,8 +3,11 @@
 Nodes are runs of tokens without a branch, stored in depth-first preorder, so the tokens below a node are one
 contiguous run of rows: row ``i`` sees key ``j`` iff ``j <= i < subtree_end[j]``. Node 0 is the prompt. A flat group of
 responses is a tree of depth 1, a single sequence a tree with one leaf; a leaf may end at any node, also at the prompt
-(an empty response). Leaves may have longer prompts than node 0 holds, as where every turn of a conversation is a sample
-of its own: ``leaf_prompt`` says where each response begins, and the tokens before are no part of that leaf's loss.
+(an empty response). Leaves may have longer prompts than node 0, for example if every turn of a conversation is a
+sample: a response begins after ``leaf_prompt`` tokens, and the tokens before are not in that leaf's loss.
+
+A token holds one record (log-prob, version, mask, origin). Siblings with equal ids and different records are different
+tokens; `pack` computes them as one row.
 
 Leaves keep the order in which they were given (the *leaf index* of every ``[L]`` array here). ``leaf_order`` lists them
 depth-first; ``first_leaf`` and ``last_leaf`` of a node are ranks in that order, both inclusive.
@@ -28,7 +31,7 @@ from .segment import LeafStatus, Segment, Sequence
 
 @dataclass(eq=False)
 class TokenTree:
-    """See the module's description. Build one with :meth:`from_nodes` or :meth:`from_sequences`."""
+    """A tree of rollouts, as the module describes. Build one with :meth:`from_nodes` or :meth:`from_sequences`."""
 
     # per node [K], int32
     parent: Array  # -1 for the root
@@ -45,12 +48,12 @@ class TokenTree:
     leaf_node: Array
     leaf_order: Array  # leaf indices in depth-first order
     leaf_prompt: Array  # tokens on the leaf's path before its response; at least node 0's
-    columns: dict[str, Array] = field(default_factory=dict)  # what else it carries: see columns.py; written by set()
+    columns: dict[str, Array] = field(default_factory=dict)  # further values, declared in columns.py; written by set()
     rewards: dict[str, Array] = field(default_factory=dict)  # name -> [L] float32
     meta: dict[str, Any] = field(default_factory=dict)  # prompt id, task, ...
 
     def __getattr__(self, name: str) -> Array:
-        """A declared column by its name; one that nobody has set reads as its fill and cannot be written to.
+        """The declared column ``name``; one that was not set reads as its fill and is read-only.
 
         Raises:
             AttributeError: there is no such column.
@@ -67,7 +70,7 @@ class TokenTree:
         """Give the column ``name`` its values: one for all, or one a token, node, leaf or response token of a leaf.
 
         Raises:
-            ValueError: it is not declared, or there are another number of values, or ones its type does not hold.
+            ValueError: the column is not declared, or the number or a value of ``values`` does not fit.
         """
         self.columns[name] = find_column(name).array(values, self._count(name), "TokenTree.set")
 
@@ -83,7 +86,7 @@ class TokenTree:
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens, the prompt's included."""
+        """Stored tokens, the prompt's included."""
         return len(self.token_id)
 
     @property
@@ -96,7 +99,7 @@ class TokenTree:
 
     @property
     def logical_tokens(self) -> int:
-        """Tokens of all root-to-leaf paths, the prompt counted once a leaf: what a flat batch would hold."""
+        """Tokens of all root-to-leaf paths, the prompt counted once a leaf: the tokens of the flat batch."""
         return int((self.node_position + self.length)[self.leaf_node].sum())
 
     @property
@@ -134,7 +137,7 @@ class TokenTree:
 
     @property
     def response_leaves(self) -> Array:
-        """[T] leaves whose response a token is part of: 0 for what is prompt to all."""
+        """[T] leaves whose response a token is part of; 0 for a token that is prompt to all."""
         change = np.zeros(self.num_tokens + 1, np.int64)
         np.add.at(change, self.row_at(self.path_length - 1), 1)
         np.subtract.at(change, self.row_at(self.leaf_prompt - 1), 1)
@@ -208,7 +211,7 @@ class TokenTree:
     ) -> TokenTree:
         """The tree of prompts and responses, shared prefixes merged.
 
-        Response tokens merge only where token id, behaviour log-prob (bit for bit), policy version, loss mask and all
+        Response tokens merge only if token id, behaviour log-prob (bit for bit), policy version, loss mask and all
         further columns that must be equal agree; otherwise the paths split there. Prompt tokens need only the id, and
         merge with responses too: the turns of a conversation, each a prompt and a response, become one path. Responses
         may be empty, equal, or prefixes of one another.
@@ -356,7 +359,7 @@ class TokenTree:
 
     @property
     def path_tokens(self) -> Array:  # [P] int64
-        """Rows of every leaf's response tokens, leaf after leaf: what the values of a ``path`` column belong to."""
+        """Rows of every leaf's response tokens, leaf after leaf: the tokens of the values of a ``path`` column."""
         rows = self.all_path_rows
         return rows[self.position[rows] >= np.repeat(self.leaf_prompt, self.path_length)]
 
@@ -387,8 +390,7 @@ def of_runs(
     leaf_nodes: Seq[int],
     status: Array,  # [L] int8
 ) -> TokenTree:
-    """As :meth:`TokenTree.from_nodes`, of the tokens of all nodes one node after the other, ``lengths`` of each; for
-    who made them, as nothing is checked."""
+    """As :meth:`TokenTree.from_nodes` without its checks, from the concatenated tokens of nodes of ``lengths``."""
     new: list[int] = []  # an empty node is replaced by its nearest non-empty ancestor
     kept = 0
     for node_parent, node_length in zip(parents, lengths, strict=True):
@@ -404,7 +406,7 @@ def of_runs(
 def in_order(
     parent: Array, length: Array, token_id: Array, leaf_node: Array, leaf_prompt: Array, columns: dict[str, Array]
 ) -> TokenTree:
-    """The tree of nodes in any order that puts parents first, with their tokens end to end."""
+    """The tree of nodes given in any order that puts parents first, with their tokens concatenated."""
     made = order_nodes(parent, length, leaf_node)
     ordered = made.ordered({"advantage": np.zeros(len(leaf_node), np.float32)} | columns)
     return TokenTree(

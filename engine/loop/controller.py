@@ -9,7 +9,6 @@ The state of a group changes under one lock, in the thread that samples; the cal
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..errors import RunError, UserError
@@ -27,8 +25,7 @@ from ..methods.groups import Accept, Add, Drop, More, Retry
 from ..parts.calling import failure
 from ..rewards import Rewards
 from ..rollout import SamplingParams
-from ..rollout.branch import Request
-from ..rollout.saving import restore_request
+from ..rollout.sampler import Flight, Job, LostError, WeightSource
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
@@ -38,8 +35,6 @@ from .parts import SamplingParts
 from .runtime import Cores, Progress
 from .unfinished import group_state
 
-WORK = ("steps", "row_steps", "call_wait_us")
-"""What of the engine's counts is added up over a run."""
 MOST_ATTEMPTS = 64
 """Requests made for one group beside its first, after which it is dropped."""
 LOOK_S = 0.05
@@ -66,15 +61,14 @@ class Controller:
         trace: TraceCall = no_trace,
     ) -> None:
         self.parts, self.buffer, self.watch, self.console, self.trace = parts, buffer, watch, console, trace
-        self.engine, self.source, self.program = parts.engine, parts.source, parts.program
+        self.sampler, self.source = parts.sampler, parts.source
         self._params = parts.params  # of the step that is sampled for
-        self._sampling: dict[Group, Request] = {}
+        self._sampling: dict[Group, Flight] = {}
         self._changed = threading.Condition(threading.RLock())
         self.judging = Judging(parts.tokenizer, self._notify, on_failure=parts.on_failure, trace=trace)
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
-        self.work: Counter[str] = Counter()  # of the engine's steps: their seconds, and what it counts of them
         self.restarted: Counter[str] = Counter()  # unfinished groups that were begun anew, by reason
         self._dropped_before = 0  # groups dropped when the step began
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
@@ -103,7 +97,7 @@ class Controller:
             with self._changed:
                 self._params = params
         if self.buffer.budget.staleness == 0:
-            self.engine.forget_prefixes()  # so that what is sampled follows from this step alone
+            self.sampler.forget_prefixes()  # so that what is sampled follows from this step alone
         if self.parts.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
@@ -115,11 +109,11 @@ class Controller:
                         return batch
                 self._advance() if self._thread is None else self._await_change()
 
-    def end_step(self, batch: Sequence[Group], weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """``batch`` has been trained; ``weights`` are the policy's, None where it did not change."""
+    def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
+        """End the step in which ``batch`` was trained; ``weights`` are the policy's, None where it did not change."""
         with self.watch.part("sync"), self.paused():
             if weights is not None:
-                self.engine.update_weights(weights, version=version, keep_kv=self.parts.keep_keys)
+                self.sampler.load(weights, version, keep_keys=self.parts.keep_keys)
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
@@ -155,18 +149,13 @@ class Controller:
         archive = Archive()
         with self.paused(), self._changed:
             self._collect()
-            stopped = self.engine.abort(list(self._sampling.values()))
+            kept = dict(zip(self._sampling, self.sampler.kept(list(self._sampling.values())), strict=True))
             try:
-                groups = [
-                    group_state(group, self._sampling.get(group), self.engine, self.program, archive)
-                    for group in self.buffer.open.values()
-                ]
+                groups = [group_state(group, kept.get(group), archive) for group in self.buffer.open.values()]
             except NotKeptError as error:
                 raise RunError(
                     f"An open group cannot be saved: {error} Give prompts plain entries, or set loop.staleness to 0."
                 ) from error
-            if stopped:
-                self.engine.submit(stopped)
         return archive.tensors, groups
 
     def load_state_dict(self, tensors: dict[str, Tensor], groups: Sequence[Any]) -> None:
@@ -180,7 +169,7 @@ class Controller:
             group = Group(**values)
             self.buffer.open[group.ticket] = group
             if request is not None:
-                self._begin(group, self._taken_up(group, request))
+                self._begin(group, *self._submit([group], request["n"], request))
             elif state is State.JUDGING:
                 group.state = state
                 self.judging.ask([group])
@@ -188,20 +177,11 @@ class Controller:
                 group.state = state
         self._dropped_before = self.buffer.dropped.total()
 
-    def _taken_up(self, group: Group, state: dict[str, Any]) -> Request:
-        """The request of an unfinished group, where it was."""
-        (request,) = self._submit([group], state["n"])
-        self.engine.abort([request])
-        restore_request(request, state)
-        self.engine.submit([request])
-        return request
-
     # -- the thread that samples ------------------------------------------------------------------------------------
 
     def _keep_sampling(self) -> None:
-        stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         try:
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            with self.sampler.in_thread():
                 while self._may_go_on():
                     self._advance()
         except BaseException as error:
@@ -231,9 +211,9 @@ class Controller:
                 self._changed.wait(LOOK_S)
 
     def _synchronize(self) -> None:
-        """Two streams share the weights and the keys: one begins where the other has ended."""
-        if self._thread is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        """Let work of one thread on shared weights and keys end before that of the other begins."""
+        if self._thread is not None:
+            self.sampler.settle()
 
     # -- one round --------------------------------------------------------------------------------------------------
 
@@ -243,11 +223,10 @@ class Controller:
             self._collect()
             self._settle()
             self._admit()
-            self._find_lost()
             self._changed.notify_all()
         if self._sampling:
             with self._timed("sampling", "gen"), self._errors_told():
-                self._step_engine()
+                self._step_sampler()
         elif self.judging.busy:
             with self._timed("waiting for rewards", "reward"):
                 self.judging.wait(LOOK_S)
@@ -255,16 +234,12 @@ class Controller:
             with self._changed:
                 self._changed.wait(LOOK_S)
 
-    def _step_engine(self) -> None:
-        counts = self.engine.loop.counts
-        before, begin = Counter({name: counts[name] for name in WORK}), time.perf_counter()
+    def _step_sampler(self) -> None:
         if self._thread is not None:
             self.cores.take()
-        self.engine.step()
-        end = time.perf_counter()
-        self.work.update({name: counts[name] - before[name] for name in WORK})
-        self.work["us"] += round(1e6 * (end - begin))
-        self.trace("sampler", "decode", begin, end)
+        begin = time.perf_counter()
+        self.sampler.step(LOOK_S)
+        self.trace("sampler", "decode", begin, time.perf_counter())
 
     @contextmanager
     def _timed(self, phase: str | None, part: str) -> Iterator[None]:
@@ -284,51 +259,49 @@ class Controller:
                 prompts = self.source.next(room)
             self.buffer.admit(prompts)
         if queued := self.buffer.among(State.QUEUED):
-            for group, request in zip(queued, self._submit(queued), strict=True):
-                self._begin(group, request)
+            for group, flight in zip(queued, self._submit(queued), strict=True):
+                self._begin(group, flight)
 
-    def _submit(self, groups: Sequence[Group], n: int | None = None) -> list[Request]:
-        """Requests for ``n`` responses each, or for as many as a group's prompt is to have."""
+    def _submit(
+        self, groups: Sequence[Group], n: int | None = None, kept: Mapping[str, Any] | None = None
+    ) -> list[Flight]:
+        """Begin jobs of ``n`` responses, or of as many as a group's prompt is to have, or go on from what was kept."""
         now = self._params
-        params = [replace(now, n=n or group.prompt.n or now.n) for group in groups]
-        with self._timed("sampling", "gen"), self._errors_told():
-            return self.engine.submit(
-                [group.prompt.token_ids for group in groups],
-                params,
-                self.program,
-                seeds=[self._seed(group) for group in groups],
-                contexts=[group.prompt.context for group in groups],
+        jobs = [
+            Job(
+                group.prompt.token_ids,
+                replace(now, n=n or group.prompt.n or now.n),
+                self._seed(group),
+                group.prompt.context,
+                kept,
             )
+            for group in groups
+        ]
+        with self._timed("sampling", "gen"), self._errors_told():
+            return self.sampler.submit(jobs)
 
-    def _begin(self, group: Group, request: Request) -> None:
+    def _begin(self, group: Group, flight: Flight) -> None:
         self.buffer.to(group, State.SAMPLING)
-        self._sampling[group] = request
+        self._sampling[group] = flight
 
     def _collect(self) -> None:
-        """Finished groups go to the judges."""
+        """Let finished groups be judged, and begin lost ones anew."""
         finished = []
-        for group in [group for group, request in self._sampling.items() if request.done]:
-            request = self._sampling.pop(group)
-            if request.error is not None:
+        for group in [group for group, flight in self._sampling.items() if flight.done]:
+            flight = self._sampling.pop(group)
+            if isinstance(flight.error, LostError):
+                self.buffer.to(group, State.QUEUED)
+                self.restarted["lost"] += 1
+                continue
+            if flight.error is not None:
                 with self._errors_told():
-                    raise request.error
-            assert request.tree is not None
+                    raise flight.error
+            assert flight.tree is not None
             self.buffer.to(group, State.JUDGING)
-            finished.append((group, request.tree))
+            finished.append((group, flight.tree))
         if finished:
             with self._timed(None, "reward"):
                 self.judging.add(finished)
-
-    def _find_lost(self) -> None:
-        """Where the engine has nothing to do, whatever is waited for is lost, and begun anew."""
-        if not self._sampling or self.engine.loop.busy:
-            return
-        for group, request in list(self._sampling.items()):
-            if not request.done:
-                del self._sampling[group]
-                self.buffer.to(group, State.QUEUED)
-                self.restarted["lost"] += 1
-        self._admit()
 
     def _notify(self) -> None:
         with self._changed:
@@ -405,4 +378,4 @@ class Controller:
             raise
         except Exception as error:
             program = f"rollout.program = '{self.parts.program_name}'"
-            raise RunError(f"{program} failed: {failure(error, type(self.program))}.") from error
+            raise RunError(f"{program} failed: {failure(error, type(self.parts.program))}.") from error

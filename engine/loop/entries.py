@@ -26,23 +26,19 @@ class Entries:
     def __init__(self, read: Collection[str], *, all_read: bool) -> None:
         self._all, self._read = all_read, READ | set(read)
 
-    def kept(self, row: Mapping[str, Any], where: str, *, plain: bool = False) -> dict[str, Any]:
+    def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return ``row`` without columns that are never read and that a checkpoint cannot store.
 
         Args:
             where: description of the row for error messages: "Row 3 of 'problems.parquet'".
-            plain: arrays cannot be stored either.
 
         Raises:
             UserError: a column that may be read cannot be stored.
         """
         kept = {}
         for column, value in row.items():
-            archive = Archive()
             try:
-                archive.pack(value)
-                if plain and archive.tensors:
-                    raise NotKeptError("An array cannot be kept there; a list can.")
+                Archive().pack(value)
             except NotKeptError as error:
                 if not self._all and column not in self._read:
                     continue

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..programs import RolloutProgram
 from ..rewards import Rewards
-from ..rollout import RolloutEngine
+from ..rollout.sampler import Job, Sampler
 from .buffer import Responses
 from .failures import unsampled
 from .judging import decode, item
@@ -19,7 +18,7 @@ SOLVED = 1.0 - 1e-6
 
 
 class Evaluation:
-    """Answers ``problems`` with the engine's weights.
+    """Answers held-out problems with the sampler's weights.
 
     Attributes:
         first, last: the accuracies of the first and the latest time; None before.
@@ -28,12 +27,11 @@ class Evaluation:
     def __init__(
         self,
         parts: EvaluationParts,
-        engine: RolloutEngine,
+        sampler: Sampler,
         tokenizer: PreTrainedTokenizerBase,
-        program: RolloutProgram,
         console: Progress,
     ) -> None:
-        self.parts, self.problems, self.engine, self.program = parts, parts.problems, engine, program
+        self.parts, self.problems, self.sampler = parts, parts.problems, sampler
         self.tokenizer, self.console = tokenizer, console
         self.first: float | None = None
         self.last: float | None = None
@@ -50,12 +48,8 @@ class Evaluation:
         if not self.problems:
             return {}
         self.console.phase("evaluating")
-        trees = self.engine.generate(
-            [p.token_ids for p in self.problems],
-            self.parts.params,
-            self.program if self.program.answers_held_out else "flat",
-            contexts=[p.context for p in self.problems],
-        )
+        params = self.parts.params
+        trees = self.sampler.generate([Job(p.token_ids, params, params.seed, p.context) for p in self.problems])
         items = [
             item(p, Responses(tree, texts, {}), 0)
             for tree, texts, p in zip(trees, decode(self.tokenizer, trees), self.problems, strict=True)

@@ -217,6 +217,10 @@ class Learner:
                 )
         return bool(self._flat)
 
+    def weights(self) -> Trainer:
+        """Return the source of the policy's weights, for a sampler."""
+        return self.trainer
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
         tensors, counters = self.trainer.state_dict()

@@ -26,7 +26,6 @@ from ..data.segment import Origin
 from ..data.store import read_texts, write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError
-from ..rollout import NativeEngine
 from ..train import checkpoint
 from . import preflight
 from .archive import Archive, NotKeptError
@@ -75,7 +74,7 @@ class Orchestrator:
     def __init__(self, parts: Parts) -> None:
         self.parts, self.options, self.console = parts, parts.options, parts.console
         sampling, console = parts.sampling, parts.console
-        self.model, self.tokenizer, self.engine = parts.learning.model, sampling.tokenizer, sampling.engine
+        self.model, self.tokenizer, self.sampler = parts.learning.model, sampling.tokenizer, sampling.sampler
         self.source, self.demonstrations = sampling.source, parts.demonstrations
         self.log = MetricsLog(self.options.directory / "metrics.jsonl")
         self.trace = Trace(self.options.directory / "trace.json")
@@ -101,7 +100,7 @@ class Orchestrator:
         self.buffer = Buffer(sampling.budget)
         given = (sampling, self.buffer, self.watch, console, self.trace.add)
         self.controller = Controller(*given) if parts.replay is None else Replay(parts.replay, *given)
-        self.evaluation = Evaluation(parts.evaluation, self.engine, self.tokenizer, sampling.program, console)
+        self.evaluation = Evaluation(parts.evaluation, self.sampler, self.tokenizer, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
         self._dropped: Counter[str] = Counter()  # groups dropped when it ended, by reason
@@ -184,7 +183,7 @@ class Orchestrator:
             file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])
         updates = self.learner.trainer.updates
-        self.controller.end_step(batch, dict(self.model.named_parameters()) if changed else None, updates)
+        self.controller.end_step(batch, self.learner.weights() if changed else None, updates)
         for reason, count in (self.buffer.dropped - self._dropped).items():
             sums.count(f"group/dropped_{reason}", count)
         self._dropped = self.buffer.dropped.copy()
@@ -197,7 +196,7 @@ class Orchestrator:
         times = self.watch.read(self.learner.phases.read())
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
-        metrics |= self.idle.read(times, self.controller.work) | self.learner.mfu.read(times)
+        metrics |= self.idle.read(times, self.sampler.tally) | self.learner.mfu.read(times)
         metrics |= self.monitor.read()
         row = metrics | times
         self._row = row
@@ -302,7 +301,7 @@ class Orchestrator:
         self.source.load_state_dict(Archive(_named(saved.tensors, PROMPTS)).unpack(state["prompts"]))
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
-        self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
+        self.sampler.load(self.learner.weights(), self.learner.trainer.updates, keep_keys=False)
         self.controller.load_state_dict(_named(saved.tensors, OPEN), state["groups"])
         self._remember_rollouts(saved.step)
         for name, failures in self.failures.items():
@@ -317,20 +316,19 @@ class Orchestrator:
         checkpoint.restore_generators(*saved.generators)
         self.console.note(f"Resuming after step {saved.step}.")
         for reason, count in self.controller.restarted.items():
-            self.console.note(f"{count} unfinished groups are begun anew: {RESTARTED[reason]}.")
+            self.console.note(f"{count} unfinished groups are begun anew: {RESTARTED.get(reason, reason)}.")
 
     def _remember_rollouts(self, step: int) -> None:
         """Let a resumed run draft from what it sampled up to ``step``: the latest files that fit."""
         room, files = self.options.remembered_tokens, []
-        while isinstance(self.engine, NativeEngine) and room > 0 and step > 0:
+        while room > 0 and step > 0:
             path = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             texts = list(read_texts(path)) if path.exists() else []
             room -= sum(len(text.before) + len(text.tokens) for text in texts)
             files.append(texts)
             step -= 1
         for texts in reversed(files):
-            assert isinstance(self.engine, NativeEngine)
-            self.engine.remember(texts)
+            self.sampler.remember(texts)
 
     def _export(self) -> Path:
         """A Hugging Face directory that plain transformers loads."""

@@ -19,7 +19,8 @@ from ..methods.shaping import Shaping
 from ..model.roles import Role
 from ..programs import RolloutProgram
 from ..rewards import Rewards
-from ..rollout import RolloutEngine, SamplingParams
+from ..rollout import SamplingParams
+from ..rollout.sampler import Sampler
 from ..train.checkpoint import Checkpoint
 from ..train.config import TrainerConfig
 from ..train.critic import Critic
@@ -66,7 +67,7 @@ class SamplingParts:
     """What `Controller` samples and judges with.
 
     Attributes:
-        program: as configured; every request gets a copy.
+        program: as configured; ``sampler`` gives every job a copy.
         program_name: the configured name, for messages.
         params: of a step without schedules.
         callback: decides about judged groups; None accepts all.
@@ -79,7 +80,7 @@ class SamplingParts:
         seed: of the run; what a group samples follows from it and the group's ticket.
     """
 
-    engine: RolloutEngine
+    sampler: Sampler
     tokenizer: PreTrainedTokenizerBase
     source: PromptSource
     program: RolloutProgram

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Progress(Protocol):
@@ -33,8 +33,9 @@ class Progress(Protocol):
 
 
 class Stopping:
-    """Records a request to end the run: Ctrl-C and SIGTERM end it after the current step, with a checkpoint; a second
-    signal ends it at once.
+    """Ends a run at Ctrl-C, SIGTERM or SIGHUP (the terminal is gone) after the current step, with a checkpoint.
+
+    A second Ctrl-C or SIGTERM ends it at once. Under `nohup`, which ignores SIGHUP, it stays ignored.
 
     Args:
         note: called with a sentence for the user at the first signal.
@@ -51,17 +52,21 @@ class Stopping:
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        if before[signal.SIGHUP] is signal.SIG_IGN:
+            del before[signal.SIGHUP]
 
         def ask(number: int, frame: object) -> None:
             self.asked = True
             restore()
+            if signal.SIGHUP in before:  # a closing session sends it along with SIGTERM, and more than once
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
             self._note(f"{signal.Signals(number).name}: the step is finished and saved; once more ends it at once.")
 
         def restore() -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-        for number in SIGNALS:
+        for number in before:
             signal.signal(number, ask)
         try:
             yield

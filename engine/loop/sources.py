@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -21,9 +21,6 @@ from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 from ..tasks.verifiers import TasksetPrompts
-
-if TYPE_CHECKING:
-    from .entries import Entries
 
 TRAIN, HELD_OUT = 0, 1
 """Seeds of the streams of generated problems."""
@@ -64,7 +61,8 @@ class PromptSource:
 
     Args:
         held_out: prompts whose problems are never returned.
-        entries: prepares rows for checkpoints; None if checkpoints store no rows.
+        entries: called with a row and its description, returns what checkpoints can store of it; None if they store
+            no rows.
 
     Raises:
         UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out.
@@ -76,7 +74,7 @@ class PromptSource:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         held_out: Sequence[Prompt] = (),
-        entries: Entries | None = None,
+        entries: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
     ) -> None:
         self._config = config
         self._held_out = held_out
@@ -194,7 +192,7 @@ class PromptSource:
         """Return the prompts with entries that checkpoints can store."""
         if self._entries is None:
             return prompts
-        return [replace(p, entry=self._entries.kept(p.entry, f"The prompt '{p.id}'")) for p in prompts]
+        return [replace(p, entry=self._entries(p.entry, f"The prompt '{p.id}'")) for p in prompts]
 
     def _row(self, cursor: int) -> Prompt:
         turn, index = divmod(cursor, len(self._rows))

@@ -76,7 +76,7 @@ class Mfu:
         if self.peak is None:
             return
         rows = [distinct_rows(tree) for tree in trees]
-        computed, visible = sum(some.count for some in rows), sum(some.visible for some in rows)
+        computed, visible = sum(some.num_rows for some in rows), sum(some.visible for some in rows)
         forward = self._cost.token * computed + self._cost.attention * visible
         self._flop += self._passes * forward + 1e12 * head_tflop
 

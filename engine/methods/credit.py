@@ -1,9 +1,9 @@
 """Credit: the rewards of a batch of trees in, a number for every leaf, node or token out.
 
-An estimator is a function of all trees of an update, so it may normalise over the batch; most look at one group at a
-time. ``R`` are the rewards ``tree.rewards["reward"]`` of one prompt's responses, mu and sd their mean and unbiased
-standard deviation. Formulas and names are those of METHODS section 2. What a token shared by several leaves gets
-follows from the credit exactly (``engine/data/batch.py``), so estimators need not know about S_pos and S_neg.
+An estimator is a function of all trees of an update, so it may normalise over the batch; most use one group at a time.
+``R`` are the rewards ``tree.rewards["reward"]`` of one prompt's responses, mu and sd their mean and unbiased standard
+deviation, computed in float64. The loss weights of a token shared by several leaves follow exactly from the credit
+(``engine/data/batch.py``), so estimators do not deal with sharing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
 
-EPS = 1e-6
+EPS = 1e-6  # added to a standard deviation that divides, as in verl (TRL adds 1e-4)
 COLUMN: dict[Per, str] = {
     "leaf": "advantage",
     "node": "node_advantage",
     "token": "token_advantage",
     "path": "path_advantage",
 }
-"""Where the credit of each kind is kept."""
+"""The tree column that holds the credit of each kind."""
 
 
 class Credit(NamedTuple):
-    """One array a tree: ``[L]`` of leaves, ``[K]`` of nodes, ``[T]`` of tokens, or ``[P]`` of every leaf's tokens."""
+    """One array per tree: of its leaves ``[L]``, nodes ``[K]``, tokens ``[T]``, or of the response tokens of one leaf
+    after the other ``[P]``."""
 
     per: Per
     values: list[Array]
@@ -43,10 +44,14 @@ CreditFunction = Callable[[Sequence[TokenTree]], Credit]
 
 
 def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree]) -> None:
-    """Put what ``function`` makes of ``trees`` on them. A list of arrays is the credit of leaves.
+    """Compute the credit of ``trees`` by ``function`` and store it in their columns.
+
+    Args:
+        function: returns a `Credit`, or a list of arrays ``[L]``, which is the credit of leaves.
+        name: of the function in the configuration, for error messages.
 
     Raises:
-        UserError: it is not one finite number a leaf, node or token of every tree.
+        UserError: ``function`` raised, or did not return one finite number per leaf, node or token of every tree.
     """
     what = f"algorithm.advantage = '{name}'"
     made = call(what, function, trees)
@@ -67,7 +72,7 @@ def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree])
 
 
 def group(function: Callable[[TokenTree], Array]) -> CreditFunction:
-    """An estimator that looks at one prompt's responses: ``[L]`` from a tree."""
+    """Make an estimator of a batch from ``function``, which computes the credit ``[L]`` of one tree."""
 
     @functools.wraps(function)
     def estimate(trees: Sequence[TokenTree]) -> Credit:
@@ -82,7 +87,7 @@ def _rewards(tree: TokenTree) -> Array:  # [L] float64
 
 @group
 def group_norm(tree: TokenTree) -> Array:  # [L]
-    """GRPO: ``(R - mu) / (sd + 1e-6)``; a group of one has mu 0 and sd 1."""
+    """GRPO (Shao et al. 2024, section 4.1.2): ``(R - mu) / (sd + 1e-6)``; a group of one has mu 0 and sd 1."""
     rewards = _rewards(tree)
     if len(rewards) == 1:
         return rewards / (1 + EPS)
@@ -91,14 +96,15 @@ def group_norm(tree: TokenTree) -> Array:  # [L]
 
 @group
 def group_mean(tree: TokenTree) -> Array:  # [L]
-    """Dr. GRPO: ``R - mu``; a group of one has mu 0."""
+    """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``R - mu``; a group of one has mu 0."""
     rewards = _rewards(tree)
     return rewards - (rewards.mean() if len(rewards) > 1 else 0.0)
 
 
 @group
 def rloo(tree: TokenTree) -> Array:  # [L]
-    """RLOO: R minus the mean of the *others*, which is ``n / (n - 1) * (R - mu)``; R itself where there are none."""
+    """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): R minus the mean of the other responses, which is
+    ``n / (n - 1) * (R - mu)``; R itself in a group of one."""
     rewards = _rewards(tree)
     count = len(rewards)
     return rewards if count == 1 else count / (count - 1) * (rewards - rewards.mean())
@@ -106,10 +112,10 @@ def rloo(tree: TokenTree) -> Array:  # [L]
 
 @group
 def maxrl(tree: TokenTree) -> Array:  # [L]
-    """MaxRL: ``(R - mu) / mu``, 0 where mu is 0.
+    """MaxRL (Tajwar et al. 2026, arXiv 2602.02710): ``(R - mu) / mu``, 0 where mu is 0.
 
     Raises:
-        UserError: a reward is negative, which would turn the sign of the advantage around.
+        UserError: a reward is negative, which could flip the sign of the advantages.
     """
     rewards = _rewards(tree)
     if rewards.min() < 0:
@@ -123,7 +129,8 @@ def maxrl(tree: TokenTree) -> Array:  # [L]
 
 @group
 def opo(tree: TokenTree) -> Array:  # [L]
-    """OPO: ``R - b``, ``b = sum(len * R) / sum(len)`` the length-weighted mean; mu if all responses are empty."""
+    """OPO (Hao et al. 2025, arXiv 2505.23585): ``R - b`` with the length-weighted mean ``b = sum(len * R) / sum(len)``;
+    mu if all responses are empty."""
     rewards = _rewards(tree)
     length = tree.response_length.astype(np.float64)
     return rewards - (np.average(rewards, weights=length) if length.any() else rewards.mean())
@@ -131,11 +138,12 @@ def opo(tree: TokenTree) -> Array:  # [L]
 
 @group
 def tree_path_mean(tree: TokenTree) -> Array:  # [L]
-    """TreePO: the mean over a leaf's ancestor groups ``g`` of ``R - mean_g(R)``.
+    """TreePO (Li et al. 2025, arXiv 2508.17445): the mean over a leaf's ancestor groups ``g`` of ``R - mean_g(R)``,
+    all groups weighted equally and not whitened.
 
     A group is the set of leaves below a node on the leaf's path: all leaves for the root, which always counts, and
     below it every smaller set of at least two. Nodes with the same leaves below are one group, so the result depends on
-    where the tree branches and not on how its runs are cut.
+    where the tree branches and not on how its unbranched stretches are split into nodes.
     """
     rewards = _rewards(tree)
     count = tree.num_leaves
@@ -150,7 +158,7 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     mean = (below[end] - below[first]) / size
 
     def per_leaf(values: Array) -> Array:  # [groups] -> [L], summed over the groups that hold the leaf
-        # a group is a range of ranks: its value begins at one end and stops at the other
+        # a group is a range of leaf ranks: add its value at the first rank, subtract it after the last
         change = np.bincount(first, values, count + 1) - np.bincount(end, values, count + 1)
         return change.cumsum()[:count]
 
@@ -161,7 +169,8 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
 
 @group
 def nft(tree: TokenTree) -> Array:  # [L]
-    """NFT: ``+w(q)`` for a right answer and ``-w(q)`` for a wrong one, ``w = sqrt((1 - q) / q)``, q their pass rate.
+    """NFT (Chen et al. 2025, arXiv 2505.18116): ``w(q)`` for reward 1 and ``-w(q)`` for reward 0, q the pass rate of
+    the group, ``w = sqrt((1 - q) / q)`` (inferred: on policy it gives GRPO's gradient).
 
     Raises:
         UserError: a reward is neither 0 nor 1.
@@ -174,21 +183,24 @@ def nft(tree: TokenTree) -> Array:  # [L]
 
 
 def reinforce_pp(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
-    """REINFORCE++: returns to go ``G_t = r_t + gamma G_t+1`` of the tokens in the loss, whitened over the batch."""
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): returns to go ``G_t = r_t + gamma G_t+1`` of the tokens in the loss,
+    whitened over the batch."""
     returns = [_returns(tree, gamma) for tree in trees]
     return Credit("path", _whiten(returns, [_in_loss(tree) for tree in trees]))
 
 
 def reinforce_pp_baseline(trees: Sequence[TokenTree]) -> Credit:
-    """REINFORCE++-baseline: ``R - mu`` of the group, whitened over the batch's tokens in the loss."""
+    """REINFORCE++-baseline (Hu 2025, arXiv 2501.03262): ``R - mu`` of the group, whitened over the batch's tokens in
+    the loss."""
     return Credit("leaf", _whiten(group_mean(trees).values, [tree.loss_length for tree in trees]))
 
 
 def process(trees: Sequence[TokenTree]) -> Credit:
-    """GRPO with process supervision: ``A_t`` is the sum of the normalised rewards of the steps that end at t or later.
+    """GRPO with process supervision (Shao et al. 2024, section 4.1.3): ``A_t`` is the sum of the normalised rewards of
+    the steps that end at t or later.
 
-    A step's reward comes with its last token (`token_reward`); they are normalised among all steps of a group (Shao et
-    al. 2024, section 4.1.3). Without steps a response has credit 0.
+    The reward of a step is in the column `token_reward` at the step's last token. Rewards are normalised as in
+    `group_norm` over all steps of a group. A response without steps has credit 0.
     """
 
     def of_steps(tree: TokenTree) -> Array:  # [P]
@@ -203,7 +215,8 @@ def process(trees: Sequence[TokenTree]) -> Credit:
 
 
 def segment_value_diff(trees: Sequence[TokenTree]) -> Credit:
-    """SPO: of a node ``V(node) - V(parent)``, where V is the mean reward of the leaves below; 0 of the prompt."""
+    """SPO (Guo et al. 2025, arXiv 2505.23564): a node's advantage is ``V(node) - V(parent)``, where V is the mean
+    reward of the leaves below; 0 for the prompt."""
 
     def difference(tree: TokenTree) -> Array:  # [K]
         value = node_values(tree)
@@ -213,7 +226,8 @@ def segment_value_diff(trees: Sequence[TokenTree]) -> Credit:
 
 
 def sibling_group(trees: Sequence[TokenTree]) -> Credit:
-    """PROPA: the values of nodes (mean reward of the leaves below), ``(V - mu) / (sd + 1e-6)`` among siblings."""
+    """PROPA (Jiang et al. 2025, arXiv 2511.10279): a node's advantage is ``(V - mu) / (sd + 1e-6)`` over its siblings
+    and itself, where V is the mean reward of the leaves below."""
 
     def normalised(tree: TokenTree) -> Array:  # [K]
         value, parent = node_values(tree)[1:], tree.parent[1:]
@@ -227,10 +241,14 @@ def sibling_group(trees: Sequence[TokenTree]) -> Credit:
 
 
 def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Credit:
-    """PPO: generalised advantages along every path from the critic's `value` column; writes `value_target`.
+    """PPO: generalised advantages (Schulman et al. 2015, eq. 16) along every path, from the critic's column `value`;
+    also writes `value_target`.
 
-    ``delta_t = r_t + gamma V_t+1 - V_t``, ``A_t = delta_t + gamma lam A_t+1``, ``value_target = A + V``, carried over
-    tokens outside the loss (Schulman et al. 2016). A shared token has one value and, in each response, its own A.
+    ``delta_t = r_t + gamma V_t+1 - V_t``, ``A_t = delta_t + gamma lam A_t+1``, ``value_target = A + V``; tokens outside
+    the loss pass V and A on. A shared token has one value, but an advantage of its own in each response.
+
+    Args:
+        whiten: normalise the advantages over the batch's tokens in the loss; value targets stay as they are.
 
     Raises:
         UserError: a token in the loss has no value, as in a run without a critic.
@@ -255,7 +273,7 @@ def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whi
 
 
 def node_values(tree: TokenTree) -> Array:  # [K] float64
-    """Mean reward of the leaves below each node."""
+    """Return the mean reward of the leaves below each node."""
     below = np.concatenate([[0.0], np.cumsum(_rewards(tree)[tree.leaf_order])])
     return (below[tree.last_leaf + 1] - below[tree.first_leaf]) / (tree.last_leaf - tree.first_leaf + 1)
 
@@ -269,7 +287,7 @@ def _in_loss(tree: TokenTree) -> Array:  # [P] bool
 
 
 def _token_rewards(tree: TokenTree) -> Array:  # [P] float64
-    """Each token's own reward; the response's comes with its last token in the loss."""
+    """Return each token's own reward, plus the response's reward at the response's last token in the loss."""
     rewards, live = np.nan_to_num(tree.token_reward.astype(np.float64)), _in_loss(tree)
     place = np.where(live, np.arange(len(live)), -1)
     cuts = _boundaries(tree)
@@ -281,7 +299,7 @@ def _token_rewards(tree: TokenTree) -> Array:  # [P] float64
 
 
 def _returns(tree: TokenTree, gamma: float) -> Array:  # [P] float64
-    """``G_t = r_t + gamma G_t+1`` over the tokens in the loss: advantages of values that are all 0."""
+    """Return ``G_t = r_t + gamma G_t+1`` over the tokens in the loss: the advantages where every value is 0."""
     rewards, live = _token_rewards(tree), torch.from_numpy(_in_loss(tree))
     zero = torch.zeros(len(rewards), dtype=torch.float64)
     cuts = torch.from_numpy(_boundaries(tree))
@@ -289,7 +307,8 @@ def _returns(tree: TokenTree, gamma: float) -> Array:  # [P] float64
 
 
 def _whiten(values: list[Array], weights: list[Array]) -> list[Array]:
-    """``(x - mean) / sqrt(var + 1e-8)``: mean and unbiased variance over all trees, each value ``weight`` times."""
+    """Return ``(x - mean) / sqrt(var + 1e-8)`` with mean and unbiased variance over all trees, counting each value
+    ``weights`` times."""
     x, w = np.concatenate(values), np.concatenate(weights).astype(np.float64)
     count = w.sum()
     mean = (w * x).sum() / max(count, 1)

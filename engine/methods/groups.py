@@ -1,8 +1,8 @@
-"""What becomes of a group once its responses are judged, before it may be trained on.
+"""Group callbacks decide what to do with a group after its responses are judged and before it is trained on.
 
-A group callback is a function of the group's tree, whose ``rewards["reward"]`` has a value a leaf (NaN: no verdict) and
-whose ``meta`` names ``prompt_id``, ``task``, ``prompt_text`` and ``attempt`` (requests made for it before this one).
-It answers with one of the classes below; None accepts.
+A group callback is a function of the group's tree, whose ``rewards["reward"]`` has a value per leaf (NaN: no verdict)
+and whose ``meta`` has ``prompt_id``, ``task``, ``prompt_text`` and ``attempt`` (requests made for it before this one).
+It returns an instance of one of the classes below; None accepts.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from ..data.tree import TokenTree
 
 @dataclass(frozen=True)
 class Accept:
-    """Train on it."""
+    """Train on the group."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Give it up; another prompt takes its place. Counted as ``group/dropped_<reason>``."""
+    """Discard the group; another prompt takes its place. Counted as ``group/dropped_<reason>``."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class More:
-    """Sample ``n`` further responses to its prompt, then ask again."""
+    """Sample ``n`` further responses to the group's prompt, then call the callback again."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class Retry:
-    """Give up its responses and sample another prompt in its place, such as one with a hint."""
+    """Discard the group's responses and sample another prompt in its place, such as one with a hint."""
 
     text: str
     """The problem, before `data.template`."""
     entry: Mapping[str, Any] | None = None
-    """What the verifier is given; the group's own if None."""
+    """The entry passed to the verifier; the group's own if None."""
 
 
 @dataclass(frozen=True)
 class Add:
-    """Put given responses beside its own: no part of a policy's loss, but of the group's rewards."""
+    """Add given responses to the sampled ones: they count in the group's rewards but not in a policy's loss."""
 
     responses: Sequence[str]
     rewards: Sequence[float]
@@ -65,7 +65,8 @@ def dynamic_sampling(tree: TokenTree) -> Answer:
 
 
 def until_unequal(tree: TokenTree, *, more: int = 4, most: int = 2) -> Answer:
-    """Sample ``more`` responses, up to ``most`` times, while all rewards are equal; then drop the group."""
+    """Sample ``more`` responses, up to ``most`` times, while all rewards are equal; then drop the group (both defaults
+    are inferred)."""
     if dynamic_sampling(tree) is None:
         return None
     return More(more) if tree.meta["attempt"] < most else Drop("equal_rewards")

@@ -11,12 +11,13 @@ from ..errors import UserError
 from ..parts.resolve import resolve
 
 Function = Callable[[int, Mapping[str, float]], float]
-"""The value by the step and the metrics of the step before, empty in a run's first."""
+"""Returns the value from the step and the metrics of the step before (empty in a run's first step)."""
 Schedule = float | Sequence[tuple[int, float]] | Function
 
 
 def at_step(schedule: Schedule, step: int, metrics: Mapping[str, float] | None = None) -> float:
-    """The value at ``step``; of points linear between them, and the first and last one's before and after them."""
+    """Return the value at ``step``. Points are interpolated linearly; before the first and after the last point it is
+    that point's value."""
     if isinstance(schedule, int | float):
         return float(schedule)
     if callable(schedule):
@@ -30,7 +31,8 @@ def at_step(schedule: Schedule, step: int, metrics: Mapping[str, float] | None =
 
 
 def cosine(step: int, metrics: Mapping[str, float], *, end: int, last: float = 0.0) -> float:
-    """From 1 at step 0 to ``last`` at ``end`` along half a cosine, and ``last`` from there on."""
+    """The value falls from 1 at step 0 to ``last`` at step ``end`` along half a cosine (Loshchilov & Hutter 2017) and
+    stays there."""
     return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * min(step / end, 1.0)))
 
 
@@ -46,13 +48,14 @@ def steer(
     low: float = 0.0,
     high: float = math.inf,
 ) -> float:
-    """Each step times 1 + gain clip(metric / target - 1, -0.2, 0.2): the adaptive KL weight of Ziegler et al. (2019).
+    """The value is multiplied by ``1 + gain * clip(metric / target - 1, -0.2, 0.2)`` at each step: the adaptive KL
+    weight of Ziegler et al. 2019 (section 2.2), as is the default of ``gain``. It stays within ``low`` and ``high``.
 
     Args:
-        metric: what is to come to ``target``, such as ``actor/kl_loss`` or ``actor/entropy``.
-        own: the metric that records this number (``schedule/...``), from which it goes on; ``initial`` where there is
-            none yet.
-        gain: above 0 where more of the number brings less of the metric; below 0 where it brings more.
+        metric: the metric to bring to ``target``, such as ``actor/kl_loss`` or ``actor/entropy``.
+        own: the metric that records this value (``schedule/...``), from which the next one is computed.
+        initial: the value before ``own`` is first recorded.
+        gain: positive if raising the value lowers the metric; negative if raising it raises the metric.
     """
     value = metrics.get(own, initial)
     if metric in metrics:
@@ -64,21 +67,22 @@ SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine, "steer": steer}
 
 
 def find_schedule(key: str, given: float | str | Sequence[tuple[int, float]], options: Mapping[str, Any]) -> Schedule:
-    """The schedule that ``key`` of the configuration gives: a number, points, or the name of a function.
+    """Return the schedule that ``key`` of the configuration gives: a number, points, or the name of a function.
 
     Raises:
-        UserError: there is no such function, or it has no such option; later, when it answers no finite number.
+        UserError: there is no such function, or it has no such option. The returned function raises it at a step where
+            the value is not a finite number.
     """
     if not isinstance(given, str):
         if options:
-            raise UserError(f"{key}_options are of a function; name one in {key}, or leave them out.")
+            raise UserError(f"{key}_options needs a function; name one in {key}, or leave the options out.")
         return given
     function = resolve(key, given, options, known=SCHEDULES, inputs=("step", "metrics"))
 
     def value(step: int, metrics: Mapping[str, float]) -> float:
         found = function(step, metrics)
         if not isinstance(found, int | float) or not math.isfinite(found):
-            raise UserError(f"{key} = '{given}' must answer a finite number; at step {step} it is {found!r}.")
+            raise UserError(f"{key} = '{given}' must return a finite number; at step {step} it is {found!r}.")
         return float(found)
 
     return value

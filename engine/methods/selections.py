@@ -1,4 +1,4 @@
-"""Selections: what of a tree a loss term sees, as weights of its leaves ``[L]`` or of its tokens ``[T]``."""
+"""Selections: weights of a tree's leaves ``[L]`` or tokens ``[T]`` in a loss term. Pairings: pairs of its leaves."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from ..data.tree import TokenTree
 
 
 def sampled(tree: TokenTree) -> Array:  # [T]
-    """Tokens the policy sampled."""
+    """Select the tokens that the policy sampled and that are in the loss."""
     return tree.loss_mask & (tree.origin == Origin.SAMPLED)
 
 
 def injected(tree: TokenTree) -> Array:  # [T]
-    """Tokens that were given: hints, a teacher's words, demonstrations."""
+    """Select the tokens that were not sampled but given: hints, a teacher's text, demonstrations."""
     return tree.origin == Origin.INJECTED
 
 
 def rewarded(tree: TokenTree, *, least: float = 1.0) -> Array:  # [L]
-    """RAFT: responses with a reward of at least ``least``."""
+    """RAFT, rejection sampling (Dong et al. 2023, arXiv 2304.06767): select responses with a reward of at least
+    ``least`` (default inferred, for rewards of 0 and 1)."""
     return _rewards(tree) >= least
 
 
 def best(tree: TokenTree) -> Array:  # [L]
-    """Best of n: the response of the highest reward, the first where several have it."""
+    """Best of n: select the response of the highest reward, the first if several have it."""
     rewards = _rewards(tree)
     return (np.arange(tree.num_leaves) == rewards.argmax()) & (rewards > -np.inf)
 
 
 def reward_weighted(tree: TokenTree, *, beta: float = 1.0) -> Array:  # [L]
-    """Responses weighted by ``n softmax(R / beta)`` over the group (reward-weighted regression)."""
+    """Reward-weighted regression (Peters & Schaal 2007): weigh the n responses of a group by ``n softmax(R / beta)``
+    (default of ``beta`` inferred)."""
     rewards = _rewards(tree) / beta
     if np.isinf(rewards).any():
         return np.zeros(tree.num_leaves)
@@ -42,7 +44,7 @@ def reward_weighted(tree: TokenTree, *, beta: float = 1.0) -> Array:  # [L]
 
 
 def _rewards(tree: TokenTree) -> Array:  # [L] float64
-    """Rewards of responses; -inf of those nobody judged, such as demonstrations, so that none of them is chosen."""
+    """Return the rewards of responses; -inf if they were not judged (demonstrations), so that none is selected."""
     if "reward" not in tree.rewards:
         return np.full(tree.num_leaves, -np.inf)
     return tree.rewards["reward"].astype(np.float64)
@@ -58,7 +60,7 @@ SELECTIONS: dict[str, Callable[..., Array]] = {
 
 
 def best_and_worst(tree: TokenTree) -> list[tuple[int, int]]:
-    """The first responses of the highest and of the lowest reward; no pair where all rewards are equal."""
+    """Pair the first response of the highest reward with the first of the lowest; no pair if all rewards are equal."""
     rewards = _rewards(tree)
     if (rewards == rewards[0]).all():
         return []
@@ -66,7 +68,7 @@ def best_and_worst(tree: TokenTree) -> list[tuple[int, int]]:
 
 
 def every_unequal(tree: TokenTree, *, gap: float = 0.0) -> Sequence[tuple[int, int]]:
-    """Every two responses whose rewards differ by more than ``gap``."""
+    """Pair every two responses whose rewards differ by more than ``gap``."""
     rewards = _rewards(tree)
     if np.isinf(rewards).any():
         return []

@@ -1,14 +1,15 @@
-"""``attn_implementation="rolltree"`` for every decoder of Hugging Face Transformers: importing this registers it.
+"""Registers ``attn_implementation="rolltree"`` for every decoder of Hugging Face Transformers when imported.
 
-The registered attention function serves three calls, told apart by keyword arguments of the model's ``forward``:
+The registered attention function serves three kinds of calls, distinguished by keyword arguments of ``forward``:
 
-* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`; where
-  ``cu_seq_lens_q`` and ``max_length_q`` say that they are plain sequences, a `varlen` kernel if there is one;
+* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`; if
+  ``cu_seq_lens_q`` and ``max_length_q`` are given, the batch is plain sequences, and a `varlen` kernel computes it if
+  one is available;
 * ``kv_store=...``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
 * neither: an ordinary batch, computed as ``attn_implementation="sdpa"`` would.
 
-A model builds its mask before it knows which of the three this is, so the registered mask function defers: the mask of
-an ordinary batch is made when its first layer asks for it, and a tree never gets a ``T x T`` mask at all.
+A model builds its mask before the kind of call is known, so the registered mask function defers: the mask of an
+ordinary batch is made when its first layer uses it, and a tree never gets a ``T x T`` mask.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from . import varlen
 NAME = "rolltree"
 
 MASK_STUB = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""Passed as ``attention_mask``, it keeps a model from preparing any mask: four dimensions mean "already prepared"."""
+"""Passed as ``attention_mask``, this keeps a model from preparing any mask: four dimensions mean "already prepared"."""
 
 
 class KVStore(Protocol):
-    """What the rollout engine hands to the model as ``kv_store``."""
+    """The interface of the ``kv_store`` that the rollout engine and `PieceStore` pass to the model."""
 
     def attend(
         self,
@@ -50,7 +51,7 @@ class KVStore(Protocol):
 
 
 class DeferredMask:
-    """Arguments of ``sdpa_mask``, evaluated once and only for an ordinary batch."""
+    """Calls ``sdpa_mask`` with the given arguments, at most once and only for an ordinary batch."""
 
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
@@ -71,13 +72,12 @@ class DeferredMask:
 def _mask(*args: Any, **kwargs: Any) -> Tensor | DeferredMask | None:
     if args:
         raise TypeError(
-            "Transformers now passes mask arguments by position; this version of rolltree does not know them."
+            "Transformers now passes mask arguments by position; this version of rolltree does not support that."
         )
     if getattr(kwargs.get("config"), "attn_logit_softcapping", None) is not None:
         kwargs["allow_is_causal_skip"] = False  # no mask would mean SDPA's own causal one, and SDPA has no softcap
-    offset = kwargs.get("q_offset", 0)
     # keys from before: no tree; and the offset of a static cache is a tensor that the first layer changes in place
-    if isinstance(offset, Tensor) or offset or kwargs.get("kv_length") != kwargs.get("q_length"):
+    if isinstance(kwargs.get("q_offset"), Tensor) or kwargs.get("kv_length") != kwargs.get("q_length"):
         mask: Tensor | None = sdpa_mask(**kwargs)
         return mask
     return DeferredMask(**kwargs)
@@ -107,7 +107,7 @@ def _attention(
     if query.shape[0] != 1:
         raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]; the gradient of x[0] is a copy
-    if torch.is_autocast_enabled(q.device.type):  # as it casts what `sdpa` is given
+    if torch.is_autocast_enabled(q.device.type):  # autocast casts the inputs of `sdpa` too
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if kv_store is not None:
         out = kv_store.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def _ordinary(
         return sdpa_attention_forward(
             module, query, key, value, made, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
-    # SDPA knows no softcap; every model that has one brings an eager function, which wants an additive mask
+    # SDPA has no softcap; every model with one defines an eager function, which takes an additive mask
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if made is None:
         queries, keys = query.shape[2], key.shape[2]

@@ -21,20 +21,23 @@ from .head import target_logprob
 
 
 class Decoded(NamedTuple):
-    """What the decoder makes of packed tokens."""
+    """The decoder's outputs for packed tokens."""
 
     hidden: Tensor  # [T, H]
-    router_loss: Tensor | None  # [], of a mixture of experts whose config asks for it (output_router_logits)
+    router_loss: Tensor | None  # [], for a mixture of experts with output_router_logits in its config
 
 
 def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None) -> Decoded:
-    """The final hidden states of the batch's tokens, or of those of a piece.
+    """Return the final hidden states of the batch's tokens, or of those of one piece.
 
-    The experts' load is balanced as in the flat batch: a token counts once for every leaf below it.
+    The experts' load balancing loss counts a token once for every leaf below it, as in the flat batch.
+
+    Args:
+        store: keys and values of the piece to compute, for a batch that is computed in pieces.
 
     Raises:
-        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or the batch is of pieces and none
-            is named.
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or the batch is in pieces and
+            ``store`` is None.
     """
     if batch.pieces and store is None:
         raise ValueError(
@@ -49,33 +52,33 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         )
     rows = slice(None) if store is None else slice(store.piece.begin, store.piece.end)
     ids, positions, copies = (t[rows] for t in (batch.input_ids, batch.position_ids, batch.copies))
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     if batch.padded is not None:
         ids, copies = (_padded(t, batch) for t in (ids, copies))
-        given = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
+        inputs = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
     else:
-        given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": attention.MASK_STUB}
-        given |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": attention.MASK_STUB}
+        inputs |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
         if batch.cu_seqlens is not None and store is None:
-            given |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+            inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
-        given["output_router_logits"] = True
+        inputs["output_router_logits"] = True
     decoder: nn.Module = model.get_decoder()
-    output = decoder(**given, use_cache=False)
+    output = decoder(**inputs, use_cache=False)
     hidden = output.last_hidden_state.flatten(0, 1)
     if batch.padded is not None:
         hidden = hidden.index_select(0, batch.place)
     if not routed:
         return Decoded(hidden, None)
     balance = _balancing(model)
-    # the mask it takes is a weight of each token
-    found = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
-    return Decoded(hidden, model.router_aux_loss_coef * found)
+    # its attention mask weighs each token
+    router_loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
+    return Decoded(hidden, model.router_aux_loss_coef * router_loss)
 
 
 def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """Transformers' load balancing loss of the model, which adapters or FSDP may have wrapped or subclassed."""
+    """Return Transformers' load balancing loss for the model, which adapters or FSDP may have wrapped or subclassed."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = (getattr(sys.modules[cls.__module__], "load_balancing_loss_func", None) for cls in type(inner).__mro__)
     return next(function for function in found if function is not None)
@@ -87,7 +90,7 @@ def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 wher
 
 
 def check_call(op: str, model: object, batch: object) -> None:
-    """Raises TypeError where ``op`` was given something else than a model and a batch."""
+    """Raise TypeError unless ``model`` and ``batch`` are a Transformers model and a `TreeBatch`."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"{op}: model must be a Transformers model, got {shown(model)}.")
     if not isinstance(batch, TreeBatch):
@@ -97,15 +100,19 @@ def check_call(op: str, model: object, batch: object) -> None:
 def batch_logprob(
     model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
 ) -> LogprobOutput:
-    """Log-probability of every target of ``batch``, and on request (``want``) entropy and sum of squared probabilities.
+    """Compute the log-probability of every target of ``batch``, in nats.
+
+    Args:
+        temperature: divides the logits.
+        want: further statistics to compute: ``"entropy"``, ``"sum_p2"`` (sum of squared probabilities).
 
     Returns:
-        ``logprob [M]`` fp32, one value a target. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *target* too. Those
-        of a batch of pieces have no gradient.
+        ``logprob [M]`` fp32, one value per target. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *target* too. The
+        values of a batch in pieces have no gradient.
 
     Raises:
-        ValueError: as :func:`decode`.
-        TypeError: there is no model or no batch.
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``.
+        TypeError: ``model`` or ``batch`` has another type.
     """
     check_call("batch_logprob", model, batch)
     if batch.pieces:
@@ -122,10 +129,8 @@ def _logprob_of_pieces(
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        some = target_logprob(
-            model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, temperature, want
-        )
-        for name, values in some._asdict().items():
+        out = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, temperature, want)
+        for name, values in out._asdict().items():
             if values is not None:
                 found.setdefault(name, values.new_empty(len(batch.target)))[p.target] = values
 

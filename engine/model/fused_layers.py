@@ -1,12 +1,12 @@
-"""Norms, rotary embedding and gated units of a Transformers model by `rolltree.kernels.layer_ops`.
+"""Computes norms, rotary embedding and gated units of a Transformers model by `rolltree.kernels.layer_ops`.
 
-Of the modules that compute exactly these, the instance gets a ``forward`` of its own; class, weights, sub-modules and
-hooks stay, so that adapters, checkpointing, sharding and saving see what they saw. What a module computes is read off
-its class: the code of its ``forward`` is that of Llama's. Rotary embedding is a function that attention calls by name;
-there the instance runs its class's code with that one name bound to ours.
+Each module that computes exactly one of these gets a ``forward`` on the instance. Its class, weights, sub-modules and
+hooks do not change, so adapters, checkpointing, sharding and saving work as before. A module is recognised by the code
+of its class's ``forward``, which must equal Llama's. Rotary embedding is a function that attention calls by name; there
+the instance runs its class's code with that one name bound to our function.
 
-A call computes as before where the ops have nothing to offer: inside `torch.compile`, which fuses these passes itself,
-where dtypes are mixed, on tensors that are not plain ones, or where no kernel is built for the device and dtype.
+A call falls back to the original code inside `torch.compile`, which fuses these passes itself, for mixed dtypes, for
+tensor subclasses, and if no kernel is built for the device and dtype.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BACKENDS = {("cpu", torch.float32): "cpu"} | {
 
 
 def fuse_layers(model: nn.Module) -> nn.Module:
-    """Let the layers of ``model`` compute by the fused ops what these compute; returns the same ``model``.
+    """Make the layers of ``model`` use the fused ops; return the same ``model``.
 
-    Forward passes of float32 change in the last bit of gated units alone; gradients are rounded less often. Modules
-    whose ``forward`` something has replaced, and subclasses of Transformers' own, are left alone. Norms and gated units
-    have no second derivative then. Fusing twice is fusing once; `unfuse_layers` undoes it. `nn.DataParallel` does not
-    go with it: its replicas have the attributes of one instance.
+    In float32 forward passes change only in the last bit of gated units; gradients are rounded less often. Modules
+    whose ``forward`` was replaced, and subclasses of Transformers' own modules, are left alone. Fused norms and gated
+    units have no second derivative. Fusing twice has no further effect; `unfuse_layers` undoes it. `nn.DataParallel` is
+    not supported: its replicas share the attributes of one instance.
     """
     for module in model.modules():
         cls: Any = type(module)
@@ -49,7 +49,7 @@ def fuse_layers(model: nn.Module) -> nn.Module:
 
 
 def unfuse_layers(model: nn.Module) -> nn.Module:
-    """Give the modules that `fuse_layers` changed the ``forward`` of their class again; returns the same ``model``."""
+    """Restore the class's ``forward`` of the modules that `fuse_layers` changed; return the same ``model``."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _Fused):
             del module.forward
@@ -57,7 +57,7 @@ def unfuse_layers(model: nn.Module) -> nn.Module:
 
 
 class _Fused:
-    """A function as the method of a module, which it does not keep: weights are freed with the last use of a model."""
+    """Binds a function to a module by a weak reference, so that weights are freed with the last use of a model."""
 
     __slots__ = ("_function", "_module")
 
@@ -73,11 +73,11 @@ class _Fused:
         return _Fused(self._function, memo.get(id(module), module))
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module(), "forward")  # of its class: a function made here has no name to find it by
+        return getattr, (self._module(), "forward")  # the class's: a function made here cannot be pickled by name
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether the instance has a ``forward`` that is not its class's, ours included."""
+    """Return True if the instance has a ``forward`` that is not its class's, ours included."""
     own = vars(module).get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
@@ -88,7 +88,7 @@ def _has_silu(module: Any) -> bool:
 
 @functools.cache
 def _fused_forward(cls: Any) -> Callable[..., Any] | None:
-    """What the instances of a class get, if it is one of Transformers that is known."""
+    """Return the ``forward`` for instances of a class; None if the class is not recognised."""
     if not cls.__module__.startswith(HOME) or not issubclass(cls, nn.Module):
         return None
     forward = cls.forward
@@ -107,11 +107,11 @@ def _fused_forward(cls: Any) -> Callable[..., Any] | None:
 
 
 def _same(function: object, known: object) -> bool:
-    """Whether two functions have one code, whatever their documentation."""
+    """Return True if two functions of Transformers have the same code, docstrings aside."""
     if not (isinstance(function, FunctionType) and isinstance(known, FunctionType)):
         return False
     if not (function.__module__.startswith(HOME) and known.__module__.startswith(HOME)):
-        return False  # another package has put its own there, for all models
+        return False  # another package has replaced it for all models
     a, b = function.__code__, known.__code__
     constants = [tuple(c for c in f.__code__.co_consts if c != f.__doc__) for f in (function, known)]
     return (
@@ -122,7 +122,7 @@ def _same(function: object, known: object) -> bool:
 
 
 def _global(function: object, name: str) -> Any:
-    """What a function calls by ``name``, if it does."""
+    """Return the global that a function uses by ``name``; None if it uses none."""
     named = isinstance(function, FunctionType) and name in function.__code__.co_names
     return function.__globals__.get(name) if named and isinstance(function, FunctionType) else None
 
@@ -154,7 +154,7 @@ def _gated_unit(self: Any, x: Tensor) -> Tensor:
 
 
 def _with_turning(forward: FunctionType, plain: Any) -> Callable[..., Any]:
-    """An attention's ``forward``, which calls ours by the name of the ``plain`` rotary embedding."""
+    """Return an attention's ``forward`` that calls our rotary embedding by the name of the ``plain`` one."""
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         fits = unsqueeze_dim == 1 and cos.shape[-1] == q.shape[-1] and not (cos.requires_grad or sin.requires_grad)
@@ -168,7 +168,7 @@ def _with_turning(forward: FunctionType, plain: Any) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def attention(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # a compiler looks for the names of a function in its module
+        # a compiler looks a function's globals up in its module
         return (forward if torch.compiler.is_compiling() else fused)(self, *args, **kwargs)
 
     return attention

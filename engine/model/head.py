@@ -1,4 +1,4 @@
-"""The language-model head of a Hugging Face decoder: its weights, and the log-probs it gives to chosen tokens."""
+"""The language-model head of a Hugging Face decoder: its weights, and the log-probs of given targets."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ class Head(NamedTuple):
     bias: Tensor | None  # [V]
     softcap: float | None
     lora: HeadLora | None
-    """A LoRA adapter of peft on the head itself: weight acts as ``weight + scale b a``."""
+    """peft's LoRA adapter on the head itself: the effective weight is ``weight + scale b a``."""
 
 
 def head(model: PreTrainedModel) -> Head:
-    """The head of ``model``, with the adapter that is active on it.
+    """Return the head of ``model``, with its active adapter.
 
     Raises:
-        ValueError: the model scales its logits, or adapts its head, in a way the fused head does not know.
+        ValueError: the model scales its logits, or adapts its head, in a way the fused head does not support.
     """
     return head_reader(model)()
 
 
 def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
-    """What reads the head of ``model``, at every call: adapters come and go. Its config is read now.
+    """Return a function that reads the head of ``model`` at every call, since adapters can change. The config is read
+    only once, now.
 
     Raises:
-        ValueError: as of :func:`head`.
+        ValueError: as for :func:`head`; about adapters when the returned function is called.
     """
     config = model.config.get_text_config()
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not know."
+                f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not support."
             )
     softcap = getattr(config, "final_logit_softcapping", None)
 
@@ -55,25 +56,27 @@ def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
 
 
 def _head_lora(layer: Any) -> HeadLora | None:
-    """What peft has put on the head: its layers answer for ``weight`` with the one below the adapter."""
+    """Return peft's adapter on the head; ``weight`` of a peft layer is that of the layer it wraps."""
     if type(layer) is nn.Linear or not hasattr(layer, "base_layer") or layer.disable_adapters or layer.merged:
         return None
     remedy = "leave lm_head out of the adapter's target_modules"
     if not hasattr(layer, "lora_A"):
-        raise ValueError(f"The head's adapter is {type(layer).__name__}, which the fused head does not know; {remedy}.")
+        raise ValueError(
+            f"The head's adapter is {type(layer).__name__}, which the fused head does not support; {remedy}."
+        )
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if not active:
         return None
     (name, *others), dropout = active, layer.lora_dropout[active[0]]
-    odd = {
+    unsupported = {
         "several adapters at once": bool(others),
         "a LoRA variant (use_dora, ...)": name in getattr(layer, "lora_variant", {}),
         "lora_bias": layer.lora_bias.get(name, False),
         "lora_dropout": layer.training and getattr(dropout, "p", 0) > 0,
     }
-    if any(odd.values()):
-        what = next(option for option, found in odd.items() if found)
-        raise ValueError(f"The head's adapter has {what}, which the fused head does not know; {remedy}.")
+    if any(unsupported.values()):
+        what = next(option for option, found in unsupported.items() if found)
+        raise ValueError(f"The head's adapter has {what}, which the fused head does not support; {remedy}.")
     dtype = layer.weight.dtype
     a, b = (whole(side[name].weight).to(dtype) for side in (layer.lora_A, layer.lora_B))
     return HeadLora(a, b, float(layer.scaling[name]))
@@ -85,10 +88,13 @@ def target_logprob(
     target: Tensor,  # [M]
     head_row: Tensor,  # [R]
     head_index: Tensor,  # [M]
-    temperature: float | Tensor,  # or [R]
+    temperature: float | Tensor,  # one for all, or [R]
     want: Sequence[str],
 ) -> LogprobOutput:
-    """What the head says of ``target``, predicted by the rows ``head_row[head_index]``; all values are per target."""
+    """Return the head's statistics of ``target``, predicted by the rows ``head_row[head_index]`` of ``hidden``.
+
+    All values are fp32 and per target, ``[M]``.
+    """
     weight, bias, softcap, lora = head(model)
     out = linear_logprob(
         hidden.index_select(0, head_row),

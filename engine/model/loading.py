@@ -1,4 +1,4 @@
-"""Models and tokenizers from Hugging Face directories: safetensors only, layers that trees can pass."""
+"""Loads models and tokenizers from Hugging Face directories: safetensors only, and only layers that support trees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import attention
 from .fused_layers import fuse_layers
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
-LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # what configurations call their list of layers
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in configurations
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")
 
@@ -34,10 +34,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_model_dir(path: str | Path) -> None:
-    """Refuse a directory that is no loadable model, in one sentence.
+    """Check that ``path`` is a directory from which a model can be loaded.
 
     Raises:
-        UserError: `config.json` or the safetensors weights are missing, or only pickled weights are there.
+        UserError: the directory, its `config.json` or its safetensors weights are missing.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -53,13 +53,15 @@ def check_model_dir(path: str | Path) -> None:
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
-    """A causal language model with tree attention, from a Hugging Face directory or hub name (safetensors only).
+    """Load a causal language model with tree attention and fused layers (:func:`.fused_layers.fuse_layers`).
 
-    Its layers are fused (:func:`.fused_layers.fuse_layers`).
+    Args:
+        path: a Hugging Face directory or hub name; the weights must be safetensors.
+        dtype: of the parameters.
 
     Raises:
-        UserError: it cannot be read, its tensors are not those of its configuration, or it has layers that cannot be
-            tree-masked.
+        UserError: the model cannot be read, its tensors do not match its configuration, or it has layers that do not
+            support tree masks.
     """
     local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
     if local:
@@ -67,7 +69,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     try:
         config = AutoConfig.from_pretrained(path)
         _check_layers(config, path)
-        # wrong shapes are let through here, to be named one by one below
+        # wrong shapes are ignored here, so that _check_tensors can name them
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -79,7 +81,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
         )
     except UserError:
         raise
-    except Exception as error:  # a damaged directory makes transformers raise whatever it meets first
+    except Exception as error:  # a damaged directory can make transformers raise anything
         raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
     _check_tensors(model, found, path)
     _check_modules(model, path)
@@ -87,19 +89,19 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
+    """Load the tokenizer of a model's directory or hub name.
 
     Raises:
-        UserError: there is none, it knows no characters, or it names no end-of-sequence token.
+        UserError: there is none, it returns no tokens for a text, or it has no end-of-sequence token.
     """
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"'{path}' holds no tokenizer ({TOKENIZER_FILES[0]}); save the model's tokenizer beside its weights."
+            f"'{path}' holds no tokenizer ({TOKENIZER_FILES[0]}); save the model's tokenizer next to its weights."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # as above
+    except Exception as error:  # as in load_model
         raise UserError(f"The tokenizer in '{path}' cannot be loaded: {_why(error)}.") from error
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         raise UserError(f"The tokenizer in '{path}' makes no tokens of a text; save the model's own there.")
@@ -120,12 +122,12 @@ def _check_layers(config: Any, path: str | Path) -> None:
 
 
 def _check_tensors(model: PreTrainedModel, found: dict[str, Any], path: str | Path) -> None:
-    """Every weight must come from the files: transformers fills what is missing with random numbers.
+    """Check that every weight comes from the files; transformers would initialise missing ones at random.
 
-    Tied weights are not missing. Tensors of parts that a decoder has not (a vision tower) are left out, as transformers
-    does; what belongs to the decoder itself must have its place there.
+    Tied weights are not missing. Tensors of parts that the decoder does not have (a vision tower) are ignored, as
+    transformers does; tensors of the decoder itself must all be used.
     """
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # of tied weights the first name
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # tied weights under their first name
     missing = sorted(found["missing_keys"], key=lambda key: (key not in named, key))
     misshapen = sorted(found["mismatched_keys"])
     unknown = sorted(key for key in found["unexpected_keys"] if key.startswith(f"{model.base_model_prefix}."))
@@ -150,7 +152,7 @@ def _why(error: Exception) -> str:
 
 
 def _check_modules(model: nn.Module, path: str | Path) -> None:
-    """Layers that carry a state from token to token, whatever the configuration calls them."""
+    """Reject layers that carry a state from token to token, recognised by the names of their classes."""
     found = sorted({type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)})
     if found:
         raise UserError(f"'{path}' has layers that cannot be tree-masked ({', '.join(found)}); use another model.")

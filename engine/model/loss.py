@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch: at once, or in pieces where its tree is larger than the budget.
+"""Loss and gradients of a batch: at once, or in pieces if its tree is larger than the budget.
 
 A loss is a sum of kernel terms (`rolltree.kernels.Term`, `LogprobTerm`) over the same targets; all of them share one
 forward of the model and one pass of its head.
@@ -49,18 +49,21 @@ def batch_loss(
     ref_logprob: Tensor | None = None,  # [M]
     router_share: float = 1.0,
 ) -> PolicyLossOutput:
-    """The objective's loss over all leaves of ``batch``, exact for shared tokens, ready for ``.backward()``.
+    """Return the objective's loss over all leaves of ``batch``, exact for shared tokens, ready for ``.backward()``.
 
     Args:
-        normalizer: what the sum over logical tokens is divided by; see ``Objective.aggregation``. Give the count of the
-            whole update, so that the loss does not depend on how it was cut into micro-batches.
-        temperature: of the distribution whose log-probabilities enter the ratio.
-        old_logprob: log-probs that ratios compare with: a tensor, those recorded by the sampler ("behaviour"), those of
+        normalizer: divides the sum over logical tokens; see ``Objective.aggregation``. Give the count of the whole
+            update, so that the loss does not depend on how the update is split into micro-batches.
+        temperature: divides the logits of the distribution whose log-probs enter the ratio.
+        old_logprob: log-probs in the denominator of the ratio: a tensor, those recorded by the sampler ("behaviour"),
             the column ``proximal_logprob`` ("proximal"), or None for a single on-policy update (ratio 1).
         ref_logprob: log-probs of the reference policy, for objectives with a KL term; the batch's column by default.
-        router_share: what the load balancing of experts counts here, where the model's config asks for it; over an
-            update's batches the shares should sum to 1. It is a mean over the tokens of one batch, so unlike the rest
-            it depends on how an update is cut.
+        router_share: weight of the experts' load balancing loss, if the model's config enables it; the shares of an
+            update's batches should sum to 1. That loss is a mean over the tokens of one batch, so unlike the rest it
+            depends on how an update is split.
+
+    Returns:
+        The loss ``[]`` and metrics as sums and counts.
 
     Raises:
         ValueError: ``old_logprob`` names a column that lacks a token in the loss and the objective has a ratio; or an
@@ -85,7 +88,10 @@ def terms_loss(
     router_share: float,
     head_grad: Tensor | None = None,
 ) -> TermsLossOutput:
-    """The sum of ``terms`` over ``batch``, ready for ``.backward()``; with ``head_grad`` for just that."""
+    """Return the sum of ``terms`` over ``batch``, ready for ``.backward()``.
+
+    With ``head_grad [V, H]`` fp32, the gradient of the head's weight is added to it during this forward.
+    """
     decoded = decode(model, batch)
     return with_router_loss(
         _head_pass(model, decoded.hidden, batch.target, terms, batch.row, temperature, batch.plan, head_grad),
@@ -114,10 +120,10 @@ def _head_pass(
 def with_plan(
     model: PreTrainedModel, batch: TreeBatch, terms: Sequence[AnyTerm], *, gradient_share: float = 1.0
 ) -> TreeBatch:
-    """``batch`` with the plan of its head pass, or of each piece's: what is multiplied, decided from what is known.
+    """Return ``batch`` with the plan of its head pass, or of each piece's head pass.
 
-    Planning looks at the data. With ``batch`` and ``terms`` in the host's memory it waits for no device, and neither
-    does the pass itself, once they have moved there.
+    Planning reads the data, so it should run while ``batch`` and ``terms`` are in the host's memory: then neither the
+    planning nor the head pass on the device needs a synchronisation.
 
     Args:
         gradient_share: as for `plan_terms_loss`.
@@ -144,7 +150,7 @@ def with_plan(
 
 
 def with_router_loss(out: TermsLossOutput, decoded: Decoded, share: float) -> TermsLossOutput:
-    """``out`` and the share of the experts' load balancing, if there is any."""
+    """Add ``share`` times the experts' load balancing loss to ``out``, if there is one."""
     if decoded.router_loss is None:
         return out
     counted = torch.full((), share, dtype=torch.float64, device=out.loss.device)
@@ -162,21 +168,24 @@ def backward(
     after_each: Callable[[], object] | None = None,
     head_grad: Callable[[], Tensor | None] | None = None,
 ) -> TermsLossOutput:
-    """The loss of ``terms`` and its backward: adds to the gradients of the model's parameters.
+    """Compute the loss of ``terms`` and add its gradients to those of the model's parameters.
 
-    A batch of pieces gives the same loss and gradients, with the activations of one piece in memory. Where a term looks
-    at whole paths (ratios of sequences, preference pairs) it needs every log-prob before the first gradient, so the
-    model runs once more.
+    A batch in pieces gives the same loss and gradients, with the activations of one piece in memory at a time. A term
+    that depends on whole paths (sequence-level ratios, preference pairs) needs every log-prob before the first
+    gradient, so the model runs once more.
 
     Args:
         terms: on the batch's targets; see `linear_terms_loss`.
         temperature, router_share: as for :func:`batch_loss`.
-        after_each: called after every backward, as to move gradients away.
-        head_grad: called before every pass of the head; the fp32 tensor, if any, to which the gradient of its weight is
-            added, instead of to that of the parameter.
+        after_each: called after every backward, for example to move gradients away.
+        head_grad: called before every pass of the head; returns an fp32 tensor ``[V, H]`` to which the gradient of the
+            head's weight is added instead of to ``weight.grad``, or None.
 
     Returns:
-        Loss and metrics, without gradient.
+        Loss ``[]`` and metrics, without gradient.
+
+    Raises:
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or a term does not fit the batch.
     """
     after, into = after_each or (lambda: None), head_grad or (lambda: None)
     if not batch.pieces:
@@ -191,18 +200,18 @@ def backward(
 
 
 def _of_tokens(terms: Sequence[AnyTerm]) -> list[Term] | None:
-    """The terms, if each is a sum over single targets."""
+    """Return the terms if each is a sum over single targets, else None."""
     found = [t for t in terms if isinstance(t, Term) and t.objective.scope == "token"]
     return found if len(found) == len(terms) else None
 
 
 def _taken(terms: Sequence[Term], piece: Piece) -> list[Term]:
-    """The terms on the piece's targets."""
+    """Return the terms restricted to the piece's targets."""
     return [t._replace(fields=t.fields.take(piece.target)) for t in terms]
 
 
 class _Account:
-    """Loss and metrics so far."""
+    """Adds up loss and metrics over pieces."""
 
     def __init__(self) -> None:
         self.loss: float | Tensor = 0.0
@@ -254,7 +263,8 @@ def _in_two_passes(
     router_share: float,
     after: Callable[[], object],
 ) -> TermsLossOutput:
-    """Log-probs first; the loss's derivatives by them are then the weights of a linear objective."""
+    """Compute all log-probs first; the loss's derivatives with respect to them then weigh a linear objective, piece by
+    piece."""
     known = batch_logprob(model, batch, temperature=temperature, want=("entropy",))
     assert known.entropy is not None
     wanted = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)

@@ -1,7 +1,7 @@
-"""Models beside the policy, which score its trees into columns: a reference, a teacher, the policy before an update.
+"""Roles: other models that score the policy's trees, such as a reference, a teacher, the policy before an update.
 
-A role of the policy's own architecture is a set of weights and no second model: its tensors change places with the
-policy's parameters while it scores, so that nothing but the weights is in memory twice, and they may wait on the host.
+A role of the policy's own architecture is only a set of weights: its tensors are swapped with the policy's parameters
+while it scores, so that only the weights are in memory twice. Between uses they can be kept on the host.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .decoder import batch_logprob
 
 
 class Role:
-    """A named model that scores the log-probs of trees' tokens.
+    """Scores the log-probs of trees' tokens into a column.
 
     Args:
-        column: where its scores go, such as ``ref_logprob``.
-        model: what computes; the policy itself for a role that has only weights of its own.
-        weights: the role's, by parameter name, of the policy's shapes; None: those of ``model``.
-        reset_every: updates after which the weights become the policy's again; 0: never.
-        ema: share of the old weights kept at every update of the policy; None: they stay.
-        initial: the weights are the policy's as the run began, so that a checkpoint must hold them.
+        column: the token column of the scores, such as ``ref_logprob``.
+        model: the model that computes; the policy itself for a role that has only weights of its own.
+        weights: the role's weights by parameter name, of the policy's shapes; None: those of ``model``.
+        reset_every: after every so many updates of the policy its weights are copied; 0: never.
+        ema: share of the old weights that is kept at every update of the policy; None: the weights do not change.
+        initial: the weights are the policy's at the start of the run, so a checkpoint must hold them.
     """
 
     def __init__(
@@ -50,14 +50,18 @@ class Role:
 
     @staticmethod
     def snapshot(model: PreTrainedModel, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """A copy of the model's parameters."""
+        """Return a copy of the model's parameters on ``device``."""
         return {name: p.detach().to(device, copy=True) for name, p in model.named_parameters()}
 
     def score(self, trees: Sequence[TokenTree], *, max_tokens: int, temperature: float, flat: bool = False) -> None:
-        """Write the log-prob of every response token into the role's column; 2 NHV of head and one forward.
+        """Write the log-prob of every response token into the role's column.
 
         Each distinct prefix is scored once, even if several responses sampled it independently; with ``flat`` every
-        response is scored on its own.
+        response is scored on its own. Costs one forward without gradient, 2 N H V FLOP of it in the head.
+
+        Args:
+            max_tokens: of one micro-batch.
+            temperature: divides the logits.
         """
         device = self.model.device
         was_training = self.model.training
@@ -71,7 +75,7 @@ class Role:
         self.model.train(was_training)
 
     def follow(self, policy: PreTrainedModel) -> None:
-        """The policy has been updated."""
+        """Update the role's weights after an update of ``policy``, as ``reset_every`` and ``ema`` say."""
         self.seen += 1
         if self.weights is None:
             return
@@ -91,7 +95,7 @@ class Role:
 
 @contextmanager
 def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None]:
-    """``model`` with ``weights`` in its parameters' place; on one device nothing is copied."""
+    """Put ``weights`` in place of the parameters of ``model`` in a with-block; nothing is copied within one device."""
     theirs = {name: p.data for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         p.data = weights[name].to(p.device)
@@ -103,7 +107,7 @@ def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 
 
 def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, values: Tensor) -> None:
-    """Write ``values [M]``, one a target of ``batch``, into the token column ``column`` of ``trees``.
+    """Write ``values [M]``, one per target of ``batch``, into the token column ``column`` of ``trees``.
 
     The batch's parts are trees of this list or some leaves of them; leaf and position identify a token in both.
     """
@@ -120,7 +124,7 @@ def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, valu
 
 
 def _path_rows(tree: TokenTree, leaves: Array, first: int) -> Array:
-    """Tokens from position ``first`` on to each of ``leaves``, leaf after leaf."""
+    """Return the rows from position ``first`` on of the paths to ``leaves``, one leaf after the other."""
     whole = len(leaves) == tree.num_leaves
     rows = tree.all_path_rows if whole else np.concatenate([tree.path_rows(leaf) for leaf in leaves.tolist()])
     return rows[tree.position[rows] >= first]

@@ -1,4 +1,4 @@
-"""Does a model compute packed trees as it computes flat sequences? Asked once, of real rollouts, before training."""
+"""Checks once before training, on real rollouts, that a model computes packed trees as it computes flat sequences."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from ..data.pack import pack
 from ..data.tree import TokenTree
 from .decoder import batch_logprob
 
-MOST_TOKENS = 4096  # of the flat sample
+MOST_TOKENS = 4096  # in the flat sample
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-REDUCED = 0.1  # of bf16 and fp16, whose own rounding moves log-probs by some hundredths
+REDUCED = 0.1  # for bf16 and fp16, whose rounding changes log-probs by some hundredths
 
 
 @torch.no_grad()
 def tree_error(model: PreTrainedModel, trees: Sequence[TokenTree]) -> float | None:
-    """Mean absolute difference of the log-probs of some responses, computed as a tree and as a padded batch.
+    """Return the mean absolute difference (nats) between log-probs computed as a tree and as a flat batch.
 
-    A few leaves of the first tree that shares anything, so it costs about one small forward. None: no tree shares
-    anything, or the shared ones are too long to look at cheaply.
+    The sample is a few leaves of the smallest tree with shared tokens, so the check costs about two small forwards.
+
+    Returns:
+        None if no tree has shared tokens, or only trees with paths too long for a cheap check.
+
+    Raises:
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``.
     """
     sample = _sample(trees)
     if sample is None:
@@ -44,7 +49,7 @@ def tree_error(model: PreTrainedModel, trees: Sequence[TokenTree]) -> float | No
 
 
 def trees_fit(error: float | None, dtype: torch.dtype) -> bool:
-    """Whether an error of :func:`tree_error` is within what rounding explains; NaN is not."""
+    """Return True if an error of :func:`tree_error` can be explained by rounding; NaN cannot."""
     return error is None or (math.isfinite(error) and error <= TOLERANCE.get(dtype, REDUCED))
 
 

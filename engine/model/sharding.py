@@ -1,4 +1,4 @@
-"""A decoder sharded over ranks by FSDP2, in the way that the functions of this package compute it."""
+"""Shards a decoder over ranks by FSDP2, to match the modules that this package calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 def shard(model: PreTrainedModel, **options: Any) -> None:
     """Shard every layer, then the decoder and the head, which stays tied to the embedding if it is.
 
-    The causal model itself stays unsharded: its own forward, which would make logits, is never called.
+    The causal model itself stays unsharded: its own forward, which would compute logits, is never called.
 
     Args:
-        options: of ``fully_shard``: ``mesh``, ``mp_policy``, ``reshard_after_forward``, ...
+        options: passed to ``fully_shard``: ``mesh``, ``mp_policy``, ``reshard_after_forward``, ...
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -28,13 +28,13 @@ def shard(model: PreTrainedModel, **options: Any) -> None:
         fully_shard(block, **options)
     fully_shard(decoder, **options)
     if tied:
-        layer.weight = embedding.weight  # the sharded one
+        layer.weight = embedding.weight  # the sharded parameter
     else:
         fully_shard(layer, **options)
 
 
 def whole(weight: Tensor) -> Tensor:
-    """``weight`` itself, or all of a sharded one, whose gradient is averaged over the ranks as FSDP does."""
+    """Return ``weight``, gathered if it is sharded; its gradient is then averaged over the ranks, as FSDP does."""
     if not isinstance(weight, DTensor):
         return weight
     full: Tensor = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)

@@ -1,7 +1,7 @@
-"""Causal attention of plain sequences laid end to end, by flash-attn where installed, else by torch's own kernel.
+"""Causal attention of plain sequences laid end to end, by flash-attn if installed, else by torch's own kernel.
 
-A tree that shares next to nothing gains nothing from tree attention; its leaves are then packed as sequences, and the
-best kernel for those is somebody else's.
+A tree with few shared tokens gains nothing from tree attention; its leaves are then packed as sequences, for which
+existing kernels are the fastest.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """``(q, k, v [T, H, D], cu_seqlens, longest, scale, window) -> [T, Hq, D]``; None where there is none."""
+    """Return ``(q, k, v [T, H, D], cu_seqlens [B + 1], longest, scale, window) -> [T, Hq, D]``, or None."""
     if not torch.cuda.is_available():
         return None
     return _flash_attn() or _torch()
 
 
 def fits(query: Tensor, softcap: float | None) -> bool:
-    """Whether the kernels take this problem."""
+    """Return True if the kernels support this query: on CUDA, 16 bits, their head sizes, no softcap."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and half and query.shape[-1] in (64, 96, 128, 256) and softcap is None
 
@@ -54,12 +54,12 @@ def _torch() -> Kernel | None:
     except ImportError:
         return None
     if not {"window_size", "scale", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        return None  # an early version of it
+        return None  # an early version without these options
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float | None, window: int | None
     ) -> Tensor:
-        reach = (-1 if window is None else window - 1, 0)  # to the left; nothing to the right
+        reach = (-1 if window is None else window - 1, 0)  # tokens to the left and to the right
         shared_heads = q.shape[1] != k.shape[1]
         out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=reach, enable_gqa=shared_heads)
         assert isinstance(out, Tensor)

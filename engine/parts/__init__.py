@@ -1,5 +1,6 @@
-"""How a name in a configuration becomes an object, and how code of the user's is called.
+"""Turns names in a configuration into objects, and calls the user's code safely.
 
-``resolve`` finds a part by name or as ``file.py:object`` and checks its options; ``calling`` calls the user's functions
-and turns what they raise into one sentence.
+``resolve`` finds a part by name in a table or imports ``file.py:object``, checks its options against the signature, and
+returns the function or instance. ``calling`` calls the user's functions and turns their exceptions into one sentence.
+Read ``resolve`` first.
 """

@@ -1,6 +1,6 @@
-"""Calls of functions that are the user's: whatever goes wrong in one becomes a sentence that names its line.
+"""Calls the user's functions: any exception in one becomes a `UserError` of one sentence that names the line.
 
-Imports nothing of rolltree when it is loaded: the verifiers' processes (`engine/rewards/worker.py`) load it by itself.
+Imports nothing of rolltree when loaded: the verifiers' processes (`engine/rewards/worker.py`) load this file alone.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """``function(*arguments, **options)``.
+    """Return ``function(*arguments, **options)``.
 
     Args:
-        what: what the function is in the configuration, such as ``algorithm.advantage = 'mine.py:f'``.
+        what: the function's place in the configuration, such as ``algorithm.advantage = 'mine.py:f'``.
 
     Raises:
-        UserError: the function raised something, or wanted to end the process; one that it raised itself passes.
+        UserError: the function raised an exception or called `sys.exit`; its own `UserError` passes unchanged.
     """
     from ..errors import UserError
 
@@ -28,15 +28,15 @@ def call(what: str, function: Callable[..., Any], *arguments: Any, **options: An
         return function(*arguments, **options)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # sys.exit in it must not end a run either
+    except BaseException as error:  # sys.exit in the function must not end a run
         raise UserError(f"{what} failed: {failure(error, function)}.") from error
 
 
 def ask(what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """As `call`, for functions that judge what they are given: a ValueError's own words are the sentence.
+    """Like `call`, but a ValueError's message is shown to the user as it is: functions reject their arguments by it.
 
     Raises:
-        UserError: as `call`.
+        UserError: as for `call`.
     """
     from ..errors import UserError
 
@@ -49,13 +49,14 @@ def ask(what: str, function: Callable[..., Any], *arguments: Any, **options: Any
 
 
 def failure(error: BaseException, place: Callable[..., Any] | Path | None = None) -> str:
-    """``ValueError: no answer (line 12 of 'mine.py')``, on one line, printable whatever the error says.
+    """Describe an error on one printable line, such as ``ValueError: no answer (line 12 of 'mine.py')``.
 
-    The line is the innermost one in the file ``place``, or in the one that defines it; without it, of all.
+    Args:
+        place: a file, or a function in it: the innermost line of this file is named; None: the innermost of all.
     """
     try:
         said = " ".join(str(error).split())
-    except Exception:  # an exception's own text is the user's code too
+    except Exception:  # the exception's __str__ is the user's code too
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     text = text[:400].rstrip(".").encode("utf-8", "backslashreplace").decode()

@@ -1,8 +1,8 @@
-"""One way from a name in a configuration to the part it names.
+"""Finds the part that a name in a configuration stands for.
 
-A part is built in, and then found by its name in its kind's table, or it is the user's own, named ``file.py:object``.
-Its options are the parameters that follow those the run fills in; they are checked against the signature before a run
-begins. A class is made with them, a function is returned with them bound.
+A built-in part is found by its name in its kind's table; the user's own is named ``file.py:object``. A part's options
+are the parameters after those that the run fills in; they are checked against the signature before a run begins. A
+class is instantiated with them, a function is returned with them bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import UserError
 from .calling import ask, call, failure
 
 NEEDED = inspect.Parameter.empty
-"""Stands for the default of an option that has none."""
+"""The default of an option that must be given."""
 
 
 def resolve(
@@ -32,15 +32,15 @@ def resolve(
     inputs: tuple[str, ...] = (),
     options_key: str | None = None,
 ) -> Any:
-    """The part that ``key`` of the configuration names.
+    """Return the part that ``key`` of the configuration names: an instance of a class, or a function of ``inputs``.
 
     Args:
-        key: the configuration's key, for the messages, such as ``rollout.program``.
+        key: the configuration's key, for error messages, such as ``rollout.program``.
         name: a name in ``known``, or ``file.py:object``.
         options: the part's options.
         known: the built-in parts of this kind.
-        inputs: what a function of this kind is called with, in order; a class is called with its options alone.
-        options_key: the configuration's key of the options, where it is not ``<key>_options``.
+        inputs: names of a function's first arguments, which the run fills in; a class gets its options alone.
+        options_key: the configuration's key of the options, if it is not ``<key>_options``.
 
     Raises:
         UserError: there is no such part, file or object, it takes no such inputs, or an option is unknown, missing or
@@ -49,23 +49,26 @@ def resolve(
     options = options or {}
     part = known[name] if name in known else _imported(key, name, known)
     of = f"{key} = '{name}'"
-    taken = options_of(part, inputs, of)
-    if unknown := sorted(set(options) - set(taken)):
-        near = difflib.get_close_matches(unknown[0], taken, 1)
-        hint = f"did you mean '{near[0]}'" if near else f"it takes {', '.join(taken) or 'none'}"
+    accepted = options_of(part, inputs, of)
+    if unknown := sorted(set(options) - set(accepted)):
+        near = difflib.get_close_matches(unknown[0], accepted, 1)
+        hint = f"did you mean '{near[0]}'" if near else f"it takes {', '.join(accepted) or 'none'}"
         raise UserError(f"{of} has no option '{unknown[0]}'; {hint}.")
-    if missing := [option for option, default in taken.items() if default is NEEDED and option not in options]:
+    if missing := [option for option, default in accepted.items() if default is NEEDED and option not in options]:
         raise UserError(f"{of} needs the option '{missing[0]}'; give it in {options_key or f'{key}_options'}.")
     if not inspect.isclass(part):
-        own = part if name in known else functools.partial(call, of, part)
-        return functools.partial(own, **options) if options else own
+        function = part if name in known else functools.partial(call, of, part)
+        return functools.partial(function, **options) if options else function
     return ask(of, part, **options)
 
 
 def options_of(part: Callable[..., Any], inputs: Iterable[str] = (), of: str = "") -> dict[str, Any]:
-    """Names and defaults (`NEEDED` where there is none) of a part's options.
+    """Return names and defaults (`NEEDED` if there is none) of a part's options.
 
-    A class that takes any keyword takes the options of its parents too.
+    A class with ``**kwargs`` takes the options of its parents too.
+
+    Args:
+        of: names the part in error messages.
 
     Raises:
         UserError: a function does not take ``inputs`` as its first arguments.
@@ -92,7 +95,7 @@ def options_of(part: Callable[..., Any], inputs: Iterable[str] = (), of: str = "
 
 
 def import_object(reference: str) -> Callable[..., Any]:
-    """The function or class named by ``file.py:object``.
+    """Return the function or class named by ``file.py:object``.
 
     Raises:
         UserError: there is no such file or object, or the file cannot be run.
@@ -120,7 +123,7 @@ def _imported(key: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
 
 
 def _module(path: Path) -> Any:
-    """The file as a module, run once as long as it stays the same: two names of one file share its state."""
+    """Import the file as a module, once for as long as it does not change: two names in one file share its state."""
     name = f"rolltree_user_{path.stem}_{hash((path, path.stat().st_mtime_ns)) & 0xFFFFFFFFFFFFFFFF:x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -128,7 +131,7 @@ def _module(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    sys.modules[name] = module  # before it runs, since dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # sys.exit too

@@ -46,7 +46,7 @@ def checked(found: Any, tools: Schemas, *keys: str) -> ToolCall:
     """Return the call that a JSON value ``{"name": ..., key: {...}}`` makes."""
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or found["name"] not in tools:
         raise MalformedError
-    arguments = next((found[key] for key in keys if key in found), {})
+    arguments: Any = next((found[key] for key in keys if key in found), {})
     if not isinstance(arguments, dict):
         raise MalformedError
     given = found.get("id")

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..parts.resolve import import_object
 from .call_reading import Schemas
 from .conversation import Conversation, render
-from .tool_calls import form_of, written
+from .tool_calls import form_of, read_turn
 from .tool_formats import FORMATS, ToolFormat
 from .toolbox import CHAT_TOOLS
 
@@ -84,14 +84,14 @@ def find_format(
     for content in ("", None):
         for arguments in ({"where": "here"}, '{"where": "here"}'):
             call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
-            talk = [*asked, {"role": "assistant", "content": content, "tool_calls": [call]}]
+            talk: list[Message] = [*asked, {"role": "assistant", "content": content, "tool_calls": [call]}]
             try:
                 whole = render(tokenizer, talk, tools, generation=False)
                 turn = whole.removeprefix(render(tokenizer, asked, tools, generation=False))
             except ValueError:
                 continue
             for form in FORMATS.values():
-                read = [(call.name, call.arguments) for call in written(turn, ["look"], form=form).calls]
+                read = [(call.name, call.arguments) for call in read_turn(turn, ["look"], form).calls]
                 if read == [("look", {"where": "here"})]:
                     return form
     prompt = render(tokenizer, asked, tools, generation=True)
@@ -115,7 +115,7 @@ def assistant_message(text: str, tools: Collection[str] | Schemas, form: ToolFor
         With calls a message has ``tool_calls``. What opens as a call and is none is in ``invalid_tool_calls``, each
         with its ``index`` among all calls and the ``error`` for the model.
     """
-    found = written(text, tools, form=form or form_of(text, tools))
+    found = read_turn(text, tools, form or form_of(text, tools))
     message: Message = {"role": "assistant", "content": found.content}
     places = {place for place, _ in found.malformed}
     free = (place for place in range(len(found.calls) + len(places)) if place not in places)

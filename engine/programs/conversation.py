@@ -1,10 +1,9 @@
-"""What a conversation grows by: the tokens that the chat template writes after an assistant's turn.
+"""The growth of a conversation: the tokens that the chat template writes after an assistant's turn.
 
-The whole conversation is rendered, messages so far, the new ones and the generation prompt, and what follows the
-assistant's last turn is tokenised. Sampled tokens stay as they are. So that nothing depends on how the template would
-write the model's own turns again (it may drop their thinking, or write their calls with other white space), a marker
-stands for what the model said. Everything else of the conversation must appear in each rendering as it was appended
-before; a template that rewrites it is refused.
+The template renders the whole conversation: the messages so far, the new ones and the generation prompt. The text after
+the assistant's last turn is tokenised; sampled tokens stay as they are. A marker stands for each turn that was sampled,
+since the template may write it otherwise in history (without its thinking, or with other white space in its calls). All
+other messages must appear in each rendering exactly as they were appended; a template that rewrites them is refused.
 
     prompt | turn 1 </s> | [user] no [/user] [model] | turn 2 </s> | ...
     given  | sampled     | appended                  | sampled     |
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count, takewhile
@@ -26,9 +24,9 @@ from .literal import literal
 
 Message = Mapping[str, Any]
 STYLES = [(False, False), (True, False), (False, True), (True, True)]
-"""How a turn with calls may be given to templates: its arguments as a JSON text or an object, and with content or not.
+"""The ways to give a turn with calls to a template: whether arguments are a JSON text, whether the turn has content too.
 
-Some templates write the content after the tools' answers, some write no calls, some want arguments as texts.
+Some templates want arguments as texts, some write content after the tools' answers, some write no calls.
 """
 
 
@@ -55,23 +53,23 @@ class Conversation:
         self._checked: set[tuple[str, ...]] = set()
 
     def begin(self, messages: Sequence[Message]) -> list[str]:
-        """Return what is known of a conversation of a prompt alone, to be passed to `grow`.
+        """Return the text of a prompt's messages, in the form that `grow` takes.
 
         Raises:
             ValueError: the template cannot write the messages.
         """
-        # without the generation prompt, or what is written in its place: the turn may begin otherwise in history
+        # without the generation prompt, or the text in its place: the turn may begin otherwise in history
         return [_common(self._render(messages), self._render(messages, generation=False))]
 
     def grow(
         self, messages: Sequence[Message], written: Sequence[str], new: Sequence[Message], end: int
     ) -> tuple[list[int], list[str]]:
-        """Return the tokens to append after an assistant's turn, and what is known of the conversation with them.
+        """Return the tokens to append after an assistant's turn, and ``written`` with their text.
 
         Args:
             messages: the conversation; the last one is the assistant's turn.
-            written: what `begin` or the last call returned.
-            new: what the environment answers to the turn.
+            written: the text of everything but the turns, as `begin` or the last call returned it.
+            new: the environment's messages after the turn.
             end: the token that ended the turn.
 
         Raises:
@@ -87,8 +85,9 @@ class Conversation:
         self._check_complete(said, mark, new)
         after = _after(text, mark)
         disguise = self._literal.disguise(text)
-        spoken = disguise.put(list(new))
-        hidden = _after(self._render([*self._marked(messages, spoken, len(written))[0], *spoken]), mark)
+        spoken, hidden = disguise.put(list(new)), after
+        if spoken != list(new):
+            hidden = _after(self._render([*self._marked(messages, spoken, len(written))[0], *spoken]), mark)
         if disguise.lift(hidden) != after:
             raise ValueError(
                 f"The chat template writes messages of {_roles(new)} otherwise where their text holds control tokens; "
@@ -110,10 +109,11 @@ class Conversation:
         if roles in self._checked:
             return
         name = self.tools[0]["function"]["name"] if self.tools else "tool"
+        known = {"name": name, "tool_call_id": "call00000"} if role == "tool" else {}
         talk, written = list(messages), self.begin(messages)
         end = next(iter(sorted(self.ends)))
         for turn in range(3):
-            answer = {"role": role, "content": f"answer {turn}"} | ({"name": name} if role == "tool" else {})
+            answer = {"role": role, **known, "content": f"answer {turn}"}
             talk.append({"role": "assistant", "content": f"turn {turn}"})
             _, written = self.grow(talk, written, [answer], end)
             talk.append(answer)
@@ -157,7 +157,7 @@ class Conversation:
                 raise ValueError("The chat template leaves out what the assistant says; environments need it there.")
             if not text.startswith(part, begin):
                 old, now = part, text[begin : begin + len(part)]
-                at = len(os.path.commonprefix([old, now]))
+                at = len(_common(old, now))
                 raise ValueError(
                     f"The chat template rewrites {before} once the conversation goes on: {old[at : at + 40]!r} becomes "
                     f"{now[at : at + 40]!r}; use a template that only adds, such as TRL's training templates."
@@ -165,7 +165,7 @@ class Conversation:
             begin, before = end + len(mark), "earlier messages"
 
     def _check_complete(self, said: Sequence[Message], mark: str, new: Sequence[Message]) -> None:
-        """Look for the text of each message, once for every sequence of roles."""
+        """Look for the text of each new message, once for every sequence of roles."""
         roles = tuple(str(message["role"]) for message in new)
         if roles in self._complete:
             return
@@ -180,7 +180,7 @@ class Conversation:
         self._complete.add(roles)
 
     def _turn_end(self, said: Sequence[Message], mark: str, hidden: str, end: int) -> int:
-        """Return the length of what ``hidden`` begins with that belongs to the turn, its end token included.
+        """Return the length of the beginning of ``hidden`` that belongs to the turn, its end token included.
 
         The template writes an end token after a turn whatever follows. The one that was sampled stands in its place,
         also if it is another one (``<|endoftext|>`` for ``<|im_end|>``). Where a turn has no end of its own and the
@@ -195,9 +195,11 @@ class Conversation:
             same = hidden[slice(*first)] == self._literal.text(end)
             return first[1] if same else first[0]
         last = _after(self._render(said, generation=False), mark)
-        if (other := next(self._ends_in(last), None)) and common.startswith(last[: other[0]]):
+        other = next(self._ends_in(last), None)
+        if other is not None and common.startswith(last[: other[0]]):
             # the last turn of a conversation may end otherwise: <|return|> where it is <|end|> with others after it
-            if closing := self._literal.controls.match(common, other[0]):
+            closing = self._literal.controls.match(common, other[0])
+            if closing is not None:
                 return closing.end()
         ends = ", ".join(sorted(self._end_texts)) or "none"
         raise ValueError(
@@ -231,7 +233,7 @@ def render(
     *,
     generation: bool,
 ) -> str:
-    """Return what the chat template writes.
+    """Return the chat template's text of ``messages``.
 
     Raises:
         ValueError: it cannot write these messages.
@@ -260,12 +262,17 @@ def _calls(answers: Sequence[Message], mark: str, as_text: bool, with_content: b
 
 
 def _after(text: str, mark: str) -> str:
-    """Return what follows the last ``mark``."""
+    """Return the text after the last ``mark``."""
     return text[text.rfind(mark) + len(mark) :] if mark in text else ""
 
 
 def _common(a: str, b: str) -> str:
-    return os.path.commonprefix([a, b])
+    """Return the longest text that both begin with."""
+    same, other = 0, min(len(a), len(b)) + 1  # a[:same] is common, a[:other] is not
+    while other - same > 1:
+        middle = (same + other) // 2
+        same, other = (middle, other) if b.startswith(a[same:middle], same) else (same, middle)
+    return a[:same]
 
 
 def _roles(messages: Sequence[Message]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object, resolve
 from .chat import Message, assistant_message, find_format, tool_schema
-from .conversation import conversation
+from .conversation import Conversation, conversation
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
 from .turns import Observation, ToolBox
 
@@ -65,6 +65,16 @@ def _taskset(context: Mapping[str, Any], taskset: str) -> Any:
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"tools": ToolBox, "game": Game, "verifiers": _taskset}
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """An environment's answer, and what the conversation grows by where it goes on."""
+
+    observation: Observation
+    messages: Sequence[Message] = ()
+    token_ids: Sequence[int] = ()
+    written: Sequence[str] = ()
+
+
 @dataclass
 class _Talk:
     """The conversation of a branch."""
@@ -86,10 +96,11 @@ class _Talk:
         state = self.before if self.asked else _state_of(self.environment)
         return self.environment if state is None else state, self.messages, self.written, self.reward, self.end
 
-    def step(self, branch: BranchId, seconds: float) -> Call:
-        """Return the call that steps the environment with the messages so far."""
+    def step(self, branch: BranchId, seconds: float, conversation: Conversation | None) -> Call:
+        """Return the call that steps the environment with the messages so far; ``conversation`` grows by its answer."""
         self.before, self.asked = _state_of(self.environment), True
-        return Call(branch, _step, (self.environment, list(self.messages), seconds))
+        talk = None if conversation is None else (conversation, list(self.messages), list(self.written), self.end)
+        return Call(branch, _step, (self.environment, list(self.messages), seconds, talk))
 
     def fork(self) -> _Talk:
         """Return the same state for another branch."""
@@ -179,24 +190,23 @@ class EnvironmentTurns(RolloutProgram):
             )
             talk.messages.append(assistant_message(text, self._tools, self._form))
             talk.end = int(segment.token_ids[-1])
-            yield talk.step(segment.branch, self.call_timeout_s)
+            yield self._step(segment.branch)
 
     def returned(
-        self, group: GroupState, branch: BranchId, result: Observation
+        self, group: GroupState, branch: BranchId, result: _Answer
     ) -> Generator[Action, Sequence[BranchId], None]:
         talk = self._talks.pop(branch)
-        talk.asked = False
-        turns = sum(message["role"] == "assistant" for message in talk.messages) - self._given_turns()
-        if result.reward is not None:
-            talk.reward = (talk.reward or 0.0) + result.reward
+        talk.asked, found = False, result.observation
+        turns = self._turns(talk)
+        if found.reward is not None:
+            talk.reward = (talk.reward or 0.0) + found.reward
             yield Reward(branch, talk.reward)
-        if result.done or turns >= self.max_turns:
-            yield Finish(branch, LeafStatus.STOP if result.done else LeafStatus.LENGTH)
+        if found.done or turns >= self.max_turns:
+            yield Finish(branch, LeafStatus.STOP if found.done else LeafStatus.LENGTH)
             return
-        new = [_as_text(message) for message in result.messages]
-        ids, talk.written = self._conversation.grow(talk.messages, talk.written, new, talk.end)
-        talk.messages += new
-        given = Given(ids, Origin.OBSERVATION)
+        talk.messages += result.messages
+        talk.written = list(result.written)
+        given = Given(result.token_ids, Origin.OBSERVATION)
         children = yield Fork(branch, self._ways[turns - 1] if turns <= len(self._ways) else 1, append=given)
         for child in children[1:]:
             self._talks[child] = talk.fork()
@@ -204,7 +214,17 @@ class EnvironmentTurns(RolloutProgram):
             self._talks[children[0]] = talk
 
     def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> list[Action]:
-        return [self._talks[branch].step(branch, self.call_timeout_s) for branch in branches]
+        return [self._step(branch) for branch in branches]
+
+    def _step(self, branch: BranchId) -> Call:
+        talk = self._talks[branch]
+        last = self._turns(talk) >= self.max_turns
+        return talk.step(branch, self.call_timeout_s, None if last else self._conversation)
+
+    def _turns(self, talk: _Talk) -> int:
+        """Return the number of the model's turns."""
+        given = self.context["messages"]
+        return sum(m["role"] == "assistant" for m in talk.messages) - sum(m["role"] == "assistant" for m in given)
 
     def _prepare(self) -> None:
         """Set what follows from the tokenizer and the context."""
@@ -226,10 +246,6 @@ class EnvironmentTurns(RolloutProgram):
             environment = self.make(self.context)
             environment.load_state_dict(of_environment)
             self._talks[branch] = _Talk(environment, *talk)
-
-    def _given_turns(self) -> int:
-        """Return the number of the assistant's messages in the prompt."""
-        return sum(message["role"] == "assistant" for message in self.context["messages"])
 
 
 def _as_text(message: Mapping[str, Any]) -> Message:
@@ -270,20 +286,24 @@ def _later(environment: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _step(environment: Any, messages: list[Message], seconds: float) -> Observation:
-    """Step the environment; called in a thread of its own."""
+def _step(environment: Any, messages: list[Message], seconds: float, talk: tuple[Any, ...] | None) -> _Answer:
+    """Step the environment, and write its answer where the conversation goes on; called in a thread of its own."""
     found = environment.step(messages)
     if inspect.isawaitable(found):
         found = asyncio.run(_within(found, seconds))
     if found is None:
-        return Observation(done=True)
+        return _Answer(Observation(done=True))
     if isinstance(found, str):
-        return Observation([{"role": "user", "content": found}])
+        found = Observation([{"role": "user", "content": found}])
     if not isinstance(found, Observation):
         raise TypeError(f"{type(environment).__name__}.step answered {found!r}; give an Observation, a text or None")
     if found.reward is not None and not math.isfinite(found.reward):
         raise ValueError(f"{type(environment).__name__}.step gave the reward {found.reward:g}, which is not finite")
-    return found
+    if found.done or talk is None:
+        return _Answer(found)
+    conversation, said, written, end = talk
+    new = [_as_text(message) for message in found.messages]
+    return _Answer(found, new, *conversation.grow(said, written, new, end))
 
 
 async def _within(step: Any, seconds: float) -> Any:

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -46,11 +46,12 @@ class Literal:
                 f"environment needs a fast tokenizer and {type(tokenizer).__name__} is none; convert it to a "
                 "tokenizer.json."
             )
-        added = tokenizer.added_tokens_decoder.items()
-        controls = {token: id_ for id_, token in added if token.content.strip()}
+        added = {token: id_ for id_, token in tokenizer.added_tokens_decoder.items()}
+        controls = {token: id_ for token, id_ in added.items() if token.content.strip()}
         self._names = {token.content: f"\U0010f000{NONCE}:{id_}\U0010f001" for token, id_ in controls.items()}
         self._tokenizer = _renamed(json.loads(backend.to_str()), self._names)
-        self._ids = {self._tokenizer.token_to_id(self._names[token.content]): id_ for token, id_ in controls.items()}
+        named = {self._names.get(token.content, token.content): id_ for token, id_ in added.items()}
+        self._ids = {self._tokenizer.token_to_id(name): id_ for name, id_ in named.items()}
         self._texts = {id_: token.content for token, id_ in controls.items()}
         self.controls = _either(
             rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
@@ -131,28 +132,27 @@ def _either(patterns: Any) -> re.Pattern[str]:
     return re.compile("|".join(patterns) or r"(?!)")
 
 
-def _renamed(spec: dict[str, Any], names: Mapping[str, str]) -> Tokenizer:
+def _renamed(spec: dict[str, Any], names: dict[str, str]) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json with its control tokens called by ``names``, in the model too."""
-    rename: Callable[[str], str] = lambda text: names.get(text, text)  # noqa: E731
-    model = spec["model"]
-    kept = model if model.get("byte_fallback") else {}
+    model: dict[str, Any] = spec["model"]
 
     def piece(text: str) -> str:
-        return text if kept and BYTE.fullmatch(text) else rename(text)
+        return text if model.get("byte_fallback") and BYTE.fullmatch(text) else names.get(text, text)
 
-    if isinstance(model["vocab"], Mapping):
+    if isinstance(model["vocab"], dict):
+        lost: set[str] = {text for text in names if text in model["vocab"] and piece(text) != text}
         model["vocab"] = {piece(text): id_ for text, id_ in model["vocab"].items()}
         there = set(model["vocab"].values())
         # ids of added tokens follow the number of pieces, so that a gap would let one meet a piece's id
         gaps = (id_ for id_ in range(max(there, default=-1) + 1) if id_ not in there)
         model["vocab"] |= {f"\U0010f002{NONCE}:{id_}": id_ for id_ in gaps}
     else:
+        lost = set()
         model["vocab"] = [[piece(text), score] for text, score in model["vocab"]]
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = piece(model["unk_token"])
-    if "merges" in model:
+    if lost and "merges" in model:
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-        lost = {text for text in names if piece(text) != text}
         model["merges"] = [[a, b] for a, b in pairs if not lost & {a, b, a + b}]
     for token in spec["added_tokens"]:
         if token["content"] in names:

@@ -6,6 +6,7 @@ for after its end, where the turn has one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ HERMES = FORMATS["hermes"]
 THINKING_END = "</think>"
 
 
-class Written(NamedTuple):
+class Turn(NamedTuple):
     content: str
     """All that is no call; without the white space at its end where there are calls."""
     calls: list[ToolCall]
@@ -25,9 +26,15 @@ class Written(NamedTuple):
     """What opened as a call and is none, each with its place among all of them."""
 
 
-def written(text: str, tools: Collection[str] | Schemas, most: int | None = None, form: ToolFormat = HERMES) -> Written:
+class Written(NamedTuple):
+    content: str
+    calls: list[tuple[str, str]]
+    """Names and arguments, a JSON object each."""
+
+
+def read_turn(text: str, tools: Collection[str] | Schemas, form: ToolFormat = HERMES, most: int | None = None) -> Turn:
     """Return what a turn says and calls; what comes after ``most`` calls stays text."""
-    content, at, said = "", 0, Written("", [], [])
+    content, at, said = "", 0, Turn("", [], [])
     for number, found in enumerate(_found(text, tools, form)):
         if isinstance(found.call, Malformed):
             said.malformed.append((number, found.call))
@@ -36,6 +43,12 @@ def written(text: str, tools: Collection[str] | Schemas, most: int | None = None
             content, at = content + text[at : max(found.begin, at)], found.end
     content += text[at:]
     return said._replace(content=content.rstrip() if said.calls else content)
+
+
+def written(text: str, tools: Collection[str] | Schemas, most: int | None = None, form: ToolFormat = HERMES) -> Written:
+    """Return what a turn says and calls, as OpenAI's API has calls."""
+    turn = read_turn(text, tools, form, most)
+    return Written(turn.content, [(call.name, json.dumps(call.arguments)) for call in turn.calls])
 
 
 def before_calls(text: str, form: ToolFormat = HERMES) -> str:
@@ -52,13 +65,13 @@ def before_calls(text: str, form: ToolFormat = HERMES) -> str:
 
 def form_of(text: str, tools: Collection[str] | Schemas) -> ToolFormat:
     """Return the first form in which ``text`` calls one of ``tools``; Hermes' where it calls none."""
-    forms = (form for form in FORMATS.values() if written(text, tools, form=form).calls)
+    forms = (form for form in FORMATS.values() if read_turn(text, tools, form).calls)
     return next(forms, HERMES)
 
 
 def _found(text: str, tools: Collection[str] | Schemas, form: ToolFormat) -> Iterator[Found]:
     thought = text.find(THINKING_END)
     begin = 0 if thought < 0 else thought + len(THINKING_END)
-    schemas = tools if isinstance(tools, dict) else dict.fromkeys(tools, {})
+    schemas = tools if isinstance(tools, dict) else {name: {} for name in tools}
     for found in form.find(text[begin:], schemas):
         yield Found(found.begin + begin, found.end + begin, found.call)

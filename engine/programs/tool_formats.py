@@ -210,15 +210,20 @@ def _pythonic(text: str, tools: Schemas) -> Iterator[Found]:
         closed = text.find(end, begun)
         inside, at = text[begun + len(begin) : closed if closed >= 0 else None], closed + len(end)
         at = len(text) if closed < 0 else at
-        try:
-            listed: Any = ast.parse(inside.strip(), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            listed = None
+        listed = _python(inside) or _python(inside.strip().replace("\n", "\\n"))  # some write line ends into texts
         if closed < 0 or not isinstance(listed, ast.List) or not listed.elts:
             yield Found(begun, at, Malformed())
             continue
         for node in listed.elts:
             yield Found(begun, at, read(partial(_python_call, node, tools)))
+
+
+def _python(text: str) -> Any:
+    """Return the syntax tree of an expression; None where it is none."""
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _python_call(node: Any, tools: Schemas) -> ToolCall:
@@ -244,7 +249,7 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-# -- which one ----------------------------------------------------------------------------------------------------------
+# -- all of them ------------------------------------------------------------------------------------------------------
 
 
 def _between(begin: str, end: str, read: Callable[[str, int, Schemas], tuple[ToolCall, int]]) -> Any:

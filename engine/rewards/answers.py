@@ -1,4 +1,4 @@
-r"""The answer that a response gives, by the marks it sets on it.
+r"""Finds the answer that a response marks as its own.
 
 Candidates come in a fixed order, and a verifier takes the first that it can read:
 
@@ -6,11 +6,11 @@ Candidates come in a fixed order, and a verifier takes the first that it can rea
    heading ``Answer``, and ``#### ...`` on the last line. The last in the text comes first.
 2. A sentence "the answer is ...", and ``#### ...`` before a number or formula on any other line; the last comes first.
 
-A mark with nothing in it is no mark. ``Answer`` is read in the languages of `WORDS` and `SAID`, in capitals or not,
-with Markdown's emphasis around it. Boxes that stand together (``\boxed{2} or \boxed{3}``) are one answer with several
+An empty mark does not count. ``Answer`` is recognised in the languages of `WORDS` and `SAID`, in any case, with or
+without Markdown's emphasis. Adjacent boxes (``\boxed{2} or \boxed{3}``) are one answer with several
 parts.
 
-Imports nothing of rolltree, as `verifiers.py`.
+Imports nothing of rolltree, like `verifiers.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = "|".join(
         "الإجابة", "উত্তর", "คำตอบ", "సమాధానం",
     )
 )  # fmt: skip
-"""The word "answer", as it stands before a colon."""
+"""The word "answer" before a colon, in many languages."""
 SAID = "|".join(
     (
         r"(?<!\w)answers?(?!\w)[^.:=\n]{0,60}?(?<!\w)(?:is|are|equals|will be|would be|must be|comes out to)(?!\w)",
@@ -36,7 +36,7 @@ SAID = "|".join(
         r"jawabannya adalah", r"jibu ni", r"คำตอบคือ", r"উত্তর হল", r"đáp án là", r"उत्तर है",
     )
 )  # fmt: skip
-"""The words before an answer in a sentence."""
+"""The words before an answer in a sentence, in many languages."""
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _LINE = re.compile(rf"(?<![\w<])(?:{WORDS})[*_\s]{{0,4}}[:：]", re.IGNORECASE)
@@ -58,7 +58,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def candidates(text: str) -> Iterator[str]:
-    """Yield what ``text`` may give as its answer, in the order in which it is to be believed."""
+    """Yield possible answers in ``text``, the most reliable first."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     strong = [(match.start(), match[1]) for match in _TAGGED.finditer(text)]
     strong += [(match.start(), _line_after(text, match.end())) for match in _LINE.finditer(text)]
@@ -115,7 +115,7 @@ def closing_brace(text: str, start: int) -> int:
 
 
 def _boxes(text: str) -> list[tuple[int, str]]:
-    """Return where each answer in boxes begins, and what it says; boxes that stand together are one answer."""
+    """Return position and content of each answer in boxes; adjacent boxes are one answer."""
     found: list[tuple[int, int, str]] = []  # begin, end, content
     for match in _BOX.finditer(text):
         if text[match.end() : match.end() + 1] == "{":
@@ -136,7 +136,7 @@ def _boxes(text: str) -> list[tuple[int, str]]:
 
 
 def _line_after(text: str, start: int) -> str:
-    """Return the rest of the line, or the next that is not empty; a formula set off from the text is taken whole."""
+    """Return the rest of the line, or the next line that is not empty; a displayed formula is returned whole."""
     rest = text[start:].lstrip("*_ \t").lstrip()
     for opening, closing in zip(*_OPEN, strict=True):
         if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
@@ -145,5 +145,5 @@ def _line_after(text: str, start: int) -> str:
 
 
 def _sentence_after(text: str, start: int) -> str:
-    """Return the rest of the sentence: to a full stop before a blank, or the end of the line."""
+    """Return the rest of the sentence, up to a full stop before white space or the end of the line."""
     return re.split(r"[.!?](?=\s|$)|。", _line_after(text, start), maxsplit=1)[0]

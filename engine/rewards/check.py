@@ -11,13 +11,14 @@ from .interface import Rewards
 from .references import reference_text
 
 NEED_TEXT = {"math", "exact", "regex"}
-"""Verifiers that compare with a reference answer as a text."""
+"""Verifiers that need a reference answer with a text."""
 
 
 def check_references(rewards: Rewards, config: RewardConfig, problems: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """Let the verifier read each problem once; return a sentence about those that it cannot read, or nothing.
+    """Let the verifier read each problem once; return a sentence about those that it cannot read, or an empty text.
 
     Args:
+        rewards: the run's verifier, started.
         problems: the id and the entry of each (`Prompt.id`, `Prompt.entry`).
 
     Raises:

@@ -1,6 +1,6 @@
-"""Programs in responses, judged by tests in a sandbox.
+"""Judges programs in responses by tests in a sandbox.
 
-Imports nothing of rolltree, as `verifiers.py`.
+Imports nothing of rolltree, like `verifiers.py`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from markdown_it import MarkdownIt
 from .verifiers import load_file
 
 BUDGET = 0.8
-"""Share of the time limit of a verdict that a response's code may take."""
+"""Share of a verdict's time limit that a response's code may use."""
 PYTHON = {"python", "python3", "python2", "py", "py3", "ipython", "ipython3"}
 
 
 class CodeVerifier:
-    """The share of tests that the program of a response passes, run in a sandbox; `extract_code` says which that is.
+    """The reward is the share of tests that the response's program (`extract_code`) passes in a sandbox.
 
     The problem's answer is a list of tests, or JSON of one. A test is a Python text that runs after the code, and
-    passes if it gets to its end (``assert add(1, 2) == 3``); or ``{"input": ..., "output": ...}``, which gives the
-    program its standard input and compares its standard output, blanks at line ends and empty last lines aside.
-    ``{"inputs": [...], "outputs": [...]}`` is a list of such tests too. The outputs expected never enter the sandbox.
-    An assertion is judged in the process that the response controls: ending that process passes no test, but code
-    that sets out to forge the sign of success, or objects equal to everything, can deceive it.
+    passes if it runs to its end (``assert add(1, 2) == 3``); or ``{"input": ..., "output": ...}``, which gives the
+    program its standard input and compares its standard output, ignoring blanks at line ends and empty last lines.
+    ``{"inputs": [...], "outputs": [...]}`` is a list of such tests too. The expected outputs never enter the sandbox.
+    An assertion is evaluated in the process that the response controls: ending that process passes no test, but code
+    written to forge the sign of success, or objects equal to everything, can deceive it.
 
     Args:
-        timeout_s: of the verdict; tests that there is no time for have failed.
-        test_s: wall and processor time of one test.
+        timeout_s: of the verdict; tests that do not start in time have failed.
+        test_s: wall and processor time of one test, in seconds.
+        memory_mb, processes, output_kb, files_mb: limits of the sandbox.
     """
 
     def __init__(
@@ -82,27 +83,27 @@ class CodeVerifier:
                 try:
                     compile(test, "test", "exec")
                 except (SyntaxError, ValueError) as error:
-                    raise ValueError(f"the problem's test {test[:60]!r} is no Python: {error}") from None
+                    raise ValueError(f"the problem's test {test[:60]!r} is not valid Python: {error}") from None
 
 
 def _tests(answer: Any) -> list[Any]:
     """Return the tests that a problem's answer lists.
 
     Raises:
-        ValueError: these are no tests.
+        ValueError: the answer is not a list of tests.
     """
     found = json.loads(answer) if isinstance(answer, str) and answer.lstrip().startswith(("[", "{")) else answer
-    if isinstance(found, dict) and "ground_truth" in found:  # as verl keeps it
+    if isinstance(found, dict) and "ground_truth" in found:  # verl's layout
         return _tests(found["ground_truth"])
     if isinstance(found, dict) and {"inputs", "outputs"} <= set(found) and not found.get("fn_name"):
         inputs, outputs = found["inputs"], found["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError("the problem's answer has not as many 'outputs' as 'inputs'")
+            raise ValueError("the problem's answer does not have as many 'outputs' as 'inputs'")
         found = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
     found = [found] if isinstance(found, str) else found
     for test in found if isinstance(found, list) else [None]:
         if not isinstance(test, str) and not (isinstance(test, dict) and {"input", "output"} <= set(test)):
-            raise ValueError("the problem's answer is no list of tests, each a text or a dict of input and output")
+            raise ValueError("the problem's answer is not a list of tests, each a text or a dict of input and output")
     if not found:
         raise ValueError("the problem has no tests")
     return list(found)
@@ -114,7 +115,7 @@ def _lines(text: str) -> list[str]:
 
 @lru_cache(maxsize=2)
 def _markdown(strict: bool) -> MarkdownIt:
-    """Return a parser of fenced blocks; one that is not strict knows no containers and no code by indentation."""
+    """Return a parser of fenced blocks; unless strict, it ignores containers and code by indentation."""
     parser = MarkdownIt("commonmark").disable(["html_block", "reference", "lheading", "inline"])
     return parser if strict else parser.disable(["code", "list", "blockquote"])
 
@@ -123,8 +124,8 @@ def extract_code(text: str) -> str | None:
     """Return the program of a response; None if it has none.
 
     The program is the last fenced block (three or more backticks or tildes) that is closed and named Python; without
-    such a block, the last that is closed and has no name. Fences are read in order, as CommonMark has it, within lists
-    and quotations too; where that finds no program, they are read again without regard to indentation.
+    such a block, the last that is closed and has no name. Fences are read by the rules of CommonMark, also within lists
+    and quotations; if that finds no program, they are read again without regard to indentation.
     """
     for strict in (True, False):
         blocks = list(_closed_blocks(text, _markdown(strict)))
@@ -140,6 +141,6 @@ def _closed_blocks(text: str, parser: MarkdownIt) -> Iterator[tuple[str, str]]:
         if token.type != "fence" or token.map is None:
             continue
         begin, end = token.map
-        if end - begin == token.content.count("\n") + 2:  # the fences have a line each
+        if end - begin == token.content.count("\n") + 2:  # the opening and closing fences are a line each
             name, *_ = token.info.strip().strip("{}. ").split(maxsplit=1) or [""]
             yield name.rstrip(",:}").casefold(), token.content

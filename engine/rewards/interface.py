@@ -1,4 +1,4 @@
-"""What a run asks for verdicts, whoever gives them."""
+"""The interface of all that judges responses."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ class RewardItem:
     problem: str = ""
     """`Prompt.problem`, for judges."""
     prompt: str = ""
-    """`Prompt.text`, for those that score how the response goes on."""
+    """`Prompt.text`, for models that read the response after its prompt."""
     given: float | None = None
-    """What the rollout program gave the response as its reward."""
+    """The reward that the rollout program assigned to the response."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A verdict: a finite value; or None, because judging failed or the verifier left the response out."""
+    """A verdict: a finite value, or None if judging failed or the verifier skipped the response."""
 
     value: float | None
     reason: str | None
-    """Why judging failed: `timeout`, `died`, what the verifier raised and where, or that its value is not finite."""
+    """The reason why judging failed: `timeout`, `died`, the verifier's exception and line, or a value not finite."""
     named: dict[str, float] = field(default_factory=dict)
     """Further rewards by name, for `reward.shaping` and the records."""
     spans: list[Span] = field(default_factory=list)
     """Rewards of parts of the text."""
     unparsed: str | None = None
-    """A word: why there was nothing to judge in the response; the value counts all the same."""
+    """A word for the reason why the response held nothing to judge; the value counts all the same."""
     skipped: str | None = None
-    """A word: why the verifier gave no value."""
+    """A word for the reason why the verifier returned no value."""
 
 
 class Rewards(ABC):
     """Judges responses; a context manager.
 
     Attributes:
-        note: what the user should know before a run, in a sentence.
-        in_turn: it uses the rollout engine, and so is asked by whoever steps that, between two steps.
+        note: a sentence for the user before a run, or empty.
+        in_turn: it uses the rollout engine, so `score` must be called by the engine's thread, between two steps.
     """
 
     note: str = ""
@@ -56,14 +56,14 @@ class Rewards(ABC):
 
     @abstractmethod
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """The verdict on every item, in the order given. Any number of threads may ask, unless it is `in_turn`."""
+        """Return the verdict on every item, in the order given. Any number of threads may call it, unless `in_turn`."""
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
-        """Return for each problem's entry why no response to it could be judged; None if that is not known."""
+        """Return for each problem's entry the reason why no response to it could be judged; None if there is none."""
         return [None] * len(entries)
 
     def close(self) -> None:
-        """Nothing more is asked; callers that wait get an error. Closing it twice does nothing."""
+        """Free all resources; callers that wait get an error. Closing twice has no further effect."""
         return
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class Rewards(ABC):
 
 
 class FromProgram(Rewards):
-    """The rewards that the rollout program gave when it ended its branches; the others are skipped."""
+    """Returns the rewards that the rollout program assigned when it ended branches; other responses are skipped."""
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [

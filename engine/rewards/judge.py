@@ -1,4 +1,4 @@
-"""The run's own verifier for rollout programs that judge while they sample."""
+"""The run's verifier for rollout programs that judge while they sample."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .interface import RewardItem, Rewards
 
 
 class ProgramVerifier:
-    """Judges a response while it is sampled: ``verify(text, context)`` is its reward, or None where judging failed.
+    """Judges a response while it is sampled: ``verify(text, context)`` returns its reward, or None if judging failed.
 
     Args:
-        rewards: the run's verifier, which must have been entered when the first response is judged.
+        rewards: the run's verifier; it must be started before the first response is judged.
     """
 
     def __init__(self, rewards: Rewards) -> None:

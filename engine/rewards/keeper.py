@@ -1,9 +1,9 @@
-"""Starts a verifier process and sees to it that nothing it began is left behind. Run as a script; Linux and macOS.
+"""Starts a verifier process and kills everything that it started when it ends. Run as a script; Linux and macOS.
 
-A verifier may start programs, fork, and set them loose with ``setsid``; killing its process would leave those running.
-So between the pool and the worker stands this one, which is their *subreaper*: whatever loses its parent below becomes
-its child. When the worker ends, or the pool lets go of the *lifeline* (a socket, which also ends with the pool's
-process, however that ends), it kills its children, generation by generation, until there are none.
+A verifier may start programs, fork, and detach them with ``setsid``; killing its process would leave those running. So
+this process runs between the pool and the worker as a *subreaper*: any descendant that loses its parent becomes its
+child. When the worker ends, or the pool closes the *lifeline* (a socket, which also closes when the pool's process ends
+for any reason), it kills its children, generation by generation, until there are none.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 1.0
-"""Between looks whether the parent is still there: a copy of the lifeline may outlive it in a fork of it."""
+"""Seconds between checks that the parent still exists: a fork of the parent may keep a copy of the lifeline open."""
 KILL_S = 5.0
-"""What cannot be killed in this time (another user's, or waiting for a disk) is given up."""
+"""Seconds after which processes that cannot be killed (another user's, or blocked on a disk) are left."""
 
 
 def main(lifeline: int, connection: int) -> None:
@@ -32,7 +32,7 @@ def main(lifeline: int, connection: int) -> None:
     worker = os.fork()
     if worker == 0:
         os.close(lifeline)
-        os.setsid()  # signals to its group reach neither this process nor the run
+        os.setsid()  # signals to the worker's group reach neither this process nor the run
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _work(connection)
         os._exit(0)
@@ -41,7 +41,7 @@ def main(lifeline: int, connection: int) -> None:
     ours.setblocking(False)
     signal.set_wakeup_fd(ours.fileno())
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # it wakes the select below
+        signal.signal(number, lambda *_: None)  # a handler, so that the signal wakes the select below
     while os.getppid() == parent and not _ended(worker):
         ready, _, _ = select.select([lifeline, wake.fileno()], [], [], LOOK_S)
         if lifeline in ready or (wake.fileno() in ready and set(wake.recv(4096)) - {signal.SIGCHLD}):
@@ -59,7 +59,7 @@ def _work(connection: int) -> None:
 
 
 def _ended(worker: int) -> bool:
-    """Reap what has ended; whether the worker is among it."""
+    """Reap ended children; return True if the worker has ended."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -71,7 +71,7 @@ def _ended(worker: int) -> bool:
 
 def _kill_all_below(worker: int) -> None:
     with contextlib.suppress(OSError):
-        os.killpg(worker, signal.SIGKILL)  # all there is to be done where there is no /proc
+        os.killpg(worker, signal.SIGKILL)  # all that can be done without /proc
     deadline = time.monotonic() + KILL_S
     while time.monotonic() < deadline:
         for pid in _children():

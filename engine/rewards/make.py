@@ -1,4 +1,4 @@
-"""From `reward.verifier` to who judges."""
+"""Makes the `Rewards` that `reward.verifier` names."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ OWN: dict[str, Callable[..., Rewards]] = {
     "policy": PolicyScorer,
     "program": FromProgram,
 }
-"""Those that are no verifier in a process of its own."""
+"""Rewards by name that do not run as verifiers in processes of their own."""
 
 
 def make_rewards(config: RewardConfig, tasks: Sequence[TaskConfig] = (), score: Score | None = None) -> Rewards:
-    """Who judges a run's responses.
+    """Return the verifier of a run's responses, to be entered as a context manager.
 
     Args:
-        tasks: for the verifier ``task``.
-        score: the engine's, for the verifier ``policy``.
+        tasks: the `reasoning_gym` tasks, for the verifier ``task``.
+        score: the engine's scoring function, for the verifier ``policy``.
 
     Raises:
-        UserError: it cannot be used, or has no such option.
+        UserError: the verifier cannot be used, or has no such option.
     """
     if config.verifier not in OWN:
         return RewardPool(config, tasks)

@@ -1,9 +1,9 @@
-r"""Mathematical answers, compared by math-verify.
+r"""Compares mathematical answers by math-verify.
 
-A reference is read as a whole, once in a process; of a response the first candidate (`answers.py`) that can be read
+A reference is read as a whole, once per process; in a response the first candidate (`answers.py`) that can be read
 decides. Both go to math-verify in ``\boxed{}``, after `reading.py`, without its search for numbers in text.
 
-Imports nothing of rolltree, as `verifiers.py`.
+Imports nothing of rolltree, like `verifiers.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Reference:
     """A reference answer that was read.
 
     Attributes:
-        parsed: of math-verify; empty for a text.
+        choice: the letter of a multiple-choice answer.
+        parsed: math-verify's values; empty for a text or a choice.
+        bases: the number bases written in the formula.
     """
 
     answer: Answer
@@ -39,10 +41,10 @@ class Reference:
 
 @lru_cache(maxsize=1 << 16)
 def read_reference(text: str) -> Reference:
-    """Return what a reference says; each text is read once in a process.
+    """Read a reference answer; each text is read once per process.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the reference cannot be read.
     """
     marked = next(candidates(text), None)
     said = text if marked is None else marked
@@ -59,7 +61,7 @@ def read_reference(text: str) -> Reference:
     except AmbiguousError:
         found = Answer(said, words=plain_words(said))
     if found is None:
-        raise ValueError(f"the reference answer {_shown(text)} says nothing")
+        raise ValueError(f"the reference answer {_shown(text)} has no content")
     if found.words is not None:
         return Reference(found, None, [], frozenset())
     parsed = parse(found.formula)
@@ -88,13 +90,13 @@ def _extraction() -> list[Any]:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig
 
-    # Units are left to `split`: math-verify's rule for them takes the t off 3t.
+    # `split` handles units: math-verify's rule for them would remove the t of 3t.
     rules = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
     return [LatexExtractionConfig(False, boxed_match_priority=0, normalization_config=rules)]
 
 
 def parse(formula: str) -> list[Any]:
-    """Return what math-verify makes of a whole formula; empty if it cannot read it."""
+    """Return math-verify's values of a whole formula; empty if it cannot read the formula."""
     import math_verify
 
     with warnings.catch_warnings():
@@ -104,9 +106,9 @@ def parse(formula: str) -> list[Any]:
 
 
 def judge(text: str, reference: Reference) -> float | None:
-    """Return 1 if a response's answer is the reference's, 0 if it is another, None if none can be read.
+    """Return 1.0 if a response's answer equals the reference, 0.0 if it differs, None if no answer can be read.
 
-    The first candidate that can be read decides. Without a mark the last line decides, if it gives one value.
+    The first candidate that can be read decides. Without a mark the last line decides, if it has exactly one value.
     """
     marked = False
     for candidate in candidates(text):
@@ -119,7 +121,7 @@ def judge(text: str, reference: Reference) -> float | None:
             return float(verdict)
     line = tidy(last_line(text))
     if re.search(r"\\f?boxed", line):
-        return None  # a box that was not read, or is not closed
+        return None  # a box that could not be read, or is not closed
     if reference.answer.words is not None and reference.choice is None:
         return 1.0 if not marked and plain_words(text) == reference.answer.words else None
     try:
@@ -133,10 +135,10 @@ def judge(text: str, reference: Reference) -> float | None:
 
 
 def _compare(candidate: str, reference: Reference) -> bool | None:
-    """Decide about one candidate; None if it cannot be read.
+    """Return True if one candidate equals the reference; None if it cannot be read.
 
     Raises:
-        AmbiguousError: it gives several answers.
+        AmbiguousError: the candidate holds several answers.
     """
     bare = tidy(_without_text(tidy(candidate)))
     if reference.choice is not None:
@@ -169,14 +171,14 @@ def _compare(candidate: str, reference: Reference) -> bool | None:
 
 
 def _contradict(found: Answer, gold: Answer) -> bool:
-    """Decide if the words around two values say that they are of different things."""
+    """Return True if the words around two values show that they are values of different things."""
     if gold.units and found.units and not gold.units & found.units:
         return True
     return bool(gold.telling and found.telling and gold.telling != found.telling)
 
 
 def _with_unit(found: Answer, reference: Reference) -> bool:
-    """Decide if a number with a unit of one letter (``5 m``) is the reference's number."""
+    """Return True if a number with a unit of one letter (``5 m``) equals the reference's number."""
     match = re.fullmatch(r"(.*[\d})])\s*([mslghLNJWVAKC])(?:\s*/\s*[msh])?(?:\^\{?\d\}?)?", found.formula)
     if match is None or any(getattr(value, "free_symbols", None) for value in reference.parsed):
         return False
@@ -186,10 +188,10 @@ def _with_unit(found: Answer, reference: Reference) -> bool:
 
 
 def _chooses(said: str, choice: str) -> bool | None:
-    """Decide if an answer names a choice; None if it names none.
+    """Return True if an answer names the choice; None if it names no choice.
 
     Raises:
-        AmbiguousError: it names several.
+        AmbiguousError: the answer names several choices.
     """
     if match := CHOICE.fullmatch(said):
         return match[1].upper() == choice
@@ -198,7 +200,7 @@ def _chooses(said: str, choice: str) -> bool | None:
             raise AmbiguousError
         return (match[1] or match[2]).upper() == choice
     letters = set(re.findall(r"(?<!\w)[A-J](?!\w)", said))
-    if re.search(r"(?<!\w)(?!and\b|or\b)[a-z]{2,}", said):  # a sentence, with the article and the pronoun
+    if re.search(r"(?<!\w)(?!and\b|or\b)[a-z]{2,}", said):  # a sentence, in which A and I can be words
         letters = letters - {"A", "I"} | set(re.findall(r"\(([AI])\)", said))
     if len(letters) > 1:
         raise AmbiguousError
@@ -206,7 +208,7 @@ def _chooses(said: str, choice: str) -> bool | None:
 
 
 def _equal(gold: Any, said: Any) -> bool:
-    """Decide if two values of math-verify are equal; the reference goes first: the order matters to it."""
+    """Return True if two values of math-verify are equal. Its comparison is not symmetric: the reference is first."""
     import math_verify
     from sympy import Basic, Eq, FiniteSet, Set, Symbol
 
@@ -216,11 +218,11 @@ def _equal(gold: Any, said: Any) -> bool:
         gold = gold.rhs  # 48 + 25 = 73
     equation = isinstance(said, Eq) and not isinstance(gold, Eq) and said.lhs.free_symbols
     if equation and not (isinstance(said.lhs, Symbol) or said.lhs.is_Function):
-        return False  # of 2x = 6 math-verify would take the 6
+        return False  # math-verify would read 2x = 6 as 6
     if not math_verify.verify(gold, said, allow_set_relation_comp=True, timeout_seconds=None):
         return False
     if isinstance(gold, Basic) and isinstance(said, Basic) and gold.is_number and said.is_number:
-        try:  # math-verify compares six decimals, which say nothing of numbers as small as these
+        try:  # math-verify compares six decimals, too few for numbers as small as these
             wanted, given = complex(gold), complex(said)
         except (TypeError, ValueError, OverflowError):
             return True
@@ -230,7 +232,7 @@ def _equal(gold: Any, said: Any) -> bool:
 
 
 def _united(values: Any) -> Any:
-    """Return the set of numbers that inequalities joined by "or" describe; what is none of these stays as it is."""
+    """Return the set of numbers that inequalities joined by "or" describe; other values are returned unchanged."""
     from sympy import Union
     from sympy.core.relational import Relational
 

@@ -1,4 +1,4 @@
-"""The policy as the judge: how likely it finds a continuation of the response, or the answer to a question about it."""
+"""The policy as the judge: the reward is the probability it gives to a continuation of the response."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from .interface import RewardItem, RewardResult, Rewards
 from .remote import filled
 
 Score = Callable[[list[str], list[str]], list[Any]]
-"""Log-probs, float32 [tokens] each, of the second texts behind the first."""
+"""Returns for each pair of texts the log-probs, float32 ``[tokens]``, of the second text after the first."""
 
 
 class PolicyScorer(Rewards):
-    """The reward is what the sampling weights think of ``continuation`` behind ``prompt``, the mean over its tokens.
+    """The reward is the mean probability or log-prob of the tokens of ``continuation`` after ``prompt``, computed with
+    the sampling weights.
 
-    With the reference answer as the continuation that is how well the response leads to it (VeriFree, arXiv 2505.21493;
-    RLPR, arXiv 2506.18254); with a question about the response and ``Yes`` the policy judges itself.
+    With the reference answer as the continuation, it measures how well the response leads to it (VeriFree, arXiv
+    2505.21493; RLPR, arXiv 2506.18254); with a question about the response and ``Yes``, the policy judges itself.
 
     Args:
-        score: the engine's.
-        prompt, continuation: ``{prompt}``, ``{problem}``, ``{response}`` and ``{answer}`` are replaced.
-        measure: the mean log-prob, or the mean probability.
+        score: the engine's scoring function.
+        prompt, continuation: texts in which ``{prompt}``, ``{problem}``, ``{response}`` and ``{answer}`` are replaced;
+            the defaults are inferred.
+        measure: the mean probability, or the mean log-prob (nats).
 
     Raises:
-        UserError: an argument makes no sense.
+        UserError: ``prompt`` has no ``{response}``, ``continuation`` is empty, or ``measure`` is unknown.
     """
 
     in_turn = True

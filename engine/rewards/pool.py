@@ -1,14 +1,13 @@
-"""RewardPool: verifiers in processes of their own, because a verifier may hang, crash or take the interpreter with it.
+"""RewardPool: verifiers in processes of their own, because a verifier may hang, crash or end the interpreter.
 
-Items go to the workers in batches, and each answer comes back by itself, so the pool always knows which item a worker
-is at. A worker that gives no answer for ``timeout_s`` is killed with everything it has started (`keeper.py`), the
-item's result is ``timeout``, and the rest of its batch goes back to the queue for others; likewise when a worker dies
-or sends what is no answer. The pool never blocks on a worker, neither sending nor receiving. Order is kept, and results
-do not depend on which worker computed them. Workers are started by ``exec``, not ``fork``: torch's threads and memory
-stay out of them.
+Items go to the workers in batches and answers come back one by one, so the item that a worker computes is always known.
+A worker that sends no answer for ``timeout_s`` is killed with everything it has started (`keeper.py`), the item's
+result is ``timeout``, and the rest of its batch goes back to the queue; likewise if a worker dies or sends malformed
+data. The pool never blocks on one worker, neither sending nor receiving. Order is kept, and results do not depend on
+which worker computed them. Workers are started by ``exec``, not ``fork``, so they inherit nothing of torch.
 
-Any number of threads may ask at once. There is no thread of the pool's own: one of those that wait sees to the workers
-for all of them, and hands over to another when it has its own answers.
+Any number of threads may call the pool at once. It has no thread of its own: one of the waiting threads serves the
+workers for all of them, and another takes over once that thread has its own answers.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from .worker import HEADER, LENGTH
 
 KEEPER = Path(__file__).with_name("keeper.py")
 START_S = 120.0
-"""Time for a worker to import its verifier (sympy, reasoning_gym, user code)."""
+"""Seconds that a worker may take to import its verifier (sympy, reasoning_gym, user code)."""
 MAX_BATCH = 64
 LONGEST_ANSWER = 1 << 16
-"""Bytes; a verdict has no more than some hundreds."""
+"""Largest answer accepted, in bytes; a verdict has some hundreds."""
 KILL_S = 10.0
-"""Time for a keeper to end; it gives up earlier by itself."""
+"""Seconds to wait for a keeper to end; its own limit is shorter."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """What one caller wants judged."""
+    """The items of one call, and their results so far."""
 
     items: Sequence[RewardItem]
     check: bool = False
-    """Only their entries are checked."""
+    """Check only the entries, without responses."""
     results: list[RewardResult | None] = field(init=False)
     left: int = field(init=False)
 
@@ -66,10 +65,10 @@ class _Job:
 
 
 class RewardPool(Rewards):
-    """Verifier processes; a context manager.
+    """Verifier processes; a context manager, which starts and kills them.
 
     Args:
-        config: which verifier, how many workers, and the time limit of one verification.
+        config: the verifier, the number of workers, and the time limit of one verification.
         tasks: the `reasoning_gym` tasks (`data.tasks`), for the verifier ``task``.
     """
 
@@ -85,8 +84,8 @@ class RewardPool(Rewards):
         self._workers: list[_Worker] = []
         self._queue: deque[tuple[_Job, range]] = deque()
         self._turn = threading.Condition()
-        self._led = False  # whether some caller sees to the workers
-        self._error: Exception | None = None  # why nothing more is judged
+        self._led = False  # True while some caller's thread serves the workers
+        self._error: Exception | None = None  # set once the pool can no longer judge
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
@@ -108,15 +107,16 @@ class RewardPool(Rewards):
         return self
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """The verdict on every item, in the order given.
+        """Return the verdict on every item, in the order given.
 
         Raises:
             UserError: a worker had to be replaced and the verifier no longer loads.
+            ValueError: the pool is closed.
         """
         return self._do(_Job(items))
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
-        """Let the verifier read the problems: why it could judge no response to one, or None; see `Rewards.check`."""
+        """Let the verifier read the problems' entries; see `Rewards.check`."""
         return [result.reason for result in self._do(_Job([RewardItem("", entry) for entry in entries], check=True))]
 
     def _do(self, job: _Job) -> list[RewardResult]:
@@ -139,12 +139,12 @@ class RewardPool(Rewards):
         return [result for result in job.results if result is not None]
 
     def _rouse(self) -> None:
-        """Let whoever sees to the workers look at the queue."""
-        with contextlib.suppress(OSError):  # it is awake, or closed
+        """Wake the thread that currently serves the workers, so that it reads the queue."""
+        with contextlib.suppress(OSError):  # already awake, or closed
             self._wake.send(b"!")
 
     def _lead(self) -> None:
-        """See to the workers once, for all callers; the turn is held before and after."""
+        """Serve the workers once, for all callers; the lock is held before and after."""
         self._led = True
         self._turn.release()
         try:
@@ -160,7 +160,7 @@ class RewardPool(Rewards):
             self._turn.notify_all()
 
     def close(self) -> None:
-        """Kill the workers; callers that wait get an error, as all later ones. Closing it twice does nothing."""
+        """Kill the workers; waiting and later callers get an error. Closing twice has no further effect."""
         with self._turn:
             self._error = self._error or ValueError("The reward pool is closed; make another one.")
             self._rouse()
@@ -171,7 +171,7 @@ class RewardPool(Rewards):
         self._woken.close()
 
     def _collect(self) -> None:
-        """Wait for the next answers or time-outs, and settle what they settle."""
+        """Wait for the next answers or time-outs and record their results; replace workers that failed."""
         readable = self._wait()
         now = time.monotonic()
         for index, worker in enumerate(self._workers):
@@ -197,7 +197,10 @@ class RewardPool(Rewards):
             self._workers[index] = self._start()
 
     def _wait(self) -> set[_Worker]:
-        """Send what is waiting to be sent, until something can be received, more is asked for or a time is up."""
+        """Send queued data once and wait; return the workers with data to receive.
+
+        Returns early when the queue has new items or a deadline has passed.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             for worker in self._workers:
@@ -213,10 +216,10 @@ class RewardPool(Rewards):
         return {key.data for key, events in found if key.data is not None and events & selectors.EVENT_READ}
 
     def _take(self, worker: _Worker) -> None:
-        """Take what a worker has sent.
+        """Record the answers that a worker has sent.
 
         Raises:
-            EOFError, OSError: the worker died or sent what is no answer, at the first of its pending items.
+            EOFError, OSError: the worker died or sent malformed data, while at the first of its pending items.
         """
         for message in worker.receive():
             if not worker.ready:
@@ -225,7 +228,7 @@ class RewardPool(Rewards):
                 self.note = message[1]
                 worker.ready = True
             elif not worker.pending or message[0] != worker.pending[0]:
-                raise EOFError  # not the answer to what it was asked
+                raise EOFError  # not the answer to the item it was given
             else:
                 assert worker.job is not None
                 worker.job.settle(worker.pending[0], RewardResult(*message[1:]))
@@ -234,14 +237,14 @@ class RewardPool(Rewards):
 
 
 class _Worker:
-    """A process, what it was given, and what of it is under way."""
+    """A worker process, its connection, and the items it has not answered yet."""
 
     def __init__(self, setup: dict[str, Any], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.ready = False
         self.job: _Job | None = None
         self.pending = range(0)
-        """Items of its job given and not answered; it is at the first."""
+        """Indices of its job's items that it was given and has not answered; it computes the first."""
         self.outbox = bytearray()
         self._inbox = bytearray()
         self._token = os.urandom(16)
@@ -253,7 +256,7 @@ class _Worker:
                 [sys.executable, "-P", str(KEEPER), *map(str, fds)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the run's to handle
+                start_new_session=True,  # Ctrl-C is handled by the run alone
             )
         self.connection.setblocking(False)
         self._send(setup | {"token": self._token})
@@ -273,20 +276,20 @@ class _Worker:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as it takes now."""
+        """Send as much as the socket accepts without blocking."""
         try:
             while self.outbox:
                 del self.outbox[: self.connection.send(self.outbox)]
         except BlockingIOError:
             pass
-        except OSError:  # it died; the next wait finds the connection closed
+        except OSError:  # the worker died; the next wait finds the connection closed
             self.outbox.clear()
 
     def receive(self) -> Iterator[Any]:
-        """The whole messages that are there.
+        """Yield the complete messages that have arrived.
 
         Raises:
-            EOFError, OSError: it hung up, or something else than its answers has come.
+            EOFError, OSError: the connection is closed, or the data is not framed as the worker's answers.
         """
         content = self.connection.recv(1 << 20)
         self._inbox += content
@@ -310,8 +313,8 @@ class _Worker:
             yield message
 
     def release(self) -> None:
-        """Let its keeper kill it and all it has started."""
-        with contextlib.suppress(OSError):  # shut down, not only closed: a fork may hold a copy
+        """Make the keeper kill the worker and everything it has started."""
+        with contextlib.suppress(OSError):  # shutdown and not only close, since a fork may hold a copy
             self.lifeline.shutdown(socket.SHUT_RDWR)
         self.lifeline.close()
         self.connection.close()

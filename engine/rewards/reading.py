@@ -1,15 +1,15 @@
-r"""Mathematical answers in usual writing, brought into a formula that math-verify reads.
+r"""Rewrites mathematical answers in common notation as formulas that math-verify reads.
 
-An answer is read in steps, each of which leaves the next less to guess:
+An answer is read in two steps, so that nothing is guessed:
 
-- Writing: `latex` brings Unicode, thin spaces, thousands (``1,234``, ``1\,234``), mixed numbers (``3 1/2``), powers of
+- Notation: `latex` brings Unicode, thin spaces, thousands (``1,234``, ``1\,234``), mixed numbers (``3 1/2``), powers of
   ten (``4.5e33``), repeating decimals and currency signs into LaTeX that math-verify reads.
-- Words: `split` parts words from formulas. A formula with words after it is a value with its unit (``72 clips``); words
-  alone are a text; several formulas among words are ambiguous.
+- Words: `split` separates words from formulas. A formula with words after it is a value with its unit (``72 clips``);
+  words alone are a text; several formulas among words are ambiguous.
 
-The formula goes to math-verify as a whole (`mathematics.py`): it never picks a number out of what it cannot read.
+The formula goes to math-verify as a whole (`mathematics.py`): it never extracts a number from a text it cannot read.
 
-Imports nothing of rolltree, as `verifiers.py`.
+Imports nothing of rolltree, like `verifiers.py`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ UNITS = (
     "day days", "week weeks", "month months", "yr yrs year years", "mph", "kph kmh", "deg degree degrees",
     "rad radian radians", "dollar dollars USD", "cent cents", "euro euros EUR",
 )  # fmt: skip
-"""The names of each unit that is known, its sign first."""
+"""Names of each known unit, its symbol first."""
 UNIT_OF = {name: names.partition(" ")[0] for names in UNITS for name in names.split()}
 SHORT_WORDS = re.compile(
     "is|the|she|he|it|its|so|we|to|of|at|per|was|are|for|all|her|his|has|had|as|if|us|me|my|who|how|why|see|did|can|may|"
     "sum|ago|each|but|off|out|by|on|an|not|no|yes|one|two|six|ten|odd|sq|cu|pm|am|rs|hz|kw|kj|kn|pa|nm|mv|ma|uc|mol|ev|pc|"
     "cup|car|egg|hen|cat|dog|pig|cow|box|bag|pen|men|boy|kid|way|pie|pad"
 )
-"""Words of two or three letters that are no product of variables."""
+"""Words of two or three letters that are not products of variables."""
 TELLING = re.compile(
     r"(?<!\w)(?:north|south|east|west|left|right|up|down|am|pm|ad|bc|bce|more|less|fewer|greater|smaller|above|below|"
     r"before|after|increase|decrease|profit|loss|gain|positive|negative)(?!\w)"
 )
-"""Words that change the answer they stand with."""
+"""Words that change the meaning of an answer next to them."""
 HEDGES = re.compile(
     r"(?<![\w\\])(?:not|either|neither|nor|maybe|perhaps|possibly|unless|otherwise|\w+n['’]t)(?!\w)", re.I
 )
@@ -59,7 +59,7 @@ BOUNDS = re.compile(
     r"or (?:more|less|fewer|greater))(?!\w)",
     re.IGNORECASE,
 )
-"""With these a number is not the answer, but a bound of it."""
+"""Words that make a number a bound of the answer and not the answer itself."""
 _NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?")
 _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "π": r"\pi ",
@@ -120,7 +120,7 @@ _TOKEN = re.compile(
 
 
 class AmbiguousError(ValueError):
-    """An answer of several values, of which none is said to be the one."""
+    """The text holds several values and does not single one out as the answer."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class Answer:
     """An answer that was read.
 
     Attributes:
-        text: as it was written, tidied.
-        words: in small letters, if it is a text; then there is no value.
-        number: if it is a plain decimal number.
-        formula: LaTeX for math-verify.
-        units, telling: known units and words that change the answer, found with the formula.
+        text: as written, tidied.
+        words: the answer in lower case if it is a text without a value, else None.
+        number: the value if it is a plain decimal number, else None.
+        formula: LaTeX for math-verify; empty for a text.
+        units, telling: known units, and words that change the meaning (`TELLING`), found with the formula.
     """
 
     text: str
@@ -144,7 +144,7 @@ class Answer:
 
 
 def number(text: str) -> Fraction | None:
-    """Return the value of a plain decimal number; thousands may be parted by commas."""
+    """Return the value of a plain decimal number, with or without commas between thousands; None for other texts."""
     match = _NUMBER.fullmatch(text.replace("−", "-"))
     if match is None or not (match[2] or (match[3] or "").strip(".")):
         return None
@@ -156,7 +156,7 @@ def _decimal(text: str) -> str:
 
 
 def latex(text: str) -> str:
-    """Return a formula in usual writing as LaTeX that math-verify reads."""
+    """Return a formula in common notation as LaTeX that math-verify reads."""
     for sign, written in _UNICODE.items():
         text = text.replace(sign, written)
     for pattern, replacement in _REWRITES:
@@ -177,14 +177,14 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def plain_words(text: str) -> str:
-    """Return ``text`` as words to compare: small letters, without markup, punctuation and articles."""
+    """Return ``text`` as words to compare: lower case, without markup, punctuation and articles."""
     text = re.sub(r"\\(?:text\w*|math\w+|mbox|hbox|rm|bf)\b|\\[,!;: ]|[{}$~*_`]|\\", " ", text)
     text = re.sub(r"[^\w\s+/%°<>=^-]", " ", text).casefold()
     return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
 
 
 def split(text: str) -> tuple[list[str], list[str], bool]:
-    """Return the formulas of a text, its words, and whether a word stands before the first formula."""
+    """Return the formulas of a text, its words, and True if a word precedes the first formula."""
     runs, words, leading = [""], list[str](), False
     for match in _TOKEN.finditer(text):
         found = match[0]
@@ -215,7 +215,7 @@ def split(text: str) -> tuple[list[str], list[str], bool]:
 
 
 def _is_word(run: str, text: str, begin: int, end: int) -> bool:
-    """Decide between a word and a product of variables."""
+    """Return True if letters are a word, False if they are a product of variables."""
     if run.casefold() in CONNECTORS or (len(run) == 1 and not "\u3040" <= run <= "\ud7a3"):
         return False
     if (
@@ -242,7 +242,7 @@ def _has_value(run: str) -> bool:
 
 
 def _trim(run: str) -> str:
-    """Return a formula without what belonged to the words around it."""
+    """Return a formula without punctuation and connectors of the words around it."""
     if run.startswith("\0"):
         power = r"(?:\^\s*(?:\{[-\d\s]*\}|-?\d))?"
         run = re.sub(rf"^\0\s*{power}(?:\s*(?:/|\\cdot|per)\s*[a-zA-Z]{{1,3}}{power}(?![a-zA-Z]))*", "", run)
@@ -261,13 +261,13 @@ def _trim(run: str) -> str:
 
 
 def read(text: str, *, reference: bool = False) -> Answer | None:
-    """Return the answer that a candidate or a reference gives; None if there is none to be read.
+    """Return the answer that a candidate or a reference holds; None if it holds none.
 
     Args:
-        reference: words before its formula are part of it, so that ``May 5`` is a text.
+        reference: True for a reference, in which words before a formula make it a text (``May 5``).
 
     Raises:
-        AmbiguousError: it gives several.
+        AmbiguousError: the text holds several answers.
     """
     text = tidy(re.sub(r"(?<!\w)([ap])\.\s?m(?:\.|(?!\w))", r"\1m", text, flags=re.I))
     if not text or not re.search(r"\w|\\|∞|[∅√½⅓⅔¼¾]", text):

@@ -1,6 +1,6 @@
-"""Reference answers: the text that a column's value stands for, and where the common layouts of data keep it.
+"""Finds reference answers in the common layouts of data, and converts them to text.
 
-Imports nothing of rolltree, as `verifiers.py`.
+Imports nothing of rolltree, like `verifiers.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 
 def reference_text(answer: Any) -> str:
-    """Return the text that a reference answer stands for.
+    """Return a reference answer as a text.
 
-    A text is itself, trimmed. A whole number is written without a point (72.0 is ``72``), another one with as few
-    digits as give it back. A list, tuple or array of one is its item. A dict with ``ground_truth`` (verl's
-    ``reward_model``) is what that holds. ``True`` and ``False`` are these words.
+    A text is trimmed. A whole number is written without a decimal point (72.0 is ``72``), other numbers with the fewest
+    digits that represent them. A list, tuple or array of one item stands for that item, a dict with ``ground_truth``
+    (verl's ``reward_model``) for that value. ``True`` and ``False`` are these words.
 
     Raises:
-        ValueError: it is missing (None, NaN, an empty text or list), or a value without one text (several items, other
-            dicts, bytes, dates, ...).
+        ValueError: the answer is missing (None, NaN, an empty text or list), or has no single text (several items,
+            other dicts, bytes, dates, ...).
     """
-    if hasattr(answer, "tolist") and not isinstance(answer, type):  # numpy's arrays and numbers
+    if hasattr(answer, "tolist") and not isinstance(answer, type):  # arrays and numbers of numpy
         answer = answer.tolist()
     if answer is None:
         raise ValueError("the reference answer is None")
@@ -35,7 +35,7 @@ def reference_text(answer: Any) -> str:
         return str(answer)
     if isinstance(answer, float | Decimal):
         if not math.isfinite(answer):
-            raise ValueError(f"the reference answer is {answer}, no number")
+            raise ValueError(f"the reference answer is {answer}, not a number")
         exact = Fraction(answer)
         if exact.denominator == 1:
             return str(exact.numerator)
@@ -51,15 +51,15 @@ def reference_text(answer: Any) -> str:
             return reference_text(answer["ground_truth"])
         names = ", ".join(sorted(map(str, answer))) or "nothing"
         raise ValueError(f"the reference answer is a dict of {names}, without 'ground_truth'")
-    raise ValueError(f"the reference answer is of type {type(answer).__name__}, which is no text and no number")
+    raise ValueError(f"the reference answer is of type {type(answer).__name__}, which is neither a text nor a number")
 
 
 def find_answer(row: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
     """Return the column that holds a row's reference answer, and its value; None if there is none.
 
-    ``key`` may go into dicts (``reward_model.ground_truth``). Rows without the column ``answer``, the default, may keep
-    it where verl has it (``reward_model.ground_truth``) or as TRL's ``solution``. A dict with ``ground_truth`` is what
-    that holds.
+    ``key`` may be a path into dicts (``reward_model.ground_truth``). If ``key`` is the default, ``answer``, and a row
+    has no such column, verl's ``reward_model.ground_truth`` and TRL's ``solution`` are tried. A dict with
+    ``ground_truth`` stands for that value.
     """
     for name in (key, "reward_model.ground_truth", "solution") if key == "answer" else (key,):
         value: Any = row

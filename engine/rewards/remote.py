@@ -1,12 +1,13 @@
-"""Judges and reward models behind a server that speaks OpenAI's protocol: a hosted one, vLLM, or `rolltree serve`.
+"""Judges and reward models on a server with OpenAI's protocol: a hosted one, vLLM, or `rolltree serve`.
 
-Requests run side by side on one event loop, a bounded number at once, each with a time limit that its retries share.
-What goes wrong with one is the reason why one response has no verdict.
+Requests run concurrently on one event loop, up to a limit, each with a time limit that includes its retries. An error
+in one request leaves only its own response without a verdict, and becomes the reason for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import os
 import re
@@ -15,13 +16,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import UserError
 from ..settings import RewardConfig
 from .interface import RewardItem, RewardResult, Rewards
 
 SCORE = r"(?i:score|rating)[*_`]*\s*(?:\([^)\n]*\)\s*)?(?:[:=：]|is\b)[*_`\s]*(-?\d+(?:\.\d+)?)"
-"""The word, a range in parentheses, a colon and the number, each of them perhaps with Markdown's emphasis."""
+"""Matches the word, an optional range in parentheses, a colon and the number, with or without Markdown's emphasis."""
 QUESTION = """Problem:
 {problem}
 
@@ -35,18 +37,18 @@ How good is the response? Reason briefly, then end with "Score: " and a number f
 
 
 class RemoteRewards(Rewards):
-    """Asks a server about each response.
+    """Sends each response to a server for a verdict.
 
     Args:
-        config: `reward.timeout_s` is the time limit of a verdict once it has its place among ``at_once``.
+        config: `reward.timeout_s` is the time limit of a verdict, counted from the start of its request.
         base_url: of the server, such as ``http://localhost:8000/v1``.
-        model: its name there.
-        at_once: requests outstanding at the same time.
-        retries: of one request, with growing waits, where the server is busy, out of order or out of reach.
-        api_key_env: the environment variable with the key; a server without keys needs none.
+        model: its name on the server.
+        at_once: the number of concurrent requests.
+        retries: of one request, with growing waits, if the server is busy, failing or unreachable.
+        api_key_env: the environment variable with the key; not needed for a server without keys.
 
     Raises:
-        UserError: the client is not installed, or an argument makes no sense.
+        UserError: the client is not installed, or an argument is out of range.
     """
 
     def __init__(
@@ -70,7 +72,13 @@ class RemoteRewards(Rewards):
         self.model, self._timeout_s, self._at_once = model, config.timeout_s, at_once
         key = os.environ.get(api_key_env) or "none"
         self._loop = asyncio.new_event_loop()
-        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=retries, timeout=config.timeout_s)
+        self._client = openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=key,
+            max_retries=retries,
+            timeout=config.timeout_s,
+            http_client=openai.DefaultAsyncHttpxClient(mounts=past_proxies(base_url)),
+        )
         self._places = asyncio.Semaphore(at_once)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rolltree-judge", daemon=True)
         self._thread.start()
@@ -121,24 +129,31 @@ class RemoteRewards(Rewards):
 
     @abstractmethod
     async def _ask(self, item: RewardItem) -> float:
-        """
+        """Return the server's score of a response.
+
         Raises:
             ValueError: the server's answer cannot be used.
         """
 
 
 class Judge(RemoteRewards):
-    """A chat model is asked how good a response is.
+    """Asks a chat model to score a response.
 
-    Its answer's last match of ``pattern`` is the score, brought from ``lowest`` ... ``highest`` to 0 ... 1. With
-    ``yes`` and ``no`` its first token decides instead: the reward is P(yes) / (P(yes) + P(no)), as of a generative
+    The last match of ``pattern`` in its answer is the score, mapped from ``lowest`` ... ``highest`` to 0 ... 1. With
+    ``yes`` and ``no`` its first token decides instead: the reward is P(yes) / (P(yes) + P(no)), as with a generative
     reward model.
 
     Args:
-        prompt: what it is asked; ``{problem}``, ``{response}`` and ``{answer}`` are replaced.
-        system: what it is told before.
-        max_tokens, temperature: of its answer.
+        prompt: the question; ``{problem}``, ``{response}`` and ``{answer}`` are replaced. The default is inferred.
+        system: the system message; empty: none.
+        pattern: a regular expression whose first group is the score.
+        lowest, highest: range of the scores; others are errors.
+        yes, no: the two words of a yes-or-no question.
+        max_tokens, temperature: for sampling the model's answer.
         remote: see `RemoteRewards`.
+
+    Raises:
+        UserError: an argument is invalid, or as for `RemoteRewards`.
     """
 
     def __init__(
@@ -157,7 +172,7 @@ class Judge(RemoteRewards):
     ) -> None:
         what = f"reward.verifier = '{config.verifier}'"
         if "{response}" not in prompt:
-            raise UserError(f"{what} needs a prompt with {{response}}, the place of what is judged.")
+            raise UserError(f"{what} needs a prompt with {{response}}, where the response is inserted.")
         if bool(yes) != bool(no):
             raise UserError(f"{what} needs both of yes and no, or none of them.")
         if not lowest < highest:
@@ -191,7 +206,7 @@ class Judge(RemoteRewards):
         return (score - lowest) / (highest - lowest)
 
     async def _share(self, messages: list[Any]) -> float:
-        """Of ``yes`` in the probability of both words as the first token."""
+        """Return the share of ``yes`` in the probability of both words as the first token."""
         found = await self._client.chat.completions.create(
             model=self.model, messages=messages, max_tokens=1, temperature=self._temperature,
             logprobs=True, top_logprobs=20,
@@ -203,18 +218,21 @@ class Judge(RemoteRewards):
             for word in self._words
         )
         if not yes + no:
-            raise ValueError(f"the judge gave no score: neither of {self._words} is among its likeliest tokens")
+            raise ValueError(f"the judge gave no score: neither of {self._words} is among its most likely tokens")
         return yes / (yes + no)
 
 
 class RewardModel(RemoteRewards):
-    """A sequence classifier behind ``/classify``, as vLLM serves reward models.
+    """Calls a sequence classifier at ``/classify``, as vLLM serves reward models.
 
     Args:
-        text: what it is given; ``{prompt}`` (the prompt as the policy was given it), ``{problem}``, ``{response}`` and
-            ``{answer}`` are replaced.
-        label: which of its outputs is the reward.
-        remote: see `RemoteRewards`; ``base_url`` is the server's, without ``/v1`` where the server has it so.
+        text: the input; ``{prompt}`` (the prompt as the policy read it), ``{problem}``, ``{response}`` and ``{answer}``
+            are replaced.
+        label: the index of the output that is the reward.
+        remote: see `RemoteRewards`; vLLM's ``/classify`` is not below ``/v1``, so leave that out of ``base_url``.
+
+    Raises:
+        UserError: ``text`` has no ``{response}``, or as for `RemoteRewards`.
     """
 
     def __init__(self, config: RewardConfig, text: str = "{prompt}{response}", label: int = 0, **remote: Any) -> None:
@@ -229,8 +247,19 @@ class RewardModel(RemoteRewards):
         return float(found["data"][0]["probs"][self._label])
 
 
+def past_proxies(base_url: str) -> dict[str, None]:
+    """Return the mount of httpx that has no proxy asked for a server on this machine; proxies do not reach it."""
+    host = urlsplit(base_url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+        here = address.is_loopback or address.is_unspecified
+    except ValueError:
+        here = host == "localhost" or host.endswith(".localhost")
+    return {f"all://{f'[{host}]' if ':' in host else host}": None} if here else {}
+
+
 def filled(template: str, item: RewardItem) -> str:
-    """``template`` with what is known of a response; braces of other words stay."""
+    """Return ``template`` with the fields of ``item`` filled in; other words in braces stay."""
     values = {
         "prompt": item.prompt,
         "problem": item.problem,

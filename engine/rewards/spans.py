@@ -1,4 +1,4 @@
-"""Rewards of parts of a response: from places in its text to its tokens."""
+"""Converts rewards of parts of a response from positions in its text to its tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..data.columns import COLUMNS, Array
 from ..data.tree import TokenTree
 
 Span = tuple[int, int, float]
-"""Characters ``begin`` to ``end`` of a response's text, and their reward."""
+"""Characters ``begin`` to ``end`` (exclusive) of a response's text, and their reward."""
 
 
 def put_spans(tree: TokenTree, spans: Sequence[Sequence[Span]], decode: Callable[[Array], str]) -> None:
-    """Fill `token_reward`: a span's reward comes with the token that completes its text; several on one token add up.
+    """Fill `token_reward`: a span's reward goes to the token that completes its text; several on one token add up.
 
     Args:
-        spans: of each leaf.
-        decode: the text of token ids, as the verifier was given it.
+        spans: the spans of each leaf.
+        decode: returns the text of token ids, as the verifier read it.
     """
     length = tree.response_length
     found = COLUMNS["token_reward"].filled(int(length.sum()))
@@ -28,7 +28,7 @@ def put_spans(tree: TokenTree, spans: Sequence[Sequence[Span]], decode: Callable
         ids = tree.token_id[tree.response_rows(leaf)]
 
         def characters(token: int, ids: Array = ids) -> int:
-            """Of the text up to a token."""
+            """Return the number of characters up to and including a token."""
             return len(decode(ids[: token + 1]))
 
         for _, end, value in of_leaf:

@@ -1,4 +1,4 @@
-"""From verdicts on responses to the rewards of their tree."""
+"""Writes verdicts on responses to the rewards of their tree."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def put_rewards(
     *,
     failed: float = np.nan,
 ) -> None:
-    """Put the named rewards of each leaf on ``tree``, NaN where there is none: such a leaf has no part in any credit.
+    """Write the named rewards of each leaf to ``tree``, NaN if there is none: such a leaf gets no credit.
 
     Args:
-        verdicts: of each leaf; None: nobody judged it.
-        decode: the text of token ids, as the verifier was given it.
-        failed: the reward where the verifier failed.
+        verdicts: one per leaf; None: the leaf was not judged.
+        decode: returns the text of token ids, as the verifier read it.
+        failed: the reward of a leaf whose judging failed.
     """
     left_out = np.array([v is not None and v.skipped is not None for v in verdicts], bool)
     reward = [

@@ -1,18 +1,18 @@
 """Verifiers by name: functions of a response's text and its problem's entry.
 
-A verdict is a number; or None, to leave the response out of credit; or a dict with a ``reward`` (a number or None),
-further numbers by name, and maybe
+A verdict is a number; or None, to give the response no credit; or a dict with a ``reward`` (a number or None), further
+numbers by name, and optionally
 
 - ``spans``: a list of ``(begin, end, value)``, rewards of characters of the text;
-- ``unparsed``: a word that says why there was nothing to judge (the reward counts all the same, usually 0), so that a
-  response in the wrong form is counted apart from a wrong answer;
-- ``skipped``: a word that says why the reward is None.
+- ``unparsed``: a word for the reason why there was nothing to judge (the reward counts all the same, usually 0), so
+  that metrics distinguish a response in the wrong form from a wrong answer;
+- ``skipped``: a word for the reason why the reward is None.
 
-A verifier with a method ``check(entry)`` is asked about each problem before a run; it raises ValueError if it could
+A verifier may have a method ``check(entry)``, called for each problem before a run; it raises ValueError if it could
 judge no response to the problem.
 
-Imports nothing of rolltree but files of this folder that do not either: the verifiers' processes (`worker.py`) load it
-by itself.
+Imports nothing of rolltree but files of this folder with the same property: the verifiers' processes (`worker.py`) load
+it without the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import inspect
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,17 +37,23 @@ from .references import reference_text
 Verifier = Callable[[str, dict[str, Any]], Any]
 
 WORD = re.compile(r"[a-z][a-z0-9_]{0,39}")
-"""The form of ``unparsed`` and ``skipped``: each is part of a metric's name."""
+"""The form of ``unparsed`` and ``skipped``, which become parts of metric names."""
 NO_ANSWER: dict[str, Any] = {"reward": 0.0, "unparsed": "no_answer"}
 
 
 def load_verifier(
     name: str, tasks: list[tuple[str, dict[str, Any]]], options: dict[str, Any], timeout_s: float
 ) -> tuple[Verifier, str]:
-    """Return the verifier that ``name`` stands for, and a sentence about it for the user.
+    """Return the verifier that ``name`` names, and a sentence about it for the user (empty: none).
+
+    Args:
+        name: ``task``, ``code``, a name in `BUILT_IN`, or ``file.py:function``.
+        tasks: names and options of the `reasoning_gym` tasks, for ``task``.
+        timeout_s: the time limit of a verdict, in seconds.
 
     Raises:
-        ValueError: it has no such option, or refuses one's value.
+        ValueError: the verifier has no such option, or rejects its value.
+        FileNotFoundError, AttributeError: there is no such file or function.
     """
     if name == "task":
         _check_options(name, {}, options)
@@ -56,7 +63,7 @@ def load_verifier(
         _check_options(name, inspect.signature(make).parameters, options)
         return make(**options), ""
     if name == "code":
-        from .code_verifier import CodeVerifier  # it needs a parser of Markdown
+        from .code_verifier import CodeVerifier  # imported here, since it needs a parser of Markdown
 
         _check_options(name, inspect.signature(CodeVerifier).parameters, {"timeout_s": 0, **options})
         code = CodeVerifier(timeout_s, **options)
@@ -74,11 +81,11 @@ def _check_options(name: str, known: Any, options: dict[str, Any]) -> None:
 
 
 class MathVerifier:
-    """The answer of the response equals the reference by math-verify; see `mathematics.py`."""
+    """Compares the answer of the response with the reference by math-verify; see `mathematics.py`."""
 
     def __init__(self) -> None:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # the pool has the time limits that it misses
-        parse(r"\frac{1}{2}")  # makes its parser's tables, which takes longer than a verdict may
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of missing time limits, which the pool has
+        parse(r"\frac{1}{2}")  # builds its parser's tables, which can take longer than a verdict may
 
     def __call__(self, text: str, entry: dict[str, Any]) -> Any:
         verdict = judge(text, read_reference(reference_text(entry["answer"])))
@@ -89,10 +96,10 @@ class MathVerifier:
 
 
 class ExactVerifier:
-    """The marked answer of the response, or the whole response, is the reference.
+    """Compares the marked answer of the response, or the whole response, with the reference as texts.
 
-    What surrounds an answer in writing (emphasis, ``$``, a full stop) does not count. A reference in which an answer is
-    marked is that answer; one that is a number in the data is compared as a number.
+    Emphasis, ``$`` and a full stop around an answer are ignored. If the reference marks an answer, that answer is
+    compared; a reference that is a number in the data is compared as a number.
     """
 
     def __call__(self, text: str, entry: dict[str, Any]) -> Any:
@@ -109,7 +116,7 @@ class ExactVerifier:
 
 
 class RegexVerifier:
-    """The last match of ``pattern``, its first group if it has one, is the reference."""
+    """Compares the last match of ``pattern`` (its first group, if it has one) with the reference."""
 
     def __init__(self, pattern: str, ignore_case: bool = False) -> None:
         try:
@@ -132,7 +139,7 @@ class RegexVerifier:
 
 
 def _same_number(said: str, answer: Any) -> bool:
-    """Decide if a text is the number that a reference is; a reference that is a text is compared as one."""
+    """Return True if a text is the number of a numeric reference; False if the reference is a text."""
     if isinstance(answer, str):
         return False
     value = number(tidy(said))
@@ -147,7 +154,9 @@ BUILT_IN: dict[str, Callable[..., Verifier]] = {
 
 
 def _task_verifier(tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which it imports
+        import reasoning_gym
 
     datasets = [reasoning_gym.create_dataset(task, **options) for task, options in tasks]
 

@@ -1,13 +1,13 @@
-"""One verifier process, which `keeper.py` runs, so that it imports neither torch nor the rest of rolltree.
+"""The verifier process, run by `keeper.py`; it imports neither torch nor the rest of rolltree.
 
-It talks to :class:`RewardPool` over a socket. First comes a *setup* message ``{verifier, tasks, options, timeout_s,
-token}``, answered by ``["ready", note]`` or ``["broken", why]``; then lists of ``(number, response text, entry)``, each
-item answered in order by ``[number, value, reason, named, spans, unparsed, skipped]``. Without a text (None) the entry
-alone is checked, and ``reason`` says why responses to it could not be judged. Answers are JSON: nothing that user code
-returns is unpickled.
+It communicates with :class:`RewardPool` over a socket. First comes a *setup* message ``{verifier, tasks, options,
+timeout_s, token}``, answered by ``["ready", note]`` or ``["broken", why]``; then lists of ``(number, response text,
+entry)``, each item answered in order by ``[number, value, reason, named, spans, unparsed, skipped]``. If the text is
+None, only the entry is checked, and ``reason`` is the reason why responses to it could not be judged. Answers are JSON:
+nothing that user code returns is unpickled.
 
 User code shares the process, and may write to any file descriptor. The socket has a high number, closes on ``exec``,
-and each answer is framed by the token of its process and a checksum, so that the pool takes nothing else for one.
+and each answer is framed by the token of its process and a checksum, so that the pool mistakes nothing else for one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from types import ModuleType
 from typing import Any
 
 HEADER = struct.Struct("!16sII")
-"""Before each answer: the token, and length and checksum of the JSON that follows."""
+"""The header of each answer: the token, and length and checksum of the JSON that follows."""
 LENGTH = struct.Struct("!Q")
-"""Before each message of the pool: the length of the pickle that follows."""
+"""The header of each message of the pool: the length of the pickle that follows."""
 
 
 def main(fd: int) -> None:
-    os.dup2(2, 1)  # what a verifier prints must not mix with the parent's own output
+    os.dup2(2, 1)  # a verifier's prints must not mix with the run's output
     sys.argv = sys.argv[:1]
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(fd, min(limit % 1025, 1024) - 16))
@@ -61,12 +61,13 @@ def main(fd: int) -> None:
     here = os.getpid()
     while True:
         for number, text, entry in messages.get():
-            if text is None:
-                verdict = (None, _check(verify, entry), {}, [], None, None)
-            else:
-                verdict = _judge(verify, text, entry, failure, verifiers.WORD)
+            verdict = (
+                _judge(verify, text, entry, failure, verifiers.WORD)
+                if text is not None
+                else (None, _check(verify, entry), {}, [], None, None)
+            )
             if os.getpid() != here:
-                os._exit(0)  # the verifier forked, and both came back
+                os._exit(0)  # the verifier forked, and the child returned too
             send([number, *verdict])
 
 
@@ -78,12 +79,12 @@ def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
 
 
 def _check(verify: Callable[..., Any], entry: dict[str, Any]) -> str | None:
-    """Return why responses to a problem could not be judged; None if they can, or the verifier does not say."""
+    """Return the reason why responses to a problem could not be judged; None if there is none."""
     check = getattr(verify, "check", None)
     try:
         if callable(check):
             check(entry)
-    except BaseException as error:  # of a library that reads the reference, too
+    except BaseException as error:  # also from a library that reads the reference
         return str(error) or type(error).__name__
     return None
 
@@ -91,19 +92,19 @@ def _check(verify: Callable[..., Any], entry: dict[str, Any]) -> str | None:
 def _judge(
     verify: Callable[..., Any], text: str, entry: dict[str, Any], failure: Callable[..., str], word: re.Pattern[str]
 ) -> tuple[float | None, str | None, dict[str, float], list[tuple[int, int, float]], str | None, str | None]:
-    """Value, or why there is none, rewards by name and of parts of the text, why it was not parsed, or was skipped."""
+    """Return value, reason of a failure, named rewards, spans, and the words ``unparsed`` and ``skipped``."""
     try:
         found = verify(text, entry)
         given = dict(found) if isinstance(found, dict) else {"reward": found}
         unparsed, skipped = (given.pop(name, None) for name in ("unparsed", "skipped"))
         for name, why in (("unparsed", unparsed), ("skipped", skipped)):
             if why is not None and not (isinstance(why, str) and word.fullmatch(why)):
-                raise ValueError(f"the verifier's '{name}' must be a word in small letters, and it is {why!r}")
+                raise ValueError(f"the verifier's '{name}' must be a word in lower case, but it is {why!r}")
         spans = [(int(begin), int(end), float(v)) for begin, end, v in given.pop("spans", ())]
         if wrong := [(begin, end) for begin, end, _ in spans if not 0 <= begin < end <= len(text)]:
-            raise ValueError(f"the span {wrong[0]} is not of a text of {len(text)} characters")
+            raise ValueError(f"the span {wrong[0]} is not within a text of {len(text)} characters")
         if "reward" not in given:
-            raise ValueError("the verifier's dict names no 'reward'")
+            raise ValueError("the verifier's dict has no 'reward'")
         value = given.pop("reward")
         if (value is not None) and skipped is not None:
             raise ValueError(f"the verifier skipped a response ('{skipped}') and gave it a reward of {value!r}")
@@ -118,7 +119,7 @@ def _judge(
 
 
 def _fits(value: float) -> bool:
-    """Whether it is finite in what training keeps of it."""
+    """Return True if a value is finite in fp32, the precision that training keeps."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
     except OverflowError:

@@ -7,7 +7,7 @@ import copy
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
@@ -278,6 +279,13 @@ class RolloutEngine(ABC):
     @abstractmethod
     def wake(self) -> None:
         """Continue after `sleep`."""
+
+    def remember(self, texts: Iterable[Text]) -> None:
+        """Draft from texts that were sampled before a restart, or elsewhere; an engine without drafts ignores them.
+
+        This changes no sampled token.
+        """
+        return
 
     @abstractmethod
     def forget_prefixes(self) -> None:

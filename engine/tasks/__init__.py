@@ -1,4 +1,10 @@
-"""Where problems come from: reasoning_gym generators and files of prompts."""
+"""Sources of problems: each yields a text, or the messages of a conversation, and an entry for the verifier.
+
+``problem`` defines `Problem`. ``files`` reads them from parquet and jsonl (`data.path`), ``gym`` generates them
+(`data.tasks`). ``games`` and ``verifiers`` yield rows of prompts for an environment, as a source of a user's own does
+(`data.source`). `engine/loop/sources.py` puts prompts into the chat template and hands them to the controller; the
+entries go to `engine/rewards`. Read ``problem``, then ``files``.
+"""
 
 from .files import problem_of, read_problems
 from .games import Games

@@ -14,10 +14,11 @@ from .problem import Problem
 
 
 def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list[Problem]:
-    """Return all rows of ``path`` as problems, other columns kept in their entries.
+    """Return all rows of ``path`` as problems; their entries keep all columns.
 
     Args:
         key: the configuration key that names the file, for error messages.
+        prompt_key, answer_key: columns of the prompt and of the reference answer.
 
     Raises:
         UserError: the file is missing, unreadable, empty, of another kind, or lacks a column.
@@ -37,10 +38,14 @@ def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list
 
 
 def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_key: str, answer_key: str) -> Problem:
-    """Return a row of ``where`` as a problem; `find_answer` says which columns hold its reference answer.
+    """Return a row of ``where`` as a problem; `find_answer` finds the column of its reference answer.
+
+    Args:
+        where: names the source in error messages.
+        task, number: make the problem's id, ``task/number``.
 
     Raises:
-        UserError: it lacks a column, or its prompt is no text.
+        UserError: the row lacks a column, or its prompt is neither a text nor a conversation.
     """
     answer = find_answer(row, answer_key)
     for option, column, found in (
@@ -66,7 +71,7 @@ def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_k
 
 
 def _messages(found: list[Any], where: str, prompt_key: str) -> tuple[dict[str, str], ...]:
-    """Return the messages of a conversation, roles and contents alone."""
+    """Return the messages of a conversation, reduced to roles and contents."""
     for m in found:
         if not isinstance(m, dict) or not all(isinstance(m.get(key), str) for key in ("role", "content")):
             raise UserError(
@@ -84,7 +89,7 @@ def _messages(found: list[Any], where: str, prompt_key: str) -> tuple[dict[str, 
 def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
     try:
         return pq.read_table(file).to_pylist()
-    except Exception as error:  # of a value that Python has no type for, too
+    except Exception as error:  # also for a value without a Python type
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"The prompts file '{file}' ({key}) is not a readable parquet file: {why}.") from error
 

@@ -1,4 +1,4 @@
-"""Prompts that are the first observations of text environments in gymnasium's manner."""
+"""Prompts that are the first observations of text environments with gymnasium's interface."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..parts.resolve import import_object
 
 
 class Games:
-    """``data.source = "games"``: a row for each seed, for `rollout.program` = "environment" with ``game``.
+    """``data.source = "games"`` yields a row for each seed, for `rollout.program` = "environment" with ``game``.
 
     Args:
         make: ``file.py:function`` that makes the environment.
-        first_seed: of the first row; the others follow.
+        first_seed: the seed of the first row; it increases by 1 with each row.
 
     Raises:
         UserError: there is no such function.
@@ -30,7 +30,7 @@ class Games:
         return rows
 
     def state_dict(self) -> int:
-        """The seed of the next row."""
+        """Return the seed of the next row."""
         return self._seed
 
     def load_state_dict(self, state: int) -> None:

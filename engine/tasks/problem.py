@@ -1,4 +1,4 @@
-"""A problem, whatever its source."""
+"""The common form of problems from all sources."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
+    """A problem to solve."""
+
     id: str
     task: str
     text: str
-    """The problem itself; of a conversation all its messages."""
+    """The problem itself; for a conversation all its messages."""
     entry: dict[str, Any]
-    """What the verifier is given beside the response; has at least an ``answer``."""
+    """Data for the verifier, passed with the response; has at least an ``answer``."""
     messages: tuple[dict[str, str], ...] = ()
-    """Of a conversation: each a ``role`` and its ``content``."""
+    """The messages of a conversation, each with ``role`` and ``content``; empty for a plain text."""

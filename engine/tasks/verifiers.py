@@ -1,4 +1,4 @@
-"""``data.source = "verifiers"``: prompts from a taskset of `verifiers` (0.4, its `v1`).
+"""Prompts from a taskset of the library `verifiers` (0.4, its `v1`), for ``data.source = "verifiers"``.
 
 The rewards of such a task come from its environment, `rolltree.engine.programs.verifiers`.
 """
@@ -11,14 +11,14 @@ from ..programs.verifiers import find_tasks
 
 
 class TasksetPrompts:
-    """``data.source = "verifiers"``: the tasks in their order, from the beginning again after the last.
+    """``data.source = "verifiers"`` yields the tasks in order and begins again after the last.
 
     Args:
-        taskset: ``file.py:function`` that makes it.
-        first: the number of the first task; those before it are left for an evaluation.
+        taskset: ``file.py:function`` that makes the taskset.
+        first: the number of the first task; earlier ones are left for an evaluation.
 
     Raises:
-        UserError: it cannot be used.
+        UserError: the taskset cannot be used.
     """
 
     def __init__(self, taskset: str, first: int = 0) -> None:
@@ -38,7 +38,7 @@ class TasksetPrompts:
         return rows
 
     def state_dict(self) -> int:
-        """The number of the next task."""
+        """Return the number of the next task."""
         return self._number
 
     def load_state_dict(self, state: int) -> None:

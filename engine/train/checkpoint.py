@@ -1,12 +1,12 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped.
+"""Checkpoints: everything a run needs to continue as if it had never stopped.
 
-``checkpoints/step_000040/`` holds ``*.safetensors`` (weights, optimiser, torch's generators), ``state.json`` (all else,
-and the settings trained with) and ``manifest.json`` (size and SHA-256 of each). The directory is written as
-``step_000040.tmp``, synced to disk and renamed, so under its own name it is complete, and a write that fails leaves the
-earlier checkpoints as they were.
+``checkpoints/step_000040/`` holds ``*.safetensors`` (weights, optimiser, torch's generators), ``state.json`` (the rest,
+and the settings of the training) and ``manifest.json`` (size and SHA-256 of each). The directory is written as
+``step_000040.tmp``, synced to disk and renamed, so under its final name it is complete, and a failed write leaves the
+earlier checkpoints unchanged.
 
-`torch.distributed.checkpoint` writes and reads the tensors, in its safetensors form: each file says which part of which
-tensor it holds, so what some ranks wrote others can read, and nothing is pickled.
+`torch.distributed.checkpoint` writes and reads the tensors in its safetensors format: each file records which part of
+which tensor it holds, so another number of ranks can read them, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     generators: tuple[dict[str, Tensor], dict[str, Any]]
-    """For `restore_generators`."""
+    """The arguments of `restore_generators`."""
     trained: dict[str, Any]
     """The keys of the run's configuration that decide what is learned, as ``{dotted key: value}``."""
 
@@ -63,13 +63,17 @@ def save(
     keep: int,
     spare: int | None = None,
 ) -> Path:
-    """Write ``directory/step_<step>``, with the random number generators as they are now, and keep the newest ``keep``.
+    """Write ``directory/step_<step>`` with the current state of the random number generators, and delete older ones.
 
     Args:
-        tensors: of any device; no two may share memory.
-        state: json-able.
+        tensors: on any device; no two may share memory.
+        state: can be written as JSON.
         trained: the keys of the configuration that decide what is learned.
-        spare: a step whose checkpoint is kept besides.
+        keep: the number of newest checkpoints to keep.
+        spare: a step whose checkpoint is kept in addition.
+
+    Returns:
+        The checkpoint's directory.
 
     Raises:
         RunError: the disk is full or cannot be written; the earlier checkpoints are intact.
@@ -100,7 +104,7 @@ def save(
         then = f"'{before}' is intact: free disk space and use --resume" if before else "free disk space and start over"
         raise RunError(f"The checkpoint '{final}' could not be written ({error}); {then}.") from error
     for _, old in [found for found in _complete(directory)[:-keep] if found[0] != spare]:
-        doomed = old.with_name(old.name + ".tmp")  # half removed, it must not look complete
+        doomed = old.with_name(old.name + ".tmp")  # a partly removed directory must not look complete
         old.rename(doomed)
         shutil.rmtree(doomed)
     return final
@@ -110,10 +114,10 @@ def load_latest(directory: Path, trained: Mapping[str, Any]) -> Checkpoint:
     """Load the newest checkpoint of a run that is to be continued.
 
     Args:
-        trained: the keys of the configuration that decide what is learned, now.
+        trained: the current keys of the configuration that decide what is learned.
 
     Raises:
-        UserError: there is none, it is corrupt, or ``trained`` differs from what the run began with.
+        UserError: there is none, it is corrupt, or ``trained`` differs from the configuration that it was trained with.
     """
     path = latest(directory)
     if path is None:
@@ -132,7 +136,7 @@ def load_latest(directory: Path, trained: Mapping[str, Any]) -> Checkpoint:
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest checkpoint, or None. A ``.tmp`` left by a killed run is no checkpoint."""
+    """Return the path of the newest checkpoint, or None. A ``.tmp`` left by a killed run does not count."""
     complete = _complete(directory)
     return complete[-1][1] if complete else None
 
@@ -141,7 +145,7 @@ def load(path: Path) -> Checkpoint:
     """Read ``path`` and verify its checksums.
 
     Raises:
-        UserError: a file is missing, cut short or altered; another checkpoint is never taken in its place.
+        UserError: a file is missing, truncated or altered; another checkpoint is never loaded instead.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -159,7 +163,7 @@ def load(path: Path) -> Checkpoint:
         except OSError as error:
             raise _corrupt(path, f"'{name}' cannot be read ({error.strerror})") from error
         if found != files.get(name):
-            raise _corrupt(path, f"'{name}' is not what was written (its size or SHA-256 differs)")
+            raise _corrupt(path, f"'{name}' is not as it was written (its size or SHA-256 differs)")
     document = json.loads((path / STATE).read_text(encoding="utf-8"))
     tensors = _read_tensors(path)
     generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("generator.")}
@@ -170,7 +174,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of torch's (tensors), numpy's and Python's (json-able) global generators."""
+    """Return the state of the global generators: torch's as tensors, numpy's and Python's as values for JSON."""
     tensors = {"generator.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"generator.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -183,7 +187,7 @@ def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_generators(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Take over what `generator_state` gave. Devices this machine does not have are passed over."""
+    """Restore the result of `generator_state`. States of devices that this machine does not have are ignored."""
     torch.set_rng_state(tensors["generator.cpu"])
     for index in range(torch.cuda.device_count()):
         if f"generator.cuda.{index}" in tensors:
@@ -208,7 +212,7 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
     tensors = {
         name: torch.empty(one.size, dtype=one.properties.dtype)
         for name, one in held.items()
-        if isinstance(one, TensorStorageMetadata)  # as all are
+        if isinstance(one, TensorStorageMetadata)  # all are
     }
     with _told_plainly():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
@@ -217,7 +221,7 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _told_plainly() -> Iterator[None]:
-    """An error is what went wrong, not a report on ranks; that there is no process group is known."""
+    """Raise the error itself and not a report on ranks; hide the warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
@@ -231,7 +235,7 @@ def _told_plainly() -> Iterator[None]:
 
 
 def _complete(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints under their own names, ascending."""
+    """Return (step, path) of the complete checkpoints, in ascending order."""
     found = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -239,7 +243,7 @@ def _complete(directory: Path) -> list[tuple[int, Path]]:
 def _corrupt(path: Path, why: str) -> UserError:
     order = _complete(path.parent)
     older = [str(p) for step, p in order if step < max(s for s, q in order if q == path)]
-    then = f"to resume from '{older[-1]}'" if older else "and start again, for there is no older one"
+    then = f"to resume from '{older[-1]}'" if older else "and start again, since there is no older one"
     return UserError(f"The checkpoint '{path}' is corrupt: {why}; move that directory away {then}.")
 
 

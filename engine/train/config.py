@@ -1,4 +1,4 @@
-"""The numbers of an optimiser, with their defaults."""
+"""The configuration of an optimiser."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """AdamW, its learning rate, and when updates are given up.
+    """AdamW (Loshchilov & Hutter 2019), its learning rate, and the limit of failed updates.
 
     Args:
         lr: learning rate.
         lr_warmup_steps: updates over which the learning rate rises linearly from zero; 0: none.
         betas: AdamW's decay of the first and second moment.
         weight_decay: AdamW's decoupled weight decay.
-        max_grad_norm: the gradient is scaled down to this norm.
+        max_grad_norm: a gradient of a larger L2 norm is scaled down to this one.
         max_bad_steps: updates in a row with a non-finite loss or gradient after which `RunError` is raised.
     """
 

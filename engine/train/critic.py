@@ -1,4 +1,4 @@
-"""The critic of PPO: a decoder with a head of one number, which has an optimiser of its own."""
+"""The critic of PPO: a decoder with a head of one output and an optimiser of its own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .trainer import Metrics, Trainer
 
 
 class Critic:
-    """Expected returns of prefixes: it scores trees into the column ``value`` and learns from ``value_target``.
+    """Predicts expected returns of prefixes: scores trees into the column ``value`` and learns from ``value_target``.
 
-    A shared token has one value, computed once; its error is that of every response it is part of.
+    A shared token has one value, computed once; its error is summed over all responses that contain it.
 
     Args:
         model: a decoder of its own; its language-model head is not used.
         config: of its optimiser.
-        clip: how far a value may move from the one it was scored with (Schulman et al. 2017); None: anywhere.
+        clip: limit of a value's change from the scored one, as in PPO implementations (default as in verl); None: none.
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, clip: float | None = 0.5) -> None:
@@ -43,14 +43,21 @@ class Critic:
         self.trainer = Trainer(model, config)
 
     def score(self, trees: Sequence[TokenTree], *, max_tokens: int) -> None:
-        """Write the value before every response token into the column ``value``; a prefix is computed once."""
+        """Write the value before every response token into the column ``value``, ``max_tokens`` at a time."""
         with torch.no_grad():
             for waiting in pack(trees, max_tokens=max_tokens):
                 batch = waiting.to(self.model.device)
                 write_column(trees, batch, "value", self._values(batch))
 
     def learn(self, batches: Sequence[TreeBatch]) -> Metrics:
-        """One update towards ``value_target``, a mean over the logical tokens in the loss."""
+        """Make one update towards ``value_target``; the loss is a mean over the logical tokens in the loss.
+
+        Returns:
+            Metrics as ``{name: (sum, count)}``.
+
+        Raises:
+            RunError: as for `Trainer.optim_step`.
+        """
         normalizer = float(sum(batch.loss_tokens for batch in batches))
         for batch in batches:
             self.trainer.accumulate(partial(self._backward, batch, normalizer))

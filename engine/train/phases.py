@@ -1,4 +1,4 @@
-"""Which part of an update a device was computing when: clock readings on a CPU, events on a GPU, read at once."""
+"""Measures which part of an update a device computes when: by clock readings on a CPU, by events on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL, HEAD, OPTIMIZER = "forward_backward", "head", "optimizer"
 
 
 class Span(NamedTuple):
-    """``name`` went on from ``begin`` to ``end``, seconds of `time.perf_counter`."""
+    """The phase ``name`` lasted from ``begin`` to ``end``, in seconds of `time.perf_counter`."""
 
     name: str
     begin: float
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class _Clock:
-    """A moment of a device that computes as it is told to."""
+    """A moment on a device that computes synchronously."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -33,7 +33,7 @@ class _Clock:
 
 
 class _Event:
-    """The moment at which a GPU gets to this place of the current stream; no wait for the host."""
+    """The moment at which a GPU reaches this place of the current stream; recording it does not block the host."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -44,26 +44,26 @@ class _Event:
 
 
 class Phases:
-    """What updates consist of, phase by phase: each goes on until the next is entered, or until the update is left.
+    """Records the phases of updates: each lasts until the next is entered, or until the update is left.
 
-    A GPU works behind the host: where the host has just waited for it, `met` ties its time to the host's.
+    A GPU runs asynchronously to the host: `met`, called after a synchronisation, relates its time to the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._moment: Callable[[], Any] = _Event if device.type == "cuda" else _Clock
         self._marks: list[tuple[str | None, Any]] = []
-        self._met: tuple[Any, float] | None = None  # a moment, and the host's time when it had come
+        self._met: tuple[Any, float] | None = None  # a moment, and the host's time at that moment
 
     def enter(self, name: str | None) -> None:
-        """From here on what is computed belongs to ``name``; None: to no update."""
+        """Begin the phase ``name``; None: leave the update."""
         self._marks.append((name, self._moment()))
 
     def met(self) -> None:
-        """The device has done all that was marked so far, and nothing more."""
+        """Note that the device has just reached the last mark: the host has waited for it."""
         self._met = self._marks[-1][1], time.perf_counter()
 
     def read(self) -> list[Span]:
-        """What there was since the last call, in order. Waits until the device has done it."""
+        """Return the phases since the last call, in order. Waits until the device has finished them."""
         marks, self._marks = self._marks, []
         if not marks:
             return []
@@ -82,7 +82,7 @@ class Phases:
 
     @contextmanager
     def following(self, model: PreTrainedModel) -> Iterator[None]:
-        """While the decoder runs it is the model's turn, then the head's, until its gradient comes back."""
+        """Enter the phase of the model while the decoder runs, and that of the head until its gradient is computed."""
 
         def back(gradient: Tensor) -> None:
             self.enter(MODEL)

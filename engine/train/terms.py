@@ -1,7 +1,7 @@
 """Loss terms: the summands of an update's loss, which share one forward of the model and one pass of its head.
 
-A term has its own selection (which leaves or tokens it sees, and how much each counts), weight and global normaliser.
-The trainer executes them and knows nothing else of what is learned.
+A term has its own selection (weights of the leaves or tokens that it counts), weight and global normaliser. The trainer
+executes terms and contains no algorithm.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 
 Selection = Callable[[TokenTree], Array]
-"""Weights of a tree's leaves ``[L]`` or tokens ``[T]``; 0: the term does not see it."""
+"""Returns weights of a tree's leaves ``[L]`` or tokens ``[T]``; those of weight 0 are not part of the term."""
 Pairing = Callable[[TokenTree], Sequence[tuple[int, int]]]
-"""(chosen, rejected) leaves of a tree."""
+"""Returns pairs (chosen, rejected) of a tree's leaves."""
 
 
 class LossTerm(Protocol):
-    """What the trainer needs of a term."""
+    """The interface of a term that the learner and the trainer use."""
 
     @property
     def name(self) -> str:
-        """Of its metrics; "actor" leaves these as they are called."""
+        """Prefix of the term's metrics; with "actor" their names stay as they are."""
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
-        """Note on the trees what the term sees of them, before they are packed."""
+        """Store on the trees which parts of them the term counts, before they are packed.
+
+        Raises:
+            UserError: the user's selection or pairs do not fit a tree.
+        """
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
-        """What its sum over rollouts and ``given`` responses is divided by; 0: there is nothing it sees."""
+        """Return the divisor of the term's sum over rollouts and ``given`` responses; 0: the term counts none."""
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term | LogprobTerm:
-        """The term of a batch, on its device; ``on_policy``: its weights are those that sampled, the ratio is 1."""
+        """Return the term of a batch, on its device; if ``on_policy``, its weights sampled it and the ratio is 1."""
 
 
 @dataclass(frozen=True)
 class TokenTerm:
-    """An objective: of a policy, an NLL, a KL or an entropy alone.
+    """A term of an objective that is a sum over tokens: a policy loss, or an NLL, a KL or an entropy alone.
 
     Args:
-        select: which leaves or tokens it sees; every token in the loss where None.
-        length_limit: of a response, for the aggregation ``seq_mean_token_sum_norm``.
+        select: weights of the leaves or tokens that it counts; None: every token in the loss.
+        length_limit: of a response in tokens, for the aggregation ``seq_mean_token_sum_norm``.
     """
 
     objective: Objective
@@ -86,7 +90,7 @@ class TokenTerm:
         return float(leaves * (self.length_limit if aggregation == "seq_mean_token_sum_norm" else 1))
 
     def _lengths(self, tree: TokenTree) -> Array:  # [L]
-        """Tokens of each leaf that it sees; -1 of a leaf it does not see."""
+        """Return the number of counted tokens of each leaf; -1 for a leaf that is not counted."""
         for per in ("leaf", "token"):
             name = f"select_{per}/{self.name}"
             if self.select is not None and name in tree.columns:
@@ -104,8 +108,8 @@ class TokenTerm:
         return Term(fields, self.objective, normalizer, weight, self.name)
 
     def _compared_with(self, batch: TreeBatch) -> Literal["behaviour", "proximal"]:
-        """The column of old log-probs: the proximal policy's if it was scored, unless the objective is defined against
-        the sampler."""
+        """Return the column of old log-probs: the proximal policy's if it was scored, unless the objective is defined
+        against the sampler."""
         scored = any("proximal_logprob" in tree.columns for tree in batch.trees)
         return "proximal" if scored and not self.objective.weighs_by_sampler else "behaviour"
 
@@ -157,6 +161,6 @@ class PairTerm:
 def _selection_column(term: str, per: str) -> Column:
     name = f"select_{per}/{term}"
     if name not in COLUMNS:
-        meaning = f"how much the loss term '{term}' sees of it"
+        meaning = f"how much it counts in the loss term '{term}'"
         declare(Column(name, np.float32, "leaf" if per == "leaf" else "token", meaning, merge="first", to_device=True))
     return COLUMNS[name]

@@ -1,4 +1,4 @@
-"""Updates of a model on packed trees: the trainer executes loss terms and knows nothing of algorithms.
+"""Updates of a model on packed trees: the trainer executes loss terms and contains no algorithm.
 
 The caller's loop is::
 
@@ -31,7 +31,7 @@ from .phases import MODEL, OPTIMIZER, Phases
 from .terms import LossTerm
 
 Metrics = dict[str, tuple[float, float]]
-"""``{name: (sum, count)}``; the caller adds them up and divides once."""
+"""Metrics as ``{name: (sum, count)}``; the caller adds them up and divides once."""
 
 
 class Weighted(NamedTuple):
@@ -44,14 +44,14 @@ class Weighted(NamedTuple):
 
 @dataclass
 class _Pending:
-    """What the micro-batches of an unfinished update add up to."""
+    """Sums over the micro-batches of an unfinished update."""
 
     loss: Tensor  # [] fp64
     finite: Tensor  # [] int64, micro-batches of finite loss
     sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     head_flop: list[float] = field(default_factory=list)
     batches: int = 0
-    single_term: bool | None = None  # None: not of loss terms
+    single_term: bool | None = None  # None: the update has no loss terms
 
     @classmethod
     def none(cls, device: torch.device) -> _Pending:
@@ -75,12 +75,12 @@ def _identity(values: list[Tensor]) -> list[Tensor]:
 class Trainer:
     """AdamW on fp32 master weights: `forward_backward` sums gradients over micro-batches, `optim_step` applies them.
 
-    Where the model computes in fp32 the master weights *are* its parameters, the very tensors the rollout engine reads;
-    a bf16 model gets fp32 copies, into which its gradients are added after every micro-batch, and is rounded from them.
-    The gradient of the head's weight is summed in fp32 and never rounded.
+    For a model in fp32 the master weights *are* its parameters, the same tensors that the rollout engine reads. A bf16
+    model gets fp32 copies: its gradients are added to the copies' after every micro-batch, and its parameters are
+    rounded from the copies. The gradient of the head's weight is summed in fp32 and never rounded.
 
     Args:
-        model: computes on the device it lies on.
+        model: trained on the device of its parameters.
         config: of the optimiser.
         phases: records which part of an update the device computes when.
         reduce: sums tensors over all ranks, in place; the identity on one rank.
@@ -96,11 +96,11 @@ class Trainer:
         self.model = model
         self.config = config
         self.phases = phases
-        self.lr_scale = 1.0  # multiplies the learning rate: for schedules
+        self.lr_scale = 1.0  # factor of the learning rate, for schedules
         self.updates = 0  # optimiser steps taken
         self.bad_steps = 0  # non-finite ones since the last good one
         self._reduce = reduce
-        self._gradient_share = 1.0  # of the rows that the last update computed, for the next plan
+        self._gradient_share = 1.0  # share of the last update's rows with a gradient, for the next plan
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for _, p in self._named]
         self._device = self._masters[0].device
@@ -125,12 +125,12 @@ class Trainer:
         Args:
             batch: in the host's memory; it is planned there and moved to the model's device.
             terms: the summands of the loss, with the weight and the normaliser that each has in the whole update.
-            tokens: logical tokens of the whole update, of which the batch has its share.
-            on_policy: the weights are those that sampled, so the ratio is 1 and no old log-probs are needed; otherwise
-                the old log-probs are the sampler's.
+            tokens: logical tokens of the whole update; the batch's share of them weighs the experts' load balancing.
+            temperature: divides the logits of the distribution whose log-probs enter the loss.
+            on_policy: the current weights are those that sampled, so the ratio is 1 and no old log-probs are needed.
 
         Raises:
-            ValueError: off policy, a token in the loss has no log-prob from the sampler.
+            ValueError: off policy, a token in the loss has no old log-prob.
         """
 
         def compute() -> TermsLossOutput:
@@ -152,7 +152,7 @@ class Trainer:
         self.accumulate(compute)
 
     def accumulate(self, compute: Callable[[], TermsLossOutput]) -> None:
-        """Add the gradients that ``compute`` leaves on the parameters, and its loss and metrics, to the update."""
+        """Run ``compute`` and add the gradients it leaves on the parameters, its loss and its metrics to the update."""
         if self._pending.batches == 0:
             self._enter(MODEL)
             self.model.train()
@@ -172,7 +172,7 @@ class Trainer:
         The host waits for the device once, when it fetches the metrics.
 
         Returns:
-            sums and counts over all micro-batches and ranks.
+            Sums and counts over all micro-batches and ranks.
 
         Raises:
             RunError: `max_bad_steps` updates in a row were not finite.
@@ -187,13 +187,13 @@ class Trainer:
     def _step(self, pending: _Pending) -> Metrics:
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
         lr = self._lr()
-        self._enter(OPTIMIZER)  # again: `met` ties the last thing before the wait to the host's time
+        self._enter(OPTIMIZER)  # again: `met` relates the last mark before the wait to the host's time
         values = self._reduce([pending.loss, pending.finite, *(v for pair in pending.sums.values() for v in pair)])
-        found, length, finite, *numbers = fetch([values[0], norm, *values[1:]])
+        loss, grad_norm, finite, *numbers = fetch([values[0], norm, *values[1:]])
         if self.phases is not None:
             self.phases.met()
         metrics: Metrics = dict(zip(pending.sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
-        applied = math.isfinite(found) and math.isfinite(length)
+        applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._apply()
         self._optimizer.zero_grad(set_to_none=True)
@@ -203,11 +203,11 @@ class Trainer:
                 f"The loss or its gradient was not finite in {self.bad_steps} updates in a row "
                 "(trainer.max_bad_steps); lower trainer.lr or look into the last rollouts."
             )
-        metrics["actor/loss"] = (found, 1)
+        metrics["actor/loss"] = (loss, 1)
         metrics["actor/skipped_updates"] = (0.0 if applied else 1.0, 1)
         metrics["actor/lr"] = (lr, 1)
         if applied:
-            metrics["actor/grad_norm"] = (length, 1)
+            metrics["actor/grad_norm"] = (grad_norm, 1)
         else:
             metrics["actor/nonfinite_micro_batches"] = (pending.batches - finite, 1)
         if pending.single_term is None:
@@ -218,15 +218,19 @@ class Trainer:
         metrics["perf/head_tflop"] = (sum(pending.head_flop) / 1e12, 1)
         return metrics
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the model's parameters by name, as a sampler loads them."""
+        return dict(self.model.named_parameters())
+
     def drop_gradients(self) -> None:
-        """Forget the micro-batches since the last `optim_step`: an update was broken off."""
+        """Discard the micro-batches since the last `optim_step`, after an update was interrupted."""
         self._pending = _Pending.none(self._device)
         self._optimizer.zero_grad(set_to_none=True)
         for _, parameter in self._named:
             parameter.grad = None
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """All tensors (fp32 weights and AdamW's moments) and counters."""
+        """Return all tensors (fp32 weights and AdamW's moments) and counters."""
         tensors: dict[str, Tensor] = {}
         for (name, _), master in zip(self._named, self._masters, strict=True):
             tensors[f"weight.{name}"] = master.detach()
@@ -235,10 +239,10 @@ class Trainer:
         return tensors, {"updates": self.updates, "bad_steps": self.bad_steps}
 
     def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
-        """Take over what :meth:`state_dict` gave.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
-            UserError: the tensors are another model's.
+            UserError: the tensors belong to another model.
         """
         theirs = {name: tuple(t.shape) for key, t in tensors.items() if (name := key.removeprefix("weight.")) != key}
         ours = {name: tuple(p.shape) for name, p in self._named}
@@ -269,7 +273,7 @@ class Trainer:
         return self.lr_scale * self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
 
     def _head_grad(self) -> Tensor | None:
-        """Where the gradient of the head's weight is summed; None where autograd may take over what the head makes."""
+        """Return the fp32 tensor to add the gradient of the head's weight to; None to leave that to autograd."""
         if self._head is None:
             return None
         master = self._masters[self._head]

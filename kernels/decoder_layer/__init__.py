@@ -1,4 +1,4 @@
-"""Decoders of the Llama family where they generate, and what their layers do between the products."""
+"""Decoders of the Llama family for generation, and the passes of their layers between the products."""
 
 from .api import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
 

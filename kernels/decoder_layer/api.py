@@ -1,7 +1,7 @@
-"""Public entry of a decoder layer, and of the passes between its products.
+"""Public entry of a decoder for generation, and of the passes between its products.
 
-All change tensors in place, as their names say, and have no gradient: they are for generation. Between the products
-their arithmetic is that of :mod:`.reference`, rounding by rounding; what they save is passes over the rows, and calls.
+The passes change tensors in place, as their names say, and have no gradient. Their arithmetic is that of
+:mod:`.reference`, rounding by rounding; they save passes over the rows and calls.
 """
 
 from __future__ import annotations
@@ -37,9 +37,16 @@ def add_rms_norm_(
     weight: Tensor,  # [H]
     eps: float,
 ) -> Tensor:  # [N, H]
-    """``residual += x`` where there is an ``x``; the sum's RMSNorm: ``weight * sum / sqrt(mean(sum^2) + eps)``.
+    """Add ``x`` to ``residual`` in place, if given, and return the sum's RMSNorm: ``weight * sum / sqrt(mean(sum^2) +
+    eps)``.
 
     A row's result does not depend on the other rows. (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4)
+
+    Args:
+        residual: [N, H] float32 (float64 runs on the reference), changed in place.
+        x: [N, H], of the same dtype.
+        weight: [H], of the same dtype.
+        eps: at least 0.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that does not fit, or rows that are not contiguous.
@@ -69,14 +76,19 @@ def rotate_and_store_(
     k_weight: Tensor | None = None,  # [D]
     eps: float = 0.0,
 ) -> None:
-    """Turn queries by their positions in place; write keys, turned alike, and values to their slots of the pages.
+    """Rotate queries by their positions in place; write keys, rotated alike, and values to their slots of the pages.
 
-    With ``x = (low, high)``, its halves, the turned head is ``x * cos + (-high, low) * sin``. Heads go through RMSNorm
+    With ``x = (low, high)``, its halves, the rotated head is ``x * cos + (-high, low) * sin``. Heads go through RMSNorm
     before where weights are given. (Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, with pairs D/2 apart)
 
     Args:
-        slots: the place of each row, page times its size plus the place within; where two rows have the same one,
-            which of them stays is not said.
+        q: [N, Hq, D] float32 (float64 runs on the reference), changed in place.
+        k, v: [N, Hkv, D]; k is not changed.
+        cos, sin: [N, D], one row a query.
+        slots: [N] int64, the place of each row: page times page size plus the place within. If two rows have the same
+            one, it is not defined which of them stays.
+        k_pages, v_pages: [P, page, Hkv, D], changed in place.
+        q_weight, k_weight: [D], of the RMSNorm of heads, with ``eps``.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that does not fit, a tensor that is not contiguous, or
@@ -111,7 +123,7 @@ def rotate_and_store_(
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """What a layer of the Llama family multiplies with and norms by; of one dtype, contiguous.
+    """Weights of a layer of the Llama family; of one dtype, contiguous.
 
     H is the width of the residual, D that of a head, F that of the gated unit.
 
@@ -164,35 +176,36 @@ class LayerWeights:
         return tuple(vars(self).values())
 
     def does_not_fit(self, H: int, heads: int, D: int, rows: Tensor) -> str | None:
-        """Why they are not those of a layer of rows like ``rows`` and pages of as many heads, if they are not."""
+        """Return why these weights do not fit rows like ``rows`` of width H and pages of ``heads`` heads of D, or
+        None."""
         if self.q.shape[1] != H or self.q.dtype != rows.dtype or self.q.device != rows.device:
             return f"layers must take rows of {H} {rows.dtype} numbers on {rows.device} like the embedding's"
         queries, keys = len(self.q), len(self.k)
         if keys != heads * D or queries % keys:
-            return (
-                f"layers must make keys of {heads} x {D} numbers and a multiple for queries, not {keys} and {queries}"
-            )
+            wanted = f"keys of {heads} x {D} numbers and a multiple for queries"
+            return f"layers must produce {wanted}, not {keys} and {queries}"
         if any(norm is not None and len(norm) != D for norm in (self.q_norm, self.k_norm)):
             return f"norms of heads must have {D} numbers"
         return None
 
 
 class Decoder:
-    """A decoder of the Llama family where it generates: from token ids to the last hidden states of a step's rows.
+    """A decoder of the Llama family for generation: from token ids to the last hidden states of a step's rows.
 
-    Every layer attends over its pages, which get the rows' keys and values before, and adds that and its gated unit to
-    the rows; the last norm is behind them. Norms are :func:`add_rms_norm_`'s, turning and storing
+    Every layer writes the rows' keys and values to its pages, attends over them, and adds the attention and its gated
+    unit to the rows; the last norm follows the last layer. Norms are :func:`add_rms_norm_`'s, rotating and storing
     :func:`rotate_and_store_`'s, attention is `rolltree.kernels.tree_decode_attention`. On a CPU the products of up to
-    384 rows with AVX2, and 64 otherwise, are made by a kernel of our own, by which a row's result does not depend on
-    the rows beside it.
-    (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
+    384 rows with AVX2, and 64 otherwise, are made by csrc/cpu/few_rows.cpp, with which a row's result does not depend
+    on the other rows. (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
 
     Args:
-        embedding: [V, H] float32.
-        norm: [H], of what leaves the last layer.
+        embedding: [V, H] float32 (float64 runs on the reference).
+        layers: weights of each layer.
+        norm: [H], of the norm after the last layer.
         pages: each layer's keys and values, [P, page, Hkv, D].
         eps: of all norms.
-        scale, windows: as of `tree_decode_attention`, the window of each layer.
+        scale: factor of attention scores.
+        windows: of each layer, as in `tree_decode_attention`.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that does not fit, or a tensor that is not contiguous.
@@ -223,12 +236,12 @@ class Decoder:
             D % 2 == 0 and D <= LONGEST_HEAD, f"heads must be even and of at most {LONGEST_HEAD} numbers, not {D}"
         )
         _contiguous(check, {"embedding": embedding, "norm": norm})
-        for weights, own, window in zip(layers, pages, windows, strict=True):
+        for weights, layer_pages, window in zip(layers, pages, windows, strict=True):
             if not isinstance(weights, LayerWeights):
                 check.wrong_type("layers", "LayerWeights", weights)
             wrong = weights.does_not_fit(H, heads, D, embedding)
             check.require(wrong is None, wrong or "")
-            for tensor in own:
+            for tensor in layer_pages:
                 check.floats("pages", tensor, shape, " like the first", same)
                 _contiguous(check, {"pages": tensor})
             check.window(window)
@@ -236,7 +249,7 @@ class Decoder:
         self.layers, self.pages, self.windows = tuple(layers), tuple(pages), tuple(windows)
         self.eps, self.scale = check.number("eps", eps, least=0.0), check.number("scale", scale)
         self.every_weight = [tensor for weights in layers for tensor in weights.tensors]
-        self.every_page = [tensor for own in pages for tensor in own]
+        self.every_page = [tensor for layer_pages in pages for tensor in layer_pages]
         self.window_numbers = [window or 0 for window in windows]
 
     def __call__(
@@ -249,13 +262,14 @@ class Decoder:
         *,
         turns: Tensor | None = None,  # [N] int32
     ) -> Tensor:  # [N, H]
-        """The normed last hidden states of a step; its keys and values are in the pages then.
+        """Return the normed last hidden states of a step, [N, H]; its keys and values are in the pages afterwards.
 
         Args:
-            cos, sin: by which heads are turned.
-            slots: the place of each row, page times its size plus the place within.
-            plan: what the rows see, their own keys included.
-            turns: which of ``cos`` and ``sin`` each row has; None: there is one a row.
+            input_ids: [N] int32.
+            cos, sin: [T, D], of the rotations.
+            slots: [N] int32, the place of each row: page times page size plus the place within.
+            plan: the keys that the rows see, their own included.
+            turns: [N] int32, the row of ``cos`` and ``sin`` for each row; None: there is one a row.
 
         Raises:
             ValueError, TypeError: a shape, dtype or device that does not fit, a tensor that is not contiguous, ids
@@ -286,13 +300,13 @@ class Decoder:
         plan: DecodePlan,
         turns: Tensor | None,  # [N] int32
     ) -> Tensor:  # [N, H]
-        """The same of arguments that are right, for who has made them: they are not looked at."""
+        """Run like `__call__` with arguments that are known to be right; they are not checked."""
         run = _choose("Decoder", _DECODER, self.embedding)
         return run(self, input_ids, cos, sin, turns, slots, Nodes(*plan.tensors().values()))
 
 
 def _compiled_decoder(
-    of: Decoder,
+    model: Decoder,
     input_ids: Tensor,  # [N] int32
     cos: Tensor,  # [T, D]
     sin: Tensor,  # [T, D]
@@ -301,9 +315,9 @@ def _compiled_decoder(
     nodes: Nodes,
 ) -> Tensor:  # [N, H]
     """Like `reference.decoder` in csrc/cpu/decoder_layer.cpp."""
-    step = (cos, sin, turns, slots, *nodes, of.eps, of.scale, of.window_numbers)
+    step = (cos, sin, turns, slots, *nodes, model.eps, model.scale, model.window_numbers)
     out: Tensor = torch.ops.rolltree_cpu.decoder(
-        input_ids, of.embedding, of.every_weight, of.norm, of.every_page, *step
+        input_ids, model.embedding, model.every_weight, model.norm, model.every_page, *step
     )
     return out
 

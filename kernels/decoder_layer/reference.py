@@ -1,4 +1,4 @@
-"""The definition in plain PyTorch, operator by operator as the decoders of Transformers have it."""
+"""The definition in plain PyTorch, operator by operator like the decoders of Transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rotate_and_store(
 
 
 def decoder(
-    of: Decoder,
+    model: Decoder,
     input_ids: Tensor,  # [N] int32
     cos: Tensor,  # [T, D]
     sin: Tensor,  # [T, D]
@@ -48,12 +48,12 @@ def decoder(
     slots: Tensor,  # [N] int32
     nodes: Nodes,
 ) -> Tensor:  # [N, H]
-    residual = F.embedding(input_ids, of.embedding)
+    residual = F.embedding(input_ids, model.embedding)
     if turns is not None:
         cos, sin = cos[turns], sin[turns]
-    for w, (k_pages, v_pages), window in zip(of.layers, of.pages, of.windows, strict=True):
-        _layer(residual, w, cos, sin, slots.long(), k_pages, v_pages, nodes, of.eps, of.scale, window)
-    return _rms_norm(residual, of.norm, of.eps)
+    for w, (k_pages, v_pages), window in zip(model.layers, model.pages, model.windows, strict=True):
+        _layer(residual, w, cos, sin, slots.long(), k_pages, v_pages, nodes, model.eps, model.scale, window)
+    return _rms_norm(residual, model.norm, model.eps)
 
 
 def _layer(

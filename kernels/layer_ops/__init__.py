@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, with gradients: RMSNorm, rotary embedding, SwiGLU."""
+"""The passes of a decoder layer between its products, with gradients: RMSNorm, rotary embedding, SwiGLU."""
 
 from .api import rms_norm, rotate, silu_mul
 

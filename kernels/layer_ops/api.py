@@ -16,15 +16,16 @@ def rms_norm(
     weight: Tensor,  # [H]
     eps: float,
 ) -> Tensor:  # [..., H]
-    """RMSNorm: ``weight * round(x / sqrt(mean(x^2) + eps))``, the mean over the last dimension and in float32.
+    """Compute RMSNorm: ``weight * round(x / sqrt(mean(x^2) + eps))``, the mean over the last dimension and in float32.
 
-    Kept for the backward pass is one number a row beside ``x``. A row's result and gradient do not depend on the other
-    rows; the gradient of ``weight`` is summed in an order of its own, whatever the number of threads. (Zhang and
-    Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4)
+    The backward pass keeps one number a row besides ``x``. A row's result and gradient do not depend on the other rows;
+    the gradient of ``weight`` is summed in a fixed order, whatever the number of threads. (Zhang and Sennrich 2019,
+    https://arxiv.org/abs/1910.07467, eq. 4)
 
     Args:
-        x: float32, bfloat16 or float16 (float64 runs on the reference); copied where it is not contiguous.
-        weight: of the same dtype.
+        x: [..., H] float32, bfloat16 or float16 (float64 runs on the reference); copied where it is not contiguous.
+        weight: [H], of the same dtype.
+        eps: at least 0.
 
     Returns:
         [..., H], contiguous, in x's dtype. It can be differentiated once.
@@ -45,15 +46,16 @@ def rotate(
     cos: Tensor,  # [B or 1, T, D]
     sin: Tensor,  # [B or 1, T, D]
 ) -> tuple[Tensor, Tensor]:  # like q, like k
-    """Rotary embedding of queries and keys: with ``x = (low, high)``, halves of a head, ``x cos + (-high, low) sin``.
+    """Rotate queries and keys: with ``x = (low, high)``, the halves of a head, ``x cos + (-high, low) sin``.
 
-    Its gradient turns back by the same angles, so nothing else is kept. (Su et al. 2021,
+    The gradient rotates back by the same angles, so nothing else is kept. (Su et al. 2021,
     https://arxiv.org/abs/2104.09864, eq. 34, with pairs D/2 apart)
 
     Args:
-        q, k: float32, bfloat16 or float16 (float64 runs on the reference), of any strides: heads of rows
-            ``[B, T, H, D]`` come transposed, and the result lies as they do.
-        cos, sin: of the same dtype, one row a position; they have no gradient.
+        q: [B, Hq, T, D] float32, bfloat16 or float16 (float64 runs on the reference), D even, of any strides: rows of
+            heads ``[B, T, H, D]`` come transposed, and the result has the same layout.
+        k: [B, Hkv, T, D], of the same dtype.
+        cos, sin: [B or 1, T, D], of the same dtype, one row a position; they have no gradient.
 
     Raises:
         ValueError, TypeError: a shape, dtype or device that does not fit, or cos or sin require a gradient.
@@ -74,9 +76,9 @@ def silu_mul(
     gate: Tensor,  # [...]
     up: Tensor,  # [...]
 ) -> Tensor:  # [...]
-    """The gated unit of SwiGLU: ``round(gate / (1 + e^-gate)) * up``.
+    """Compute the gated unit of SwiGLU: ``round(gate / (1 + e^-gate)) * up``.
 
-    Kept for the backward pass are gate and up alone. (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6)
+    The backward pass keeps gate and up alone. (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6)
 
     Args:
         gate, up: float32, bfloat16 or float16 (float64 runs on the reference), of one shape and dtype; copied where

@@ -1,7 +1,7 @@
 """The custom ops ``rolltree::rms_norm``, ``rotate`` and ``silu_mul``: fakes, autograd, choice of the backend.
 
-Saved for the backward pass are the inputs, and of a norm one number a row: what the modules of Transformers save
-beside, rows of the inputs' size, is computed again.
+The backward pass saves the inputs, and of a norm one number a row. Further rows of the inputs' size that Transformers'
+modules save are computed again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rms_norm_op(
     weight: Tensor,  # [H]
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [..., H] and the factor of each row [N], in float32. No gradient flows from the latter."""
+    """Return out [..., H] and the factor of each row [N], in float32. No gradient flows from the latter."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out, factor = _backend("rms_norm", x).rms_norm(rows, weight.contiguous(), eps)
     return out.view(x.shape), factor
@@ -63,7 +63,7 @@ def rms_norm_backward_op(
     factor: Tensor,  # [N]
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x [..., H] and of weight [H], the latter empty where it is not needed."""
+    """Return the gradients of x [..., H] and of weight [H], the latter empty where it is not needed."""
     dy_rows, rows = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
     backend = _backend("rms_norm", x)
     dx, dweight = backend.rms_norm_backward(dy_rows, rows, weight.contiguous(), factor, need_weight)
@@ -106,7 +106,7 @@ def rotate_op(
     cos: Tensor,  # [B or 1, T, D]
     sin: Tensor,  # [B or 1, T, D]
 ) -> tuple[Tensor, Tensor]:
-    """Returns q and k turned, in memory as `torch.empty_like` lays them out."""
+    """Return q and k rotated, in the memory layout of `torch.empty_like`."""
     return _rotated(q, k, cos, sin, back=False)
 
 
@@ -117,7 +117,7 @@ def rotate_backward_op(
     cos: Tensor,  # [B or 1, T, D]
     sin: Tensor,  # [B or 1, T, D]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of q and k."""
+    """Return the gradients of q and k."""
     return _rotated(dq, dk, cos, sin, back=True)
 
 
@@ -129,8 +129,8 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
     q, k = _last_contiguous(q), _last_contiguous(k)
-    found: tuple[Tensor, Tensor] = _backend("rotate", q).rotate(q, k, cos.contiguous(), sin.contiguous(), back)
-    return found
+    out: tuple[Tensor, Tensor] = _backend("rotate", q).rotate(q, k, cos.contiguous(), sin.contiguous(), back)
+    return out
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -180,11 +180,11 @@ def silu_mul_backward_op(
     gate: Tensor,  # [...]
     up: Tensor,  # [...]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up."""
-    found: tuple[Tensor, Tensor] = _backend("silu_mul", gate).silu_mul_backward(
+    """Return the gradients of gate and up."""
+    gradients: tuple[Tensor, Tensor] = _backend("silu_mul", gate).silu_mul_backward(
         dy.contiguous(), gate.contiguous(), up.contiguous()
     )
-    return found
+    return gradients
 
 
 @silu_mul_backward_op.register_fake

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # [N, H], [H] -> [N, H], [N]
-    """The rows' norms, and the factor that each was multiplied with, in float32."""
+    """Return the rows' norms, and the factor that each was multiplied with, in float32."""
     wide = _wide(x)
     factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * factor).to(x.dtype), factor.squeeze(-1)
@@ -22,7 +22,7 @@ def rms_norm_backward(
     factor: Tensor,  # [N]
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight; the latter is empty where it is not needed."""
+    """Return the gradients of x and weight; the latter is empty where it is not needed."""
     grad, wide, r = _wide(dy), _wide(x), factor[:, None]
     g = grad * _wide(weight)
     dx = r * (g - wide * ((g * wide).mean(-1, keepdim=True) * r * r))
@@ -37,7 +37,7 @@ def rotate(
     sin: Tensor,  # [B or 1, T, D]
     back: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Turned; with ``back`` gradients of what was turned."""
+    """Return q and k rotated; with ``back`` the gradients for gradients of rotated ones."""
     one = _turned_back if back else _turned
     return _like(q, one(q, cos[:, None], sin[:, None])), _like(k, one(k, cos[:, None], sin[:, None]))
 
@@ -54,7 +54,7 @@ def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, values: Tensor) -> Tensor:
-    """Values in memory as `torch.empty_like` lays them out, which is what the op promises."""
+    """Return the values in the memory layout of `torch.empty_like`, which the op promises."""
     return torch.empty_like(x).copy_(values)
 
 

@@ -1,13 +1,13 @@
 """Triton backend: each op, and each gradient, is one pass over its rows.
 
     norm      a tile of whole rows a program; x is read and the norm written, 4 bytes a number of bf16
-    its gradient  a program goes through TILES tiles: dy and x are read and dx written, 6 bytes a number of bf16; the
+    its gradient  TILES tiles a program: dy and x are read and dx written, 6 bytes a number of bf16; the
               weight's gradient is summed in fp32 over the program's rows, and then over programs, in their order
     rotate    the heads of a position a program: x is read and written, 4 bytes a number; its angles are read once
     silu_mul  a block of numbers a program: 6 bytes a number of bf16; its gradient 10
 
 How rows are cut depends on their length alone and nothing is added atomically. Numbers are rounded where Transformers'
-modules round them, and nothing is contracted (``enable_fp_fusion=False``), so that forwards are theirs bit by bit but
+modules round them, and nothing is contracted (``enable_fp_fusion=False``), so forwards equal theirs bit by bit except
 for the order of a row's sum and for e^x.
 """
 
@@ -172,7 +172,7 @@ def silu_mul_gradient_kernel(dy, gate, up, dgate, dup, M, BLOCK: tl.constexpr):
 
 
 def tile_of(width: int) -> dict[str, int]:
-    """Of a norm's rows: how many at once, their width as a power of two, and warps."""
+    """Return how many rows of a norm are in a tile, their width as a power of two, and warps."""
     wide = triton.next_power_of_2(width)
     rows = max(TILE // wide, 1)
     return {"ROWS": rows, "WIDTH": wide, "num_warps": min(max(rows * wide // WARP_NUMBERS, 1), 16)}
@@ -236,7 +236,7 @@ def rotate(
 
 
 def heads_of(heads: int, kv_heads: int, dim: int) -> dict[str, int]:
-    """How many heads are turned at once, and half a head as a power of two."""
+    """Return how many heads are rotated at once, and half a head as a power of two."""
     wide = triton.next_power_of_2(max(dim // 2, 1))
     most = max(TILE // wide, 1)
     tiles = [min(triton.next_power_of_2(max(h, 1)), most) for h in (heads, kv_heads)]

@@ -19,13 +19,13 @@ OUTPUTS = ("entropy", "sum_p2")
 
 
 class LogprobOutput(NamedTuple):
-    """All in fp32 (fp64 for fp64 inputs); None where not wanted."""
+    """Scores in fp32 (fp64 for fp64 inputs); None where not wanted."""
 
-    logprob: Tensor  # [M]
+    logprob: Tensor  # [M], nats
     logsumexp: Tensor  # [N]
     entropy: Tensor | None  # [N], nats
     sum_p2: Tensor | None  # [N], in (0, 1]
-    extra_logprob: Tensor | None
+    extra_logprob: Tensor | None  # [N, K]
 
 
 def linear_logprob(
@@ -46,41 +46,44 @@ def linear_logprob(
 ) -> LogprobOutput:
     """Score tokens under ``softmax(softcap(hidden @ weight.T + bias) / temperature)``.
 
-    Target m is token ``target[m]`` in row ``row[m]`` of ``hidden``; a row may have any number of targets, in any
-    order. Logits exist only for a chunk of rows at a time, in fp32, never rounded to half precision. Gradients flow
-    from every output to hidden, weight, bias and adapter; those of the head are summed in fp32.
+    Target m is token ``target[m]`` in row ``row[m]`` of ``hidden``; a row may have any number of targets, in any order.
+    Logits exist only for a chunk of rows at a time, in fp32, never rounded to half precision. Gradients flow from every
+    output to hidden, weight, bias and adapter; those of the head are summed in fp32.
 
     Where only hidden needs a gradient (a frozen head) the forward keeps ``(weight[target] - E_p weight) / temperature``
     and the backward of ``logprob`` is a product by rows: 4 NHV FLOP in all. Otherwise the backward recomputes the
     logits of the rows that have a gradient.
 
     Args:
-        hidden: bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its own).
-        target: vocabulary ids. On a CPU out-of-range ids raise; on a GPU, where checking would wait for the device,
-            their log-prob is NaN.
-        row: row of each target; default ``arange(N)``, then M = N.
-        temperature: a number, or one per row; positive. Applied after softcap. Constant: takes no gradient.
+        hidden: ``[N, H]`` bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its
+            own).
+        weight: ``[V, H]``.
+        target: ``[M]`` vocabulary ids. On a CPU out-of-range ids raise; on a GPU, where checking would wait for the
+            device, their log-prob is NaN.
+        row: ``[M]``, row of each target; default ``arange(N)``, then M = N.
+        bias: ``[V]``.
+        temperature: a number, or ``[N]``, one per row; positive. Applied after softcap. It takes no gradient.
         softcap: ``softcap * tanh(logits / softcap)`` before the temperature.
-        want: what to return besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
-        extra_ids: K more ids to score in every row; -1 stands for none there: its log-prob is NaN and takes no
+        want: outputs besides ``logprob`` and ``logsumexp``: a subset of ``("entropy", "sum_p2")``.
+        extra_ids: ``[N, K]``, K more ids to score in every row; -1 means none: its log-prob is NaN and takes no
             gradient.
-        kept: the ids that each row was sampled from, as CSR: the softmax is over these alone, and so is the work. Every
-            target must be among them. Does not combine with tp_group or lora.
+        kept: the ids that each row was sampled from, as CSR (indptr ``[N + 1]``, ids ``[nnz]``): the softmax is over
+            these alone, and so is the work. Every target must be among them. Does not combine with tp_group or lora.
         tp_group: a process group over which the vocabulary is split: weight and bias are this rank's shard (shards in
             rank order, of any sizes), hidden, target and the loss the same on all ranks. Every call then asks all ranks
-            for their sizes; `VocabShards.gather` does that once, give its result instead. Gradients of hidden are
+            for their sizes; `VocabShards.gather` does that once, so give its result instead. Gradients of hidden are
             summed over the ranks. Does not combine with lora.
         lora: a low-rank adapter of the head; weight + scale b a is never formed.
-        weight_grad: an accumulator in fp32 (Megatron's ``main_grad``): the backward adds weight's gradient to it, chunk
-            by chunk, and leaves ``weight.grad`` alone. ``weight`` must require a gradient all the same. Does not
+        weight_grad: ``[V, H]``, an accumulator in fp32 (Megatron's ``main_grad``): the backward adds weight's gradient
+            to it, chunk by chunk, and leaves ``weight.grad`` alone. ``weight`` must still require a gradient. Does not
             combine with tp_group or kept.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit; the message names which.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message names which.
         IndexError: a target, row or id is out of range (CPU only; on a GPU a wrong row stops the program).
     """
-    given = {"kept": kept, "tp_group": tp_group, "lora": lora, "weight_grad": weight_grad}
-    together = [name for name, option in given.items() if option is not None]
+    options = {"kept": kept, "tp_group": tp_group, "lora": lora, "weight_grad": weight_grad}
+    together = [name for name, option in options.items() if option is not None]
     if len(together) > 1 and together != ["lora", "weight_grad"]:
         raise ValueError(f"linear_logprob: {together[0]} does not combine with {together[1]}.")
     Arguments("linear_logprob", "hidden", hidden).names("want", want, OUTPUTS)
@@ -126,7 +129,11 @@ def linear_logprob(
 
 
 def check_accumulator(op: str, weight: Tensor, weight_grad: Tensor | None, dtype: torch.dtype) -> None:
-    """Raises ValueError where gradients of ``weight`` in ``dtype`` cannot be added to ``weight_grad``."""
+    """Check the accumulator of weight's gradient.
+
+    Raises:
+        ValueError: gradients of ``weight`` in ``dtype`` cannot be added to ``weight_grad``.
+    """
     if weight_grad is not None:
         check = Arguments(op, "weight", weight)
         check.floats("weight_grad", weight_grad, weight.shape, " like weight", (dtype,))
@@ -145,7 +152,7 @@ def prepare(
     softcap: float | None,
     lora: HeadLora | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, HeadLora | None, Tensor]:
-    """Checked inputs: of autocast's dtype where that is on, temperature ``[N]`` in the accumulation dtype.
+    """Return checked inputs, in autocast's dtype where that is on, and temperature ``[N]`` in the accumulation dtype.
 
     Raises:
         ValueError: see `linear_logprob`; the message begins with ``op``.
@@ -171,19 +178,19 @@ def prepare(
 
 
 def of_rows(temperature: float | Tensor, dtype: torch.dtype, rows: Tensor) -> Tensor:
-    """``[N]`` of ``dtype``, on the device of ``rows [N, ...]``."""
+    """Return the temperature as ``[N]`` of ``dtype``, on the device of ``rows [N, ...]``."""
     if not isinstance(temperature, Tensor):
         temperature = torch.full((), temperature, dtype=dtype, device=rows.device)
     return temperature.to(rows.device, dtype).expand(len(rows))
 
 
 def contiguous_targets(target: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """As the row kernels read them: int64 without gaps."""
+    """Return targets and rows as the row kernels read them: int64, contiguous."""
     return target.long().contiguous(), None if row is None else row.long().contiguous()
 
 
 def check_targets(check: Arguments, target: Tensor, row: Tensor | None, rows: int) -> None:
-    """``target [M]`` and ``row [M]`` or None; their values are the op's to look at."""
+    """Check shapes and dtypes of ``target [M]`` and ``row [M]`` or None; the op checks their values."""
     M = len(check.integers("target", target, ("M",)))
     if row is None:
         check.require(rows == M, f"{M} targets for {rows} rows; give row= to place them otherwise")

@@ -3,20 +3,21 @@
 A chunk is one GEMM into a tile of fp32 logits, then a *row kernel* that reads the tile once:
 
 * forward: log-sum-exp, entropy, sum of squared probabilities and the logits at the targets;
-* backward: the GEMM again, then the gradient of the logits over them, then two GEMMs (2 + 6 f NHV FLOP in all, where f
-  is the share of rows that have a gradient: a CPU leaves the others out, while a GPU would have to be waited for).
+* backward: the GEMM again, then the gradient of the logits, written over them, then two GEMMs (2 + 6 f NHV FLOP in all,
+  where f is the share of rows that have a gradient: a CPU leaves the others out; on a GPU that would take a wait).
 
-Row kernels come as twins with one signature (`triton`, `cpu`, `cuda`; see `RowKernels`), so the loop is tested where
-there is no GPU. Per chunk the tile costs 4 C V bytes written by the GEMM and read once (twice and written once in the
-backward), and the fp32 weight gradient is read and written once: chunks are as large as the byte budget allows.
+All backends' row kernels have one signature (`RowKernels`), so the loop is tested where there is no GPU. Per chunk the
+tile costs 4 C V bytes written by the GEMM and read once (twice and written once in the backward), and the fp32 weight
+gradient is read and written once: chunks are as large as the byte budget allows.
 
 A vocabulary no wider than the hidden state (toy models) makes the GEMM cheap to keep instead: then the forward returns
 the logits, which take no more memory than ``hidden`` in fp32, and the backward does not recompute them.
 
-Several targets of one row: targets come grouped by row (CSR), the softmax part of the gradient is done once per row.
+Several targets of one row: targets are grouped by row (CSR), and the softmax part of the gradient is computed once per
+row.
 
 Precision: logits stay in fp32, the weight gradient is summed in fp32. fp32 cannot hold the log-sum-exp of large logits
-to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps what rounding took from it (``correction``).
+to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps its rounding error (``correction``).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def forward(
     want_sum_p2: bool,
     frozen_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.forward`."""
+    """Like `reference.forward`."""
     N, V, accumulator = len(hidden), len(head.weight), temperature.dtype
     logprob = hidden.new_empty(len(targets.target), dtype=accumulator)
     logsumexp = hidden.new_empty(N, dtype=accumulator)
@@ -131,13 +132,13 @@ def backward(
     need_hidden: bool,
     need: HeadGradient,
 ) -> Tensor:
-    """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
+    """Return the gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
     N, V = len(hidden), len(head.weight)
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
 
-    counted = hidden.device.type == "cpu"  # any other device would have to be waited for
-    alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if counted else None
+    on_cpu = hidden.device.type == "cpu"  # any other device would have to be waited for
+    alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if on_cpu else None
     of_alive = d_hidden
     if alive is not None:
         targets, place = targets.of_rows(alive)
@@ -166,9 +167,10 @@ def backward(
 
 
 def new_tiles(rows: RowKernels, head: Head, C: int) -> tuple[Tensor, Tensor]:
-    """Tiles ``[C, V]`` for logits, in the accumulation dtype, and for their gradient, in the operands': maybe one.
+    """Return tiles ``[C, V]`` for logits, in the accumulation dtype, and for their gradient, in the operands'.
 
-    Rows begin at multiples of what the row kernels ask for, so an odd V has strides that these and GEMMs like.
+    They are one tensor where the dtypes are the same. Rows begin at multiples of ``rows.ROW_MULTIPLE`` elements, so an
+    odd V has strides that row kernels and GEMMs prefer.
     """
     V = len(head.weight)
     stride = -(-V // rows.ROW_MULTIPLE) * rows.ROW_MULTIPLE
@@ -183,7 +185,7 @@ def rows_with_gradient(
     per_log: Tensor,  # [N] or [0]
     per_p: Tensor,  # [N] or [0]
 ) -> Tensor | None:
-    """Rows ``[K] int64`` of which some gradient is not zero; None where too few could be left out to gain.
+    """Return rows ``[K] int64`` with a gradient that is not zero; None if leaving out the others would not pay.
 
     Waits for the device.
     """
@@ -193,14 +195,14 @@ def rows_with_gradient(
     if targets.one_a_row:
         alive = alive | (grad_logprob != 0)
     else:
-        some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
-        alive = alive | (some[targets.start[1:]] > some[targets.start[:-1]])
+        before = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
+        alive = alive | (before[targets.start[1:]] > before[targets.start[:-1]])
     rows = alive.nonzero().flatten()
     return rows if len(rows) < WORTH_SELECTING * len(alive) else None
 
 
 WORTH_SELECTING = 0.95
-"""Below this share of rows, leaving the others out saves more than gathering costs."""
+"""Below this share of rows, leaving the others out saves more time than gathering costs."""
 
 
 def coefficients(
@@ -210,9 +212,10 @@ def coefficients(
     grad_entropy: Tensor,
     grad_sum_p2: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``c, b, q`` of the softmax part ``p (c - b log p + q p)`` of the gradient.
+    """Return ``c, b, q`` of the softmax part ``p (c - b log p + q p)`` of the gradient.
 
-    From dlse = p, dH = -p (log p + H) and dsum_p2 = 2 p (p - sum_p2). A gradient of zero leaves NaN rows out of it.
+    From dlse = p, dH = -p (log p + H) and dsum_p2 = 2 p (p - sum_p2). Where a gradient is zero, NaN in a row does not
+    reach the result.
     """
     constant = grad_logsumexp
     if len(grad_entropy):
@@ -223,16 +226,16 @@ def coefficients(
 
 
 def kept_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-    """Shape of the logits the forward keeps for the backward; (0, 0): none."""
+    """Return the shape of the logits that the forward keeps for the backward; (0, 0): none."""
     return (hidden.shape[0], weight.shape[0]) if weight.shape[0] <= weight.shape[1] else (0, 0)
 
 
 def chunk_rows(N: int, V: int, device: torch.device) -> int:
-    """Rows of a chunk: as many as the byte budget of the tile allows, near-equal over the chunks.
+    """Return the rows of a chunk: as many as the byte budget of the tile allows, near-equal over the chunks.
 
     The weight gradient moves 8 V H bytes per chunk of C rows against 2 C V H FLOP, so C / 4 FLOP a byte: a GPU needs
-    2048 rows to keep that hidden, a CPU 256 and rather 1024. On a CPU a tile that stays in the cache is better than a
-    larger one. Multiples of 128 rows, as GEMMs like them.
+    2048 rows to hide that, a CPU 256 and preferably 1024. On a CPU a tile that stays in the cache is better than a
+    larger one. Multiples of 128 rows suit GEMMs.
     """
     on_gpu = max(2048, 2**28 // V)  # 1 GiB
     on_cpu = max(256, min(2**25 // V, max(1024, 2**18 // V)))  # 1 MiB where that is 1024 rows, at most 128 MiB
@@ -243,4 +246,5 @@ def chunk_rows(N: int, V: int, device: torch.device) -> int:
 
 
 def chunks(N: int, size: int) -> list[slice]:
+    """Return the slices of N rows in chunks of ``size``."""
     return [slice(i, min(i + size, N)) for i in range(0, N, max(size, 1))]

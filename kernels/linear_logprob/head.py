@@ -1,9 +1,9 @@
 """The matrix products of the language-model head around the row kernels, and their gradients.
 
 ``logits = hidden weight^T + scale (hidden a^T) b^T`` where a LoRA adapter (a, b) is given; weight + scale b a is never
-formed. Products of bf16 and fp16 operands come out in fp32: CUDA multiplies straight into it, and so does a CPU with
-AMX tiles for the logits of a bf16 head. Elsewhere operands are widened first (exact; one fp32 copy of the weight for
-the duration of the call).
+formed. Products of bf16 and fp16 operands are returned in fp32: CUDA multiplies directly into it, and so does a CPU
+with AMX tiles for the logits of a bf16 head. Elsewhere operands are widened first (exact; one fp32 copy of the weight
+for the duration of the call).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rolltree.kernels import dispatch
+from .. import dispatch
 
 
 class HeadLora(NamedTuple):
-    """A low-rank adapter of the head, of the head's dtype: the weight acts as ``weight + scale b a``."""
+    """A low-rank adapter of the head, in the head's dtype: the weight acts as ``weight + scale b a``."""
 
     a: Tensor  # [r, H]
     b: Tensor  # [V, r]
@@ -26,7 +26,7 @@ class HeadLora(NamedTuple):
 
 
 class Head:
-    """Weight, bias and adapter of the head, ready to multiply."""
+    """Weight, bias and adapter of the head, prepared for its products."""
 
     def __init__(
         self,
@@ -39,22 +39,22 @@ class Head:
         self.accumulator = accumulator
         self.weight = weight
         self.bias = weight.new_empty(0, dtype=accumulator) if bias is None else bias.to(accumulator)
-        """[V], or [0]: the row kernels add it."""
+        """[V], or [0] without a bias; the row kernels add it."""
         self.lora = None if lora is None else HeadLora(self._operand(lora.a), self._operand(lora.b), lora.scale)
         self.dtype = weight.dtype if self.mixed else accumulator
-        """Dtype of the operands, hence of the logits' gradient."""
+        """Dtype of the operands, and hence of the logits' gradient."""
         self.tiles = weight.dtype == torch.bfloat16 and accumulator == torch.float32 and has_bf16_gemm(weight)
 
     @functools.cached_property
     def operand(self) -> Tensor:
-        """The weight as the products take it."""
+        """The weight in the dtype of the products' operands, [V, H]."""
         return self._operand(self.weight)
 
     def _operand(self, t: Tensor) -> Tensor:
         return t if self.mixed else t.to(self.accumulator)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """``out [C, V]``, without bias, in the accumulation dtype; returns ``out``."""
+        """Fill ``out [C, V]`` with the logits without bias, in the accumulation dtype, and return it."""
         if self.tiles:
             torch.ops.rolltree_cpu.bf16_logits(hidden.contiguous(), self.weight.contiguous(), out)
         elif self.mixed:
@@ -71,7 +71,7 @@ class Head:
         return out
 
     def rows(self, target: Tensor) -> Tensor:
-        """Rows ``[..., H]`` of the effective weight, in the accumulation dtype."""
+        """Return rows ``[..., H]`` of the effective weight, in the accumulation dtype."""
         rows = self.weight[target].to(self.accumulator)
         if self.lora is not None:
             a, b, scale = self.lora
@@ -79,7 +79,7 @@ class Head:
         return rows
 
     def to_hidden(self, d_logits: Tensor, out: Tensor) -> None:
-        """``out [C, H]``: gradient of hidden, in the dtype of ``out``."""
+        """Fill ``out [C, H]`` with the gradient of hidden, in the dtype of ``out``."""
         if self.lora is None and out.dtype == self.dtype:
             torch.mm(d_logits, self.operand, out=out)
             return
@@ -93,11 +93,11 @@ class Head:
         return lora.scale * (hidden @ lora.a.T)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left right`` in the accumulation dtype."""
+        """Return ``left right`` in the accumulation dtype."""
         return torch.mm(left, right, out_dtype=self.accumulator) if self.mixed else torch.mm(left, right)
 
     def _add(self, out: Tensor, left: Tensor, right: Tensor) -> None:
-        """``out += left right``, ``out`` in the accumulation dtype."""
+        """Compute ``out += left right``, ``out`` in the accumulation dtype."""
         if self.mixed:
             torch.addmm(out, left, right, out_dtype=self.accumulator, out=out)
         else:
@@ -105,17 +105,17 @@ class Head:
 
 
 VOCABULARY_AT_ONCE = 1024
-"""Columns of a product of logits on a CPU: MKL is 5 to 18 % faster by parts of 512 to 2048, to the same bits."""
+"""Columns of a product of logits on a CPU: MKL is 5 to 18 % faster in parts of 512 to 2048, with the same bits."""
 
 
 @functools.cache
 def few_rows() -> int:
-    """Rows up to which products on this CPU are made by our own kernel (csrc/cpu/few_rows.h); 0 if it is not built."""
+    """Return the most rows for which csrc/cpu/few_rows.h makes the products on this CPU; 0 if it is not built."""
     return int(torch.ops.rolltree_cpu.few_rows()) if dispatch.load_library("cpu") else 0
 
 
 def own_product(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Whether the product is made by our own kernel for few rows on a CPU."""
+    """Return whether csrc/cpu/few_rows.h makes the product."""
     return (
         weight.is_contiguous()
         and out.stride(1) == 1
@@ -125,15 +125,15 @@ def own_product(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
 
 
 def has_bf16_gemm(weight: Tensor) -> bool:
-    """Whether logits of a bf16 ``weight`` are multiplied on the tiles of this CPU."""
+    """Return whether logits of a bf16 ``weight`` are multiplied with the AMX tiles of this CPU."""
     return weight.device.type == "cpu" and dispatch.load_library("cpu") and torch.ops.rolltree_cpu.has_bf16_gemm()
 
 
 class HeadGradient:
     """Sums over chunks of the gradients of weight, bias and adapter, in the accumulation dtype.
 
-    The first product of each is its sum, so nothing is filled with zeros before; that of the weight is added to
-    ``into`` [V, H] where given.
+    The first product of each becomes its sum, so nothing is filled with zeros first; that of the weight is added to
+    ``into`` [V, H] if given.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class HeadGradient:
         self.sums: dict[str, Tensor] = {} if into is None else {"weight": into}
 
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
-        """Take in a chunk: ``d_logits [C, V]`` in the operands' dtype, ``hidden [C, H]``."""
+        """Add the gradient of a chunk: ``d_logits [C, V]`` in the operands' dtype, ``hidden [C, H]``."""
         head = self.head
         hidden = head._operand(hidden)
         if self.need_weight:
@@ -163,14 +163,15 @@ class HeadGradient:
             self.sums[name] = self.head._product(left, right)
 
     def add_sum(self, name: str, values: Tensor) -> None:
-        """Take in the sum over a chunk of the gradient of weight, bias, a or b."""
+        """Add the sum over a chunk of the gradient of weight, bias, a or b."""
         if name in self.sums:
             self.sums[name] += values
         else:
             self.sums[name] = values
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of weight ``[V, H]``, bias ``[V]``, a ``[r, H]`` and b ``[V, r]``; ``[0]`` if not needed."""
+        """Return the gradients of weight ``[V, H]``, bias ``[V]``, a ``[r, H]`` and b ``[V, r]``; ``[0]`` if not
+        needed."""
         weight, lora = self.head.weight, self.head.lora
         shapes: dict[str, tuple[bool, tuple[int, ...]]] = {
             "weight": (self.need_weight, weight.shape),
@@ -179,10 +180,10 @@ class HeadGradient:
             "b": (self.need_lora, (0,) if lora is None else lora.b.shape),
         }
 
-        def of(name: str) -> Tensor:
+        def result(name: str) -> Tensor:
             needed, shape = shapes[name]
             if needed and name in self.sums:
                 return self.sums[name]
             return weight.new_zeros(shape if needed else (0,), dtype=self.head.accumulator)
 
-        return of("weight"), of("bias"), of("a"), of("b")
+        return result("weight"), result("bias"), result("a"), result("b")

@@ -32,17 +32,18 @@ def logprob_from_logits(
 ) -> LogprobOutput:
     """Score tokens under ``softmax(softcap(logits) / temperature)``, computed in fp32 (fp64 for fp64 logits).
 
-    Options are those of `linear_logprob`. Gradients flow from every output to the logits, in their dtype.
+    Gradients flow from every output to the logits, in their dtype.
 
     Args:
-        logits: bf16, fp16, fp32 or fp64, contiguous.
-        target: vocabulary ids. On a CPU out-of-range ids raise; on a GPU their log-prob is NaN.
-        row: row of each target; default ``arange(N)``, then M = N.
+        logits: ``[N, V]`` bf16, fp16, fp32 or fp64, contiguous.
+        target: ``[M]`` vocabulary ids. On a CPU out-of-range ids raise; on a GPU their log-prob is NaN.
+        row: ``[M]``, row of each target; default ``arange(N)``, then M = N.
+        temperature, softcap, want: as in `linear_logprob`.
         inplace_backward: write the gradient over the logits, which saves ``[N, V]``. The logits hold their gradient
             from then on: a second backward raises, and so does any other whose graph saved them.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit; the message names which.
+        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message names which.
         IndexError: a target or row is out of range (CPU only; on a GPU a wrong row stops the program).
         RuntimeError: in backward, the logits were overwritten since: by an earlier in-place backward or by the caller.
     """
@@ -101,7 +102,7 @@ def _logprob_from_logits(
     want_sum_p2: bool,
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N])``; empty where not wanted."""
+    """Return ``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N])``; empty where not wanted."""
     N, V = logits.shape
     check_values("logprob_from_logits", logits, target, row, temperature, V)
     new = temperature.new_empty

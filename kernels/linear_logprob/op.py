@@ -30,10 +30,12 @@ def linear_logprob_op(
     want_entropy: bool,
     want_sum_p2: bool,
     frozen_head: bool,
-    weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of handing it on
+    weight_grad: Tensor | None,  # [V, H], to which the backward adds weight's gradient, instead of returning it
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(logprob [M], logsumexp [N], correction [N], entropy, sum_p2, kept)``; kept is what the backward reuses:
-    the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow vocabulary, or nothing.
+    """Return ``(logprob [M], logsumexp [N], correction [N], entropy, sum_p2, kept)``.
+
+    ``kept`` is what the backward reuses: the direction ``[N, H]`` of a frozen head, the logits ``[N, V]`` of a narrow
+    vocabulary, or nothing.
     """
     check_values("linear_logprob", hidden, target, row, temperature, len(weight))
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
@@ -54,7 +56,7 @@ def check_values(
     temperature: Tensor,  # [N]
     vocabulary: int,
 ) -> None:
-    """Targets that exist, at temperatures that make sense; on a GPU a target out of range scores NaN instead."""
+    """Check that targets exist and temperatures are positive. On a GPU a target out of range scores NaN instead."""
     check = Arguments(op, "rows", rows)
     remedy = "mask or leave out targets that are not to be scored"
     if target.device.type == "cpu":
@@ -111,7 +113,8 @@ def linear_logprob_backward_op(
     need_lora: bool,
     weight_grad: Tensor | None,  # [V, H]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight, bias and the adapter's a and b; empty where not needed, or added to weight_grad."""
+    """Return the gradients of hidden, weight, bias and the adapter's a and b; empty where not needed or added to
+    weight_grad."""
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     need = HeadGradient(head, need_weight, need_bias, need_lora, weight_grad if need_weight else None)
     absent = temperature.new_empty(0)
@@ -123,7 +126,7 @@ def linear_logprob_backward_op(
         d_hidden = frozen.backward(head, targets, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
     else:
         backend = backend_of("linear_logprob", hidden)
-        given = (
+        arguments = (
             hidden,
             head,
             targets,
@@ -142,9 +145,9 @@ def linear_logprob_backward_op(
             need,
         )
         if backend == "reference":
-            d_hidden = reference.backward(*given)
+            d_hidden = reference.backward(*arguments)
         else:
-            d_hidden = chunked.backward(row_kernels(backend), *given)
+            d_hidden = chunked.backward(row_kernels(backend), *arguments)
     dtype = weight.dtype
     d_weight, *d_others = need.results()
     d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight
@@ -184,13 +187,13 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
     logprob, logsumexp, correction, entropy, sum_p2, kept = output
     grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = upstream
     need = list(ctx.needs_input_grad[:5])
-    need[3] = need[4] = need[3] or need[4]  # the adapter's two come together
+    need[3] = need[4] = need[3] or need[4]  # the adapter's two gradients come together
     grads = grad_logprob, grad_logsumexp, grad_entropy if len(entropy) else None, grad_sum_p2 if len(sum_p2) else None
     head = hidden, weight, bias, lora_a, lora_b, ctx.lora_scale
-    found = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
+    statistics = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
     with dispatch.restored_backend(ctx.backend):
         gradients = linear_logprob_backward_op(
-            *head, target, row, temperature, ctx.softcap, *found, *grads, *need[:4], ctx.weight_grad
+            *head, target, row, temperature, ctx.softcap, *statistics, *grads, *need[:4], ctx.weight_grad
         )
     need[1] = need[1] and ctx.weight_grad is None
     return *(g if needed else None for g, needed in zip(gradients, need, strict=True)), *(None,) * 9

@@ -1,13 +1,13 @@
 """`linear_logprob` with the vocabulary split over a process group: every rank has a shard of the weight's rows.
 
 Each rank runs the unsharded op on its shard. One all_gather of 8 to 16 bytes a row and 4 a target (twice that for fp64)
-then gives every rank what all have found, combined in rank order, in fp64, with w_r = exp(lse_r - lse):
+then gives every rank the results of all, which it combines in rank order, in fp64, with w_r = exp(lse_r - lse):
 
     lse = log sum_r exp(lse_r)     logprob_m = logprob_m on the rank r that owns the target + log w_r
     entropy = sum_r w_r (entropy_r - log w_r)     sum_p2 = sum_r w_r^2 sum_p2_r
 
-Backward is that of the unsharded op with these in place of the shard's own; dHidden is then summed over the ranks in
-the accumulation dtype. The loss must be the same on all ranks, as it is where hidden and targets are.
+The backward is that of the unsharded op with these in place of the shard's own; dHidden is then summed over the ranks
+in the accumulation dtype. The loss must be the same on all ranks, as it is where hidden and targets are.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from .targets import group_by_row, sum_by_row
 
 
 class VocabShards(NamedTuple):
-    """Who has which rows of the weight: rank r has ids ``edges[r] .. edges[r + 1]``."""
+    """The ranks' shares of the weight's rows: rank r has ids ``edges[r] .. edges[r + 1]``."""
 
     group: Any  # torch.distributed.ProcessGroup
     edges: list[int]  # [ranks + 1]
 
     @classmethod
     def gather(cls, group: Any, size: int, device: torch.device) -> VocabShards:
-        """Ask every rank of ``group`` for its ``size``: a collective that waits for the device, so keep the result."""
+        """Gather the ``size`` of every rank of ``group``: a collective that waits for the device, so keep the
+        result."""
         sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(sizes, torch.tensor([size], device=device), group=group)
         edges = [0]
@@ -44,7 +45,7 @@ class VocabShards(NamedTuple):
 
 
 def sharded(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_ShardedLogprob` of its arguments, the last of which may be a process group."""
+    """Return `_ShardedLogprob` of the arguments, the last of which may be a process group."""
     *rest, shards = arguments
     weight = rest[1]
     if not isinstance(shards, VocabShards):
@@ -54,7 +55,7 @@ def sharded(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _ShardedLogprob(torch.autograd.Function):
-    """``(logprob [M], logsumexp [N], entropy [N] or [0], sum_p2 [N] or [0])`` over all shards."""
+    """Computes ``(logprob [M], logsumexp [N], entropy [N] or [0], sum_p2 [N] or [0])`` over all shards."""
 
     @staticmethod
     def forward(
@@ -99,7 +100,7 @@ class _ShardedLogprob(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         if grad_logprob is None:
             grad_logprob = logsumexp.new_zeros(mine.shape)
-        # d logprob = onehot - p: where the target is another rank's, only - p is left, a gradient of the log-sum-exp.
+        # d logprob = onehot - p: where another rank owns the target, - p remains, a gradient of the log-sum-exp.
         targets = group_by_row(target, row, len(hidden))
         elsewhere = torch.where(mine, 0.0, grad_logprob)
         elsewhere = sum_by_row(targets, elsewhere if targets.order is None else elsewhere[targets.order])
@@ -143,7 +144,7 @@ class _ShardedLogprob(torch.autograd.Function):
 def _combine(
     local: list[Tensor], target: Tensor, row: Tensor | None, shards: VocabShards
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five outputs of `linear_logprob_op` over all shards from those of this one: one all_gather."""
+    """Combine the five outputs of `linear_logprob_op` of all shards, with one all_gather."""
     ranks, sizes = len(shards.edges) - 1, [len(part) for part in local]
     mine = torch.cat(local)
     gathered = mine.new_empty(ranks * len(mine))

@@ -32,18 +32,18 @@ def forward(
     want_sum_p2: bool,
     frozen_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N], kept)``; empty where not wanted.
+    """Return ``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N], kept)``; empty where not wanted.
 
-    The chunked backends use ``correction`` (what rounding took from the log-sum-exp) and, without a frozen head, logits
-    kept for the backward; the definition has no use for them.
+    The chunked backends use ``correction`` (the rounding error of the log-sum-exp) and, without a frozen head, logits
+    kept for the backward; the definition uses neither.
     """
     u = product(hidden, head, temperature)
     kept = temperature.new_zeros(kept_shape(hidden, head.weight))
     if frozen_head:
         towards, constant = frozen.direction_coefficients(targets, temperature)
         absent, nothing = temperature.new_empty(0), HeadGradient(head, False, False, False)
-        given = (hidden, head, targets, temperature, softcap, absent, absent, absent, absent, absent)
-        kept = backward(*given, towards, constant, absent, absent, True, nothing)
+        inputs = (hidden, head, targets, temperature, softcap, absent, absent, absent, absent, absent)
+        kept = backward(*inputs, towards, constant, absent, absent, True, nothing)
     N, new = len(hidden), temperature.new_empty
     logprob = new(len(targets.target))
     of_rows = new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
@@ -92,7 +92,7 @@ def backward(
     need_hidden: bool,
     need: HeadGradient,
 ) -> Tensor:
-    """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
+    """Return the gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
     u = product(hidden, head, temperature)
     coefficients = gradient_coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
     du = torch.empty_like(u)
@@ -149,12 +149,12 @@ def _row_of_targets(start: Tensor) -> tuple[Tensor, slice]:
 
 
 def product(hidden: Tensor, head: Head, temperature: Tensor) -> Tensor:
-    """Logits without bias ``[N, V]``, in the dtype of ``temperature``."""
+    """Return the logits without bias ``[N, V]``, in the dtype of ``temperature``."""
     return hidden.to(temperature.dtype) @ effective_weight(head, temperature.dtype).T
 
 
 def scaled(u: Tensor, bias: Tensor, temperature: Tensor, softcap: float) -> Tensor:
-    """``z`` of the module docstring: ``[N, V]`` fp64, from logits u without bias; bias ``[V]`` or ``[0]``."""
+    """Return ``z`` of the module docstring, ``[N, V]`` fp64, from logits u without bias; bias is ``[V]`` or ``[0]``."""
     u = u.double()
     if len(bias):
         u = u + bias

@@ -33,12 +33,12 @@ UNALIGNED = (
     "temperature", "start", "target", "logprob", "logsumexp", "correction", "entropy", "sum_p2", "grad_logprob",
     "constant", "per_log", "per_p",
 )  # fmt: skip
-"""Read or written one number a row: a chunk of rows begins anywhere, and all are to be one kernel."""
+"""Arguments with one number a row: a chunk of rows begins anywhere, and one kernel has to serve all alignments."""
 
 
 @triton.jit
 def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """z = softcap(u + bias) / temperature, and dz/du without the 1 / temperature."""
+    """Return z = softcap(u + bias) / temperature, and dz/du without the factor 1 / temperature."""
     u = u.to(tl.float32)
     slope = tl.full(u.shape, 1.0, tl.float32)
     if HAS_BIAS:
@@ -56,7 +56,7 @@ def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl
 @triton.jit(do_not_specialize=["temperature_stride"], do_not_specialize_on_alignment=UNALIGNED)
 def _statistics(
     logits,  # [C, V] fp32, bf16 or fp16
-    stride,  # of a row, V or more; what lies between belongs to the tile
+    stride,  # of a row, V or more; the elements between belong to the tile
     bias,  # [V]
     temperature,  # [C]
     temperature_stride,
@@ -101,11 +101,11 @@ def _statistics(
         larger = tl.maximum(most, tl.max(z, 0))
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         step = most - shift
-        fresh = step <= -100.0  # the sums so far vanish beside the new maximum
+        fresh = step <= -100.0  # the sums so far vanish relative to the new maximum
         step = tl.where(fresh, 0.0, step)
         rescale = tl.where(fresh, 0.0, tl.exp(step))
         d = z - shift
-        none = d <= -100.0  # false for NaN, which must go on
+        none = d <= -100.0  # false for NaN, which has to propagate
         d = tl.where(none, 0.0, d)
         e = tl.where(none, 0.0, tl.exp(d))
         if ENTROPY:
@@ -271,11 +271,11 @@ def gradient(
 
 
 def _row_stride(tile: Tensor) -> int:
-    """A row alone may be a part of another tensor, whose stride says nothing about what follows it."""
+    """Return the stride of rows; a single row may be a part of another tensor, whose stride says nothing about it."""
     return tile.stride(0) if len(tile) > 1 else tile.shape[1]
 
 
 def _launch(V: int) -> dict[str, Any]:
-    """Block and warps: a function of V alone, so that a row's result does not depend on the batch."""
+    """Return block and warps as a function of V alone, so that a row's result does not depend on the batch."""
     block = min(MAX_BLOCK, triton.next_power_of_2(V))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}

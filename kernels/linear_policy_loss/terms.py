@@ -18,7 +18,7 @@ from ..policy_loss.api import Metrics, finish
 
 
 class Term(NamedTuple):
-    """``weight`` times an objective on the targets that ``fields.mask`` selects.
+    """A loss term: ``weight`` times an objective on the targets that ``fields.mask`` selects.
 
     An NLL is surrogate "nll"; a KL or an entropy alone is an objective with that coefficient on fields without
     advantages. Metrics are called ``name/...`` where `policy_loss` has ``actor/...`` and ``training/...``; the name
@@ -33,10 +33,10 @@ class Term(NamedTuple):
 
 
 class LogprobTerm(NamedTuple):
-    """``weight`` times any differentiable loss of the targets' log-probs that is not a sum over them.
+    """A loss term: ``weight`` times any differentiable loss of the targets' log-probs that is not a sum over them.
 
     Preference pairs: ``partial(pair_loss, paths=..., chosen=..., rejected=..., normalizer=..., mask=mask)``. ``loss``
-    is given log-probs ``[M]``, which are 0 where neither ``mask`` nor another term selects the target.
+    gets log-probs ``[M]``, which are 0 where neither ``mask`` nor another term selects the target.
     """
 
     loss: Callable[[Tensor], PolicyLossOutput]

@@ -30,23 +30,35 @@ def policy_loss(
     normalizer: float | Tensor,
     entropy: Tensor | None = None,  # [M]
 ) -> PolicyLossOutput:
-    """``sum of the tokens' losses / normalizer`` with gradients to ``logprob`` and ``entropy``; see `Objective`.
+    """Compute ``sum of the tokens' losses / normalizer``, differentiable to ``logprob`` and ``entropy``; see
+    `Objective`.
 
-    ``normalizer`` is global (all micro-batches, all ranks), so the loss does not depend on how the batch was cut:
-    logical tokens, sequences, ... by the objective's aggregation. Where nothing is to be learned from (all masked), the
-    loss is a zero with zero gradients, also for a normalizer of 0.
+    The loss of a token is S_pos g_pos + |S_neg| g_neg + S_1 (g_all + kl_coef KL - entropy_coef H). If there is nothing
+    to learn from (all masked), the loss is a zero with zero gradients, also for a normalizer of 0. (Schulman et al.
+    2017, https://arxiv.org/abs/1707.06347, eq. 7, for the default objective)
 
     Metrics are sums weighted like the loss (S_1: every leaf counts a shared token once) and the sums of these weights:
     ``actor/pg_loss`` (surrogate alone), ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower``, ``actor/ppo_kl`` (mean of
     old - current); with entropy ``actor/entropy``; with a reference ``actor/kl_loss`` (without its coefficient); with
     behaviour log-probs ``training/mismatch_k3_kl`` and ``training/rollout_probs_diff_mean``, over tokens that have one;
     with mismatch correction of tokens ``training/rollout_is_mean`` and ``training/rollout_is_rejected``. A token shared
-    by leaves of both signs counts as clipped for the clipped side alone: for its ``pos_weight`` or ``neg_weight``, or
-    where the fields have none for that side's share of the advantages.
+    by leaves of both signs counts as clipped for the clipped side alone: by its ``pos_weight`` or ``neg_weight``, or
+    without these by that side's share of the advantages.
+
+    Args:
+        logprob: ``[M]`` fp32 or fp64, nats, of the current policy.
+        fields: constants of the M targets; see `PolicyFields`.
+        objective: see `Objective`.
+        normalizer: the global denominator (all micro-batches, all ranks), so that the loss does not depend on how the
+            batch is cut: logical tokens, sequences, ... by the objective's aggregation.
+        entropy: ``[M]`` nats; needed with an entropy term.
+
+    Returns:
+        The loss ``[]`` in the dtype of ``logprob``, and metrics ``{name: (sum, count)}`` in fp64.
 
     Raises:
-        ValueError: the objective needs something that the fields, or ``entropy``, do not give, or shapes, dtypes,
-            devices or values do not fit.
+        ValueError, TypeError: the objective needs something that the fields, or ``entropy``, do not give, or shapes,
+            dtypes, devices or values do not fit.
         IndexError: a leaf's or sequence's place is out of range (CPU only; on a GPU the program stops).
     """
     call = Arguments("policy_loss", "logprob", logprob)
@@ -63,31 +75,31 @@ def policy_loss(
 
 def check(
     op: str,
-    of_targets: Tensor,  # [M]
+    logprob: Tensor,  # [M], or another tensor of the targets
     dtype: torch.dtype,
     fields: PolicyFields,
     objective: Objective,
     normalizer: float | Tensor,
 ) -> PolicyFields:
-    """``fields``, which must fit the targets and hold what the objective needs.
+    """Return ``fields`` after checking that they fit the targets and hold what the objective needs.
 
     Raises:
         ValueError: they do not; the message begins with ``op``.
         IndexError: a leaf's or sequence's place is out of range (CPU only; on a GPU the program stops).
     """
-    call = Arguments(op, "logprob", of_targets)
+    call = Arguments(op, "logprob", logprob)
     require = call.require
     if not isinstance(fields, PolicyFields):
         call.wrong_type("fields", "PolicyFields", fields)
     if not isinstance(objective, Objective):
         call.wrong_type("objective", "an Objective", objective)
-    call.tensor("logprob", of_targets, fields.adv_pos.shape, " like the fields")
+    call.tensor("logprob", logprob, fields.adv_pos.shape, " like the fields")
     call.tensor("the fields", fields.adv_pos)
     call.look("the fields' adv_pos must not be negative", fields.adv_pos, lambda: ~(fields.adv_pos < 0))
     call.look("the fields' adv_neg must not be positive", fields.adv_neg, lambda: ~(fields.adv_neg > 0))
     call.normalizer(normalizer)
     if fields.paths is not None:
-        fields.paths.check(call, len(of_targets))
+        fields.paths.check(call, len(logprob))
     require(
         dtype in (torch.float32, torch.float64),
         f"logprob must be fp32 or fp64, got {dtype}: ratios of rounded log-probs are noise",
@@ -111,33 +123,35 @@ def finish(
     *,
     has_entropy: bool,
 ) -> PolicyLossOutput:
-    """Loss and metrics from sums. Targets that were left out because they cannot have a gradient count where they are
-    zeros: in the denominators of the surrogate and its clip fractions.
+    """Return loss and metrics from sums.
+
+    Targets that were left out because they cannot have a gradient count as zeros in the denominators of the surrogate
+    and its clip fractions.
     """
-    of = dict(zip(SUMS, sums.unbind(), strict=True))
+    total_of = dict(zip(SUMS, sums.unbind(), strict=True))
     weight = fields.weight if fields.mask is None else torch.where(fields.mask, fields.weight, 0)
-    everything, count, known = weight.sum(dtype=torch.float64), of["tokens"], of["behaviour_count"]
+    everything, count, known = weight.sum(dtype=torch.float64), total_of["tokens"], total_of["behaviour_count"]
     metrics = {
-        "actor/pg_loss": (of["pg_loss"], everything),
-        "actor/pg_clipfrac": (of["clipped"], everything),
-        "actor/pg_clipfrac_lower": (of["clipped_lower"], everything),
-        "actor/ppo_kl": (of["ppo_kl"], count),
+        "actor/pg_loss": (total_of["pg_loss"], everything),
+        "actor/pg_clipfrac": (total_of["clipped"], everything),
+        "actor/pg_clipfrac_lower": (total_of["clipped_lower"], everything),
+        "actor/ppo_kl": (total_of["ppo_kl"], count),
     }
     if has_entropy:
-        metrics["actor/entropy"] = (of["entropy"], count)
+        metrics["actor/entropy"] = (total_of["entropy"], count)
     if fields.ref_logprob is not None:
-        metrics["actor/kl_loss"] = (of["kl"], count)
+        metrics["actor/kl_loss"] = (total_of["kl"], count)
     if fields.behaviour_logprob is not None:
-        metrics["training/mismatch_k3_kl"] = (of["mismatch_k3"], known)
-        metrics["training/rollout_probs_diff_mean"] = (of["mismatch_probability"], known)
+        metrics["training/mismatch_k3_kl"] = (total_of["mismatch_k3"], known)
+        metrics["training/rollout_probs_diff_mean"] = (total_of["mismatch_probability"], known)
     if objective.token_mismatch != "none":
-        metrics["training/rollout_is_mean"] = (of["mismatch_weight"], count)
-        metrics["training/rollout_is_rejected"] = (of["mismatch_rejected"], count)
+        metrics["training/rollout_is_mean"] = (total_of["mismatch_weight"], count)
+        metrics["training/rollout_is_rejected"] = (total_of["mismatch_rejected"], count)
     return PolicyLossOutput(normalized(total, normalizer), metrics)
 
 
 def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
-    """``total / normalizer``, and 0 where both are."""
+    """Return ``total / normalizer``, and 0 where both are 0."""
     if not isinstance(normalizer, Tensor):
         normalizer = torch.full((), normalizer, dtype=total.dtype, device=total.device)
     return total / torch.where((normalizer == 0) & (total == 0), 1, normalizer)
@@ -151,10 +165,11 @@ def policy_loss_op(
     names: str,
     objective: str,  # `Objective.encoded`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(total [], d_logprob [M], d_entropy [M] or [0], sums)``; see `Evaluation`."""
+    """Return ``(total [], d_logprob [M], d_entropy [M] or [0], sums)``; see `Evaluation`."""
     chosen = Objective.decode(objective)
-    of = evaluate(logprob, entropy, PolicyFields.from_tensors(fields, names, chosen.aggregation), chosen)
-    return of.total, of.d_logprob, logprob.new_empty(0) if of.d_entropy is None else of.d_entropy, of.sums
+    loss = evaluate(logprob, entropy, PolicyFields.from_tensors(fields, names, chosen.aggregation), chosen)
+    d_entropy = logprob.new_empty(0) if loss.d_entropy is None else loss.d_entropy
+    return loss.total, loss.d_logprob, d_entropy, loss.sums
 
 
 @policy_loss_op.register_fake

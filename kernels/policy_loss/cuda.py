@@ -1,4 +1,4 @@
-"""The clipped-ratio loss in CUDA C++: csrc/cuda/policy_loss.cu. It knows surrogate "ppo" alone."""
+"""The clipped-ratio loss in CUDA C++: csrc/cuda/policy_loss.cu. It has surrogate "ppo" alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ MISMATCH = ("none", "truncate", "mask")
 
 @functools.cache
 def _rows() -> tuple[str, ...]:
-    """What the rows of ``partial`` are, as the kernel names them: `Sums` in an order of its own."""
+    """Return the names of the rows of ``partial``, in the kernel's order: those of `Sums`."""
     return tuple(torch.ops.rolltree_cuda.clipped_loss_sums().split())
 
 
-def knows(x: Elements, kind: Kind) -> bool:
+def supports(x: Elements, kind: Kind) -> bool:
+    """Return whether the kernel computes this loss."""
     return kind.surrogate == "ppo" and x.pos_weight is None
 
 
@@ -32,11 +33,11 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
     d_entropy = d_logprob.new_empty(0 if x.entropy is None else M)
     rows = _rows()
     partial = d_logprob.new_zeros(len(rows), -(-M // ELEMENTS_A_BLOCK))
-    given = x._replace(mask=None if x.mask is None else x.mask.view(torch.uint8))._asdict()
+    tensors = x._replace(mask=None if x.mask is None else x.mask.view(torch.uint8))._asdict()
     inputs = {
         name: absent if t is None else t.contiguous()
-        for name, t in given.items()
-        if name not in ("all_weight", "extra", "pos_weight", "neg_weight")  # what `knows` leaves to the others
+        for name, t in tensors.items()
+        if name not in ("all_weight", "extra", "pos_weight", "neg_weight")  # `supports` excludes losses that use them
     }
     torch.ops.rolltree_cuda.clipped_loss(
         **inputs,

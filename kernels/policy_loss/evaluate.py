@@ -140,9 +140,9 @@ def _elements(
         mask=fields.mask,
     )
     kind = Kind(objective.elementwise, objective.kl, objective.kl_importance, objective.token_mismatch)
-    on_gpu = logprob.dtype == torch.float32
-    serve = {"triton": on_gpu, "cuda": on_gpu and cuda.knows(x, kind)}
-    table = {b: f for b, f in _TERMS.items() if serve.get(b, True)}
+    single = logprob.dtype == torch.float32
+    serves = {"triton": single, "cuda": single and cuda.supports(x, kind)}
+    table = {backend: terms for backend, terms in _TERMS.items() if serves.get(backend, True)}
     total, d_logprob, d_entropy, sums = dispatch.choose("policy_loss", table, logprob.device)(x, kind, _spec(objective))
     return Evaluation(total, d_logprob, None if entropy is None else d_entropy, sums)
 

@@ -66,15 +66,15 @@ class PolicyFields:
         values = {name: getattr(self, name) for name in PER_TARGET}
         if self.paths is not None:
             values |= {f.name: getattr(self.paths, f.name) for f in dataclasses.fields(self.paths)}
-        given = {name: t for name, t in values.items() if t is not None}
-        return list(given.values()), " ".join(given)
+        present = {name: t for name, t in values.items() if t is not None}
+        return list(present.values()), " ".join(present)
 
     @staticmethod
     def from_tensors(tensors: Sequence[Tensor], names: str, aggregation: str | None) -> PolicyFields:
         """Return the fields that `tensors` was called on, with ``aggregation``."""
-        given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
-        values: dict[str, Any] = {name: given.get(name) for name in PER_TARGET}
-        index: dict[str, Any] = {f.name: given.get(f.name) for f in dataclasses.fields(PathIndex)}
+        present: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
+        values: dict[str, Any] = {name: present.get(name) for name in PER_TARGET}
+        index: dict[str, Any] = {f.name: present.get(f.name) for f in dataclasses.fields(PathIndex)}
         paths = None if index["target_end"] is None else PathIndex(**index)
         return PolicyFields(**values, paths=paths, aggregation=aggregation)
 
@@ -170,9 +170,9 @@ class PolicyFields:
             return PolicyFields(*_signed(advantage, weight), **of_targets)
         cu = check.integers("cu_seqlens", cu_seqlens, ("S + 1",)).long()
         S = len(cu) - 1
-        given = next((t for t in of_targets.values() if t is not None), None)
+        first = next((t for t in of_targets.values() if t is not None), None)
         per_sequence = len(advantage) == S
-        M = len(given) if given is not None else int(cu[-1]) if per_sequence and len(cu) else len(advantage)
+        M = len(first) if first is not None else int(cu[-1]) if per_sequence and len(cu) else len(advantage)
         cu = check.boundaries(cu, M)
         check.require(
             len(advantage) in (S, M), f"advantage must be [{M}], or [{S}] with cu_seqlens, got [{len(advantage)}]"

@@ -250,7 +250,7 @@ class Objective:
 
     @property
     def scope(self) -> Literal["token", "path", "batch"]:
-        """What the loss of a target depends on: that target alone, its whole path, or every target."""
+        """The targets that the loss of one depends on: that target alone, its whole path, or every target."""
         if self._has("token_choice") or self.entropy_share < 1:
             return "batch"
         return "path" if self.ratio_level != "token" or self.weighs_leaves else "token"

@@ -4,11 +4,11 @@ With S the sum of a sequence's log-probs, S_ref the reference's, and h = (S_w - 
 
     sigmoid  -(1 - s) log sigmoid(beta h - margin) - s log sigmoid(-(beta h - margin)), s the label smoothing (cDPO)
     robust   (the above with -s) / (1 - 2 s)        hinge    max(0, 1 - (beta h - margin))
-    ipo      (h - 1 / (2 beta))^2, S as means       sppo, apo and others are the user's: a few lines on `path_sum`
+    ipo      (h - 1 / (2 beta))^2, S as means       sppo, apo and others are a few lines on `PathIndex.sum`
     simpo    -log sigmoid(beta (mean_w - mean_l) - margin), no reference
     orpo     -beta log sigmoid(log odds_w - log odds_l) of mean log-probs, to be added to an NLL on the chosen
 
-On a tree the prefix that two leaves share cancels in h exactly, so only what parts them gets a gradient.
+On a tree the prefix that two leaves share cancels in h exactly, so only the tokens after it get a gradient.
 Sources: Rafailov et al. 2023 (DPO), Mitchell 2023 (cDPO), Chowdhury et al. 2024 (robust), Azar et al. 2023 (IPO), Liu
 et al. 2023 (hinge), Meng et al. 2024 (SimPO), Hong et al. 2024 (ORPO).
 """
@@ -44,14 +44,27 @@ def pair_loss(
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,  # [P]
 ) -> PolicyLossOutput:
-    """``sum of the pairs' losses / normalizer``, differentiable to ``logprob``; see the module's description.
+    """Compute ``sum of the pairs' losses / normalizer``, differentiable to ``logprob``; the module has the formulas.
 
-    ``normalizer`` is the number of pairs of the whole batch. Metrics, means over pairs: ``rewards/chosen``,
-    ``rewards/rejected`` (beta times the log-ratio), ``rewards/margins``, ``rewards/accuracies``.
+    Metrics, means over pairs: ``rewards/chosen``, ``rewards/rejected`` (beta times the log-ratio), ``rewards/margins``,
+    ``rewards/accuracies``.
+
+    Args:
+        logprob: ``[M]`` fp32 or fp64, nats, of the current policy.
+        paths: which targets lie on which of the L sequences or leaves.
+        chosen, rejected: ``[P]`` int, the leaves of each pair.
+        kind: one of sigmoid, robust, hinge, ipo, simpo, orpo.
+        normalizer: the number of pairs of the whole batch.
+        ref_logprob: ``[M]``, of the reference policy; needed unless kind is simpo or orpo, which take none.
+        mask: ``[M]`` bool; False: no part of a sequence's sum.
+        beta: positive.
+        margin: a number, or ``[P]``.
+        label_smoothing: in [0, 0.5), for sigmoid and robust.
+        weight: ``[P]``, factor of each pair's loss.
 
     Raises:
-        ValueError: an unknown kind, an option out of its range or one that the kind does not take, or shapes, dtypes or
-            devices do not fit.
+        ValueError, TypeError: an unknown kind, an option out of its range or one that the kind does not take, or
+            shapes, dtypes or devices do not fit.
         IndexError: a leaf is out of range (CPU only; on a GPU the program stops).
     """
 

@@ -68,8 +68,6 @@ ADVANTAGES_ALONE = {"reinforce_pp": "ppo"}
 
 RECONSTRUCTED: dict[str, tuple[str, ...]] = {
     "gspo": ("eps_low", "eps_high"),
-    "gspo_token": ("eps_low", "eps_high"),
-    "luspo": ("eps_low", "eps_high"),
     "gmpo": ("eps_low", "eps_high"),  # verl has 0.2
     "segment_ratio": ("ratio_level",),
     "off_policy_mask": ("off_policy_delta",),

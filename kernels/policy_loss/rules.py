@@ -135,7 +135,7 @@ def corrected(w: Tensor, n: Any) -> Tensor:
 
 @leaf_weight(on="reinforce", against_sampler=True, preset={})
 def topr(x: Targets, n: None) -> LeafFactors:
-    """reinforce, sequences of negative advantage times sg(min(r_sequence, 1)) (Le Roux et al. 2025)."""
+    """Weigh reinforce by sg(min(r_sequence, 1)) in sequences of negative advantage (Le Roux et al. 2025, TOPR)."""
     return LeafFactors(1.0, x.total(x.log_ratio).clamp(-MAX_LOG_RATIO, 0).exp())
 
 
@@ -150,7 +150,7 @@ class VespoOptions:
 
 @leaf_weight(on="reinforce", options=VespoOptions, corrects_tokens=True, preset={})
 def vespo(x: Targets, n: VespoOptions) -> LeafFactors:
-    """reinforce times sg(e^lam W^k e^(-lam W)), W the sequence's ratio times the corrected mismatch of its tokens."""
+    """Weigh reinforce by sg(e^lam W^k e^(-lam W)), W the sequence's ratio times its tokens' corrected mismatch."""
     log_w = x.total(x.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     behaviour, old = x.fields.behaviour_logprob, x.fields.old_logprob
     if n.mismatch != "none":
@@ -173,10 +173,10 @@ class ClipCovOptions:
 
 @token_choice(on="ppo", options=ClipCovOptions, preset={})
 def clip_cov(x: Targets, n: ClipCovOptions) -> PolicyFields:
-    """ppo without a few tokens of high covariance that the clip has not caught (Cui et al. 2025).
+    """Leave out of ppo a few tokens of high covariance that the clip has not caught (Cui et al. 2025, Clip-Cov).
 
-    They are ``covariance_share`` of the live tokens, drawn among those whose covariance of advantage and log-prob is
-    in (covariance_low, covariance_high).
+    They are ``covariance_share`` of the live tokens, drawn among those whose covariance of advantage and log-prob is in
+    (covariance_low, covariance_high).
     """
     fields = x.fields
     live = live_of(fields)
@@ -207,7 +207,8 @@ class KlCovOptions:
 
 @token_choice(options=KlCovOptions)
 def kl_cov(x: Targets, n: KlCovOptions) -> PolicyFields:
-    """The surrogate kl_cov, whose penalty is for the ``covariance_share`` of largest covariance (Cui et al. 2025)."""
+    """Give kl_cov's penalty to the ``covariance_share`` of the tokens with largest covariance (Cui et al. 2025,
+    KL-Cov)."""
     live = live_of(x.fields)
     cov = torch.where(live, covariance(x.logprob, x.fields), -torch.inf)
     first = rank(-cov) < share_of(live, n.covariance_share)
@@ -222,7 +223,8 @@ class GeoMeanOptions:
 
 @path_ratio(on="unclipped", options=GeoMeanOptions, levels=("sequence",))
 def geo_mean(x: Targets, n: GeoMeanOptions) -> Iterator[Side]:
-    """Unclipped r of the sequence, from log-ratios clamped to [-eps_low, eps_high] on the side that acts (GMPO)."""
+    """Average log-ratios clamped to [-eps_low, eps_high] on the side that acts, for unclipped r of the sequence
+    (GMPO)."""
     none = torch.zeros_like(x.fields.adv_pos)
     high, low = n.eps_high, -n.eps_low
     yield Side(replace(x.fields, adv_neg=none), x.log_ratio.clamp(max=high), x.log_ratio <= high)

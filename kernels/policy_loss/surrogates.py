@@ -1,10 +1,9 @@
-"""Surrogates: pure elementwise formulas, each with its derivative, in the words of `elementwise`.
+"""Surrogates: pure elementwise formulas, each with its derivative, written with the functions of `elementwise`.
 
 A surrogate is one function from log-prob and log-ratio ``d`` (r = exp d) to the values of g (g_pos and g_neg together:
--+) and their derivatives by the log-prob, which differ where a stop-gradient sg stands in the formula. Its text is all
-there is of it: PyTorch runs it, Triton compiles it, and what an objective with it needs and takes follows from what it
-reads. To add one, write the function here, with the options of its preset if it has one of its name, and its row in the
-test table.
+-+) and their derivatives by the log-prob, which differ where a stop-gradient sg is in the formula. PyTorch runs its
+text and Triton compiles it, and the fields and options of an objective with it follow from what it reads. To add one,
+write the function here, with the options of its preset if it has one of its name, and its row in the test table.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Spec(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What a surrogate may read, each [M]."""
+    """The values that a surrogate may read, each [M]."""
 
     logprob: Tensor
     d: Tensor
@@ -48,7 +47,7 @@ class Token(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Values of g and derivatives by the log-prob, and where a bound acts, each [M] or a number for all."""
+    """Values of g, derivatives by the log-prob, and where a bound acts, each [M] or a number for all."""
 
     pos: Tensor | float = 0.0
     d_pos: Tensor | float = 0.0
@@ -56,7 +55,7 @@ class Terms(NamedTuple):
     d_neg: Tensor | float = 0.0
     all: Tensor | float = 0.0
     d_all: Tensor | float = 0.0
-    clipped_pos: Tensor | float = 0.0  # bool: r > 1 + eps_high, or what stands for it
+    clipped_pos: Tensor | float = 0.0  # bool: r > 1 + eps_high, or the surrogate's own condition
     clipped_neg: Tensor | float = 0.0  # bool: r < 1 - eps_low
     clipped_lower: Tensor | float = 0.0  # bool: dual clip, above clip_ratio_c
 
@@ -66,16 +65,16 @@ Formula = Callable[[Token, Spec], Terms]
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A formula and what its text does not say."""
+    """A formula, and properties that do not follow from its text."""
 
     formula: Formula
     extra: str | None = None  # the optional field of `PolicyFields` that is ``Token.extra``
     cap: float = math.inf  # clip_ratio_c where the objective gives none
-    preset: dict[str, Any] | None = None  # options of the preset that is called like it; None: there is none
+    preset: dict[str, Any] | None = None  # options of the preset that has its name; None: there is none
 
     @functools.cached_property
     def reads(self) -> frozenset[str]:
-        """Names of what the formula reads: fields of `Token` and `Spec`."""
+        """Names of the fields of `Token` and `Spec` that the formula reads."""
         names, todo = set[str](), [self.formula]
         while todo:
             function = todo.pop()
@@ -86,40 +85,40 @@ class Surrogate:
 
     @functools.cached_property
     def gives(self) -> frozenset[str]:
-        """Names of the `Terms` that it has."""
+        """Names of the `Terms` that the formula returns."""
         x = torch.full((1,), -1.0)
-        of = self.formula(Token(x, 0 * x, x, x, x), Spec(*[1.0] * len(Spec._fields)))
-        return frozenset(name for name, value in of._asdict().items() if isinstance(value, Tensor))
+        terms = self.formula(Token(x, 0 * x, x, x, x), Spec(*[1.0] * len(Spec._fields)))
+        return frozenset(name for name, value in terms._asdict().items() if isinstance(value, Tensor))
 
     @property
     def of_all(self) -> bool:
-        """Whether there is a g_all, whose weight is not an advantage."""
+        """True if there is a g_all, whose weight is not an advantage."""
         return "all" in self.gives
 
     @property
     def signed(self) -> bool:
-        """Whether there are g_pos and g_neg."""
+        """True if there are g_pos and g_neg."""
         return "pos" in self.gives
 
     @property
     def bounded(self) -> bool:
-        """Whether a bound may act."""
+        """True if a bound may act."""
         return not self.gives.isdisjoint(("clipped_pos", "clipped_neg", "clipped_lower"))
 
     @property
     def of_ratio(self) -> bool:
-        """Whether the ratio is all it depends on, so that it may be a sequence's as well."""
+        """True if the surrogate depends on the ratio alone, so that it may be a sequence's ratio as well."""
         return "d" in self.reads and not self.reads & {"logprob", "extra"} and not self.of_all
 
 
 SURROGATES: dict[str, Surrogate] = {}
 
 
-def surrogate(**of: Any) -> Callable[[Formula], Formula]:
-    """Enter a function into ``SURROGATES`` under its name; ``of``: fields of `Surrogate`."""
+def surrogate(**properties: Any) -> Callable[[Formula], Formula]:
+    """Enter a function into ``SURROGATES`` under its name; ``properties`` are fields of `Surrogate`."""
 
     def enter(formula: Formula) -> Formula:
-        SURROGATES[formula.__name__] = Surrogate(formula, **of)
+        SURROGATES[formula.__name__] = Surrogate(formula, **properties)
         return formula
 
     return enter
@@ -202,14 +201,14 @@ def dppo_tv(x: Token, n: Spec) -> Terms:
 
 @surrogate(cap=20.0, preset={})
 def dppo_kl(x: Token, n: Spec) -> Terms:
-    """As dppo_tv, by the binary KL."""
+    """Like dppo_tv, by the binary KL."""
     p = exp(x.logprob)
     q = exp(x.logprob - x.d)
     divergence = -q * x.d + (1 - q) * log((1 - q + TINY) / (1 - p + TINY))
     return _masked_importance(x, n, (divergence > n.eps_high) & (p > q), (divergence > n.eps_low) & (p < q))
 
 
-@surrogate(preset={})  # beta is the user's to set
+@surrogate(preset={})  # the caller sets beta
 def dro(x: Token, n: Spec) -> Terms:
     """reinforce + (beta / 2) (log r)^2."""
     return Terms(pos=-x.logprob, d_pos=-1.0, neg=x.logprob, d_neg=1.0, all=0.5 * n.beta * x.d * x.d, d_all=n.beta * x.d)
@@ -217,12 +216,12 @@ def dro(x: Token, n: Spec) -> Terms:
 
 @surrogate(preset={})
 def kl_cov(x: Token, n: Spec) -> Terms:
-    """-+ r + beta |log r|, the latter on tokens of large covariance alone (`selection`)."""
+    """-+ r + beta |log r|, the latter on tokens of large covariance alone (`rules.kl_cov`)."""
     r, dr = ratio(x.d)
     return Terms(pos=-r, d_pos=-dr, neg=r, d_neg=dr, all=n.beta * abs(x.d), d_all=n.beta * sign(x.d))
 
 
-@surrogate(extra="pass_rate", preset={"beta": 1e-2})  # the floor of the implicit negative policy, [inf]
+@surrogate(extra="pass_rate", preset={"beta": 1e-2})  # the floor of the implicit negative policy; reconstructed
 def nft(x: Token, n: Spec) -> Terms:
     """-log r, and -log max((1 - q r) / (1 - q), beta), q the prompt's pass rate and +-w(q) the advantages, not
     normalised by the group.
@@ -237,7 +236,7 @@ def nft(x: Token, n: Spec) -> Terms:
     )
 
 
-@surrogate(preset={"beta": 0.1, "needs": ("token_weight",)})  # which tokens another policy wrote; beta [inf]
+@surrogate(preset={"beta": 0.1, "needs": ("token_weight",)})  # which tokens another policy wrote; beta is reconstructed
 def prob_shaping(x: Token, n: Spec) -> Terms:
     """-+ p / (p + beta), p = e^logprob: for tokens of other policies, whose ratio is not known (Yan et al. 2025)."""
     p = exp(x.logprob)

@@ -1,7 +1,7 @@
-"""The fused elementwise policy loss in Triton: `elements.losses`, the very text that PyTorch runs, compiled.
+"""The fused elementwise policy loss in Triton: `elements.losses`, the text that PyTorch runs, compiled.
 
-`compiled` hands a formula's text to Triton's compiler with Triton's words under the names of `elementwise`. So a
-formula is written once; here stand the words, the loads and the stores.
+`compiled` gives a formula's text to Triton's compiler, with Triton's functions under the names of `elementwise`. So a
+formula is written once; this file has those functions, the loads and the stores.
 
 One pass: at most fourteen reads of 4 bytes an element, one or two writes. A program adds up its block and writes
 partial sums of loss and metrics; a second, fixed-order sum over blocks finishes them. No atomics.
@@ -80,12 +80,12 @@ def _clamp(x, low, high):
 
 @triton.jit
 def _expm1(x):
-    """e^x - 1 without cancellation for small x, where the series to x^7 is exact to rounding."""
+    """Return e^x - 1 without cancellation for small x, where the series to x^7 is exact to rounding."""
     series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
     return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1)
 
 
-WORDS = {
+FUNCTIONS = {
     "abs": _abs, "exp": _exp, "expm1": _expm1, "log": _log, "sigmoid": _sigmoid, "sign": _sign, "where": _where,
     "minimum": _minimum, "clamp": _clamp, "isfinite": _isfinite, "zeros_like": _zeros_like,
 }  # fmt: skip
@@ -93,21 +93,22 @@ WORDS = {
 
 @functools.cache
 def compiled(formula: Callable[..., Any]) -> Any:
-    """The `triton.jit` function with the text of ``formula``, a function in the words of `elementwise`.
+    """Return the `triton.jit` function with the text of ``formula``, which uses the functions of `elementwise` alone.
 
-    Its names mean: a word Triton's, a number a constant, a function the same one compiled, a named tuple itself. Of
-    annotations, ``Tensor`` is Triton's, what is no named tuple is an argument known when compiling.
+    A name of `elementwise` becomes Triton's function, a number a constant, a function the same one compiled, and a
+    named tuple stays itself. Of annotations, ``Tensor`` becomes Triton's, and one that is no named tuple an argument
+    known at compile time.
 
     Raises:
-        ValueError: the formula uses a name that is none of these.
+        ValueError: the formula uses another name.
     """
     assert isinstance(formula, FunctionType)
     known = formula.__globals__
     meaning: dict[str, Any] = {"__name__": formula.__module__, "__builtins__": __builtins__, "tl": tl}
     for name in {*formula.__annotations__.values(), *formula.__code__.co_names}:
         value = known.get(name)
-        if name in WORDS:
-            meaning[name] = WORDS[name]
+        if name in FUNCTIONS:
+            meaning[name] = FUNCTIONS[name]
         elif isinstance(value, type) and issubclass(value, tuple):
             meaning[name] = value
         elif name in formula.__annotations__.values():
@@ -117,7 +118,7 @@ def compiled(formula: Callable[..., Any]) -> Any:
         elif isinstance(value, int | float):
             meaning[name] = tl.constexpr(value)
         elif name in known:
-            raise ValueError(f"{formula.__name__} uses {name}, which is no word of kernels/policy_loss/elementwise.py.")
+            raise ValueError(f"{formula.__name__} uses {name}, which kernels/policy_loss/elementwise.py does not have.")
     same = FunctionType(formula.__code__, meaning, formula.__name__)
     same.__module__, same.__qualname__ = formula.__module__, formula.__qualname__
     return triton.jit(same)
@@ -125,7 +126,7 @@ def compiled(formula: Callable[..., Any]) -> Any:
 
 _losses = compiled(losses)
 UNALIGNED = (*Elements._fields, "d_logprob", "d_entropy", "partial")
-"""A chunk of targets begins anywhere: one kernel for all, not one for each way in which 16 bytes can be missed."""
+"""A chunk of targets begins anywhere, so one kernel serves all alignments."""
 
 
 @triton.jit(do_not_specialize=["M", "blocks"], do_not_specialize_on_alignment=UNALIGNED)
@@ -177,7 +178,7 @@ def _terms(
     live = inside
     if mask is not None:
         live = live & (tl.load(mask + i, mask=inside, other=0) != 0)
-    # Elements that are not live are never read: whatever stands there cannot reach the sums. Their weights are 0.
+    # Elements that are not live are never read, so their values cannot reach the sums. Their weights are 0.
     x = Elements(
         logprob=tl.load(logprob + i, mask=live, other=0.0),
         adv_pos=tl.load(adv_pos + i, mask=live, other=0.0),
@@ -204,7 +205,7 @@ def _terms(
         tl.store(d_entropy + i, by_entropy, mask=inside)
     for row in tl.static_range(_ROWS):
         values = sums[row]
-        if len(values.shape) == 1:  # else one number for all
+        if len(values.shape) == 1:  # otherwise one number for all
             values = tl.sum(values, 0)
         tl.store(partial + row * blocks + block, values)
 
@@ -216,7 +217,7 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
     d_logprob = torch.empty_like(x.logprob, memory_format=torch.contiguous_format)
     d_entropy = d_logprob.new_empty(0 if x.entropy is None else M)
     partial = d_logprob.new_empty(len(Sums._fields), blocks)
-    of = SURROGATES[kind.surrogate]
+    surrogate = SURROGATES[kind.surrogate]
     mask = None if x.mask is None else x.mask.view(torch.uint8)
     if M:
         _terms[(blocks,)](
@@ -227,10 +228,10 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
             M,
             blocks,
             *spec,
-            SURROGATE=compiled(of.formula),
-            SIGNED=of.signed,
-            OF_ALL=of.of_all,
-            BOUNDED=of.bounded,
+            SURROGATE=compiled(surrogate.formula),
+            SIGNED=surrogate.signed,
+            OF_ALL=surrogate.of_all,
+            BOUNDED=surrogate.bounded,
             KL=compiled(ESTIMATORS[kind.kl.removesuffix("+")]),
             STRAIGHT_THROUGH=kind.kl.endswith("+"),
             KL_IMPORTANCE=kind.kl_importance,

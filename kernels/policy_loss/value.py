@@ -19,17 +19,24 @@ def gae(
     mask: Tensor | None = None,  # [M] bool
     bootstrap: Tensor | None = None,  # [S]
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns ``[M]`` each (Schulman et al. 2015, eq. 16), of masked tokens 0.
+    """Return advantages and returns, ``[M]`` each; 0 for masked tokens (Schulman et al. 2015, eq. 16).
 
         delta_t = r_t + gamma V_t' - V_t        A_t = delta_t + gamma lam A_t'        return_t = A_t + V_t
 
-    with t' the next unmasked token of the sequence: what tools wrote is passed over, no time goes by there. After the
-    last one V is ``bootstrap`` (0, unless the sequence was cut off). No gradient. A scan of log2(M) steps in fp64, no
-    loop over tokens.
+    with t' the next unmasked token of the sequence: tokens that tools wrote are skipped, and no time passes there. No
+    gradient. A scan of log2(M) steps in fp64, no loop over tokens. (https://arxiv.org/abs/1506.02438)
+
+    Args:
+        reward: ``[M]``, one a token.
+        value: ``[M]``, the critic's estimates.
+        cu_seqlens: ``[S + 1]`` int, boundaries of the sequences, from 0 to M.
+        gamma, lam: in [0, 1].
+        mask: ``[M]`` bool; False: written by a tool.
+        bootstrap: ``[S]``, the value after the last token; 0 if None, right unless the sequence was cut off.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, cu_seqlens does not rise from 0 to M, or gamma or lam is not
-            in [0, 1].
+        ValueError, TypeError: shapes, dtypes or devices do not fit, cu_seqlens does not rise from 0 to M, or gamma or
+            lam is not in [0, 1].
     """
     check = Arguments("gae", "reward", reward)
     M = len(check.floats("reward", reward, ("M",)))
@@ -46,7 +53,7 @@ def gae(
     live = torch.ones(M, dtype=torch.bool, device=reward.device) if mask is None else mask
     place = torch.arange(M, device=reward.device)
     sequence = torch.searchsorted(cu[1:], place, right=True)
-    # next live token of the own sequence; M: none
+    # next unmasked token of the same sequence; M: none
     later = torch.where(live, place, M).flip(0).cummin(0).values.flip(0)
     following = torch.cat([later[1:], later.new_tensor([M])]) if M else later
     following = torch.where(following < cu[1:][sequence], following, M)
@@ -77,14 +84,23 @@ def value_loss(
     clip: float | None = 0.5,
     mask: Tensor | None = None,  # [M] bool
 ) -> PolicyLossOutput:
-    """``sum of max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 / normalizer``, differentiable to ``value``.
+    """Compute ``sum of max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 / normalizer``, differentiable to ``value``.
 
-    Without ``old_value`` or ``clip`` the plain squared error. Metrics: ``critic/vf_loss``, ``critic/vf_clipfrac``, and
-    the sums that explained variance is made of, ``critic/returns`` and ``critic/returns_sq``, ``critic/error`` and
-    ``critic/error_sq``: 1 - (E e^2 - (E e)^2) / (E G^2 - (E G)^2).
+    Without ``old_value`` or ``clip`` it is the plain squared error. Metrics: ``critic/vf_loss``,
+    ``critic/vf_clipfrac``, and the sums that explained variance is made of, ``critic/returns`` and
+    ``critic/returns_sq``, ``critic/error`` and ``critic/error_sq``: 1 - (E e^2 - (E e)^2) / (E G^2 - (E G)^2).
+    (The clip is that of OpenAI Baselines' PPO, not of a paper.)
+
+    Args:
+        value: ``[M]``, the critic's estimates.
+        returns: ``[M]``, targets G, as from `gae`.
+        normalizer: the global denominator: unmasked tokens of the whole batch.
+        old_value: ``[M]``, estimates before the update.
+        clip: how far an estimate may move from its old value; None: any distance.
+        mask: ``[M]`` bool.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or clip is not positive.
+        ValueError, TypeError: shapes, dtypes or devices do not fit, or clip is not positive.
     """
     check = Arguments("value_loss", "value", value)
     M = len(check.floats("value", value, ("M",)))
@@ -105,15 +121,15 @@ def value_loss(
         clipped, losses = other > losses, torch.maximum(losses, other)
     total = 0.5 * losses.sum(dtype=torch.float64).to(value.dtype)
     count = live.sum(dtype=torch.float64)
-    goal = torch.where(live, returns, 0).double()
-    wide = error.detach().double()
+    target = torch.where(live, returns, 0).double()
+    detached = error.detach().double()
     metrics = {
         "critic/vf_loss": 0.5 * losses.detach().double(),
         "critic/vf_clipfrac": clipped.double(),
-        "critic/returns": goal,
-        "critic/returns_sq": goal.square(),
-        "critic/error": wide,
-        "critic/error_sq": wide.square(),
+        "critic/returns": target,
+        "critic/returns_sq": target.square(),
+        "critic/error": detached,
+        "critic/error_sq": detached.square(),
     }
     return PolicyLossOutput(
         normalized(total, normalizer),

@@ -14,7 +14,7 @@ from .reference import sample_reference
 
 
 class SampleOutput(NamedTuple):
-    """One draw a row."""
+    """One draw for each row."""
 
     token: Tensor  # [N] int64, -1 for a failed row
     logprob: Tensor  # [N] float32, of the token under the distribution it was drawn from
@@ -35,23 +35,26 @@ def sample_tokens(
 ) -> SampleOutput:
     """Draw one token a row from its filtered, temperature-scaled distribution.
 
-    Filters apply in the order of Hugging Face and vLLM, each to what the one before left: temperature, top_k (the k
-    largest logits), top_p (the most likely tokens before which less than ``top_p`` of the mass lies), min_p (tokens at
-    least ``min_p`` times as likely as the best). Equal logits are ranked by index, lower first; the best always stays.
+    Filters apply in the order of Hugging Face and vLLM, each to the tokens that the one before kept: temperature, top_k
+    (the k largest logits), top_p (the most likely tokens before which less than ``top_p`` of the mass lies), min_p
+    (tokens at least ``min_p`` times as likely as the best). Equal logits are ranked by index, lower first; the best
+    token is always kept.
 
     The draw is Gumbel-max over Philox4x32-10 noise of (seed, step, vocabulary index) and depends on nothing else: not
     on the other rows, the batch size, the device or the backend. Backends use bit-equal noise; two tokens whose scores
-    differ by a rounding error (about 1e-6 relative) may still be told apart differently by two backends. Not
-    differentiable. `kept_tokens` lists what the filters left. Parameters that are tensors are not read on the host: on
-    a GPU such a call waits for nothing, and a CUDA graph can hold it.
+    differ by a rounding error (about 1e-6 relative) may still be ordered differently by two backends. Not
+    differentiable. `kept_tokens` lists the tokens that the filters kept. Parameters that are tensors are not read on
+    the host: on a GPU such a call waits for nothing, and can be captured in a CUDA graph. (Gumbel-max: Maddison et al.
+    2014; Philox: Salmon et al. 2011)
 
     Args:
-        logits: last dimension contiguous, rows at any stride. ``-inf`` forbids a token.
-        temperature: 0 draws greedily: the first largest logit, ``logprob`` 0 and ``entropy`` 0.
-        top_k: no limit where it is below 1.
-        top_p: no limit where it is 1 or more.
-        min_p: no limit where it is 0.
-        seed, step: any int64; a request keeps its seed and counts its tokens in ``step``.
+        logits: [N, V] bfloat16, float16 or float32; last dimension contiguous, rows at any stride. ``-inf`` forbids a
+            token.
+        temperature: a number, or [N]; 0 draws greedily: the first largest logit, ``logprob`` 0 and ``entropy`` 0.
+        top_k: a number of tokens, or [N]; no limit where it is below 1.
+        top_p: a share of the mass, or [N]; no limit where it is 1 or more.
+        min_p: a share of the best token's probability, or [N]; no limit where it is 0.
+        seed, step: [N] int64 of any values; a request keeps its seed and counts its tokens in ``step``.
 
     Returns:
         SampleOutput. A row fails alone: where a logit is NaN or +inf, none is finite, the temperature is infinite, or
@@ -89,19 +92,19 @@ def sample_rows(
     seed: Tensor,  # [N] int64
     step: Tensor,  # [N] int64
 ) -> SampleOutput:
-    """`sample_tokens` of arguments that are right, for who has made them: they are not looked at.
+    """Sample like `sample_tokens` from arguments that are known to be right; they are not checked.
 
-    Dtypes and shapes are those above, all of one device and contiguous; there is no gradient to be kept.
+    Dtypes and shapes are those above, all on one device and contiguous; no gradient may be recorded.
     """
     return SampleOutput(*_sample(logits, temperature, top_k, top_p, min_p, seed, step))
 
 
 def kept_tokens(logits: Tensor, last_kept: Tensor) -> tuple[Tensor, Tensor]:  # [N, V], [N] int64
-    """The ids that each row was sampled from, for ``kept`` of `linear_logprob`; a GPU is waited for.
+    """Return the ids that each row was sampled from, for ``kept`` of `linear_logprob`. Waits for a GPU.
 
     Args:
-        logits: those given to `sample_tokens`.
-        last_kept: found by it.
+        logits: [N, V], those given to `sample_tokens`.
+        last_kept: [N] int64, of its output.
 
     Returns:
         CSR of int64: ``indptr [N + 1]`` and ``ids [nnz]``, rising within a row. A failed row has none.
@@ -171,11 +174,11 @@ _BACKENDS: dict[str, Callable[..., Any]] = {
 def _per_row(
     check: Arguments, name: str, value: float | Tensor, rows: int, dtype: torch.dtype, most: float | None = None
 ) -> Tensor:
-    """``value`` as a contiguous [rows] tensor, at most ``most``. Tensors are not searched for bad values: their rows
-    fail alone."""
+    """Return ``value`` as a contiguous [rows] tensor, at most ``most``. Values of tensors are not checked: a row with a
+    bad one fails alone."""
     if isinstance(value, Tensor):
         (check.numbers if dtype.is_floating_point else check.integers)(name, value, (rows,))
-        if most is not None and value.dtype == torch.int64:  # beyond int32 as well
+        if most is not None and value.dtype == torch.int64:  # also values beyond int32
             value = value.clamp(0, most)
     else:
         if dtype == torch.int64:

@@ -1,11 +1,12 @@
-"""Top-k, top-p and min-p of a row by its candidates: few strips of tokens that hold the largest logits.
+"""Top-k, top-p and min-p of a row by its candidates: a few strips of tokens that hold the largest logits.
 
-The scan leaves the largest logit of each strip of 32 tokens. Every token above a value lies in a strip whose peak is
-above it, so a search among the peaks, a 32nd of the row, finds a value with at most CHOSEN strips above it. Those
-strips alone are read again, in the order of their tokens. If the last token that is kept lies above that value, they
-hold every token that is: the cut is searched, and the token drawn, among them. Else :mod:`.strip_select` takes the row.
+The scan stores the largest logit (the peak) of each strip of 32 tokens. Every token above a value lies in a strip whose
+peak is above it, so a search among the peaks, a 32nd of the row, finds a value with at most CHOSEN strips above it.
+Only those strips are read again, in the order of their tokens. If the last token that is kept lies above that value,
+they hold every kept token: the cut is searched, and the token drawn, among them. Otherwise :mod:`.strip_select` handles
+the row.
 
-A search halves an interval of the logits' bit patterns, ordered as the values are: 16 rounds at most for 16-bit logits,
+A search halves an interval of the logits' bit patterns, ordered as the values are: at most 16 rounds for 16-bit logits,
 32 for float32. Masses are sums over the candidates in their order.
 """
 
@@ -28,15 +29,15 @@ from .row import (
     scale_of,
 )
 
-# How far a row has come: it needs no filter (or fails, or is greedy); it is drawn; or what is missing for it; at last
-# that its groups are judged, which with its cut is all that the draw needs
+# State of a row: it needs no filter (or fails, or is greedy); it is drawn; its cut is searched by count or by mass; or
+# its groups have bounds, which with the cut is all that the draw needs
 PLAIN, DRAWN = tl.constexpr(0), tl.constexpr(1)
 BY_COUNT, BY_MASS, RACE, JUDGED = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 
 
 @triton.jit
 def key_of(value, DTYPE: tl.constexpr):
-    """Bit patterns of floats as int64 in the floats' order, those of 16-bit logits in 16 bits."""
+    """Return floats' bit patterns as int64 in the floats' order; those of 16-bit logits have 16 bits."""
     if DTYPE.primitive_bitwidth == 16:
         bits = value.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
         key = bits ^ ((bits >> 15) & 0x7FFF)
@@ -48,7 +49,7 @@ def key_of(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def value_of(key, DTYPE: tl.constexpr):
-    """The inverse of `key_of`, as float32."""
+    """Return the float32 whose key this is: the inverse of `key_of`."""
     bits = key.to(tl.int32)
     bits = bits ^ ((bits >> 31) & (0x7FFF if DTYPE.primitive_bitwidth == 16 else 0x7FFFFFFF))
     if tl.float16 == DTYPE:
@@ -62,9 +63,10 @@ def value_of(key, DTYPE: tl.constexpr):
 
 @triton.jit
 def search(x, w, low, high, limit, enough, DTYPE: tl.constexpr):
-    """The least key above ``low`` with less than ``limit`` of w above its value, and how much; ``high`` is one.
+    """Return the least key above ``low`` with less than ``limit`` of w above its value, and the mass above; ``high`` is
+    such a key.
 
-    It may stop at a larger one with ``enough`` above it.
+    It stops at a larger key with at least ``enough`` above it.
     """
     over = 0.0
     while (high - low > 1) & (over < enough):
@@ -78,13 +80,13 @@ def search(x, w, low, high, limit, enough, DTYPE: tl.constexpr):
 
 @triton.jit
 def ties_of(limit, over, w, vocab):
-    """How many tokens of weight w it takes, at least one, until what lies before the next is not below ``limit``."""
+    """Return how many tokens of weight w to take, at least one, until the mass before the next reaches ``limit``."""
     return tl.maximum(tl.minimum(tl.ceil(tl.div_rn(limit - over, w)), vocab.to(tl.float32)), 1.0).to(tl.int32)
 
 
 @triton.jit
 def load_strips(row, begin, there, vocab, STRIP: tl.constexpr):
-    """The strips that begin at ``begin`` [S], one after the other; -inf where there is none."""
+    """Load the strips that begin at ``begin`` [S], one after the other; -inf where there is none."""
     index = begin[:, None] + tl.arange(0, STRIP)[None, :]
     if tl.max(begin, 0) + STRIP <= vocab:  # 16 bytes at a time
         x = tl.load(row + index, mask=there[:, None], other=float("-inf"))
@@ -119,11 +121,11 @@ def select_kernel(
     if is_valid(n, top, t, top_p, min_p) & is_filtered(n, top_k, top_p, min_p, vocab) & (not greedy):
         _, factor = rescale(tops, top, scale)
         mass_left = tl.sum(load_blocks(mass, n, blocks, 0.0, BLOCKS) * factor, 0)
-        # What lies at low + 1 or below weighs nothing.
+        # Tokens at low + 1 or below have no weight.
         low = tl.maximum(key_of(top - 104.0 * t, DTYPE), key_of(top - INFINITY, DTYPE) + 1) - 2
         high = key_of(top, DTYPE)
 
-        # By blocks, so that a place is counted within a warp.
+        # By blocks, so that places are counted within a warp.
         block, strip = tl.arange(0, BLOCKS)[:, None], tl.arange(0, STRIPS)[None, :]
         strip += block * STRIPS
         peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=block < blocks, other=-INFINITY)
@@ -142,11 +144,11 @@ def select_kernel(
         z = (x - top) * scale
         w = tl.exp2(z)
 
-        # Whether one that is no candidate may weigh, and be kept; exp2 errs by less than 1e-6.
+        # True if a token that is no candidate may have a weight and be kept; exp2 errs by less than 1e-6.
         floor = floor_of(n, min_p)
         rest = tl.exp2((bottom - top) * scale) * 1.00001
         weighs, missing = rest >= TINY, rest >= tl.maximum(floor, TINY)
-        unknown = missing if top_p is None else weighs  # top_p asks for the mass that top_k leaves
+        unknown = missing if top_p is None else weighs  # top_p is a share of the mass that top_k keeps
         state = tl.where(missing, RACE, DRAWN)
         last = bottom
         ties = 0

@@ -1,7 +1,7 @@
 """Noise of the Triton backend: Philox words by token, and E = -log(1 - t) of them.
 
-A token is drawn where E / w is least. `bounds_of` and `log2_bound` say what no score of a group of tokens lies
-below, for one instruction a token and no logarithm, so that few groups need scores.
+The token with the least E / w is drawn. `bounds_of` and `log2_bound` give a lower bound of the scores of a group of
+tokens for one instruction a token and without a logarithm, so that scores are computed for few groups.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,14 +13,14 @@ import triton.language as tl
 
 @triton.jit
 def multiply(a, by):
-    """High and low word of a product of 32-bit words: one wide multiplication, where `tl.philox` makes two."""
+    """Return the high and low word of a product of 32-bit words, by one wide multiplication (`tl.philox` makes two)."""
     product = a.to(tl.uint64) * by
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
 def philox(seed, step, counter):
-    """The four words of each counter, as in :mod:`.reference`."""
+    """Return the four words of each counter, as in :mod:`.reference`."""
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     c0 = counter.to(tl.uint32)
     c1 = tl.zeros_like(c0)
@@ -36,14 +36,14 @@ def philox(seed, step, counter):
 
 @triton.jit
 def words_at(seed, step, counter):
-    """The words of four tokens each counter, in their order."""
+    """Return the words of four tokens for each counter, in their order."""
     r0, r1, r2, r3 = philox(seed, step, counter)
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
 
 
 @triton.jit
 def words_of(seed, step, begin, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The words of tokens ``begin`` to ``begin + BLOCK - 1``, in the threads that hold WIDTH tokens in 16 bytes."""
+    """Return the words of the BLOCK tokens from ``begin`` on, in the threads that hold WIDTH tokens in 16 bytes."""
     if WIDTH == 8:
         counter = begin // 4 + 2 * tl.arange(0, BLOCK // 8)
         a0, a1, a2, a3 = philox(seed, step, counter)
@@ -62,7 +62,8 @@ def uniforms(words):
 
 @triton.jit
 def arrival(t):
-    """E = -log(1 - t) to 2e-7 relative, however small t is: 1 - t = 2^e (1 + f), and where e is 0, f is -t itself."""
+    """Return E = -log(1 - t) to 2e-7 relative, however small t is: 1 - t = 2^e (1 + f), and where e is 0, f is -t
+    itself."""
     bits = (1.0 - t).to(tl.int32, bitcast=True)
     e = (bits - 0x3F2AAAAB) & -0x800000
     f = tl.where(e == 0, -t, (bits - e).to(tl.float32, bitcast=True) - 1.0)
@@ -79,17 +80,17 @@ def arrival(t):
 
 @triton.jit
 def bounds_of(words, w):
-    """int32: what no score E / w lies below, see `log2_bound`.
+    """Return an int32 lower bound of a score E / w; see `log2_bound`.
 
     For the float bits I(a) of a > 0, I(a) / 2^23 - 127 lies below log2 a, by 0.0861 at most. So the bits of the word
-    less those of the weight are a quotient's logarithm, for one instruction and no exponential.
+    minus those of the weight are a quotient's logarithm, for one instruction and no exponential.
     """
     return words.to(tl.float32).to(tl.int32, bitcast=True) - w.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def least_of_groups(bound, GROUPS: tl.constexpr):
-    """[GROUPS]: the least of each group of a block's tokens; of tokens, or of what stands for neighbours."""
+    """Return [GROUPS]: the least bound of each group of a block, whose elements are tokens or minima of neighbours."""
     MANY: tl.constexpr = bound.shape[0]
     bound = tl.min(tl.reshape(bound, (4, MANY // 4)), 0)
     return tl.min(tl.reshape(bound, (GROUPS, MANY // 4 // GROUPS)), 1)
@@ -102,12 +103,12 @@ def least_bounds(words, w, GROUPS: tl.constexpr):
 
 @triton.jit
 def log2_bound(bound):
-    """A number below the log2 of every score of a group, as they are computed, unless one has no weight.
+    """Return a number below the log2 of every score of a group, as computed, unless one of its tokens has no weight.
 
     E = -log(1 - t) >= t, and t >= word / 2^32, or is cut at 1 - 2^-24, where E is 16.6 and word / 2^32 at most 1. So
     log2(E / w) >= log2(word) - 32 - log2(w) >= bound / 2^23 - 32 - 0.0861 (word 0: its bits say 2^-127, and t is
-    2^-33). The rest of 0.1, a hundredth of the score, is for what is rounded: word, E, w, exp2, ``bound`` itself and z
-    beside two bests (1.5e-5) are together wrong by less than 1e-4. A weight of 0 has a bound above 2^94 (unless its
-    word is 0, which makes it too low), and cannot win.
+    2^-33). The rest of 0.1, a hundredth of the score, covers roundings: word, E, w, exp2, ``bound`` itself and z
+    relative to two different maxima (1.5e-5) are together wrong by less than 1e-4. A weight of 0 has a bound above 2^94
+    (unless its word is 0, which makes the bound too low), and cannot win.
     """
     return bound.to(tl.float32) * 1.1920928955078125e-07 - 32.1

@@ -27,7 +27,7 @@ TINY = torch.finfo(torch.float32).tiny  # a temperature below it is zero: its in
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """Philox4x32-10 of Salmon et al. 2011: four words in, four out, each an int64 holding 32 bits."""
+    """Return Philox4x32-10 (Salmon et al. 2011): four words in, four out, each an int64 that holds 32 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -39,13 +39,13 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 x 32 bit product, without overflowing the high one in int64."""
+    """Return the high and low word of a 32 x 32 bit product, without overflowing the high one in int64."""
     high = (a * (b >> 16) + ((a * (b & 0xFFFF)) >> 16)) >> 16
     return high, (a * b) & _MASK
 
 
 def uniforms(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
-    """t of every row and token, [N, vocab] float32: (word + 1/2) / 2^32, at most 1 - 2^-24."""
+    """Return t of every row and token, [N, vocab] float32: (word + 1/2) / 2^32, at most 1 - 2^-24."""
     group = torch.arange((vocab + 3) // 4, device=seed.device).expand(len(seed), -1)
     step, seed = step[:, None], seed[:, None]
     counter = [group, torch.zeros_like(group), step & _MASK, (step >> 32) & _MASK]
@@ -62,7 +62,7 @@ def sample_reference(
     seed: Tensor,  # [N] int64
     step: Tensor,  # [N] int64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Token [N] int64; logprob, raw_logprob and entropy [N] float32; last_kept [N] int64."""
+    """Return token [N] int64; logprob, raw_logprob and entropy [N] float32; last_kept [N] int64."""
     x = logits.double()
     best = x.amax(-1, keepdim=True)
     failed = ~(best.isfinite().squeeze(-1) & temperature.isfinite())

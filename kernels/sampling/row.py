@@ -1,4 +1,4 @@
-"""What the Triton kernels of sampling share of a row: its blocks, its weights, its parameters."""
+"""Device functions that the Triton kernels of sampling share: a row's blocks, weights and parameters."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -27,7 +27,7 @@ def load_block(row, begin, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def columns(x, WIDTH: tl.constexpr):
-    """The first of each WIDTH neighbours of x, the second of each, and so on: in the threads that hold them."""
+    """Return the first of each WIDTH neighbours of x, the second of each, and so on, in the threads that hold them."""
     MANY: tl.constexpr = x.shape[0] // WIDTH
     even, odd = tl.split(tl.reshape(x, (MANY, WIDTH // 2, 2)))
     if WIDTH == 8:
@@ -47,14 +47,14 @@ def columns(x, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_blocks(values, n, blocks, other, BLOCKS: tl.constexpr):
-    """What the blocks of row n found."""
+    """Load the results of the blocks of row n."""
     b = tl.arange(0, BLOCKS)
     return tl.load(values + n * blocks + b, mask=b < blocks, other=other)
 
 
 @triton.jit
 def scale_of(temperature):
-    """Whether a temperature means greedy, and log2(e) over it: weights are powers of two."""
+    """Return whether a temperature means greedy, and log2(e) divided by it: weights are powers of two."""
     greedy = temperature < TINY
     return greedy, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)) * LOG2E
 
@@ -66,7 +66,7 @@ def log2_weights(x, best, scale):
 
 @triton.jit
 def rescale(tops, top, scale):
-    """What is added to the log2 of a block's weights to make them weights of the row, and its power."""
+    """Return what is added to the log2 of a block's weights to make them weights of the row, and its power of two."""
     d = log2_weights(tops, top, scale)
     return d, tl.exp2(d)
 
@@ -83,7 +83,7 @@ def is_valid(n, top, temperature, top_p, min_p):
 
 @triton.jit
 def is_filtered(n, top_k, top_p, min_p, vocab):
-    """Whether a filter of row n may leave out a token."""
+    """Return whether a filter of row n may leave out a token."""
     found = n < 0
     if top_k is not None:
         k = tl.load(top_k + n)
@@ -97,7 +97,7 @@ def is_filtered(n, top_k, top_p, min_p, vocab):
 
 @triton.jit
 def floor_of(n, min_p):
-    """The weight that min_p asks for; the best token, of weight 1, always stays."""
+    """Return the least weight that min_p keeps; the best token, of weight 1, is always kept."""
     floor = 0.0
     if min_p is not None:
         floor = tl.minimum(tl.load(min_p + n), 1.0)
@@ -106,5 +106,5 @@ def floor_of(n, min_p):
 
 @triton.jit
 def is_kept(x, w, index, floor, cut, cut_index):
-    """Which tokens min_p and the cut of top-k and top-p leave."""
+    """Return which tokens min_p and the cut of top-k and top-p keep."""
     return ((x > cut) | ((x == cut) & (index <= cut_index))) & (w >= floor)

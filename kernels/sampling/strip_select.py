@@ -1,16 +1,16 @@
 """The cut of rows whose candidates do not hold it: flat distributions, a large top-k, a top-p near 1.
 
-    bracket   keys above and below the cut, four standard deviations apart from it, by a sample of the row
-    gather    which tokens lie between them, and what lies above: programs share the row. The last search of a row
-              also judges groups of tokens, as the scan does those of rows without filters, by all that may be kept
+    bracket   keys above and below the cut, four standard deviations from it, estimated from a sample of the row
+    gather    the tokens that lie between them, and the mass above; several programs share a row. The last search of a
+              row also bounds groups of tokens, as the scan does in rows without filters, by all tokens that may be kept
     settle    the cut among those tokens, and the mass and the last token above it
-    race      judges groups by the tokens that are kept, where gather did not: rows of min-p, or misled ones
+    race      bounds groups by the tokens that are kept, where gather did not: rows with min-p, or a misleading sample
 
-A group's bound may stem from a token that is not kept: :func:`.triton.winner` asks of each whether it is.
+A group's bound may stem from a token that is not kept, so :func:`.triton.winner` checks each token of a group.
 
-Top-k comes first and top-p searches what it leaves, by launches of their own. If the sample misled, or more tokens lie
-between than there is room for, `settle` sees it by the sums and searches the whole row: slower, and as exact. Each
-kernel is launched always, and ends at once for other rows: nothing waits for the host.
+Top-k comes first and top-p searches the tokens that it keeps, in separate launches. If the sample misled, or more
+tokens lie between the keys than there is room for, `settle` finds that from the sums and searches the whole row:
+slower, and as exact. Each kernel is always launched and ends at once for other rows, so nothing waits for the host.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,13 +23,13 @@ from .filters import BY_COUNT, BY_MASS, JUDGED, key_of, search, ties_of, value_o
 from .noise import bounds_of, least_bounds, least_of_groups, philox, words_of
 from .row import INFINITY, MAX_INDEX, TINY, columns, floor_of, is_kept, load_block, load_blocks, log2_weights, scale_of
 
-DEVIATIONS = tl.constexpr(4.0)  # of a sample's sum
-NEXT = tl.constexpr(4)  # tokens next to each other in a sample: few, as neighbours are alike
+DEVIATIONS = tl.constexpr(4.0)  # standard deviations of the sample's sum
+NEXT = tl.constexpr(4)  # adjacent tokens in a sample: few, because neighbours are alike
 
 
 @triton.jit
 def is_searched(n, mode, top_p, MASS: tl.constexpr):
-    """Whether the cut of row n is to be found, by count or by mass."""
+    """Return whether the cut of row n is still to be found, by count or by mass."""
     state = tl.load(mode + n)
     found = state == BY_COUNT
     if MASS:
@@ -39,7 +39,7 @@ def is_searched(n, mode, top_p, MASS: tl.constexpr):
 
 @triton.jit
 def limit_of(n, top_k, top_p, left, vocab, MASS: tl.constexpr):
-    """What has to lie above a token that is not kept, and all that it is a part of."""
+    """Return the limit that has to lie above a token that is not kept, and the total that it is a part of."""
     if MASS:
         total = tl.load(left + n)
         limit = tl.load(top_p + n) * total
@@ -77,8 +77,8 @@ def bracket_kernel(
         inside = x > value_of(low, DTYPE)
         w = tl.where(inside, tl.exp2((x - top) * scale), 0.0) if MASS else under.to(tl.float32)
         if tl.sum(inside.to(tl.float32)) * weight > ROOM // 2:
-            # What lies above a key: what is known to, and the sample's; or all, but for the sample's that do not. That
-            # errs less which has the smaller part to guess.
+            # The mass above a key: the known part plus the sample's, or everything minus the sample's part below. The
+            # better estimate is the one with the smaller part to guess.
             limit, total = limit_of(n, top_k, top_p, left, vocab, MASS)
             from_above = 2 * limit < total
             above, below = limit - tl.load(known + n), total - limit
@@ -116,7 +116,7 @@ def gather_kernel(
         top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
         bottom = value_of(tl.load(bracket + 2 * n), DTYPE)
         ceiling = value_of(tl.load(bracket + 2 * n + 1), DTYPE)
-        WIDTH: tl.constexpr = 128 // DTYPE.primitive_bitwidth  # neighbours in a thread: by columns all stays there
+        WIDTH: tl.constexpr = 128 // DTYPE.primitive_bitwidth  # neighbours in a thread: sums by columns stay within it
         EACH: tl.constexpr = ROOM // SPLITS
         lane = tl.arange(0, BLOCK // WIDTH)
         many, mass = tl.zeros_like(lane), tl.zeros((BLOCK // WIDTH,), tl.float32)
@@ -162,7 +162,7 @@ def gather_kernel(
 
 @triton.jit
 def above_in_row(row, value, top, scale, vocab, ROUND: tl.constexpr):
-    """Of a whole row: how many tokens lie above a value, their mass, and how many equal it."""
+    """Return how many tokens of a whole row lie above a value, their mass, and how many equal it."""
     many, mass, equal = tl.zeros((ROUND,), tl.float32), tl.zeros((ROUND,), tl.float32), tl.zeros((ROUND,), tl.int32)
     for begin in range(0, vocab, ROUND):
         x = load_block(row, begin, vocab, ROUND)
@@ -174,7 +174,7 @@ def above_in_row(row, value, top, scale, vocab, ROUND: tl.constexpr):
 
 @triton.jit
 def search_row(row, low, high, limit, top, scale, vocab, MASS: tl.constexpr, DTYPE: tl.constexpr, ROUND: tl.constexpr):
-    """As `search`, among all tokens of a row."""
+    """Like `search`, among all tokens of a row."""
     while high - low > 1:
         middle = low + (high - low) // 2
         many, mass, _equal = above_in_row(row, value_of(middle, DTYPE), top, scale, vocab, ROUND)
@@ -185,7 +185,7 @@ def search_row(row, low, high, limit, top, scale, vocab, MASS: tl.constexpr, DTY
 
 @triton.jit
 def index_of(row, value, ties, vocab, ROUND: tl.constexpr):
-    """The index of the token that is number ``ties`` of those equal to ``value``."""
+    """Return the index of the token that is number ``ties`` of those equal to ``value``."""
     seen = 0
     begin = 0
     index = -1
@@ -267,7 +267,7 @@ def settle_kernel(
                     tl.store(window + 2 * n + 1, key_of(top, DTYPE))
         tl.store(cut + n, value)
         last = tl.full((), MAX_INDEX, tl.int32)
-        judged = ends & led & (one >= tl.maximum(floor_of(n, min_p), TINY))  # then min_p leaves what the cut does
+        judged = ends & led & (one >= tl.maximum(floor_of(n, min_p), TINY))  # then min_p keeps what the cut keeps
         tied = tl.minimum(tied, equal)
         if judged | (ends & (tied < equal)):
             last = index_of(row, value, tied, vocab, ROUND)

@@ -2,14 +2,14 @@
 
     scan    a block: largest logit, sums of w and w log2 w; the race of its tokens, or the peaks of its strips
     select  a row with filters: its candidates, the last token that is kept, and the draw (:mod:`.filters`)
-    bracket, gather, settle    a row whose candidates do not hold that token; and race, over those that are kept
+    bracket, gather, settle    a row whose candidates do not hold that token; and race, over the tokens that are kept
             (:mod:`.strip_select`)
-    finish  a row: its blocks put together
+    finish  a row: combines its blocks
 
-The logits are read once, 4 bytes a token of fp32 and 2 of bf16, 16 bytes a thread at a time; a block writes a few
-numbers, those of a row with filters one for 32 tokens, and nothing of [N, V] is written. Rows decide for themselves on
-the device whether they have a filter, and whether their candidates are enough. How a row is cut depends on nothing but
-its length, and blocks are put together in their order, so a row's bits do not depend on the batch.
+The logits are read once, 4 bytes a token of fp32 and 2 of bf16, 16 bytes a thread at a time. A block writes a few
+numbers, in rows with filters one more for every 32 tokens; nothing of size [N, V] is written. Whether a row has a
+filter, and whether its candidates are enough, is decided on the device. How a row is cut depends only on its length,
+and blocks are combined in their order, so a row's bits do not depend on the batch.
 
 Order of the tokens, masses and noise are those of :mod:`.reference`. No parameter is read on the host: calls can be
 captured in a CUDA graph.
@@ -46,9 +46,9 @@ from .strip_select import bracket_kernel, gather_kernel, race_kernel, settle_ker
 
 BLOCK = 4096  # tokens of a program; part of the summation order, so not tuned by shape
 GROUPS = 16  # of a block's tokens, each with a bound of its own
-STRIP = 32  # tokens next to each other, of which the largest logit is kept
+STRIP = 32  # adjacent tokens, of which the largest logit is stored
 CHOSEN = 128  # strips of a row that may hold its candidates
-# Of rows whose candidates are not enough:
+# For rows whose candidates are not enough:
 SPLITS = 16  # programs that share one
 SAMPLE = 4096  # tokens by which the cut is guessed
 ROOM = 16384  # tokens among which it is found
@@ -117,15 +117,15 @@ def winner(
     row, n, top, scale, seed, step, raced, floor, cut, cut_index, best, bound, vocab, blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The token of the least E / w, the lowest index among equals.
+    """Return the token of the least E / w, the lowest index among equals.
 
-    Groups of tokens are judged in the order of their bounds, until the next one's lies above the best score.
+    Groups of tokens are visited in the order of their bounds, until the next bound lies above the best score.
     """
     SPAN: tl.constexpr = BLOCK // 4 // GROUPS  # a group: four spans, a quarter of the block apart
     group = tl.arange(0, BLOCKS * GROUPS)
     inside = group < blocks * GROUPS
     low = log2_bound(tl.load(bound + n * blocks * GROUPS + group, mask=inside, other=0))
-    if not raced:  # weights are those beside the block's best
+    if not raced:  # weights are relative to the block's best
         low -= log2_weights(tl.load(best + n * blocks + group // GROUPS, mask=inside, other=0.0), top, scale)
     low = tl.where(inside, low, INFINITY)
     score = tl.full((), INFINITY, tl.float32)
@@ -153,7 +153,7 @@ def winner(
 
 @triton.jit
 def last_drawn(row, best, scale, vocab, ROUND: tl.constexpr):
-    """The highest index of the least logit with a weight."""
+    """Return the highest index of the least logit with a weight."""
     lane_least = tl.full((ROUND,), INFINITY, tl.float32)
     lane_last = tl.zeros((ROUND,), tl.int32)
     for begin in range(0, vocab, ROUND):
@@ -227,7 +227,7 @@ def finish_kernel(
                 index, x = begin + tl.arange(0, BLOCK), load_block(row, begin, vocab, BLOCK)
                 found = (x == bottom) & ((x > last_value) | (index <= last_index))
                 last = tl.max(tl.where(found, index, -1), 0)
-                # A block judged by its own best token, beside which more have a weight than beside the row's.
+                # A block's bounds are relative to its own best token, so more of its tokens have a weight in them.
                 if (not raced) & (tl.exp2((bottom - top) * scale) < TINY):
                     last = last_drawn(row, top, scale, vocab, ROUND)
         below = tl.load(row + first).to(tl.float32) - top
@@ -261,7 +261,7 @@ def sample_triton(
         return token, logprob, raw_logprob, entropy, last_kept
     blocks = triton.cdiv(vocab, BLOCK)
     many = triton.next_power_of_2(blocks)
-    room = triton.cdiv(rows * blocks, 4) * 4  # each begins at 16 bytes: elsewhere it would be another kernel to compile
+    room = triton.cdiv(rows * blocks, 4) * 4  # each begins at 16 bytes: otherwise another kernel would be compiled
     best, mass, moment, raw, kept, least = logits.new_empty((6, room), dtype=torch.float32)
     bound = logits.new_empty((rows, blocks, GROUPS), dtype=torch.int32)
     size = (logits.stride(0), vocab)

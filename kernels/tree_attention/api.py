@@ -33,11 +33,12 @@ def tree_attention(
     rows P to P + T - 1, and ``subtree_end`` and ``position`` are of all P + T. Gradients flow to the prefix too.
 
     Args:
-        q: queries [T, Hq, D]; any strides as long as the last dimension is contiguous.
+        q: queries [T, Hq, D], float32, bfloat16 or float16 (float64 runs on the reference); any strides as long as the
+            last dimension is contiguous.
         k: keys [T, Hkv, D], Hkv a divisor of Hq; query head h reads key head ``h // (Hq / Hkv)``.
         v: values [T, Hkv, D].
-        subtree_end: [P + T] int32, exclusive end of each token's subtree. Any values are a mask by the rule above and
-            none is followed as an index; a row that sees no key gives 0.
+        subtree_end: [P + T] int32, exclusive end of each token's subtree. Any values are a mask by the rule above, and
+            none is used as an index; a row that sees no key gives 0.
         scale: factor of the scores; ``D ** -0.5`` if None.
         position: [P + T] depth of each token along its path; needed with ``window`` only.
         window: key j is also hidden once ``position[i] - position[j] >= window`` (sliding-window layers).
@@ -45,10 +46,11 @@ def tree_attention(
         prefix_kv: keys and values [P, Hkv, D] of rows before these, of the dtype of k; P = 0 if None.
 
     Returns:
-        [T, Hq, D], contiguous, in q's dtype (float32, bfloat16, float16; float64 runs on the reference).
+        [T, Hq, D], contiguous, in q's dtype.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit together.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit together.
+        BackendError: the named backend does not take these arguments.
     """
     check = Arguments("tree_attention", "q", q)
     _check(check, q, k, v, subtree_end, prefix_kv)

@@ -1,4 +1,4 @@
-"""How many rows and keys each kernel takes at a time."""
+"""Sizes of the tiles of rows and keys that each kernel takes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tile of each kernel, as the machine code says it is best (tests/kernels/aot): no registers spilled in a loop,
-    and on Hopper 16 rows or keys for each warp, so that no two warp groups compute the same scores."""
+    """The tile of each kernel, chosen by its machine code (tests/kernels/aot): no registers spilled in a loop, and on
+    Hopper 16 rows or keys for each warp, so that no two warp groups compute the same scores.
+    """
 
     forward: Tile
     dq: Tile
@@ -29,12 +30,18 @@ class Tiles:
 
 
 def padded_width(dim: int) -> int:
-    """Head dimension of a tile: a power of two that ``tl.dot`` takes."""
+    """Return the head dimension of a tile: a power of two that ``tl.dot`` takes."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def tiles_for(dim: int, dtype: torch.dtype, *, major: int, softcap: bool) -> Tiles:
-    """``major``: of the compute capability; Hopper's products want tiles that fill Ampere's registers."""
+    """Return the tiles for a head dimension and dtype.
+
+    Args:
+        dim: head dimension, 1 to 256.
+        major: major compute capability; Hopper's products want tiles that fill Ampere's registers.
+        softcap: True if scores have a softcap, whose tanh takes registers.
+    """
     width = padded_width(dim)
     stages = 3 if major == 10 else 2
     if dtype == torch.float32:  # no tensor cores: operands stay in registers

@@ -36,7 +36,7 @@ def _load(tensor, index):
 
 @functools.cache
 def mask_of(prefix: bool, window: bool):
-    """`flash_lists.sees` on the elements of a partial block."""
+    """Return `flash_lists.sees` as a mask function of flash-attn for the elements of a partial block."""
 
     @cute.jit
     def tree_mask(batch, head, row, key, lengths, tensors):
@@ -47,8 +47,10 @@ def mask_of(prefix: bool, window: bool):
 
 @functools.cache
 def softcap_of(softcap: float):
-    """softcap tanh(scores / softcap) and its derivative times the gradient; tanh to 1e-7, where flash-attn's own takes
-    an approximation to 5e-4, which the softcap multiplies."""
+    """Return softcap tanh(scores / softcap) and its derivative times the gradient, as functions of flash-attn.
+
+    tanh is exact to 1e-7; flash-attn's own is an approximation to 5e-4, which the softcap multiplies.
+    """
 
     def bent(scores):  # 1 - 2 / (e^(2 x) + 1); a division would cost more than all the rest
         root = cute.math.rsqrt(cute.math.exp2(scores * (2.0 * LOG2E / softcap), fastmath=True) + 1.0, fastmath=True)
@@ -67,7 +69,7 @@ def softcap_of(softcap: float):
 
 
 def _named(function, *captured):
-    """With the name under which flash-attn keeps its compiled kernels: all that the function is made from."""
+    """Set the name under which flash-attn keeps its compiled kernels: everything that the function is made from."""
     function.__cute_hash__ = f"{function.__name__} {captured} {_SOURCE}"
     return function
 
@@ -83,7 +85,7 @@ def forward(
     window: bool,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, Hq, D] and the log-sum-exp [Hq, T] fp32."""
+    """Return out [T, Hq, D] and the log-sum-exp [Hq, T] fp32."""
     out, lse, *_ = interface._flash_attn_fwd(
         *(x.unsqueeze(0) for x in (q, k, v)),
         softmax_scale=scale,
@@ -109,8 +111,10 @@ def backward(
     window: bool,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v, contiguous. Those of q, and with groups of k and v, are added up in no fixed
-    order."""
+    """Return the gradients of q, k and v, contiguous.
+
+    The gradient of q, and with groups those of k and v, are added up in no fixed order.
+    """
     capped, slope = (None, None) if softcap is None else softcap_of(softcap)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     interface._flash_attn_bwd(

@@ -1,9 +1,9 @@
-"""What flash-attn 4 is told of a tree: its tiles, lists of full and partial blocks, and the tensors its mask reads.
+"""The tree as flash-attn 4 reads it: tiles, lists of full and partial blocks, and the tensors of its mask.
 
 The lists are those of `visible`, made on the device without synchronising, in flash-attn's layout: wholly and partly
-visible blocks apart, each from the front on. Their room follows from shapes alone, so it grows as T N: both directions
-take T N / 1024 bytes with blocks of 128 x 128, an eighth of a KiB a row at 128 K tokens. All heads and layers share
-them. `LIST_BYTES` bounds them.
+visible blocks in separate tensors. Their size follows from shapes alone, so it grows as T N: both directions take
+T N / 1024 bytes with blocks of 128 x 128, an eighth of a KiB a row at 128 K tokens. All heads and layers share them.
+`LIST_BYTES` bounds them.
 
 The mask of a partial block compares, for the row r of the T and the key j of all N = offset + T,
 
@@ -24,12 +24,12 @@ from .blocks import Tile
 from .visible import once, visible_blocks
 
 LIST_BYTES = 2**30  # of one mask, both directions: 1 M tokens in blocks of 128 x 128
-LARGEST_ROWS = 768  # what masks read of rows ends on a multiple of it: every tile of rows divides it
+LARGEST_ROWS = 768  # per-row tensors of the mask are padded to a multiple of it: every tile of rows divides it
 LARGEST_KEYS = 128
 
 
 class FlashTiles(NamedTuple):
-    """Blocks of the lists; the kernels split or join them as they like."""
+    """Blocks of the lists; the kernels split or join them."""
 
     forward: Tile
     backward: Tile
@@ -56,7 +56,8 @@ TILES = {9: _HOPPER, 10: _BLACKWELL}
 
 
 def list_bytes(rows: int, keys: int, tiles: FlashTiles) -> int:
-    """Bytes of the index lists of both directions; a block's full and partial ones have room for all others each."""
+    """Return the bytes of the index lists of both directions; a block has room for all others as full and as partial
+    ones."""
     forward, backward = tiles
     entries = triton.cdiv(rows, forward.rows) * (triton.cdiv(keys, forward.keys) + 1)
     entries += triton.cdiv(keys, backward.keys) * (triton.cdiv(rows, backward.rows) + 1)
@@ -71,7 +72,8 @@ def block_lists(
     offset: int,
     by_key: bool,
 ) -> BlockLists:
-    """Key blocks for every row block, which begin at ``offset``; with ``by_key`` row blocks for every key block."""
+    """Return the key blocks of every row block; row blocks begin at ``offset``. With ``by_key`` the row blocks of
+    every key block."""
     visible = visible_blocks(subtree_end, position, window, tile, offset, by_key)
 
     def make() -> BlockLists:
@@ -85,9 +87,10 @@ def block_lists(
 
 
 def mask_tensors(subtree_end: Tensor, position: Tensor | None, window: int | None, offset: int) -> tuple[Tensor, ...]:
-    """What the mask reads: `ends`, with ``offset`` > 0 `firsts`, with a window `lasts` and the rows' positions.
+    """Return the tensors that the mask reads: `ends`, with ``offset`` > 0 `firsts`, with a window `lasts` and the rows'
+    positions.
 
-    All are filled up to whole tiles: keys past the last are seen by no row.
+    All are padded to whole tiles: keys past the last are seen by no row.
     """
 
     def make() -> tuple[Tensor, ...]:
@@ -107,7 +110,7 @@ def mask_tensors(subtree_end: Tensor, position: Tensor | None, window: int | Non
 
 
 def sees(row, key, ends, tensors, load: Callable, *, prefix: bool, window: bool):  # type: ignore[no-untyped-def]
-    """Whether row r of the T sees key j, of `mask_tensors`; ``load(tensor, index)`` reads one of them.
+    """Return whether row r of the T sees key j, by `mask_tensors`; ``load(tensor, index)`` reads one of them.
 
     The kernels trace this function on their own values, tests run it on tensors.
     """

@@ -5,10 +5,10 @@
 
 Registers do not hold dK and dV of 256 columns: two programs then share them, and each computes all scores.
 
-dQ reads q, dO and O once and of k and v the visible blocks; it leaves lse and delta as dK/dV reads them, in whole tiles
-of each head. dK/dV reads k and v once and q and dO for every query head and block of rows that sees the keys, and is
-cut into `WorkItems`: an item that is all the work of its key block writes the gradients, the others leave partial sums
-that `add_kernel` adds up in the order of the rows.
+dQ reads q, dO and O once, and the visible blocks of k and v; it stores lse and delta as dK/dV reads them, in whole
+tiles of each head. dK/dV reads k and v once, and q and dO for every query head and block of rows that sees the keys. It
+is cut into `WorkItems`: an item that is all the work of its key block writes the gradients, the others write partial
+sums that `add_kernel` adds up in the order of the rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,7 +28,7 @@ def _dq_blocks(
     STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``count`` key blocks of a list; STEP -1: the partly visible ones, which are listed from the back."""
+    """Add ``count`` key blocks of a list; STEP -1: the partly visible ones, which are listed from the back."""
     WHOLE: tl.constexpr = STEP == 1
     block = tl.load(listed)
     for i in range(count):
@@ -85,7 +85,7 @@ def dq_kernel(
     output = load_tile(out + head * DIM, first, HEADS * DIM, row_count, ROWS, DIM, WIDTH, False)
     delta = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
     lse2 = tl.load(lse + head * row_count + lines, mask=lines < row_count, other=float("inf")) * LOG2E
-    lse2 = tl.where(lse2 == -float("inf"), 0.0, lse2)  # a row that saw nothing, whose scores are all hidden
+    lse2 = tl.where(lse2 == -float("inf"), 0.0, lse2)  # a row that sees nothing: all its scores are hidden
     packed = head * (2 * FILL * tl.cdiv(row_count, FILL)) + lines // PACK * (2 * PACK) + lines % PACK
     tl.store(row_sums + packed, lse2)  # inf past the last row
     tl.store(row_sums + packed + PACK, delta)
@@ -109,8 +109,9 @@ def dq_kernel(
 
 @triton.jit
 def _by_halves(entry):
-    """An int32 of a list. As four bytes Triton would copy it to shared memory, and then wait for all copies at once; a
-    round ahead in a register, as the other kernels have it, it makes dK/dV spill."""
+    """Load an int32 of a list. As four bytes Triton would copy it to shared memory, and then wait for all copies at
+    once; one round ahead in a register, as in the other kernels, it makes dK/dV spill.
+    """
     half = entry.to(tl.pointer_type(tl.uint16))
     return tl.load(half).to(tl.int32) | (tl.load(half + 1).to(tl.int32) << 16)
 
@@ -123,9 +124,9 @@ def _dkdv_tiles(
     STEP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds tiles ``begin`` to ``stop``: those of one row block of the list after the other, for each query head."""
+    """Add tiles ``begin`` to ``stop``: the tiles of one row block of the list after the other, for each query head."""
     WHOLE: tl.constexpr = STEP == 1
-    LEAN: tl.constexpr = PARTS == 1 and dk.numel * ROWS >= 128 * 128 * 64  # else dK, dV and scores leave registers
+    LEAN: tl.constexpr = PARTS == 1 and dk.numel * ROWS >= 128 * 128 * 64  # otherwise dK, dV and scores spill
     KEYS: tl.constexpr = dk.shape[0]
     ROOM: tl.constexpr = PARTS == 1
     for i in range(begin, stop):
@@ -255,7 +256,7 @@ def add_kernel(
     tokens, slots, stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of LINES keys of a key block that was cut into items."""
+    """Add up the gradients of LINES keys of a key block that was cut into items."""
     program = tl.program_id(0).to(tl.int64)
     split = splits + 3 * tl.program_id(1)
     block = tl.load(split)

@@ -1,8 +1,8 @@
 """Forward over blocks of rows: S = q k^T, online softmax in the log2 domain, out = P v, lse.
 
-Reads q once and of k and v the blocks that a row of the block sees; writes out and lse. First the list of blocks that
-all rows see wholly, without a mask, then that of the partly visible ones. The scale is applied within the exponent,
-2^(scale S - top), as one multiply-add an element.
+Reads q once, and the blocks of k and v that a row of the block sees; writes out and lse. First comes the list of blocks
+that all rows see wholly, without a mask, then the list of the partly visible ones. The scale is applied within the
+exponent, 2^(scale S - top), as one multiply-add an element.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,7 +22,7 @@ def _forward_blocks(
     STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``count`` key blocks of a list; STEP -1: the partly visible ones, which are listed from the back."""
+    """Add ``count`` key blocks of a list; STEP -1: the partly visible ones, which are listed from the back."""
     WHOLE: tl.constexpr = STEP == 1
     block = tl.load(listed)
     for i in range(count):

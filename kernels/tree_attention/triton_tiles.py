@@ -1,4 +1,4 @@
-"""What the Triton kernels do with a tile: load it, score it, mask it, store it."""
+"""Device functions on a tile: load it, score it, mask it, store it."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,7 +13,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _tanh(x):
-    """tanh with a small relative error near 0 too."""
+    """Return tanh with a small relative error near 0 too."""
     z = x * x
     p = -5.70498872745e-3 * z + 2.06390887954e-2
     p = p * z - 5.37397155531e-2
@@ -27,7 +27,7 @@ def _tanh(x):
 
 @triton.jit
 def log2_scores(dot, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores in the log2 domain, and the slope of the softcap there (1 without)."""
+    """Return scores in the log2 domain, and the slope of the softcap there (1 without)."""
     if HAS_SOFTCAP:
         bent = _tanh(dot * (scale / softcap))
         return bent * (softcap * LOG2E), 1.0 - bent * bent
@@ -39,7 +39,7 @@ def log2_scores(dot, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 def hide(
     scores, rows, keys, end, row_position, key_position, window, HAS_WINDOW: tl.constexpr
 ):  # fmt: skip
-    """-inf where broadcast rows do not see keys."""
+    """Return the scores with -inf where broadcast rows do not see keys."""
     seen = (keys <= rows) & (rows < end)
     if HAS_WINDOW:
         seen &= row_position - key_position < window
@@ -48,7 +48,8 @@ def hide(
 
 @triton.jit
 def wide_product(a, b):
-    """In 64 bits, of numbers below 2^31 that are not negative: one instruction, where 64-bit factors take three."""
+    """Return a product in 64 bits, of numbers below 2^31 that are not negative: one instruction; 64-bit factors take
+    three."""
     b += tl.zeros([], tl.int32)  # a stride of 1 comes as a constant
     if b.dtype == tl.int64:
         return a.to(tl.int64) * b
@@ -61,11 +62,11 @@ def load_tile(
     pointer, first, stride, limit, SIZE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     LEAN: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows from ``first`` on of a [*, DIM] head as [SIZE, WIDTH], zeros outside; WHOLE: all are below ``limit``.
+    """Load rows from ``first`` on of a [*, DIM] head as [SIZE, WIDTH], zeros outside; WHOLE: all are below ``limit``.
 
-    LEAN, for loops without a register to spare: a thread of 256 that copies 16 bytes of 128 columns has rows 16 apart.
-    Their distances are the same for all threads, and what is left needs one register, as it is known to be positive.
-    Elements have two bytes, and where DIM is a multiple of 8 every row begins at a multiple of 16.
+    LEAN is for loops without a register to spare: a thread of 256 that copies 16 bytes of 128 columns has rows 16
+    apart. Their distances are the same for all threads, so what remains needs one register, as it is known to be
+    positive. Elements have two bytes, and where DIM is a multiple of 8 every row begins at a multiple of 16.
     """
     lines, columns = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     if LEAN:
@@ -90,11 +91,11 @@ def load_tile(
 
 @triton.jit
 def load_lines(pointer, LINES: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr):
-    """[LINES, SIZE]: in each line the SIZE numbers of four bytes at ``pointer``.
+    """Load [LINES, SIZE]: in each line the SIZE numbers of four bytes at ``pointer``.
 
-    Of a vector with fewer elements than there are threads Triton copies one a thread, or all by every thread. So it is
-    loaded several times at once, 16 bytes to each of 256 threads, and the 16 lines of a warp read a copy of their own:
-    lines 8 apart, which one thread holds, the same. Not without ROOM for 4 KiB a stage in shared memory.
+    Triton copies a vector with fewer elements than threads one element a thread, or all of it by every thread. So it is
+    loaded several times at once, 16 bytes to each of 256 threads, and the 16 lines of a warp read separate copies;
+    lines 8 apart, which one thread holds, share one. Needs ROOM for 4 KiB a stage in shared memory.
     """
     if not ROOM:
         return tl.broadcast_to(tl.load(pointer + tl.arange(0, SIZE))[None, :], (LINES, SIZE))

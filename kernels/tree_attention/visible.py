@@ -1,11 +1,11 @@
-"""Which blocks see each other: lists of wholly and of partly visible blocks, made on the device without synchronising.
+"""Lists of wholly and of partly visible blocks, made on the device without synchronising.
 
 Row i sees key j iff ``j <= i < subtree_end[j]``, so the largest and smallest subtree_end of a block of keys tell
-whether a block of rows sees nothing, all or a part of it. A kernel walks one list from end to end: what a row block
-sees is the path from its root, and its pipeline of copies does not restart where the path leaves one node for the next.
+whether a block of rows sees none, all or a part of it. A kernel walks one list from end to end: a row block sees the
+path from its root, and the pipeline of copies does not restart where the path leaves one node for the next.
 
 The work of dK/dV is uneven: the keys of a root are seen by every row. `work_items` cuts it into items of about equal
-length; those of one key block are added up later, in their order.
+length; the partial sums of one key block are added up later, in their order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,13 +25,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .blocks import LARGEST, Tile
 
 T = TypeVar("T")
-SPAN = 128  # blocks that `list_blocks_kernel` looks at at a time
-SHORTEST_ITEM = 32  # tiles; below it, writing and adding up partial sums would cost more than the balance gains
+SPAN = 128  # blocks that `list_blocks_kernel` tests at a time
+SHORTEST_ITEM = 32  # tiles; shorter items would cost more in partial sums than the balance gains
 WANTED_ITEMS = 512  # of all heads: about four for each multiprocessor of the largest GPUs
 
 
 class VisibleBlocks(NamedTuple):
-    """For every block of one side, the visible blocks of the other side."""
+    """For every block of one side (rows or keys), the visible blocks of the other side."""
 
     blocks: Tensor  # [B, others + 1] int32: wholly visible ones from the front on, partly visible ones from the back
     full_count: Tensor  # [B] int32
@@ -39,7 +39,8 @@ class VisibleBlocks(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What masked tiles compare, filled up with zeros to whole tiles: keys past the last are seen by no row."""
+    """The vectors that masked tiles compare, padded with zeros to whole tiles: keys past the last are seen by no
+    row."""
 
     ends: Tensor  # [N to a multiple of LARGEST] int32, subtree_end
     positions: Tensor  # likewise; `ends` without a window
@@ -62,7 +63,8 @@ def _visibility(
     row_block, key_block, lows, highs, key_firsts, key_lasts, row_firsts, row_lasts, tokens, offset, window,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BY_KEY: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Whether blocks see each other in part, and whether wholly: every key by every row (with BY_KEY ROWS of them)."""
+    """Return whether blocks see each other in part, and whether wholly: every key by every row (with BY_KEY ROWS of
+    them)."""
     row, key = offset + row_block * ROWS, key_block * KEYS
     exists = (row < tokens) & (key < tokens)
     row_end = tl.minimum(row + ROWS, tokens)
@@ -115,14 +117,13 @@ def list_blocks_kernel(
 
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""subtree_end -> its version and what was made from it: the layers of a model ask for the same."""
+"""subtree_end -> its version and the results made from it: all layers of a model ask for the same ones."""
 
 
 def once(subtree_end: Tensor, position: Tensor | None, window: int | None, what: object, make: Callable[[], T]) -> T:
-    """``make()``, or what it gave before for these arguments.
+    """Return ``make()``, or the earlier result for these arguments.
 
-    ``subtree_end`` and ``position`` must not change between two calls without their version counters telling so, as
-    those of tensors do.
+    ``subtree_end`` and ``position`` must not change between two calls without a change of their version counters.
     """
     if subtree_end.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
         return make()
@@ -144,7 +145,8 @@ def visible_blocks(
     offset: int,
     by_key: bool,
 ) -> VisibleBlocks:
-    """Key blocks for every row block, which begin at ``offset``; with ``by_key`` row blocks for every key block."""
+    """Return the key blocks of every row block; row blocks begin at ``offset``. With ``by_key`` the row blocks of
+    every key block."""
 
     def make() -> VisibleBlocks:
         tokens = subtree_end.numel()
@@ -157,7 +159,7 @@ def visible_blocks(
         if by_key:
             count, others = others, count
         blocks = subtree_end.new_empty((count, others + 1))
-        room = triton.cdiv(count, 4) * 4  # both begin at 16 bytes: elsewhere they would be other kernels to compile
+        room = triton.cdiv(count, 4) * 4  # both begin at 16 bytes: otherwise other kernels would be compiled
         full_count, partial_count = subtree_end.new_empty((2, room))[:, :count].unbind()
         list_blocks_kernel[(count,)](
             low, high, *spans, blocks, full_count, partial_count, tokens, offset, window or 0, others + 1,
@@ -171,7 +173,7 @@ def visible_blocks(
 def heavy_first(
     subtree_end: Tensor, position: Tensor | None, window: int | None, tile: Tile, offset: int
 ) -> tuple[VisibleBlocks, Tensor]:
-    """The key blocks of every row block, and the row blocks [B] int32 by falling amount of work."""
+    """Return the key blocks of every row block, and the row blocks [B] int32 by falling amount of work."""
     visible = visible_blocks(subtree_end, position, window, tile, offset, by_key=False)
 
     def make() -> Tensor:
@@ -195,7 +197,8 @@ def mask_of(subtree_end: Tensor, position: Tensor | None, window: int | None, of
 def work_items(
     subtree_end: Tensor, position: Tensor | None, window: int | None, tile: Tile, offset: int, heads: int, group: int
 ) -> tuple[VisibleBlocks, WorkItems]:
-    """The row blocks of every key block, and their tiles of ``group`` query heads cut for ``heads`` key heads."""
+    """Return the row blocks of every key block, and their tiles of ``group`` query heads cut for ``heads`` key
+    heads."""
     visible = visible_blocks(subtree_end, position, window, tile, offset, by_key=True)
     request = ("items", tile.rows, tile.keys, offset, heads, group)
     return visible, once(subtree_end, position, window, request, lambda: _cut(visible, heads, group))
@@ -231,7 +234,8 @@ def _cut(visible: VisibleBlocks, heads: int, group: int) -> WorkItems:
 
 
 def _extent(values: Tensor, block: int, filling: int | None) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of every block, [B]; the last block is filled up (None: with its own last value)."""
+    """Return the smallest and largest value of every block, [B]; the last block is padded (None: with its own last
+    value)."""
     missing = -values.numel() % block
     if missing:
         last = values[-1:] if filling is None else values.new_full((1,), filling)

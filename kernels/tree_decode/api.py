@@ -81,17 +81,18 @@ def tree_decode_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of query rows over the paged keys and values of their paths; shared nodes are read once.
+    """Compute attention of query rows over the paged keys and values of their paths; shared nodes are read once.
 
     Row i sees key x of node n iff ``row_begin[n] <= i < row_end[n]`` and ``position(x) <= query_position[i]``. So one
     call serves decoding rows and prefill chunks (several consecutive rows of one sequence) alike; the keys and values
-    of the rows' own tokens are already in the pages. A row's result does not depend on the other rows.
+    of the rows' own tokens are already in the pages. A row's result does not depend on the other rows. It has no
+    gradient.
 
     Args:
-        q: queries [N, Hq, D], last dimension contiguous.
+        q: queries [N, Hq, D], float32, bfloat16 or float16 (float64 runs on the reference), last dimension contiguous.
         k_pages: keys [P, page, Hkv, D] in q's dtype; Hkv a divisor of Hq.
         v_pages: values [P, page, Hkv, D], of the strides of the keys.
-        plan: nodes and rows; one made on a GPU is believed, others were looked at when they were made.
+        plan: nodes and rows. A plan made on a GPU is not checked; others were checked when they were made.
         scale: factor of the scores; ``D ** -0.5`` if None.
         window: keys with ``query_position[i] - position(x) >= window`` are hidden too.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
@@ -101,7 +102,7 @@ def tree_decode_attention(
         key gives 0 and -inf.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit together.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit together.
     """
     check = Arguments("tree_decode_attention", "q", q)
     _check(check, q, k_pages, v_pages, plan)
@@ -131,11 +132,11 @@ def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: 
 
 
 def check_plan(check: Arguments, plan: DecodePlan, rows: int, pages: int, page: int) -> None:
-    """That it is for ``rows`` rows, and reads no more than ``pages`` pages of ``page`` keys."""
+    """Check that ``plan`` is for ``rows`` rows, and reads at most ``pages`` pages of ``page`` keys."""
     if not isinstance(plan, DecodePlan):
         check.wrong_type("plan", "a DecodePlan", plan)
     positions = plan.query_position.numel()
-    if positions != rows:  # not in the call: a compiler cannot read messages with its numbers in them
+    if positions != rows:  # not in one call: a compiler traces no message with numbers
         check.require(False, f"the plan has {positions} query positions, q has {rows} rows; plan this step")
     check.tensor("the plan", plan.page_ids)
     if plan.extent is not None and not (plan.extent[0] <= pages and plan.extent[1] <= page):

@@ -1,4 +1,4 @@
-"""What one step of decode attention reads: the pages of each node and the rows below it."""
+"""The plan of a step of decode attention: the pages of each node and the rows below it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schedule import FIELDS, HAS_NUMPY, Schedule, count_partials, items_of, par
 if TYPE_CHECKING:
     from .schedule import Array
 
-ALIGNED = 32  # int32 between the beginnings of columns that share a vector: 128 bytes
+ALIGNED = 32  # columns that share a vector begin at multiples of this many int32, 128 bytes
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class DecodePlan:
     Rows and nodes are in depth-first order, so the rows of a node are contiguous, and among those of its parent. A row
     is one query token: a decoding sequence has one, a prefill chunk several consecutive ones. All tensors are
     contiguous int32 on the device of the queries; K is the number of nodes, N of rows.
+
+    Raises:
+        ValueError: a tensor has a wrong shape, dtype or device, or (on a CPU) names pages, rows or keys that cannot
+            exist.
+        ImportError: numpy is not installed.
     """
 
     page_indptr: Tensor  # [K + 1] node n owns page_ids[page_indptr[n] : page_indptr[n + 1]]
@@ -36,11 +41,13 @@ class DecodePlan:
     row_end: Tensor  # [K] one past the last
     query_position: Tensor  # [N] a row sees keys at positions up to its own
     schedule: Schedule | None = None
-    """Made by `from_host` and `of_columns`. A backend that needs one for query heads a key head that it lacks makes it
-    itself: it copies the plan to the host, and waits for that once a plan."""
+    """Made by `from_host` and `of_columns`. A backend that needs a number of query heads a key head that it lacks makes
+    the schedule itself: it copies the plan to the host, and waits for that once a plan.
+    """
 
     extent: tuple[int, int] | None = field(init=False, default=None)
-    """Pages that the keys lie in, and the least size of a page that holds them; None: not known, and believed."""
+    """Number of pages that the keys lie in, and the least size of a page that holds them; None: not known, so not
+    checked."""
 
     def __post_init__(self) -> None:
         if not HAS_NUMPY:
@@ -61,11 +68,20 @@ class DecodePlan:
 
     @staticmethod
     def from_host(
-        arrays: Sequence[Array],  # int32, the tensors above in order
+        arrays: Sequence[Array],  # int32, the tensors of a plan in order
         device: torch.device,
         groups: Iterable[int] = (),
     ) -> DecodePlan:
-        """The plan of arrays on the host, and its schedule for each of these query heads a key head; one copy."""
+        """Make the plan of arrays on the host, with one copy to ``device``.
+
+        Args:
+            arrays: int32, in the order of the tensors of a plan.
+            device: where the queries are.
+            groups: numbers of query heads a key head to make schedules for.
+
+        Raises:
+            ValueError: the arrays name pages, rows or keys that cannot exist.
+        """
         import numpy as np
 
         columns = host_columns(arrays, groups)
@@ -77,14 +93,16 @@ class DecodePlan:
         partials = count_partials(arrays[3], arrays[5], arrays[6])
         plan = DecodePlan.of_columns({name: vector[place] for name, place in places.items()}, partials)
         plan.__post_init__()
-        if plan.extent is None:  # on a GPU its values are not looked at; here they still can be
+        if plan.extent is None:  # values on a GPU are not checked; on the host they still can be
             object.__setattr__(plan, "extent", extent_of(arrays))
         return plan
 
     @staticmethod
     def of_columns(columns: Mapping[str, Tensor], partials: int) -> DecodePlan:
-        """The plan of what `host_columns` names, on the device, with room for ``partials`` partials. Who made them
-        answers for them: nothing is looked at, now or when it is used."""
+        """Make the plan of the columns that `host_columns` names, on the device, with room for ``partials`` partials.
+
+        The caller guarantees that they fit: nothing is checked, now or when the plan is used.
+        """
         items = {int(name[5:]): columns[name].view(-1, FIELDS) for name in columns if name.startswith("items")}
         plan = object.__new__(DecodePlan)
         vars(plan).update({name: columns[name] for name in TENSORS}, extent=None)
@@ -93,10 +111,10 @@ class DecodePlan:
 
 
 def extent_of(arrays: Sequence[Array]) -> tuple[int, int]:
-    """See `DecodePlan.extent`.
+    """Return `DecodePlan.extent`.
 
     Raises:
-        ValueError: the numbers name pages, rows or keys that cannot be.
+        ValueError: the numbers name pages, rows or keys that cannot exist.
     """
     import numpy as np
 
@@ -122,7 +140,7 @@ TENSORS = tuple(f.name for f in fields(DecodePlan) if f.name not in ("schedule",
 
 
 def host_columns(arrays: Sequence[Array], groups: Iterable[int]) -> dict[str, Array]:
-    """The vectors of a plan and of its schedule for ``groups`` by name, the longest one last; int32."""
+    """Return the int32 vectors of a plan and of its schedule for ``groups`` by name, the longest one last."""
     named = dict(zip(TENSORS, arrays, strict=True))
     page_ids = named.pop("page_ids")
     if groups := list(groups):
@@ -134,7 +152,7 @@ def host_columns(arrays: Sequence[Array], groups: Iterable[int]) -> dict[str, Ar
 
 
 def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:
-    """Places of columns in one vector, each aligned to 128 bytes, and its length."""
+    """Return the places of columns in one vector, each aligned to 128 bytes, and its length."""
     places, at = {}, 0
     for name, size in sizes.items():
         places[name] = slice(at, at + size)

@@ -1,9 +1,10 @@
-"""Who computes what in a step: found on the host from a plan's nodes and rows, for all layers at once.
+"""The schedule of a step, made on the host from a plan's nodes and rows, for all layers at once.
 
-An item is what one program does for one key head: up to `CHUNK` keys of a node, for up to `queries_of(group) // group`
-rows below it. Its result for a row is a partial. A row's partials lie side by side in the order of its path, so merging
-them needs no list: a node's first partial is as far from the row's first as there are chunks above the node, which is
-the same for all rows below it. The longest items come first, so that the last programs to end have little left.
+An item is the work of one program for one key head: up to `CHUNK` keys of a node, for up to `queries_of(group) //
+group` rows below it. Its result for a row is a partial. A row's partials are stored in the order of its path, so
+merging them needs no list: a node's first partial is as far from the row's first as there are chunks above the node,
+which is the same for all rows below it. The longest items come first, so that the last programs to end have little
+left.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 HAS_NUMPY = importlib.util.find_spec("numpy") is not None
-"""Plans are made by numpy, in half of torch's time. It is imported where it is used: other kernels need torch alone."""
+"""True if numpy is installed. Plans are made by numpy, in half of torch's time. It is imported where it is used,
+because the other kernels need torch alone.
+"""
 CHUNK = 512
-"""Keys of a node that are summed up together; counted from its first, whoever else reads it."""
+"""Keys of a node that one item sums up; chunks are counted from the node's first key, so they do not depend on other
+rows."""
 QUERIES = 64  # rows x query heads of an item
 PROGRAMS_A_PROCESSOR = 4
 SAME_STRIDES = "tree_decode_attention: k_pages and v_pages must have the same strides; one address serves both."
 FIELDS = 8
-"""An item: index of the node's first page id, slots to skip there, keys, position of the first key, first row, rows,
-how far its partials are from the first of each row, 0. 32 bytes, aligned."""
+"""Fields of an item: index of the node's first page id, slots to skip there, keys, position of the first key, first
+row, rows, distance of its partials from the first of each row, 0. 32 bytes, aligned.
+"""
 
 
 class Nodes(NamedTuple):
@@ -55,7 +60,7 @@ class Work(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """On the device of the queries; N rows."""
+    """The items of a step on the device of the queries; N rows."""
 
     partial_begin: Tensor  # [N + 1] int32, where each row's partials begin
     items: Mapping[int, Tensor]  # query heads a key head -> [1 + I, FIELDS] int32; I is the first number of the first
@@ -63,7 +68,7 @@ class Schedule(NamedTuple):
 
 
 def queries_of(group: int) -> int:
-    """Queries of an item: 64, or as many as the query heads of one key head need."""
+    """Return the queries of an item: 64, or as many as the query heads of one key head need."""
     return max(QUERIES, 1 << (group - 1).bit_length())
 
 
@@ -74,7 +79,7 @@ def count_partials(node_length: Array, row_begin: Array, row_end: Array) -> int:
 
 
 def partials_of_rows(node_length: Array, row_begin: Array, row_end: Array, rows: int) -> tuple[Array, Array]:
-    """Where rows' partials begin [N + 1] int32, and how many lie before a node's own in each row below it [K].
+    """Return where rows' partials begin [N + 1] int32, and how many of a row's partials lie before a node's own [K].
 
     Raises:
         ValueError: the nodes are not in depth-first order.
@@ -94,7 +99,7 @@ def partials_of_rows(node_length: Array, row_begin: Array, row_end: Array, rows:
 
 
 def _check_nested(begin: Array, end: Array, depth: Array) -> None:
-    """The last node before n at depth - 1 is its parent, whose rows contain n's."""
+    """Check that nodes are nested: the last node before n at depth - 1 is its parent, whose rows contain n's."""
     import numpy as np
 
     order = np.arange(len(begin))
@@ -107,7 +112,7 @@ def _check_nested(begin: Array, end: Array, depth: Array) -> None:
 
 
 def items_of(plan: Sequence[Array], before: Array, group: int) -> Array:  # [1 + I, FIELDS] int32
-    """The items of a plan's nodes, in the order of `DecodePlan`."""
+    """Return the items of a plan's nodes, in the order of `DecodePlan`."""
     import numpy as np
 
     page_indptr, _, offset, length, position, row_begin, row_end, *_ = plan
@@ -137,7 +142,7 @@ def items_of(plan: Sequence[Array], before: Array, group: int) -> Array:  # [1 +
 
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""row_begin of a plan -> query heads a key head -> its schedule here: the layers of a step ask for the same one."""
+"""row_begin of a plan -> query heads a key head -> its schedule: all layers of a step ask for the same one."""
 
 
 def make_schedule(nodes: Nodes, group: int) -> Work:
@@ -153,6 +158,6 @@ def make_schedule(nodes: Nodes, group: int) -> Work:
 
 
 def programs(device: torch.device, kv_heads: int) -> int:
-    """Programs that share the items of a key head."""
+    """Return the number of programs that share the items of a key head."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return max(1, PROGRAMS_A_PROCESSOR * processors // kv_heads)

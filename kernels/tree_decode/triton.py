@@ -1,15 +1,15 @@
 """Triton backend: shared nodes read once, partial results merged along every row's path.
 
-    partial  an item (schedule.py) and a key head: online softmax of some rows over a chunk of a node's keys
+    partial  an item (schedule.py) and a key head: online softmax of its rows over a chunk of a node's keys
     merge    a row's partials in the order of its path, weighted by their log-sum-exps
 
-Reads the keys and values of every node once a tile of 64 queries below it, and writes and reads one fp32 partial a
-(row, query head, chunk). Chunks are counted from a node's first key and partials are merged in a fixed order, so a
+Reads the keys and values of every node once for each tile of 64 queries below it, and writes and reads one fp32 partial
+a (row, query head, chunk). Chunks are counted from a node's first key and partials are merged in a fixed order, so a
 row's bits do not depend on the other rows.
 
 Bound by the reading of keys and values, so the loop over tiles of keys keeps two tiles in flight while it multiplies a
-third: an address needs a page's id, so these are loaded a tile earlier still. The last tile reads the chunk's last key
-again where there are no more keys. One warp group holds the 64 queries; two or more blocks fit on a processor.
+third: an address needs a page's id, so these are loaded one tile earlier. The last tile reads the chunk's last key
+again where there are no more keys. One warp group holds the 64 queries; two or more blocks fit on a multiprocessor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,7 +29,8 @@ from .schedule import FIELDS, SAME_STRIDES, Nodes, Work, make_schedule, programs
 
 @triton.jit
 def slots_of(begin, last, KEYS: tl.constexpr):
-    """The slots of a tile's keys; those past ``last`` count as it. Unsigned, so that pages and offsets are shifts."""
+    """Return the slots of a tile's keys; those past ``last`` become it. Unsigned, so that pages and offsets are
+    shifts."""
     return tl.minimum(begin + tl.arange(0, KEYS), last).to(tl.uint32)
 
 
@@ -67,7 +68,7 @@ def partial_kernel(
         query = tl.load(
             q + row.to(tl.int64)[:, None] * q_stride + head[:, None] * q_head + columns[None, :], mask=inside, other=0.0
         )
-        # A row sees keys up to its own position, of those there are; all counted from the item's first.
+        # A row sees the existing keys up to its own position; both are counted from the item's first key.
         age = tl.load(query_position + row, mask=live, other=-1) - position
         newest = tl.where(live, tl.minimum(age, count - 1), -1)
         last = slot + count - 1
@@ -193,7 +194,8 @@ def tree_decode(
 
 
 def tile_of(width: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Keys of a tile and warps, so that nothing spills (tests/kernels/aot) and warps share no row of queries."""
+    """Return keys of a tile and warps, such that nothing spills (tests/kernels/aot) and warps share no row of
+    queries."""
     if dtype == torch.float32:
         return 16, 4
     return 64 if width <= 128 else 32, queries // 16

@@ -166,27 +166,6 @@ def test_without_an_op_some_run_in_small_cases(
     assert main(["all", "ceilings"]) == 2
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_provider_runs_its_first_case(op: str) -> None:
-    if op == "trl_step":
-        pytest.importorskip("trl", reason="TRL is not installed: pip install rolltree[trl]")
-    bench = load(op)
-    inputs = next(bench.cases(CPU, True)).make()
-    ran = []
-    for name, provider in {**bench.providers, "ceiling": bench.ceiling}.items():
-        if provider is None or name == "rolltree compiled":  # a minute of compilation, which test_graphs has
-            continue
-        try:
-            for call in provider(inputs).values():
-                call()
-            ran.append(name)
-        except (ImportError, UnsupportedError):
-            twin = name == "rolltree, triton"  # timed beside another backend of a GPU
-            assert twin or not name.startswith(("rolltree", "torch,", "sdpa", "flat"))
-    assert op == "ceilings" or (any(name.startswith("rolltree") for name in ran) and len(ran) >= 2)
-    assert ran
-
-
 TREES = {
     "group": workloads.group(40, 20, 3),
     "segments": workloads.segments(16, 8, 3, 4),

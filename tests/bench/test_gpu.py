@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolltree.bench import gpu, runner, schema, sweep
+from rolltree.bench import gpu, gpu_tasks, runner, schema, sweep
+from rolltree.bench.cli import OPS
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
 from rolltree.kernels.dispatch import interpreting
@@ -138,12 +139,12 @@ def test_a_lost_device_ends_the_process_and_the_next_leaves_the_provider_out(
     assert "ours one" not in calls
 
 
-def setting(out: Path) -> gpu.Setting:
-    return gpu.Setting("cpu", True, 0.0, "", out)
+def setting(out: Path) -> gpu_tasks.Setting:
+    return gpu_tasks.Setting("cpu", True, 0.0, "", out)
 
 
-def task(name: str, code: str, **options: object) -> gpu.Task:
-    return gpu.Task(name, [sys.executable, "-c", code], **options)  # type: ignore[arg-type]
+def task(name: str, code: str, **options: object) -> gpu_tasks.Task:
+    return gpu_tasks.Task(name, [sys.executable, "-c", code], **options)  # type: ignore[arg-type]
 
 
 def test_parts_go_on_where_they_stopped(tmp_path: Path) -> None:
@@ -221,9 +222,9 @@ print(names)
 DRIVEN = """
 import sys
 from pathlib import Path
-from rolltree.bench import gpu
+from rolltree.bench import gpu, gpu_tasks
 sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"]
-gpu.run_part([gpu.Task("sleeper", sleeper)], gpu.Setting("cpu", True, 0.0, "", Path(sys.argv[1])), 90.0)
+gpu.run_part([gpu_tasks.Task("sleeper", sleeper)], gpu_tasks.Setting("cpu", True, 0.0, "", Path(sys.argv[1])), 90.0)
 """
 
 
@@ -247,7 +248,7 @@ def test_a_task_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
 
 def test_what_some_cases_passed_is_not_passed_by_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, some = (
-        {task.name for task in gpu.parts(gpu.Setting("cpu", True, 0.0, cases, tmp_path))["kernels"]()}
+        {task.name for task in gpu_tasks.parts(gpu_tasks.Setting("cpu", True, 0.0, cases, tmp_path))["kernels"]()}
         for cases in ("", "T=1")
     )
     assert whole & some == {"versions", "build", "correct"}
@@ -257,25 +258,27 @@ def test_what_some_cases_passed_is_not_passed_by_all(tmp_path: Path, capsys: pyt
     assert gpu.main([*request, "--cases", "T=("]) == 2
     assert "'T=(' is not a regular expression" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    chosen = [t.name for t in gpu.kernels(gpu.Setting("cpu", True, 0.0, "T=1$", tmp_path)) if t.selects(CPU)]
+    chosen = [
+        t.name for t in gpu_tasks.kernels(gpu_tasks.Setting("cpu", True, 0.0, "T=1$", tmp_path)) if t.selects(CPU)
+    ]
     assert chosen == ["versions", "build", "correct", "rows sample_tokens of T=1$"]
 
 
 def test_a_tool_that_is_missing_is_said(tmp_path: Path) -> None:
-    to = gpu.Setting("cuda", False, 0.0, "", tmp_path)
+    to = gpu_tasks.Setting("cuda", False, 0.0, "", tmp_path)
     assert gpu.run_part([task("watched", "", needs="no-such-tool")], to, 9.0, lambda line: None) == ["watched"]
     assert json.loads((tmp_path / "tasks.jsonl").read_text())["status"] == "failed"
 
 
 def test_every_task_is_listed_once(tmp_path: Path) -> None:
-    for to in (setting(tmp_path), gpu.Setting("cuda", False, 2.0, "", tmp_path)):
-        known = gpu.parts(to)
+    for to in (setting(tmp_path), gpu_tasks.Setting("cuda", False, 2.0, "", tmp_path)):
+        known = gpu_tasks.parts(to)
         assert list(known)[:3] == ["kernels", "tuning", "training"]
         assert all("build" in {task.name for task in known[part]()} for part in list(known)[:3])
         for name, tasks in known.items():
             names = [task.name for task in tasks()]
             assert len(names) == len(set(names))
-            if name not in gpu.LONG:
+            if name not in gpu_tasks.LONG:
                 assert all(task.limit < gpu.PART_SECONDS / 2 for task in tasks())
 
 
@@ -286,11 +289,11 @@ def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
     from rolltree.bench.cli import load
 
     cuda = torch.device("cuda")
-    to = gpu.Setting("cuda", False, 2.0, "", tmp_path)
+    to = gpu_tasks.Setting("cuda", False, 2.0, "", tmp_path)
     benches = [
         task
         for part in ("kernels", "tuning", "training")
-        for task in gpu.parts(to)[part]()
+        for task in gpu_tasks.parts(to)[part]()
         if "rolltree.bench" in task.command
     ]
     assert len(benches) > 10
@@ -308,16 +311,16 @@ def test_the_rows_that_matter_most(tmp_path: Path) -> None:
 
     from rolltree.bench.cli import load
 
-    to = gpu.Setting("cuda", False, 2.0, "", tmp_path)
+    to = gpu_tasks.Setting("cuda", False, 2.0, "", tmp_path)
     chosen = {}
-    for task in (*gpu.kernels(to), *gpu.training(to)):
+    for task in (*gpu_tasks.kernels(to), *gpu_tasks.training(to)):
         if task.op is not None:
             bench = load(task.op)
             cases, providers = (task.command[task.command.index(word) + 1] for word in ("--cases", "--providers"))
             names = [case.name for case in bench.cases(torch.device("cuda"), False) if re.search(cases, case.name)]
             chosen[task.name] = len(names), {name for name in bench.providers if re.search(providers, name)}
     engines = {"rolltree", "rolltree compiled", "transformers continuous batching"}
-    every = {op: set(load(op).providers) for op in gpu.OPS}
+    every = {op: set(load(op).providers) for op in OPS}
     assert chosen == {
         "rows ceilings": (2, every["ceilings"]),
         "rows linear_policy_loss": (4, {"rolltree", "torch", "liger"}),

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 
 from rolltree.bench import job, job_runs
 from rolltree.bench.cli import main
-from rolltree.bench.compare import rows_at
 from rolltree.bench.job_runs import Recorder, weights_of
 from rolltree.bench.runner import UnsupportedError
-from rolltree.bench.schema import Row
+from rolltree.bench.schema import Row, rows_at
 from rolltree.engine.app.build import build, prepare_model
 from rolltree.engine.app.config import load_config
 from rolltree.engine.loop.orchestrator import Orchestrator

@@ -1,5 +1,5 @@
 """What the machine code of decode kernels that are not Triton's says, in the rows of `aot.harness`: of our CUDA C++
-one, and of flash-attn 4's forward with pages of 16 keys, which bench/modelled_decode.py compares with ours and nothing
+one, and of flash-attn 4's forward with pages of 16 keys, which nothing
 launches.
 
 ``python -m tests.kernels.decode_figures FOLDER`` writes bench/results/static-sm_90/decode.jsonl, in the environment of

@@ -29,7 +29,7 @@ from ...rollout import Completion, RolloutEngine, SamplingParams
 from .driver import Driver, EngineFailedError, Job
 from .form import Form, Scored, error, event, usage
 from .grammar import Grammars
-from .prompts import answer_schema, chat_prompt, completion_prompts, forced_tool, offered_tools
+from .prompts import Offered, answer_schema, chat_prompt, completion_prompts, forced_tool, offered_tools
 from .schema import ChatBody, CompletionBody, Sampling
 
 Body = TypeVar("Body", bound=Sampling)
@@ -190,7 +190,7 @@ class Service:
         chat: bool,
         echo: bool = False,
         tool: str | None = None,
-        tools: Sequence[str] = (),
+        tools: Offered | None = None,
     ) -> Task:
         params = None
         if most:

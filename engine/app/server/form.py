@@ -84,6 +84,7 @@ class Form:
         self._tools, self._most_calls = tools, most_calls
         self._stop = stop
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
         self._model = model
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
@@ -203,7 +204,12 @@ class Form:
         return cast("str", self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _name(self, token: int) -> str:
-        return cast("str", self._tokenizer.decode([token], skip_special_tokens=False))
+        """Return the token's text inside a text: alone, SentencePiece's decoders drop the blank that it begins with."""
+        alone = cast("str", self._tokenizer.decode([token], skip_special_tokens=False))
+        if token in self._special:
+            return alone
+        twice = cast("str", self._tokenizer.decode([token, token], skip_special_tokens=False))
+        return twice[len(alone) :] if twice == f"{alone} {alone}" else alone
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._name(token)
@@ -215,8 +221,7 @@ class Form:
         if self.tool is None:
             if self._tools is None:
                 return text, []
-            content, found, _ = written(text, self._tools.schemas, self._most_calls, self._tools.form)
-            calls = [(call.name, json.dumps(call.arguments)) for call in found]
+            content, calls = written(text, self._tools.schemas, self._most_calls, self._tools.form)
         elif completion.status is not LeafStatus.STOP:
             return text, []
         elif self.tool:

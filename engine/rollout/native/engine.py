@@ -162,9 +162,9 @@ class NativeEngine(RolloutEngine):
     def remember(self, texts: Iterable[Text]) -> None:
         """Draft from texts that were sampled before a restart, or elsewhere. This changes no sampled token."""
         with self._lock:
-            if self.loop.drafts is not None:
+            if self.loop.scheduler.drafts is not None:
                 for text in texts:
-                    self.loop.drafts.remember(text)
+                    self.loop.scheduler.drafts.remember(text)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.

@@ -16,8 +16,12 @@ import pytest
 import torch
 import uvicorn
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.app.server import make_app
+from rolltree.engine.app.server.form import Form, Scored
+from rolltree.engine.app.server.schema import CompletionBody
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 
 from ..rollout.test_native_engine import PROMPTS, letters, model
@@ -133,6 +137,29 @@ def test_a_client_that_hangs_up_frees_its_rows(client: openai.OpenAI, engine: Na
         time.sleep(0.05)
     assert not engine.loop.busy
     engine.cache.tree.check()
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Pieces as Llama 2's tokenizer has them: a blank is part of a piece, and decoding drops the first."""
+    pieces = ["<unk>", "<s>", "</s>", "\u2581Hello", "\u2581world", "\u2581", "ing", "!", "<0xE4>", "<0xBD>", "\u2581a"]
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, "\n"])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("ids", [[3, 4], [4, 6, 7], [3, 5, 5, 4], [10, 4, 11, 3], [7, 10, 6], [3, 2, 4]])
+def test_names_of_tokens_keep_their_blanks(ids: list[int]) -> None:
+    tokenizer = sentencepiece()
+    form = Form(tokenizer, "m", CompletionBody(prompt="x"), (), chat=False, logprobs=True)
+    said = form.spell(Scored(ids, [0.0] * len(ids), [None] * len(ids)), 0)
+    written = "".join(said["tokens"])
+    assert written.removeprefix(" ") == tokenizer.decode(ids)
+    assert said["text_offset"] == [len("".join(said["tokens"][:i])) for i in range(len(ids))]
+    byte = form.spell(Scored([8], [0.0], [None]), 0)["tokens"]
+    assert byte == ["\ufffd"]
 
 
 def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:

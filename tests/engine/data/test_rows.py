@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rolltree.engine import CostModel, TokenTree, pack
 from rolltree.engine.data.concat import side_by_side
-from rolltree.engine.data.rows import distinct_rows
+from rolltree.engine.data.rows import concat_rows, distinct_rows
 
 from .test_equal_prefixes import apart
 from .test_tree import groups
@@ -38,11 +38,11 @@ def check(tree: TokenTree) -> None:
     row_of: dict[tuple[int, ...], int] = {}
     for token, prefix in enumerate(written):
         assert row_of.setdefault(prefix, int(rows.of_token[token])) == rows.of_token[token]
-    assert sorted(row_of.values()) == list(range(rows.count))  # different prefixes have different rows
+    assert sorted(row_of.values()) == list(range(rows.num_rows))  # different prefixes have different rows
     assert [written[token] for token in rows.token] == sorted(row_of, key=row_of.__getitem__)
     for prefix, row in row_of.items():
         assert rows.position[row] == len(prefix) - 1
-        seen = [j for j in range(rows.count) if j <= row < rows.end[j]]
+        seen = [j for j in range(rows.num_rows) if j <= row < rows.end[j]]
         assert seen == [row_of[prefix[:n]] for n in range(1, len(prefix) + 1)]
 
 
@@ -55,7 +55,7 @@ def test_rows_are_the_distinct_prefixes(group, nodes_apart):
     else:
         tree = TokenTree.from_sequences([7, 8], responses, behaviour_logprobs=logprobs, loss_masks=masks)
     check(tree)
-    assert distinct_rows(tree).count == len(prefixes([([7, 8], r) for r in responses]))
+    assert distinct_rows(tree).num_rows == len(prefixes([([7, 8], r) for r in responses]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -72,9 +72,12 @@ def test_without_equal_siblings_rows_are_the_tokens(group):
 
 def test_trees_of_a_batch_keep_rows_of_their_own():
     trees = [apart([1, 2], [[3, 4], [3, 5]], [[-1.0, -1.0], [-1.5, -1.0]], [[1, 1]] * 2, [1, -1]) for _ in range(2)]
-    one, both = distinct_rows(trees[0]), distinct_rows(side_by_side(trees))
-    assert one.count == 5
+    one = distinct_rows(trees[0])
+    both = concat_rows([one, one])
+    np.testing.assert_array_equal(side_by_side(trees).token_id[both.token], np.tile([1, 2, 3, 4, 5], 2))
+    assert one.num_rows == 5
     np.testing.assert_array_equal(both.of_token, np.concatenate([one.of_token, one.of_token + 5]))
+    np.testing.assert_array_equal(both.position, np.tile(one.position, 2))
     np.testing.assert_array_equal(both.end, np.concatenate([one.end, one.end + 5]))
 
 
@@ -146,6 +149,20 @@ def test_never_more_rows_than_trls_packer(shape: dict[str, int], eps: float) -> 
         shares = shape["stem"] > 0
         assert (records > batch.num_tokens) == (shares and eps > 0)
         assert batch.loss_tokens == sum(len(response) for _, response in samples)
+
+
+def test_a_system_prompt_of_several_prompts_is_shared_as_trls_packer_shares_it() -> None:
+    """Samples of any prompts, whose trees `TokenTree.forest` makes by their first token."""
+    system = list(range(100, 140))
+    rng = np.random.default_rng(0)
+    samples = [(system + p, r) for p, r in sampled(8, groups=6, n=4, prompt=5, stem=9, ids=30)]
+    samples += [([99, 98], [int(t), 1, 2]) for t in rng.integers(0, 3, 7)]
+    order = rng.permutation(len(samples))
+    samples = [samples[i] for i in order]
+    logprobs = [rng.normal(-1, 1, len(r)) for _, r in samples]
+    trees, _ = TokenTree.forest([p for p, _ in samples], [r for _, r in samples], behaviour_logprobs=logprobs)
+    (batch,) = pack(trees, max_tokens=100_000)
+    assert batch.num_tokens == len(prefixes(samples)) <= rows_of_trl(samples)
 
 
 def test_turns_of_a_conversation_are_the_rows_of_trls_packer() -> None:

@@ -193,3 +193,10 @@ def test_prompts_of_several_kinds_make_a_forest():
         TokenTree.from_sequences([], [[2]])
     with pytest.raises(ValueError, match="share no first token"):
         TokenTree.from_sequences([[1], []], [[2], [3]])
+
+
+def test_versions_of_responses_of_several_lengths():
+    tree = TokenTree.from_sequences([5], [[1, 2], [1, 3, 4], []], policy_version=[[3, 4], np.array([3, 3, 4]), 7])
+    assert [s.policy_version.tolist() for s in tree.flatten()] == [[3, 4], [3, 3, 4], []]
+    alike = TokenTree.from_sequences([5], [[1, 2], [1]], policy_version=np.int64(6))
+    assert [s.policy_version.tolist() for s in alike.flatten()] == [[6, 6], [6]]

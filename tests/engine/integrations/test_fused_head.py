@@ -203,5 +203,5 @@ def test_refusals() -> None:
     _, plain = pair("qwen3")
     dropped = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5))
     patch_model(dropped.eval())
-    with pytest.raises(ValueError, match="lora_dropout, which the fused head does not know; leave lm_head out"):
+    with pytest.raises(ValueError, match="lora_dropout, which the fused head does not support; leave lm_head out"):
         dropped.train()(**padded())

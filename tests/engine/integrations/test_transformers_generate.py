@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StaticCache,
 )
 
 import rolltree.engine.integrations.transformers  # noqa: F401
@@ -92,6 +93,19 @@ def test_a_compiled_step_has_no_graph_break(net: PreTrainedModel) -> None:
     torch._dynamo.reset()
     mode = {"cache_implementation": "static", "compile_config": compiled}
     assert torch.equal(said(net, "rolltree", PADDED, mode)[0], said(net, "rolltree", PADDED, {})[0])
+
+
+@pytest.mark.parametrize("length", [7, 8, 20])
+def test_a_static_cache_that_a_prompt_fills(net: PreTrainedModel, length: int) -> None:
+    softcap = getattr(net.config, "attn_logit_softcapping", None) is not None
+    found = []
+    for attention in ("eager" if softcap else "sdpa", "rolltree"):
+        net.set_attn_implementation(attention)
+        cache = StaticCache(net.config, max_cache_len=length)
+        cache.early_initialization(1, 1, 16, torch.float32, torch.device("cpu"))  # its lengths are tensors from now on
+        with torch.no_grad():
+            found.append(net(PLAIN[0], past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_paged_caches_are_refused_in_one_sentence(net: PreTrainedModel) -> None:

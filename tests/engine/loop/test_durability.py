@@ -227,7 +227,7 @@ def repair_as_resuming_does(directory: Path, config: TrainConfig) -> None:
             file.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_step_and_saves(toml: Path, tmp_path: Path, monkeypatch, number: signal.Signals) -> None:
     arguments = [f"--output_dir={tmp_path}", *STALE, "--trainer.steps=50", "--loop.staleness=0"]
     config = load_config(toml, [*arguments, "--checkpoint.every=40"])

@@ -75,15 +75,15 @@ def test_a_disk_that_fills_up_ends_the_run_which_goes_on_later(toml, tmp_path, w
 
 
 def test_a_request_that_the_engine_forgets_is_made_again(toml, tmp_path, whole, monkeypatch) -> None:
-    step, seen = Controller._step_engine, itertools.count()
+    step, seen = Controller._step_sampler, itertools.count()
 
     def forgets(self: Controller) -> None:
         step(self)
         if next(seen) == 3:
-            going = [request for request in self._sampling.values() if not request.done]
-            assert len(self.engine.abort(going[:2])) == 2
+            going = [self.sampler._flights[flight] for flight in self._sampling.values() if not flight.done]
+            assert len(self.sampler.engine.abort(going[:2])) == 2
 
-    monkeypatch.setattr(Controller, "_step_engine", forgets)
+    monkeypatch.setattr(Controller, "_step_sampler", forgets)
     run = orchestrate(toml, tmp_path / "a")
     run.run()
     assert [row.get("group/restarted_lost") for row in untimed(run)] == [None, 2, None, None]

@@ -138,7 +138,7 @@ def test_programs_judge_with_the_runs_own_verifier(toml, tmp_path):
     _, done = run(toml, tmp_path, *options)
     judged = [r for r in rollouts(done) if r["status"] != "failed"]
     assert judged
-    assert done.engine.stats["failed_calls"] == 0
+    assert done.sampler.engine.stats["failed_calls"] == 0
     assert all(r["reward"] == float(len(r["response_text"]) % 3 == 0) for r in judged)
 
 

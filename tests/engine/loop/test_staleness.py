@@ -115,7 +115,7 @@ def test_behaviour_is_that_of_the_weights_that_sampled(toml: Path, tmp_path: Pat
     first, *_, last = run.rows
     assert first["training/rollout_probs_diff_mean"] < 1e-5
     assert last["training/rollout_is_mean"] != 1
-    (ours, theirs) = (dict(m.named_parameters()) for m in (run.loop.model, run.loop.engine.model))
+    (ours, theirs) = (dict(m.named_parameters()) for m in (run.loop.model, run.loop.sampler.engine.model))
     for name, parameter in theirs.items():
         assert parameter is not ours[name]
         assert torch.equal(parameter, ours[name])  # the last update has reached the sampler
@@ -151,8 +151,10 @@ def test_updates_and_sampling_divide_the_cores_while_both_compute(
         return noted
 
     monkeypatch.setattr(run.loop.learner, "update", noting("update", run.loop.learner.update))
-    monkeypatch.setattr(run.loop.engine, "step", noting("step", run.loop.engine.step))
-    monkeypatch.setattr(run.loop.engine, "update_weights", noting("weights", run.loop.engine.update_weights))
+    monkeypatch.setattr(run.loop.sampler.engine, "step", noting("step", run.loop.sampler.engine.step))
+    monkeypatch.setattr(
+        run.loop.sampler.engine, "update_weights", noting("weights", run.loop.sampler.engine.update_weights)
+    )
     run.run()
     assert seen["update"] == {own}
     assert seen["step"] <= sampling
@@ -268,7 +270,7 @@ def test_weights_of_toprs_own_are_against_the_sampler_in_several_updates(toml: P
 def _sample(run: Run) -> list[Any]:
     prompts = run.loop.source.peek(4)
     params = sampling_params(run.config.rollout)
-    return run.loop.engine.generate([p.token_ids for p in prompts], params, seeds=[1, 2, 3, 4])
+    return run.loop.sampler.engine.generate([p.token_ids for p in prompts], params, seeds=[1, 2, 3, 4])
 
 
 def test_what_has_a_correction_keeps_it(toml: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_source_gives_no_held_out_problem_and_peeks_without_drawing(toml: Path
         (["--reward.shaping=[{name='weighted', options={weights={absent=1.0}}}]"], "not every response a reward 'abs"),
         (["--algorithm.weight=cosin"], "did you mean 'cosine'"),
         (["--algorithm.weight=cosine", "--algorithm.weight_options={last=1.0}"], "needs the option 'end'"),
-        (["--algorithm.weight=2.0", "--algorithm.weight_options={end=1}"], "weight_options are of a function"),
+        (["--algorithm.weight=2.0", "--algorithm.weight_options={end=1}"], "weight_options needs a function"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(toml: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
@@ -243,5 +243,5 @@ def test_a_schedule_that_answers_no_number(toml: Path) -> None:
     broken = toml.with_name("parts.py")
     config = load_config(toml, [f"--algorithm.weight={broken}:broken", "--algorithm.weight_options={}"])
     (_, weight), *_ = build_learning.loss_terms(config)
-    with pytest.raises(UserError, match="must answer a finite number; at step 3 it is nan"):
+    with pytest.raises(UserError, match="must return a finite number; at step 3 it is nan"):
         at_step(weight, 3)

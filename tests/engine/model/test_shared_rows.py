@@ -97,7 +97,7 @@ def scored(model: Any, trees: list[TokenTree]) -> list[TokenTree]:
 def merged(trees: list[TokenTree]) -> None:
     """The trees are what the tests are of: rows have several targets, and some targets are of several leaves."""
     for tree in trees:
-        assert distinct_rows(tree).count < 0.95 * tree.num_tokens
+        assert distinct_rows(tree).num_rows < 0.95 * tree.num_tokens
         assert tree.num_tokens < tree.logical_tokens - tree.prompt_length * (tree.num_leaves - 1)
 
 

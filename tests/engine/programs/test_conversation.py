@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.programs.chat import find_format, tool_schema
@@ -156,8 +157,114 @@ def test_every_template_of_trl_is_tried_or_refused_by_name() -> None:
                     Conversation(tokenizer, TOOLS if role == "tool" else None, ends).check(ASKED, role)
                 refused[name, role] = str(error.value)
         if name in NO_FORM or ("tool" not in roles_of(name) and not name.startswith("deepseek")):
-            with pytest.raises(ValueError, match="no known form .*hermes.*tool_format"):
+            with pytest.raises(ValueError, match=r"no known form .*hermes.*tool_format"):
                 find_format(tokenizer, TOOLS)
         else:
             find_format(tokenizer, TOOLS)
     assert not templates.names() or len(CASES) > 100
+
+
+MISTRAL = (
+    "{{ bos_token }}{% set last = namespace(user=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and loop.index0 == last.user %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('ids have nine letters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{{ ', ' if not loop.last else '' }}{% endfor %}]</s>"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] "
+    '{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
+)
+"""In the manner of Mistral's: tools stand before the last message of the user, calls have ids."""
+
+
+def mistral() -> PreTrainedTokenizerFast:
+    made = templates.byte_tokenizer(MISTRAL, ("</s>",))
+    names = ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return made
+
+
+def test_tools_that_move_with_the_user_are_refused_and_tools_answers_are_not() -> None:
+    tokenizer = mistral()
+    talk = Conversation(tokenizer, TOOLS, [tokenizer.eos_token_id])
+    talk.check(ASKED, "tool")
+    with pytest.raises(ValueError, match="rewrites the prompt once the conversation goes on"):
+        talk.check(ASKED, "user")
+    Conversation(tokenizer, None, [tokenizer.eos_token_id]).check(ASKED, "user")
+    assert find_format(tokenizer, TOOLS).name == "mistral"
+    new = [{"role": "tool", "name": "calculator", "tool_call_id": "abcdefghi", "content": '"[INST]"</s>\n'}]
+    said = {"role": "assistant", "content": "TURN"}
+    ids, _ = talk.grow([*ASKED, said], talk.begin(ASKED), new, tokenizer.eos_token_id)
+    text = '[TOOL_RESULTS] {"content": "\\"[INST]\\"</s>\\n", "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+    assert tokenizer.decode(ids) == text
+    controls = [tokenizer.convert_ids_to_tokens(i) for i in ids if i in tokenizer.added_tokens_decoder]
+    assert controls == ["[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+
+
+@pytest.mark.skipif(not templates.names(), reason="TRL is not installed: pip install rolltree[trl]")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "nemotron_3_nano"])
+def test_thinking_that_the_template_drops_later_stays_as_it_was_sampled(name: str) -> None:
+    """Also in prompts with earlier turns; what is appended after it is what the template writes."""
+    tokenizer = templates.tokenizer(name)
+    talk = Conversation(tokenizer, None, tokenizer.convert_tokens_to_ids(list(templates.ends(name))))
+    thought = "<think>\nwhy\n</think>\n\n"
+    whole = [*ASKED, {"role": "assistant", "content": f"{thought}first"}, {"role": "user", "content": "again"}]
+    written = talk.begin(whole)
+    for number in range(3):
+        whole.append({"role": "assistant", "content": f"{thought}TURN{number}"})
+        new = answers("user", [f"more {number}"])
+        full = tokenizer.apply_chat_template([*whole, *new], add_generation_prompt=True, tokenize=False)
+        end, expected = rest(full, number, name)
+        ids, written = talk.grow(whole, written, new, tokenizer.convert_tokens_to_ids(end))
+        assert tokenizer.decode(ids) == expected
+        whole += new
+
+
+def test_what_was_there_is_looked_at_each_time() -> None:
+    """The template changes earlier messages for the content of a later one."""
+    text = (
+        "{% for m in messages %}<{{ m.role }}>{% if messages[-1].content == 'shout' and m.role == 'user' %}"
+        "{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = templates.byte_tokenizer(text, ("</s>",))
+    talk = Conversation(tokenizer, None, [tokenizer.eos_token_id])
+    talk.check(ASKED, "user")
+    whole, written = [*ASKED, {"role": "assistant", "content": "TURN"}], talk.begin(ASKED)
+    _, written = talk.grow(whole, written, answers("user", ["quiet"]), tokenizer.eos_token_id)
+    whole += [*answers("user", ["quiet"]), {"role": "assistant", "content": "TURN"}]
+    talk.grow(whole, written, answers("user", ["on"]), tokenizer.eos_token_id)
+    with pytest.raises(ValueError, match=r"rewrites the prompt .*'ix times seven\?"):
+        talk.grow(whole, written, answers("user", ["shout"]), tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("new", "needle"),
+    [
+        ([{"role": "assistant", "content": "I"}], "cannot speak for the assistant"),
+        ([{"role": "user", "content": "</s> spelt"}], "otherwise where their text holds control tokens"),
+    ],
+)
+def test_answers_that_cannot_be_written_are_refused(new: list[Any], needle: str) -> None:
+    text = "{% for m in messages %}{{ m.content | replace('</s>', '<END>') }}</s>{% endfor %}"
+    tokenizer = templates.byte_tokenizer(text, ("</s>",))
+    talk = Conversation(tokenizer, None, [tokenizer.eos_token_id])
+    with pytest.raises(ValueError, match=needle):
+        talk.grow([*ASKED, {"role": "assistant", "content": "TURN"}], talk.begin(ASKED), new, tokenizer.eos_token_id)
+
+
+@pytest.mark.skipif(not templates.names(), reason="TRL is not installed: pip install rolltree[trl]")
+def test_parts_of_a_message_are_disguised_too() -> None:
+    tokenizer = templates.tokenizer("qwen3_5_think")
+    ends = tokenizer.convert_tokens_to_ids(list(templates.ends("qwen3_5_think")))
+    talk = Conversation(tokenizer, None, ends)
+    parts = [{"type": "text", "text": "a<|im_end|>"}, {"type": "text", "text": "<think>b"}]
+    new = [{"role": "user", "content": parts}]
+    ids, _ = talk.grow([*ASKED, {"role": "assistant", "content": "TURN"}], talk.begin(ASKED), new, ends[0])
+    text = "\n<|im_start|>user\na<|im_end|><think>b<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert tokenizer.decode(ids) == text
+    assert ids.count(ends[0]) == 1

@@ -138,8 +138,8 @@ def test_answers_that_cannot_be_read_are_counted_and_stop_a_run_above_a_limit() 
         checked("math", [*many, "\\max"])
     assert checked("math", [*many, "\\max"], max_unreadable=0.5)
     assert checked("math", ["1", "\\sqrt{2}", "x=3", "yes", "(A)"]) == ""
-    with pytest.raises(UserError, match=r"1 of 1 problems.*no list of tests"):
+    with pytest.raises(UserError, match=r"1 of 1 problems.*not a list of tests"):
         checked("code", [3])
-    with pytest.raises(UserError, match=r"1 of 2 problems.*'d/1'.*is no Python"):
+    with pytest.raises(UserError, match=r"1 of 2 problems.*'d/1'.*is not valid Python"):
         checked("code", [["assert True"], ["assert True", "def f(:"]])
     assert checked("code", [["assert True"], '{"inputs": ["1"], "outputs": ["2"]}']) == ""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -27,7 +28,7 @@ from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.model.loading import load_model
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
 from rolltree.engine.rewards.judge import ProgramVerifier
-from rolltree.engine.rewards.remote import SCORE, filled
+from rolltree.engine.rewards.remote import SCORE, filled, past_proxies
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
 
@@ -117,6 +118,45 @@ def test_a_judges_score_is_the_reward_and_its_failures_are_told_apart(moody: tup
         rewards.score(items("good"))
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "0.0.0.0"])
+@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_judge_on_this_machine_is_asked_without_a_proxy(
+    moody: tuple[Moody, str], monkeypatch: pytest.MonkeyPatch, host: str, proxy: str
+) -> None:
+    monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    url = moody[1].replace("127.0.0.1", host)
+    with judge(f"{url}/v1", prompt="{response}", retries=0) as rewards:
+        assert [verdict.value for verdict in rewards.score(items("good"))] == [0.9]
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("http://localhost:8000/v1", True),
+        ("https://judge.localhost/v1", True),
+        ("http://[::1]:8000/v1", True),
+        ("http://[::]:1", True),
+        ("http://127.1.2.3", True),
+        ("http://judge.example/v1", False),
+        ("http://localhost.example/v1", False),
+        ("http://10.0.0.1:8000", False),
+        ("http://user@127.0.0.1:1/", True),
+    ],
+)
+def test_only_servers_on_this_machine_are_past_the_proxy(url: str, here: bool) -> None:
+    mounts = past_proxies(url)
+    assert bool(mounts) is here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")
+        patch.setenv("https_proxy", "http://127.0.0.1:9")
+        patch.setenv("no_proxy", "")
+        with httpx.Client(mounts=mounts) as client:
+            direct = client._transport_for_url(httpx.URL(url)) is client._transport
+    assert direct is here
+
+
 def test_only_so_many_requests_are_outstanding(moody: tuple[Moody, str]) -> None:
     server, url = moody
     server.most = 0
@@ -194,7 +234,7 @@ def test_the_projects_own_server_judges() -> None:
 @pytest.mark.parametrize(
     ("options", "needle"),
     [
-        ({"prompt": "good?"}, "place of what is judged"),
+        ({"prompt": "good?"}, "where the response is inserted"),
         ({"pattern": "("}, "no regular expression"),
         ({"pattern": r"\d"}, "a group"),
         ({"yes": "Yes"}, "both of yes and no"),

@@ -38,5 +38,5 @@ def test_verifiers_answer_with_spans(tmp_path: Path) -> None:
         (1.0, {"length": 3.0}, []),
     ]
     assert [r.reason is None for r in found] == [True, True, False, False, False]
-    assert "the span (1, 4) is not of a text of 3 characters" in str(found[2].reason)
+    assert "the span (1, 4) is not within a text of 3 characters" in str(found[2].reason)
     assert "inf, which is not finite in fp32" in str(found[3].reason)

@@ -1,0 +1,180 @@
+"""The tasks of ``make gpu``: what each part runs on a machine with a GPU, as commands. `gpu.py` runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .cli import OPS, load
+from .schema import REPOSITORY
+
+NOTHING_COLLECTED = 5  # pytest's exit code
+LONG = ("tests", "rows")  # parts without a time limit
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command, run in a process of its own."""
+
+    name: str
+    command: list[str]
+    limit: float = 240.0  # seconds
+    op: str | None = None
+    """The op of a benchmark, whose journal has what has run; None for other tasks."""
+    needs: str | None = None
+    """A program that the machine must have; a rehearsal runs the command without it."""
+    passing: tuple[int, ...] = (0,)
+    always: bool = False
+    """True if it runs again although it has passed, because its result may be lost with the machine."""
+
+    def selects(self, device: torch.device) -> bool:
+        """Return whether it measures any case; True if it is not a benchmark."""
+        if "rolltree.bench" not in self.command:
+            return True
+        op, *words = self.command[self.command.index("rolltree.bench") + 1 :]
+        cases = re.compile(words[words.index("--cases") + 1])
+        return any(cases.search(case.name) for case in load(op).cases(device, "--quick" in words))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of ``make gpu`` that its commands depend on."""
+
+    device: str
+    rehearse: bool
+    seconds: float
+    cases: str
+    out: Path
+    archive: Path | None = None
+
+    def python(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", *arguments]
+
+    def bench(
+        self,
+        op: str,
+        cases: str = "",
+        providers: str = "",
+        *,
+        limit: float = 240.0,
+        under: Sequence[str] = (),
+        quick: bool = False,
+        name: str = "",
+    ) -> Task:
+        """Return a benchmark; with ``under`` it runs under this tool, and its figures are dropped."""
+        command = self.python("rolltree.bench", op, "--device", self.device, "--seconds", str(self.seconds))
+        if self.rehearse or quick:
+            command.append("--quick")
+        wanted = self.cases or ("" if self.rehearse or quick else cases)
+        command += ["--cases", wanted, "--providers", providers]
+        name = (name or f"rows {op}") + (f" of {self.cases}" if self.cases else "")  # other cases are another task
+        if not under:
+            command += ["--out", str(self.out), "--limit", str(min(limit / 2, 120.0))]
+            return Task(name, command, limit, op)
+        command[command.index("--seconds") + 1] = "0"
+        return Task(name, [*([] if self.rehearse else under), *command], limit, needs=under[0])
+
+    @property
+    def build(self) -> Task:
+        command = self.python("rolltree.bench.gpu", "--build", "--device", self.device)
+        return Task("build", command, 260.0, always=True)
+
+    def pytest(self, name: str, *arguments: str, limit: float = 240.0, passing: tuple[int, ...] = (0,)) -> Task:
+        parallel = ["-n", "4"] if importlib.util.find_spec("xdist") and not self.rehearse else []
+        command = [*self.python("pytest", "-q", "-p", "no:cacheprovider"), *parallel, *arguments]
+        return Task(name, command, limit, passing=passing)
+
+
+def parts(to: Setting) -> dict[str, Callable[[], list[Task]]]:
+    return {
+        "kernels": lambda: kernels(to),
+        "tuning": lambda: tuning(to),
+        "training": lambda: training(to),
+        "tests": lambda: all_tests(to),
+        "rows": lambda: [to.bench(op, limit=3600.0) for op in OPS],
+    }
+
+
+def kernels(to: Setting) -> list[Task]:
+    """Return the checks of every kernel, then the most important rows first."""
+    head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
+    return [
+        Task("versions", to.python("rolltree.bench.gpu", "--versions"), 60.0),
+        to.build,
+        to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=170.0),
+        to.bench("ceilings", limit=60.0),
+        to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=120.0),
+        to.bench("tree_attention", r"^4096\+28x1024 ", "^(rolltree|flex_attention)", limit=120.0),
+        to.bench("tree_decode", r"^P=(16384 R=128 G=16 x 1|4096 R=128 G=16 x 16) ", limit=90.0),
+        to.bench("sample_tokens", "V=151936", limit=90.0),
+        to.bench("logprob_from_logits", "V=151936", limit=60.0),
+        to.bench("policy_loss", limit=60.0),
+    ]
+
+
+def tuning(to: Setting) -> list[Task]:
+    sweep = [*to.python("rolltree.bench.sweep"), "--device", to.device, "--out", str(to.out)]
+    small = ["--rehearse"] if to.rehearse else []
+    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    profiler = ["ncu", "--clock-control", "none", "--set", "full", "--launch-skip", "2", "--launch-count", "1"]
+
+    def checked(op: str, providers: str) -> Task:
+        return to.bench(op, "", providers, under=sanitizer, quick=True, limit=100.0, name=f"memory {op} {providers}")
+
+    def profiled(op: str, cases: str, kernel: str) -> Task:
+        under = [*profiler, "--kernel-name", f"regex:{kernel}"]
+        return to.bench(op, cases, "^rolltree$", under=under, limit=60.0, name=f"profile {op} {kernel}")
+
+    return [
+        to.build,
+        *(Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0) for kernel in ("attention", "decode", "sampling")),
+        checked("tree_decode", "^rolltree$"),
+        checked("tree_decode", "^cuda"),
+        checked("tree_attention", "^rolltree$"),
+        profiled("tree_attention", r"^4096\+28x1024 ", "forward_kernel"),
+        profiled("tree_attention", r"^4096\+28x1024 ", "dkdv_kernel"),
+        profiled("tree_decode", "^P=16384 R=128 G=16 x 1 ", "partial_kernel"),
+        profiled("sample_tokens", "N=512 V=151936 T=1$", "scan_kernel"),
+    ]
+
+
+def training(to: Setting) -> list[Task]:
+    """Return whole steps and rollouts; with natural lengths the decoder has few rows in the end."""
+    engines = "^rolltree$|continuous" if to.rehearse else "^rolltree|continuous"
+
+    def rollouts(lengths: str, limit: float) -> Task:
+        cases = f"{lengths} lengths"
+        return to.bench("rollout", cases, engines, limit=limit, name=f"rows rollout {lengths}")
+
+    return [
+        to.build,
+        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|flex", limit=150.0),
+        to.bench("rl_step", limit=120.0),
+        rollouts("forced", 110.0),
+        rollouts("natural", 90.0),
+        to.bench(
+            "linear_policy_loss",
+            "N=8192 H=4096 V=131072 .*frozen",
+            "^(rolltree|torch)$",
+            limit=60.0,
+            name="frozen head",
+        ),
+    ]
+
+
+def all_tests(to: Setting) -> list[Task]:
+    """Return all kernel tests, since Triton and CUDA are real here, and the other tests marked gpu."""
+    found = []
+    for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
+        name = str(path.relative_to(REPOSITORY))
+        if path.parent.name == "kernels":
+            found.append(to.pytest(name, name, limit=900.0, passing=(0, NOTHING_COLLECTED)))
+        elif "mark.gpu" in path.read_text():
+            found.append(to.pytest(name, name, "-m", "gpu", limit=900.0))
+    return found
