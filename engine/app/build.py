@@ -18,7 +18,7 @@ from ..loop import preflight
 from ..loop.budget import Budget
 from ..loop.entries import Entries
 from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
-from ..loop.progress import Progress
+from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback
 from ..model.loading import choose_device, load_model, load_tokenizer

@@ -1,4 +1,4 @@
-"""Generation in the manner of ``model.generate`` of Transformers: padded tensors in, padded tensors out."""
+"""Generation with the interface of Transformers' ``model.generate``: padded tensors in, padded tensors out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..rollout import RolloutEngine, SamplingParams
 DEFAULTS: dict[str, Any] = {
     "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1,
 }  # fmt: skip
-"""Values of Transformers 5 for what neither the caller nor the model's generation_config sets."""
+"""Defaults of Transformers 5 for options that neither the caller nor the model's generation_config sets."""
 NEW_TOKENS = 20
-"""Longest response in Transformers 5 where no length is set anywhere."""
+"""Maximum response length in Transformers 5 if no length is set."""
 READ = {
     *DEFAULTS, "min_p", "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings",
 }  # fmt: skip
@@ -26,20 +26,20 @@ WITHOUT_EFFECT = {
     "compile_config", "disable_compile", "continuous_batching_config", "use_mtp",
     "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
-    "target_lookbehind", "assistant_ensemble_weight", "speculation_type",  # drafts: no other tokens
+    "target_lookbehind", "assistant_ensemble_weight", "speculation_type",  # drafts: they change no token
     "early_stopping", "length_penalty",  # of beams, which are refused
     "renormalize_logits",  # before a softmax
 }  # fmt: skip
-"""Options that change how Transformers computes, not what it samples."""
+"""Options that change how Transformers computes but not its samples."""
 OF_SAMPLING = {"typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
-"""Filters that Transformers leaves out where it decodes greedily."""
+"""Filters that Transformers ignores when it decodes greedily."""
 NEUTRAL: dict[str, Any] = {
     "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": 0.0, "min_length": 0,
     "min_new_tokens": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
     "guidance_scale": 1.0,
 }  # fmt: skip
-"""Values with which an option changes nothing, beside None, False and what is empty."""
+"""Values with which an option changes nothing, in addition to None, False and empty containers."""
 
 
 def generate(
@@ -51,14 +51,23 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Tensor:  # [B * num_return_sequences, S + new] int64, padded on the right
-    """Return what ``model.generate(input_ids, attention_mask, generation_config, **options)`` returns, by ``engine``.
+    """Compute ``model.generate(input_ids, attention_mask, generation_config, **options)`` with ``engine``.
 
-    As there, an option overrides ``generation_config``, this the model's own generation_config, and this the defaults
-    of Transformers (greedy, 20 new tokens; ``top_k=50`` where it samples). Responses of one prompt differ also where
-    prompts are equal; ``seed`` takes the place of the global generator.
+    Options take precedence over ``generation_config``, this over the model's own generation_config, and this over the
+    defaults of Transformers (greedy, 20 new tokens; ``top_k=50`` when sampling).
+
+    Args:
+        engine: samples the responses.
+        input_ids: [B, S] int64, prompts padded on the left.
+        attention_mask: [B, S], 0 for padding; None: all tokens except a pad token that is no end-of-sequence token.
+        seed: replaces PyTorch's global generator; each row has a seed of its own, so equal prompts get different
+            responses.
+
+    Returns:
+        [B * num_return_sequences, S + new] int64, prompts followed by responses, padded on the right.
 
     Raises:
-        ValueError: an option that changes what is sampled and is not known here, or a length that leaves no room.
+        ValueError: an option that changes the samples is not supported, or a length leaves no room for a response.
     """
     config = _resolved(engine, generation_config, options)
     sample = bool(config.do_sample)
@@ -77,7 +86,7 @@ def generate(
         max_new_tokens=_most(config, input_ids.shape[1], engine.longest),
         stop=tuple(stop),
         stop_token_ids=eos,
-        ignore_eos=True,  # `eos` says it all
+        ignore_eos=True,  # `eos` lists all tokens that end a response
     )
     prompts = [
         row[kept.bool()].tolist()
@@ -92,7 +101,7 @@ def generate(
 
 
 def _resolved(engine: RolloutEngine, given: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    """Return the settings in their order: options, the caller's configuration, the model's, Transformers' defaults."""
+    """Merge the settings by precedence: options, the caller's configuration, the model's, Transformers' defaults."""
     options = dict(options)
     tokenizer = options.pop("tokenizer", None)
     if tokenizer is not None and tokenizer is not engine.tokenizer:
@@ -103,7 +112,7 @@ def _resolved(engine: RolloutEngine, given: GenerationConfig | None, options: di
     config.update(defaults_only=True, **DEFAULTS)
     for name, value in config.update(**options).items():
         if value is not None:
-            raise ValueError(f"rolltree's generate does not know '{name}'; leave it out.")
+            raise ValueError(f"rolltree's generate does not support '{name}'; leave it out.")
     return config
 
 
@@ -113,11 +122,11 @@ def _refuse_others(config: GenerationConfig, sample: bool) -> None:
         value = getattr(config, name)
         empty = value is None or value is False or (isinstance(value, list | tuple | dict) and not value)
         if name not in passed and not empty and value != NEUTRAL.get(name):
-            raise ValueError(f"rolltree's generate does not know '{name}' = {value!r}; leave it out.")
+            raise ValueError(f"rolltree's generate does not support '{name}' = {value!r}; leave it out.")
 
 
 def _most(config: GenerationConfig, width: int, longest: int | None) -> int:
-    """Return the length of the longest response to prompts padded to ``width``."""
+    """Return the maximum response length for prompts padded to ``width``."""
     if config.max_new_tokens is not None:
         return config.max_new_tokens
     if config.max_length is None:
@@ -135,7 +144,7 @@ def _mask(
     input_ids: Tensor,  # [B, S] int64
     given: Tensor | None,  # [B, S]
 ) -> Tensor:  # [B, S]
-    """Return which tokens are the prompts': without ``given``, all but a pad token that is no end-of-sequence token."""
+    """Return the mask of the prompts' tokens: ``given``, or all except a pad token that is no end-of-sequence token."""
     if given is not None:
         return given
     pad = config.pad_token_id

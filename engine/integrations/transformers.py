@@ -1,4 +1,4 @@
-"""Transformers' own calls by rolltree: ``model(..., labels=...)`` through the fused head (`patch_model`).
+"""Patches Transformers models so that ``model(..., labels=...)`` uses the fused head (`patch_model`).
 
 Importing this module registers ``attn_implementation="rolltree"``.
 """
@@ -25,21 +25,28 @@ OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "
 
 
 def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedModel:
-    """Let a training ``model(..., labels=...)`` compute its loss from hidden states; returns the same ``model``.
+    """Make ``model(..., labels=...)`` in training compute its loss from hidden states, without logits.
 
-    While ``model.training``, a call with ``labels`` returns the loss of Transformers (the mean over the labels that are
-    not ``ignore_index``, or their sum over ``num_items_in_batch``; with the load balancing of experts where the call or
-    the config asks for it; 0 and not NaN where nothing has a label) and ``logits=None``. Rows without a label are not
-    multiplied, and the gradients of the head are made in the same pass: one backward. Every other call, generation and
-    evaluation among them, is as before, but for ``layers``: norms, rotary embedding and gated units are one pass each
-    (`fuse_layers`), equal to fp32 rounding; `unfuse_layers` gives them back.
+    While ``model.training``, a call with ``labels`` returns the loss of Transformers and ``logits=None``. The loss is
+    the mean over the labels other than ``ignore_index``, or their sum divided by ``num_items_in_batch``, plus the load
+    balancing loss of experts if the call or the config asks for it; without any label it is 0 and not NaN. Rows without
+    a label are not multiplied, and the gradients of the head are computed in the same pass. Every other call, including
+    generation and evaluation, is unchanged.
 
-    Works below Transformers' own Trainer, accelerate, DDP, gradient checkpointing and peft; patch before they wrap the
-    model. Patching twice is patching once.
+    Works with Transformers' Trainer, accelerate, DDP, gradient checkpointing and peft; patch before they wrap the
+    model. A second call changes nothing.
+
+    Args:
+        model: a causal language model, with or without a peft adapter; changed in place.
+        layers: also run norms, rotary embedding and gated units in one pass each (`fuse_layers`), with results equal up
+            to fp32 rounding; `unfuse_layers` undoes it.
+
+    Returns:
+        The same ``model``.
 
     Raises:
-        ValueError: the model's head or loss is not one the fused head knows, or something else has replaced its
-            ``forward`` before.
+        ValueError: the fused head does not support the model's head or loss, or the model's ``forward`` was already
+            replaced.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     replaced = inner.__dict__.get("forward")
@@ -60,7 +67,7 @@ def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedMod
 
 
 def _fused(forward: Any) -> Any:
-    """``forward`` of a class, with the loss of labels computed by the fused head; it keeps its signature."""
+    """Wrap the ``forward`` of a class so that the fused head computes the loss of labels; the signature is kept."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
@@ -75,7 +82,7 @@ def _fused(forward: Any) -> Any:
         hidden: list[Tensor] = []
         hook = self.get_decoder().register_forward_hook(lambda *call: hidden.append(call[-1][0]))
         no_rows = torch.empty(0, dtype=torch.long, device=self.device)
-        try:  # the model's own forward, but its head multiplies nothing
+        try:  # the model's own forward, with a head that multiplies no rows
             output = forward(**given, logits_to_keep=no_rows, return_dict=True)
         finally:
             hook.remove()

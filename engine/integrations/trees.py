@@ -1,4 +1,4 @@
-"""Sequences of a trainer's flat batch as packed trees, for trainers that lay out their batches themselves."""
+"""Packs the sequences of a trainer's flat batch as trees, for trainers that lay out their batches themselves."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..model.loading import LAYER_KINDS, RECURRENT, TREE_LAYERS
 
 
 class Packed(NamedTuple):
-    """What a model with the attention "rolltree" is called with, and where it computes what."""
+    """Inputs of a model with the attention "rolltree", and the row of each token in them."""
 
     inputs: dict[str, Any]
-    rows: list[npt.NDArray[np.int64]]  # of each sequence's tokens [n], their rows among the packed ones
-    copies: Tensor  # [T] int64, how often a flat batch would hold each packed token
+    rows: list[npt.NDArray[np.int64]]  # for each sequence the packed rows [n] of its tokens
+    copies: Tensor  # [T] int64, number of occurrences of each packed token in a flat batch
 
 
 def packed(
     sequences: Sequence[npt.NDArray[Any]],  # [n] token ids each, n >= 1
     device: torch.device | str,
 ) -> Packed:
-    """The trees of the sequences: every prefix once, however many sequences begin with it.
+    """Pack sequences as trees, each shared prefix once.
 
     Raises:
         ValueError: a sequence has no token.
@@ -51,7 +51,7 @@ def packed(
 
 
 def odd_layers(model: PreTrainedModel) -> list[str]:
-    """The kinds of the model's layers that no tree mask fits."""
+    """Return the kinds of the model's layers that cannot be computed on trees."""
     config = model.config.get_text_config()
     kinds = {kind for name in LAYER_KINDS for kind in getattr(config, name, None) or ()} - set(TREE_LAYERS)
     kinds = kinds or {type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)}

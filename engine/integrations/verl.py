@@ -1,14 +1,14 @@
 """verl: rolltree's objectives and advantages in its registries, and its fused head on `linear_logprob`.
 
 verl finds this module by the entry point ``verl.plugins`` in every process and imports it; ``VERL_USE_EXTERNAL_PLUGINS=
-none`` keeps it out. Nothing else has to be called. Then
+none`` prevents that. Nothing has to be called. Then
 
-* ``actor.policy_loss.loss_mode = "rolltree_<name>"`` takes the objective ``<name>`` of ``rolltree methods``, with the
-  clip bounds of the actor's own keys (``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c``), its
+* ``actor.policy_loss.loss_mode = "rolltree_<name>"`` selects the objective ``<name>`` of ``rolltree methods``, with
+  the clip bounds of the actor's own keys (``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c``), its
   ``loss_agg_mode`` and its rollout correction; entropy bonus and KL stay verl's;
-* ``algorithm.adv_estimator = "rolltree_<name>"`` takes the advantage ``<name>``;
+* ``algorithm.adv_estimator = "rolltree_<name>"`` selects the advantage ``<name>``;
 * ``model.use_fused_kernels = true`` with ``fused_kernel_options.impl_backend = "triton"`` computes log-probs and
-  entropy by `linear_logprob`: also on a CPU, with a temperature a token, and chunk by chunk of rows.
+  entropy with `linear_logprob`: also on a CPU, with a temperature for each token, and in chunks of rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
 
 
 def objectives() -> list[str]:
-    """Presets that need nothing but log-probs, old log-probs and advantages."""
+    """Return the presets that need only log-probs, old log-probs and advantages."""
     found = {name: Objective.preset(name) for name in PRESETS}
     return [
         name
@@ -63,11 +63,16 @@ def loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,  # [B, T]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """A policy loss as verl calls it: `policy_loss` of the tokens that the mask selects. Clip fractions and KL count
-    tokens as the loss weights them.
+    """Compute a policy loss with verl's signature: `policy_loss` on the tokens that the mask selects.
+
+    Args:
+        preset: name of the objective; the other arguments are verl's.
+
+    Returns:
+        The loss [], and metrics; clip fractions and KL weight tokens as the loss does.
 
     Raises:
-        ValueError: ``loss_agg_mode`` is unknown, or several ranks take part and a global count is missing.
+        ValueError: ``loss_agg_mode`` is unknown, or a global count is missing with several ranks.
     """
     if loss_agg_mode not in AGGREGATIONS:
         raise ValueError(f"rolltree: loss_agg_mode '{loss_agg_mode}' is not one of {', '.join(AGGREGATIONS)}.")
@@ -110,10 +115,10 @@ def advantage(
     name: str,
     token_level_rewards: Tensor,  # [B, T]
     response_mask: Tensor,  # [B, T]
-    index: Sequence[Any],  # [B], which prompt
-    **_: Any,  # what verl hands to other estimators
+    index: Sequence[Any],  # [B], identifies the prompt of each row
+    **_: Any,  # arguments that verl passes to other estimators
 ) -> tuple[Tensor, Tensor]:  # [B, T] each
-    """An advantage estimator as verl calls it; advantages and returns are the same."""
+    """Compute the advantage ``name`` with verl's signature; advantages and returns are the same."""
     rewards = token_level_rewards.sum(1).double().cpu().numpy()
     lengths = response_mask.sum(1).cpu().numpy()
     groups: dict[Any, list[int]] = {}
@@ -139,7 +144,7 @@ def fused_head(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:  # each [...]
-    """Log-probs and entropies in place of verl's `linear_cross_entropy`, differentiable in hidden and weight.
+    """Return log-probs and entropies like verl's `linear_cross_entropy`, differentiable in hidden and weight.
 
     Raises:
         ValueError: a reduction other than "none".
@@ -148,7 +153,7 @@ def fused_head(
         raise ValueError(f"rolltree: the fused head has no reduction '{reduction}'; verl's models ask for 'none'.")
     out = linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]),
-        whole(weight),  # FSDP2 shards a head that is not tied, and verl's models do not call it
+        whole(weight),  # FSDP2 shards an untied head, which verl's models do not call, so it is not gathered
         labels.reshape(-1),
         temperature=temperature.reshape(-1).float() if isinstance(temperature, Tensor) else float(temperature),
         want=("entropy",),
@@ -163,7 +168,7 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 
 def register() -> None:
-    """Enter everything into verl; importing this module does it."""
+    """Register everything with verl; importing this module does it."""
     entered: Callable[..., Any]
     for preset in objectives():
         entered = partial(loss, preset)

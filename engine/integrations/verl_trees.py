@@ -1,13 +1,13 @@
 """verl's FSDP workers on packed trees: ``model.external_lib=rolltree.engine.integrations.verl_trees``.
 
-verl imports the module named there before it makes a model's engine, and its `EngineRegistry` then gives that model, be
-it actor, reference or critic, one of the engines below. They are verl's own FSDP engines but for three things: a
+verl imports the module named there before it makes a model's engine, and its `EngineRegistry` then gives that model
+(actor, reference or critic) one of the engines below. They are verl's own FSDP engines with three changes: a
 micro-batch goes to the model as trees, every shared prefix once; norms, rotary embedding and gated units are one pass
-each (`fuse_layers`); and `linear_logprob` scores the rows that predict responses. What comes back has verl's layout, so
-losses, metrics, optimizer, checkpoints and the weights that rollouts get are verl's code.
+each (`fuse_layers`); and `linear_logprob` scores the rows that predict responses. Results have verl's layout, so
+losses, metrics, optimizer, checkpoints and the weights for rollouts are verl's code.
 
-Sequences share what they share within a micro-batch; those of one prompt are therefore put side by side before verl
-cuts the batch.
+Prefixes are shared only within a micro-batch; the sequences of one prompt are therefore made adjacent before verl cuts
+the batch.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from .trees import odd_layers, packed
 Array = npt.NDArray[Any]
 FSDP = ("fsdp", "fsdp2")
 OTHERS = ("fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel")
-"""Backends of verl that lay out their batches elsewhere."""
+"""Backends of verl whose batches this module cannot lay out as trees."""
 OUTPUTS = {"calculate_entropy": ("entropy", "entropy"), "calculate_sum_pi_squared": ("sum_p2", "sum_pi_squared")}
-"""What verl may ask for besides log-probs: its key, our name and its own."""
+"""Optional outputs: verl's key, and the names of the output in rolltree and in verl."""
 
 NOTHING_SHARED = (
     "The sequences of a rank's batch have as many prompts, so that no prompt is computed once for several: verl's "
     "trainer has given a prompt's samples to different ranks, or there is one of each (docs/verl.md)."
 )
 COLDEST = 1e-8
-"""The temperature that verl computes with below it."""
+"""Lower bound that verl applies to temperatures."""
 
 
 class Wanted:
-    """What the head is asked for. No dataclass and no tuple: FSDP rounds the tensors that it finds in those."""
+    """Targets and options for the head. Neither a dataclass nor a tuple, because FSDP casts the tensors in those."""
 
     def __init__(
         self, row: Tensor, place: Tensor, target: Tensor, temperature: float | Tensor, want: list[str]
     ) -> None:
-        self.row = row  # [R] int64, of the packed tokens; distinct but where temperatures differ
-        self.place = place  # [M] int64, of each target's row among them
+        self.row = row  # [R] int64, packed rows; distinct unless temperatures differ
+        self.place = place  # [M] int64, index of each target's row in `row`
         self.target = target  # [M] int64
-        self.temperature = temperature  # or [R] float32
+        self.temperature = temperature  # a number, or [R] float32
         self.want = want
 
 
 class Flat(NamedTuple):
-    """A micro-batch as verl holds it, on the host: its sequences end to end."""
+    """A micro-batch in verl's layout, on the host: its sequences end to end."""
 
     ids: Array  # [N] int64
     ends: Array  # [B] int64
@@ -76,7 +76,7 @@ class Flat(NamedTuple):
 
     @classmethod
     def of(cls, micro_batch: Any) -> Flat:
-        """Raises UserError for what is not text, and for positions that are not a token's place in its sequence."""
+        """Raise UserError for inputs other than text, and for positions that do not count from 0 in each sequence."""
         positions = micro_batch["position_ids"]
         images = bool(extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", [])))
         refuse({"multi_modal_inputs": images, "position_ids of several axes": positions.dim() > 2})
@@ -88,7 +88,7 @@ class Flat(NamedTuple):
         return flat
 
     def scored(self, micro_batch: Any) -> Array:  # [M] int64
-        """The tokens whose log-probs verl reads: of responses, or where there are none, those its loss mask selects."""
+        """Return the tokens whose log-probs verl reads: of responses, or without any, those of its loss mask."""
         response = response_length(micro_batch)
         if response is None:
             some = micro_batch["loss_mask"].values().cpu().numpy() != 0
@@ -103,7 +103,7 @@ class TreeEngine(FSDPEngineWithLMHead):
     """verl's FSDP engine, on trees.
 
     Raises:
-        UserError: an option, a model or a batch is not computed on trees; the message names it.
+        UserError: an option, a model or a batch is not supported on trees; the message names it.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,11 +122,11 @@ class TreeEngine(FSDPEngineWithLMHead):
         module = super()._build_module()
         refuse({"a critic with trl's value head": not isinstance(module, PreTrainedModel)})
         refuse({f"layers of the kind {kind}": True for kind in odd_layers(module)})
-        module.set_attn_implementation(NAME)  # verl names one of its own when it loads a critic
+        module.set_attn_implementation(NAME)  # verl sets one of its own when it loads a critic
         return fuse_layers(module)
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
-        """verl's, of the batch with the sequences of a prompt side by side; outputs have the order of ``data``."""
+        """Run verl's method on the batch sorted by prompt; outputs have the order of ``data``."""
         prompts = prompt_of(data)
         if prompts is None or tu.get_non_tensor_data(data=data, key="force_group_size", default=1) > 1:
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -142,10 +142,8 @@ class TreeEngine(FSDPEngineWithLMHead):
         return out
 
     def _together(self, data: Any, prompts: Array) -> int:
-        """How many sequences in a row verl shall keep in one micro-batch: up to a prompt's, within its token budget.
-
-        verl wants as many micro-batches of every rank, and finds them where the ranks agree on this.
-        """
+        """Return the number of adjacent sequences that verl keeps in one micro-batch: at most a prompt's, within verl's
+        token budget. The ranks agree on it, because verl needs the same number of micro-batches on every rank."""
         length = data["input_ids"].offsets().diff().cpu().numpy()
         budget = tu.get(data, "max_token_len_per_gpu")
         divisors = [n for n in range(1, int(np.bincount(prompts).max()) + 1) if len(length) % n == 0]
@@ -159,14 +157,14 @@ class TreeEngine(FSDPEngineWithLMHead):
 
 
 class TreeEngineWithLMHead(TreeEngine):
-    """Of actors and references: log-probs and, on request, entropy, 0 at tokens that predict no response."""
+    """Engine of actors and references: log-probs and, on request, entropy; 0 at tokens that predict no response."""
 
     def _build_fsdp_module(self, module: Any) -> Any:
         install_head(module.get_base_model() if isinstance(module, PeftModel) else module)
         return super()._build_fsdp_module(module)
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The micro-batch as trees, and what is wanted of them; the places of the answers in verl's layout."""
+        """Return the micro-batch as trees with the head's targets, and the places of the results in verl's layout."""
         get = functools.partial(tu.get_non_tensor_data, data=micro_batch, default=False)
         refuse({"distillation": get(key="distillation_use_topk") or get(key="distillation_only")})
         flat, device = Flat.of(micro_batch), micro_batch["input_ids"].device
@@ -175,7 +173,7 @@ class TreeEngineWithLMHead(TreeEngine):
         row = np.concatenate(trees.rows)[token - 1]
         given = micro_batch["temperature"]
         temperature: float | Tensor
-        if isinstance(given, Tensor):  # one a sequence: a row that several share is scored at each of theirs
+        if isinstance(given, Tensor):  # one for each sequence: a shared row is scored at each of its temperatures
             levels, level = np.unique(given.float().cpu().numpy(), return_inverse=True)
             level = np.repeat(level, flat.length)[token]
             (level, row), place = np.unique(np.stack([level, row]), axis=1, return_inverse=True)
@@ -190,7 +188,7 @@ class TreeEngineWithLMHead(TreeEngine):
     def prepare_model_outputs(
         self, output: dict[str, Tensor], output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """What the head said of each target, as verl's nested tensors of whole sequences."""
+        """Return the head's results for each target, as verl's nested tensors of whole sequences."""
         ids, theirs = micro_batch["input_ids"], {"logprob": "log_probs", **dict(OUTPUTS.values())}
         flat = {
             theirs[name]: values.new_zeros(len(ids.values())).index_put((output_args["scored"],), values)
@@ -200,10 +198,10 @@ class TreeEngineWithLMHead(TreeEngine):
 
 
 class TreeEngineWithValueHead(TreeEngine):
-    """Of critics: the value at every token."""
+    """Engine of critics: the value at every token."""
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The micro-batch as trees; where the model computes each of its tokens."""
+        """Return the micro-batch as trees, and the packed row of each of its tokens."""
         flat, device = Flat.of(micro_batch), micro_batch["input_ids"].device
         trees = packed(np.split(flat.ids, flat.ends[:-1]), device)
         return trees.inputs, {"row": torch.from_numpy(np.concatenate(trees.rows)).to(device)}
@@ -211,13 +209,13 @@ class TreeEngineWithValueHead(TreeEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Values, as verl's nested tensors of whole sequences."""
+        """Return values, as verl's nested tensors of whole sequences."""
         values = output.logits.view(-1).index_select(0, output_args["row"])
         return {"values": torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())}
 
 
 def response_length(data: Any) -> Array | None:  # [B] int64
-    """Of each sequence, how many tokens at its end are a response; None for data without responses."""
+    """Return the number of response tokens at the end of each sequence; None for data without responses."""
     if "responses" not in data:
         return None
     if data["responses"].is_nested:
@@ -228,7 +226,7 @@ def response_length(data: Any) -> Array | None:  # [B] int64
 
 
 def prompt_of(data: Any) -> Array | None:  # [B] int64
-    """Which prompt each sequence has, numbered as they come; None for data without responses."""
+    """Return the number of each sequence's prompt, in order of appearance; None for data without responses."""
     response = response_length(data)
     if response is None:
         return None
@@ -239,7 +237,11 @@ def prompt_of(data: Any) -> Array | None:  # [B] int64
 
 
 def install_head(model: Any) -> None:
-    """Let ``model(..., wanted=...)`` score; the head does so in its own forward, where FSDP has its weights."""
+    """Make ``model(..., wanted=...)`` score targets, in the head's own forward, during which FSDP gathers its weights.
+
+    Raises:
+        UserError: the head is of a kind that is not supported.
+    """
     try:
         head(model)
     except ValueError as error:
@@ -266,7 +268,7 @@ def install_head(model: Any) -> None:
 
 
 def refuse(found: dict[str, bool]) -> None:
-    """Raises UserError naming the first thing that was found."""
+    """Raise UserError naming the first entry of ``found`` that is True."""
     for name, there in found.items():
         if there:
             raise UserError(
@@ -275,7 +277,7 @@ def refuse(found: dict[str, bool]) -> None:
 
 
 def choice(theirs: type[BaseEngine], ours: type[TreeEngine] | None, backend: str) -> type[BaseEngine]:
-    """An engine class that becomes ``ours`` for models that name this module, and stays verl's for all others."""
+    """Return an engine class that makes ``ours`` for models that name this module, and verl's for all others."""
 
     class Chosen(BaseEngine):
         def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +292,7 @@ def choice(theirs: type[BaseEngine], ours: type[TreeEngine] | None, backend: str
 
 
 def register() -> None:
-    """Enter the choice into verl's registry, before its own engines there; importing this module does it."""
+    """Register the choice with verl, before its own engines; importing this module does it."""
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()  # as the registry looks engines up
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
     trees = {"language_model": TreeEngineWithLMHead, "value_model": TreeEngineWithValueHead}

@@ -1,4 +1,4 @@
-"""Values as JSON and tensors, and back: what a checkpoint keeps of groups that are on their way. Nothing is pickled."""
+"""Converts values to JSON and tensors and back, to store unfinished groups in a checkpoint. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Json = Any
 KEPT: dict[str, type] = {
     c.__name__: c for c in (Given, LeafStatus, Origin, Prompt, Responses, RewardResult, SegmentReport, TokenTree)
 }
-"""Classes whose objects are kept, by name."""
+"""Classes whose objects can be stored, by name."""
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {c.__name__: c for c in (tuple, set, frozenset, deque)}
 WRITTEN: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: (bytes.hex, bytes.fromhex),
@@ -37,7 +37,7 @@ WRITTEN: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     Decimal: (str, Decimal),
     UUID: (str, UUID),
 }
-"""What columns of parquet files hold beside texts and numbers: how it is written, and read again."""
+"""Further types in columns of parquet files, with the functions that write and read them."""
 
 
 class NotKeptError(TypeError):
@@ -56,7 +56,8 @@ class Archive:
         self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
 
     def pack(self, value: Any) -> Json:
-        """
+        """Return ``value`` as JSON; arrays go into ``tensors``.
+
         Raises:
             NotKeptError: the value, or one in it, is of another type.
         """
@@ -87,7 +88,7 @@ class Archive:
         raise NotKeptError(f"A {kind.__name__} cannot be kept in a checkpoint.")
 
     def unpack(self, packed: Json) -> Any:
-        """What was packed."""
+        """Return the value from which `pack` made ``packed``."""
         if isinstance(packed, list):
             return [self.unpack(v) for v in packed]
         if not isinstance(packed, dict):
@@ -139,7 +140,7 @@ _READERS = {kind.__name__: read for kind, (_, read) in WRITTEN.items()}
 
 
 def _zone(moment: datetime.datetime) -> Json:
-    """Return what names the moment's time zone: None, seconds from UTC, or a key of the time zone database."""
+    """Return the moment's time zone: None, seconds from UTC, or a key of the time zone database."""
     zone = moment.tzinfo
     if zone is None or isinstance(zone, datetime.timezone):
         offset = moment.utcoffset()

@@ -1,13 +1,13 @@
-"""The groups of a run between their prompt and their update: who is in which state, and which make the next batch.
+"""The groups of a run between their prompt and their update: the state of each, and the choice of the next batch.
 
     queued -> sampling -> judging -> ready -> training -> done
       ^          |  ^        |  |
-      |          |  +--------+  |      more responses are wanted (a group callback)
-      +----------+--------------+      begun anew: another prompt, or a resumed run that could not keep what there was
+      |          |  +--------+  |      a group callback asks for more responses
+      +----------+--------------+      restarted: another prompt, or a resumed run without the group's responses
     any of the first four -> dropped(reason)
 
-A group is numbered by its *ticket* when it is admitted and keeps it; `budget` says who is admitted, in which order they
-are trained, and why none is trained too late. The buffer holds no lock: whoever changes it holds the controller's.
+A group gets a number, its *ticket*, when it is admitted. `budget` defines which groups are admitted, in which order
+they are trained, and why none is trained too late. The buffer has no lock: callers hold the controller's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sources import Prompt
 
 
 class State(StrEnum):
-    """Where a group is."""
+    """The state of a group."""
 
     QUEUED = "queued"
     SAMPLING = "sampling"
@@ -46,43 +46,43 @@ AFTER: dict[State, set[State]] = {
     State.DONE: set(),
     State.DROPPED: set(),
 }
-"""The states that may follow each."""
+"""States that may follow each state."""
 
 
 @dataclass(eq=False)
 class Responses:
-    """What one request brought for a group."""
+    """The responses that one request sampled for a group."""
 
     tree: TokenTree
     texts: list[str]
-    """Of its responses, in the order of the leaves."""
+    """Texts of the responses, in the order of the leaves."""
     unsampled: dict[int, str]
-    """Leaves that could not be sampled, and why."""
+    """Leaves that could not be sampled, with the reasons."""
     verdicts: list[RewardResult] = field(default_factory=list)
-    """On the other leaves."""
+    """Verdicts on the other leaves."""
 
 
 @dataclass(eq=False)
 class Group:
-    """The responses to one prompt, on their way."""
+    """The responses to one prompt, from its admission to its update."""
 
     ticket: int
     prompt: Prompt
     started: int
-    """Steps that had ended when it was admitted."""
+    """Number of steps that had ended when the group was admitted."""
     state: State = State.QUEUED
     reason: str = ""
-    """Why it was dropped."""
+    """Reason for which the group was dropped."""
     overtaken: int = 0
-    """Younger groups taken before it."""
+    """Number of younger groups taken before it."""
     attempt: int = 0
-    """Requests made for it before the present one."""
+    """Number of requests made for the group before the present one."""
     parts: list[Responses] = field(default_factory=list)
-    """What its requests brought; the newest may not be judged yet."""
+    """Responses of each request; the newest may not be judged yet."""
 
     @property
     def tree(self) -> TokenTree:
-        """All its responses."""
+        """All responses of the group as one tree."""
         if len(self.parts) > 1:
             joined = Responses(join([part.tree for part in self.parts]), self.texts, {}, self.verdicts)
             begin = 0
@@ -95,17 +95,17 @@ class Group:
 
     @property
     def texts(self) -> list[str]:
-        """Of all responses, in the order of the leaves."""
+        """Texts of all responses, in the order of the leaves."""
         return [text for part in self.parts for text in part.texts]
 
     @property
     def unsampled(self) -> list[str]:
-        """Why responses could not be sampled, one each."""
+        """The reason of each response that could not be sampled."""
         return [why for part in self.parts for why in part.unsampled.values()]
 
     @property
     def verdicts(self) -> list[RewardResult]:
-        """On the responses that were sampled."""
+        """Verdicts on the responses that were sampled."""
         return [verdict for part in self.parts for verdict in part.verdicts]
 
 
@@ -128,22 +128,26 @@ class Buffer:
         self.steps = 0
         self.admitted = 0
         self.dropped: Counter[str] = Counter()
-        """Groups dropped so far, by reason."""
+        """Number of groups dropped so far, by reason."""
 
     @property
     def room(self) -> int:
-        """Groups that may be admitted now."""
+        """Number of groups that may be admitted now."""
         if self.budget.staleness == 0 and not self.settled:
             return 0
         return self.budget.capacity - len(self.open)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is on its way to being ready."""
+        """True if every open group is ready."""
         return all(group.state is State.READY for group in self.open.values())
 
     def admit(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """New groups; there must be `room`."""
+        """Admit a group for each prompt.
+
+        Raises:
+            ValueError: there are more prompts than `room`.
+        """
         if len(prompts) > self.room:
             raise ValueError(f"The buffer has no room for {len(prompts)} groups: {len(self.open)} are open.")
         groups = [Group(self.admitted + i, prompt, self.steps) for i, prompt in enumerate(prompts)]
@@ -152,28 +156,28 @@ class Buffer:
         return groups
 
     def to(self, group: Group, state: State) -> None:
-        """Put an open group into another state; `drop` and `end_step` end it.
+        """Put an open group into another state; `drop` and `end_step` remove it.
 
         Raises:
-            ValueError: ``state`` does not follow from where it is, or the group is not open.
+            ValueError: ``state`` may not follow the group's state, or the group is not open.
         """
         if self.open.get(group.ticket) is not group or state not in AFTER[group.state]:
             raise ValueError(f"Group {group.ticket} is {group.state} and cannot become {state}.")
         group.state = state
 
     def drop(self, group: Group, reason: str) -> None:
-        """Give a group up."""
+        """Drop an open group."""
         self.to(group, State.DROPPED)
         group.reason = reason
         del self.open[group.ticket]
         self.dropped[reason] += 1
 
     def among(self, *states: State) -> list[Group]:
-        """The open groups in one of ``states``."""
+        """Return the open groups in one of ``states``."""
         return [group for group in self.open.values() if group.state in states]
 
     def batch(self) -> list[Group] | None:
-        """The next batch, now training, oldest first; None while it is not complete.
+        """Return the next batch, oldest first, and put its groups into training; None while it is not complete.
 
         Raises:
             StalenessError: a group in it is older than the bound allows.
@@ -181,7 +185,7 @@ class Buffer:
         if self.budget.staleness == 0 and not self.settled:
             return None
         taken: list[Group] = []
-        passed: list[tuple[Group, int]] = []  # and how many of the batch are older
+        passed: list[tuple[Group, int]] = []  # groups passed over, and the number of older ones in the batch
         may = len(self.open)  # further groups that may overtake those passed over
         for group in self.open.values():
             if len(taken) == self.budget.batch or may == 0:
@@ -202,7 +206,7 @@ class Buffer:
         return taken
 
     def end_step(self, batch: Sequence[Group]) -> None:
-        """``batch`` has been trained; what it taught is in the weights that sample from now on."""
+        """End the step that trained ``batch``; from now on the new weights sample."""
         for group in batch:
             self.to(group, State.DONE)
             del self.open[group.ticket]
@@ -212,9 +216,10 @@ class Buffer:
                 self.drop(group, "surplus")
 
     def state_dict(self) -> dict[str, Any]:
-        """Its counts; fit for JSON."""
+        """Return the counts, as JSON values."""
         return {"steps": self.steps, "admitted": self.admitted, "dropped": dict(self.dropped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counts that `state_dict` returned."""
         self.steps, self.admitted = state["steps"], state["admitted"]
         self.dropped = Counter(state["dropped"])

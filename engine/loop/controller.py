@@ -29,11 +29,10 @@ from ..rollout.sampler import Flight, Job, LostError, WeightSource
 from ..tasks import Problem
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
-from .cores import Cores
 from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
 from .parts import SamplingParts
-from .progress import Progress
+from .runtime import Cores, Progress
 from .unfinished import group_state
 
 MOST_ATTEMPTS = 64

@@ -1,4 +1,4 @@
-"""Rows whose values a checkpoint can hold: with open groups, it keeps the entries of their prompts."""
+"""Reduces rows of data to values that a checkpoint can store with the prompts of open groups."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..errors import UserError
 from .archive import Archive, NotKeptError
 
 READ = {"answer", "solution", "id", "seed", "env", "messages"}
-"""Columns that rolltree's own verifiers and programs read, besides those that the configuration names."""
+"""Columns that rolltree's own verifiers and programs read, in addition to those that the configuration names."""
 
 
 class Entries:
-    """Makes the entries of a run's prompts fit for its checkpoints.
+    """Prepares the entries of a run's prompts for its checkpoints.
 
-    A value that a checkpoint cannot hold is left out where no code of the user's is given the entry and none of
-    rolltree's reads the column; anywhere else it is an error.
+    A value that a checkpoint cannot store is left out if no code of the user gets the entry and no code of rolltree
+    reads the column; otherwise it is an error.
 
     Args:
         read: columns that the configuration names.
-        all_read: code that may read any column is given the entries.
+        all_read: True if code that may read any column gets the entries.
     """
 
     def __init__(self, read: Collection[str], *, all_read: bool) -> None:
@@ -33,7 +33,7 @@ class Entries:
             where: what has the row, for error messages: "Row 3 of 'problems.parquet'".
 
         Raises:
-            UserError: a column that may be read cannot be held.
+            UserError: a column that may be read cannot be stored.
         """
         kept = {}
         for column, value in row.items():

@@ -11,7 +11,7 @@ from .buffer import Responses
 from .failures import unsampled
 from .judging import decode, item
 from .parts import EvaluationParts
-from .progress import Progress
+from .runtime import Progress
 
 SOLVED = 1.0 - 1e-6
 """A reward from here on counts as a correct answer."""

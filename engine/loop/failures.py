@@ -1,6 +1,6 @@
-"""What failed in a run, by reason: counted in the metrics, told as it begins, in the summary at the end, and limited.
+"""Failures in a run, by reason: counted in the metrics, noted at their first occurrence, summarised at the end.
 
-A step in which nothing succeeded is no step: after so many of them in a row the run stops.
+The run stops after a limited number of steps in a row in which nothing succeeded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
 from ..errors import RunError
 from .metrics import Sums
-from .progress import Progress
+from .runtime import Progress
 
 
 def kind(reason: str) -> str:
-    """``timeout``, ``died``, ``not_finite``, ``no_score`` or ``raised``: what a failure is called in the metrics."""
+    """Return a failure's name in the metrics: ``timeout``, ``died``, ``not_finite``, ``no_score`` or ``raised``."""
     if reason in ("timeout", "died"):
         return reason
-    if "TimeoutError" in reason or "did not return within" in reason:  # of a tool, a judge or an environment
+    if "TimeoutError" in reason or "did not return within" in reason:  # from a tool, a judge or an environment
         return "timeout"
     if "the judge gave no score" in reason:
         return "no_score"
@@ -30,31 +30,35 @@ def kind(reason: str) -> str:
 
 
 def unsampled(tree: TokenTree) -> dict[int, str]:
-    """The leaves that the engine could not sample to their end, and why; their reward is none."""
+    """Return the leaves that the engine could not sample to their end, with the reasons; they have no reward."""
     why = tree.meta.get("errors", {})
     return {int(leaf): why.get(int(leaf), "failed") for leaf in np.flatnonzero(tree.status == LeafStatus.FAILED)}
 
 
 class Failures:
-    """Failures of one part of a run: of sampling, or of judging.
+    """Failures of one part of a run: sampling or judging.
 
     Args:
-        name: of its metrics, ``<name>/failed`` and ``<name>/failed_<kind>``.
-        what: what fails, in the plural: ``responses could not be sampled``.
-        limit: steps in a row without a success after which the run stops.
-        key: the configuration key of ``limit``.
-        remedy: what to do about it.
+        name: prefix of the metrics ``<name>/failed`` and ``<name>/failed_<kind>``.
+        what: description of the failure in the plural: ``responses could not be sampled``.
+        limit: number of steps in a row without a success after which the run stops.
+        key: configuration key of ``limit``.
+        remedy: advice for the error message.
     """
 
     def __init__(self, name: str, what: str, *, limit: int, key: str, remedy: str) -> None:
         self.name, self.what, self.limit, self.key, self.remedy = name, what, limit, key, remedy
         self.in_row = 0
         self.asked = 0
-        self.reasons: Counter[str] = Counter()  # one reason of each kind, and how many failed by that kind
+        self.reasons: Counter[str] = Counter()  # number of failures of each kind
         self._example: dict[str, str] = {}
 
     def record(self, reasons: Sequence[str], asked: int, sums: Sums, console: Progress, *, skipped: int = 0) -> None:
-        """A step in which ``asked`` were asked for, one failed for each of ``reasons``, and some were left out.
+        """Record a step.
+
+        Args:
+            reasons: the reason of each failure.
+            asked: number of attempts, of which ``skipped`` were left out.
 
         Raises:
             RunError: nothing has succeeded for `limit` steps.
@@ -76,16 +80,17 @@ class Failures:
             )
 
     def summary(self) -> str | None:
-        """One line for the end of the run, None where nothing failed."""
+        """Return one line for the end of the run, or None if nothing failed."""
         if not self.reasons:
             return None
         parts = [f"{number} {self._example[what]}" for what, number in self.reasons.most_common()]
         return f"{self.reasons.total()} of {self.asked} {self.what}: {'; '.join(parts)}."
 
     def state_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """Return the counts, as JSON values."""
         return {"in_row": self.in_row, "asked": self.asked, "reasons": dict(self.reasons), "example": self._example}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counts that `state_dict` returned."""
         self.in_row, self.asked = state["in_row"], state["asked"]
         self.reasons, self._example = Counter(state["reasons"]), dict(state["example"])

@@ -1,4 +1,4 @@
-"""Verdicts on groups, asked for as soon as all responses of one are there, and what they make of its tree."""
+"""Verdicts on groups: requested as soon as all responses of a group are sampled, then written to its tree."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .sources import Prompt
 
 
 def no_trace(track: str, name: str, begin: float, end: float) -> None:
-    """Discard the event."""
+    """Discard the event: the default trace callback."""
 
 
 TraceCall = Callable[[str, str, float, float], object]
-"""Records that ``(track, name)`` went on from ``begin`` to ``end``, seconds of `time.perf_counter`."""
+"""Records an event ``(track, name, begin, end)`` with times in seconds of `time.perf_counter`."""
 
 
 AT_ONCE = 2
-"""Calls of the pool at the same time, each with all groups that had finished by then."""
+"""Number of concurrent calls of the pool, each with all groups that had finished by then."""
 
 
 class Judging:
-    """Asks the pool's workers, and waits for them in threads of its own.
+    """Requests verdicts from the pool's workers and waits for them in threads of its own.
 
     Args:
-        notify: called, in any thread, when the verdicts on a group have come.
-        on_failure: what becomes of a response whose verifier failed: drop, zero or raise.
-        trace: records when the verifier worked.
+        notify: called, in any thread, when the verdicts on a group have arrived.
+        on_failure: treatment of a response whose verifier failed: drop, zero or raise.
+        trace: records the times at which the verifier worked.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Judging:
 
     @contextmanager
     def running(self, rewards: Rewards) -> Iterator[None]:
-        """While it may be asked; ``rewards`` is closed at the end, so that nobody waits for it."""
+        """Allow requests within the block; at its end ``rewards`` is closed, so that no thread waits for it."""
         self._rewards = rewards
         with ThreadPoolExecutor(AT_ONCE, "rolltree-judging") as self._threads:
             try:
@@ -70,11 +70,11 @@ class Judging:
 
     @property
     def busy(self) -> bool:
-        """Whether verdicts are outstanding or not taken."""
+        """True if verdicts are outstanding or not taken."""
         return bool(self._waiting or self._asked or self._judged)
 
     def add(self, finished: Sequence[tuple[Group, TokenTree]]) -> None:
-        """Trees that hold (further) responses of their groups: ask for the verdicts on them."""
+        """Add trees with (further) responses of their groups and request the verdicts on them."""
         texts = decode(self.tokenizer, [tree for _, tree in finished])
         for (group, tree), some in zip(finished, texts, strict=True):
             tree.set("group", group.ticket)
@@ -82,7 +82,7 @@ class Judging:
         self.ask([group for group, _ in finished])
 
     def ask(self, groups: Sequence[Group]) -> None:
-        """Ask for the verdicts on each group's newest responses; those that could not be sampled are not judged."""
+        """Request verdicts on each group's newest responses; those that could not be sampled are not judged."""
         for group in groups:
             last = group.parts[-1]
             items = [item(group.prompt, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
@@ -90,7 +90,7 @@ class Judging:
         self._send()
 
     def _send(self) -> None:
-        """What waits goes to the pool together: a call has its price, and takes time from the sampling."""
+        """Send all waiting responses to the pool in one call, because each call costs time that sampling loses."""
         if not self._waiting or len(self._asked) >= AT_ONCE or self._rewards.in_turn:
             return
         future = self._threads.submit(self._score, [item for _, items in self._waiting for item in items])
@@ -105,19 +105,22 @@ class Judging:
             self._trace("verifier", "judge", begin, time.perf_counter())
 
     def wait(self, seconds: float) -> None:
-        """For any verdict."""
+        """Wait up to ``seconds`` for any verdict."""
         wait(self._asked, seconds, FIRST_COMPLETED)
 
     def take(self, *, all_or_none: bool) -> list[Group]:
-        """Groups whose verdicts have come, oldest first, with rewards on their trees.
+        """Return the groups whose verdicts have arrived, oldest first, with rewards on their trees.
+
+        Args:
+            all_or_none: return no group while any verdict is outstanding.
 
         Raises:
-            RunError: a verifier failed, and `reward.on_failure` says that a run ends then.
+            RunError: a verifier failed and `reward.on_failure` is "raise".
         """
         for future in [future for future in self._asked if future.done()]:
             self._share(self._asked.pop(future), future.result())
         self._send()
-        if self._rewards.in_turn and self._waiting:  # the caller is who steps the engine
+        if self._rewards.in_turn and self._waiting:  # the calling thread also steps the engine
             waiting, self._waiting = self._waiting, []
             self._share(waiting, self._score([item for _, items in waiting for item in items]))
         if all_or_none and (self._waiting or self._asked):
@@ -134,7 +137,7 @@ class Judging:
             self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
-        """Responses that nobody sampled, with their rewards."""
+        """Return responses that were given and not sampled, with their rewards."""
         ids = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in responses]
         tree = TokenTree.from_nodes(
             [-1] + [0] * len(ids),
@@ -147,12 +150,12 @@ class Judging:
         return Responses(tree, list(responses), {})
 
     def _put_rewards(self, group: Group) -> None:
-        """Rewards and names on the newest tree; NaN where there is no verdict."""
+        """Write rewards and metadata to the newest tree; NaN where there is no verdict."""
         last, prompt, on_failure = group.parts[-1], group.prompt, self._on_failure
         broken = [verdict.reason for verdict in last.verdicts if verdict.reason is not None]
         if broken and on_failure == "raise":
             raise RunError(
-                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); mend it, or set "
+                f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); repair it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
         tree, verdicts = last.tree, iter(last.verdicts)
@@ -164,7 +167,7 @@ class Judging:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> list[list[str]]:
-    """The text of each leaf's response, of each tree."""
+    """Return for each tree the text of each leaf's response."""
     if not trees:
         return []
     all_of = side_by_side(trees)
@@ -174,6 +177,6 @@ def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> li
 
 
 def item(prompt: Prompt, responses: Responses, leaf: int) -> RewardItem:
-    """What the verifier is given of a response."""
+    """Return the verifier's input for a response."""
     given = responses.tree.meta.get("given_rewards", {}).get(leaf)
     return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given)

@@ -1,4 +1,4 @@
-"""One step's learning: scores by the roles, credit over the whole batch, packed trees, optimiser steps."""
+"""The update of one step: roles score the trees, credit is assigned over the batch, packed trees are trained."""
 
 from __future__ import annotations
 
@@ -35,25 +35,30 @@ class Learner:
     """Turns judged trees into updates of the policy.
 
     Args:
-        note: told, in a sentence, what the user should know.
+        watch: accounts for the time of each part.
+        note: called with sentences for the user.
     """
 
     def __init__(self, parts: LearningParts, watch: Stopwatch, note: Callable[[str], object]) -> None:
         self.parts, self.model, self.watch, self.note = parts, parts.model, watch, note
         self.terms, self.roles, self.critic = parts.terms, parts.roles, parts.critic
         self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
-        self.metrics: dict[str, float] = {}  # of the last step, which schedules may follow
+        self.metrics: dict[str, float] = {}  # metrics of the last step, which schedules may read
         self.phases = Phases(parts.model.device)
         self.trainer = Trainer(parts.model, parts.optimizer, self.phases)
         self.mfu = Mfu.of(parts.model)
-        self.max_tokens = parts.max_tokens  # less after an update that ran out of memory
-        self._flat: bool | None = None  # None: not known yet
+        self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
+        self._flat: bool | None = None  # None: not tested yet
 
     def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
-        """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` ones.
+        """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` trees.
 
         Returns:
-            Whether the policy has changed.
+            True if the policy has changed.
+
+        Raises:
+            UserError: a schedule returned a number out of range.
+            torch.OutOfMemoryError: not even one sequence fits into memory.
         """
         parts = self.parts
         with self.watch.part("pack"):
@@ -95,7 +100,7 @@ class Learner:
         sums: Sums,
     ) -> bool:
         with self.watch.part("pack"):
-            # groups left out for equal rewards count in the normaliser: their advantage is zero all the same
+            # groups dropped for equal rewards count in the normaliser, since their advantage is zero either way
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, schedule in self.terms
@@ -139,7 +144,7 @@ class Learner:
         return self.trainer.optim_step()
 
     def _shared(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """With what leaves sampled alike computed once, but where nodes mean something, or nothing is to be shared."""
+        """Merge equal prefixes of different leaves, unless an objective is defined on nodes or updates are flat."""
         by_node = (isinstance(t, TokenTerm) and t.objective.ratio_level == "segment" for t, _ in self.terms)
         return trees if self._shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
 
@@ -153,10 +158,10 @@ class Learner:
         )
 
     def _halve(self, trees: Sequence[TokenTree], error: torch.OutOfMemoryError) -> None:
-        """An update ran out of memory: from now on micro-batches are half as large, as long as one sequence fits.
+        """Halve the size of micro-batches after an update that ran out of memory.
 
         Raises:
-            torch.OutOfMemoryError: ``error``, where none would fit.
+            torch.OutOfMemoryError: ``error``, if the longest sequence would not fit.
         """
         self.trainer.drop_gradients()
         if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in trees):
@@ -166,11 +171,11 @@ class Learner:
         self.note(f"An update ran out of memory; micro-batches have {self.max_tokens} tokens from now on.")
 
     def temperature(self, step: int) -> float:
-        """Of what is sampled for ``step``, and of the log-probs that its update compares with."""
+        """Return the sampling temperature of ``step``, at which its update also computes log-probs."""
         return self.parts.temperature * self._scale("temperature_scale", step, math.inf)
 
     def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
-        """``params`` with the temperature and the length of ``step``."""
+        """Return ``params`` with the temperature and the maximum length of ``step``."""
         longest = max(1, round(params.max_new_tokens * self._scale("length_scale", step, 1.0)))
         return replace(params, temperature=self.temperature(step), max_new_tokens=longest)
 
@@ -182,7 +187,7 @@ class Learner:
         return value
 
     def _record_schedules(self, step: int, sums: Sums) -> None:
-        """The numbers that functions gave for ``step``; `steer` goes on from them."""
+        """Record the values of schedules for ``step`` as metrics."""
         named = {"lr_scale": self.parts.lr_scale, **self.scales}
         named |= {f"{term.name}_weight": schedule for term, schedule in self.terms}
         for name, schedule in named.items():
@@ -200,7 +205,7 @@ class Learner:
                 self.critic.score(trees, max_tokens=self.parts.max_tokens)
 
     def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
-        """Whether the model computes trees wrongly, so that updates must be flat. Found out once, on real rollouts."""
+        """Return True if the model computes trees wrongly, so that updates must be flat; tested once, on rollouts."""
         if self._flat is None and trees:
             error = tree_error(self.model, trees) if self.parts.self_check else None
             self._flat = not trees_fit(error, self.model.dtype)
@@ -217,7 +222,7 @@ class Learner:
         return self.trainer
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and counters of the policy's optimiser, the critic's, and the roles whose weights move."""
+        """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
         tensors, counters = self.trainer.state_dict()
         seen = [role.seen for role in self.roles]
         state: dict[str, Any] = {"trainer": counters, "roles": seen, "metrics": self.metrics}
@@ -230,10 +235,10 @@ class Learner:
         return tensors, state
 
     def load_state_dict(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
-            UserError: the tensors are another model's, or of other roles.
+            UserError: the tensors belong to another model or to other roles.
         """
         self.metrics = state["metrics"]
         self.trainer.load_state_dict({name: t for name, t in tensors.items() if "/" not in name}, state["trainer"])

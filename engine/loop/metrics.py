@@ -1,7 +1,7 @@
-"""What a run records: metrics as sums and counts, an account of each step's time, and metrics.jsonl.
+"""Records of a run: metrics as sums and counts, an account of each step's time, and metrics.jsonl.
 
-A mean of means is wrong as soon as the parts differ in size, so everything is added up as (sum, count) and divided
-once, at the end of a step. Names follow verl's and TRL's spelling.
+A mean of means is wrong if the parts differ in size, so every metric is accumulated as (sum, count) and divided once,
+at the end of a step. Names follow verl's and TRL's spelling.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMED_PARTS = (
     "eval",
     "checkpoint",
 )
-"""Parts of ``timing_s/step``; ``other`` is the rest, so that the account sums to the step."""
+"""Parts of ``timing_s/step``; ``other`` is the rest, so that the parts sum to the step."""
 
 
 class Sums:
@@ -52,7 +52,7 @@ class Sums:
         self._maxima: dict[str, Number] = {}
 
     def add(self, name: str, total: Number, count: Number = 1) -> None:
-        """Add ``total``, the sum over ``count`` things."""
+        """Add ``total``, a sum over ``count`` values."""
         old_total, old_count = self._totals.get(name, (0.0, 0.0))
         self._totals[name] = (old_total + total, old_count + count)
 
@@ -61,11 +61,11 @@ class Sums:
         self.add(name, float(np.sum(values, dtype=np.float64)), values.size)
 
     def count(self, name: str, number: float = 1) -> None:
-        """Count ``number`` occurrences; means() gives how many there were, 0 included."""
+        """Count ``number`` occurrences; `means` returns their number, also if it is 0."""
         self._counts[name] = self._counts.get(name, 0.0) + number
 
     def maximum(self, name: str, value: Number) -> None:
-        """Record ``value`` if it is the largest under ``name``; means() gives it as it is."""
+        """Keep the largest ``value`` under ``name``; `means` returns it unchanged."""
         old = self._maxima.get(name)
         if old is None:
             self._maxima[name] = value
@@ -75,7 +75,7 @@ class Sums:
             self._maxima[name] = max(old, value)
 
     def means(self) -> dict[str, float]:
-        """Sum / count of each name, the occurrences and the maxima; without a name whose count is 0: not measured."""
+        """Return sum / count of each name, the occurrences and the maxima; a name with count 0 is left out."""
         values: list[Number] = [v for pair in self._totals.values() for v in pair]
         numbers = fetch([*values, *self._maxima.values()])
         out = {}
@@ -87,9 +87,10 @@ class Sums:
 
 
 class Stopwatch:
-    """Accounts for the seconds since :meth:`restart`: named parts, and ``other`` for what is in none.
+    """Accounts for the seconds since :meth:`restart`: named parts, and ``other`` for the rest.
 
     Args:
+        clock: returns the time in seconds.
         told: called with the name, the beginning and the end of each part, when the account is read.
     """
 
@@ -102,6 +103,7 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
+        """Discard the account and begin a new one now."""
         self._begin = self._clock()
         self._spans: list[Span] = []
 
@@ -115,11 +117,11 @@ class Stopwatch:
             self._spans.append(Span(name, begin, self._clock()))
 
     def read(self, within: Sequence[Span] = ()) -> dict[str, float]:
-        """``timing_s/<part>``, ``timing_s/other`` and ``timing_s/step``, their sum; what follows is the next account's.
+        """Return ``timing_s/<part>``, ``timing_s/other`` and their sum ``timing_s/step``, and begin the next account.
 
         Args:
-            within: what the device is known to have done when, in order. It goes before the host's parts: a GPU ends an
-                update while the host is at something else, and those seconds are the update's.
+            within: spans of the device's work, in order. They take precedence over the host's parts: a GPU finishes
+                an update while the host does something else, and those seconds belong to the update.
         """
         end = self._clock()
         whole, self._begin = (self._begin, end), end
@@ -134,7 +136,10 @@ class Stopwatch:
 
 
 def overlaid(under: Sequence[Span], over: Sequence[Span]) -> list[Span]:
-    """``over`` and what it leaves of ``under``, in order of time; the spans of each follow one another."""
+    """Return ``over`` and the parts of ``under`` that it does not cover, in order of time.
+
+    The spans of each argument are ordered and do not overlap.
+    """
     out, waiting = [], deque(over)
     for name, begin, end in under:
         while waiting and waiting[0].begin < end:
@@ -143,7 +148,7 @@ def overlaid(under: Sequence[Span], over: Sequence[Span]) -> list[Span]:
                 out.append(Span(name, begin, above.begin))
             begin = max(begin, above.end)
             if above.end > end:
-                break  # it covers what follows too
+                break  # it also covers the next spans
             out.append(waiting.popleft())
         if begin < end:
             out.append(Span(name, begin, end))
@@ -151,10 +156,10 @@ def overlaid(under: Sequence[Span], over: Sequence[Span]) -> list[Span]:
 
 
 class Idle:
-    """What the device did not do while a run sampled, by cause.
+    """Idle time of the device while a run sampled, by cause.
 
     Args:
-        rows: of a full decode step.
+        rows: number of rows of a full decode step.
     """
 
     def __init__(self, rows: int) -> None:
@@ -162,11 +167,11 @@ class Idle:
         self._before: Counter[str] = Counter()
 
     def read(self, times: Mapping[str, float], work: Counter[str]) -> dict[str, float]:
-        """Seconds since the last call.
+        """Return the seconds by cause since the last call.
 
         Args:
-            times: of `Stopwatch.read`.
-            work: microseconds of all decode steps so far, and what `Steering.counts` counted in them.
+            times: result of `Stopwatch.read`.
+            work: microseconds of all decode steps so far, with the `Steering.counts` of these steps.
         """
         since = work - self._before
         self._before = work.copy()
@@ -183,12 +188,13 @@ class Idle:
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object a step, appended and flushed; steps ascend, a non-finite number is null."""
+    """The file ``metrics.jsonl``: one JSON object for each step, steps ascending; a non-finite number is null."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the row of ``step``."""
         row: dict[str, Any] = {"step": step}
         row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps(row, allow_nan=False) + "\n"
@@ -196,17 +202,17 @@ class MetricsLog:
             file.write(line)
 
     def rewind(self, step: int, aside: Path) -> set[int]:
-        """Drop the rows after ``step``; if there are any, the whole file is first copied to ``aside``.
+        """Drop the rows after ``step``; if there are any, first copy the whole file to ``aside``.
 
         Returns:
-            The steps whose rows are there.
+            The steps whose rows remain.
 
         Raises:
             UserError: a row up to ``step`` cannot be read.
         """
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         kept, found = 0, set()
-        *lines, _ = text.split("\n")  # behind the last is what a killed writer left of a line
+        *lines, _ = text.split("\n")  # after the last newline there may be part of a line, if the writer was killed
         for number, line in enumerate(lines, start=1):
             try:
                 row_step = int(json.loads(line)["step"])

@@ -37,7 +37,7 @@ from .learner import Learner
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .parts import Parts
 from .replay import Replay
-from .stopping import Stopping
+from .runtime import Stopping
 from .trace import Trace
 from .trackers import Trackers
 from .unfinished import RESTARTED

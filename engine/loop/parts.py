@@ -26,7 +26,7 @@ from ..train.config import TrainerConfig
 from ..train.critic import Critic
 from ..train.terms import LossTerm
 from .budget import Budget
-from .progress import Progress
+from .runtime import Progress
 from .sources import Demonstrations, Prompt, PromptSource
 
 

@@ -1,6 +1,6 @@
-"""What can be known to be wrong before a run has a directory, a model or hours behind it.
+"""Checks that find errors before a run makes its directory, loads a model or spends hours.
 
-`rolltree train` and ``--dry-run`` make the same checks, so that neither promises what the other refuses.
+`rolltree train` and ``--dry-run`` make the same checks, so that neither accepts what the other refuses.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ..train import checkpoint
 from .sources import Prompt
 
 TRIED = 8
-"""Prompts whose groups are begun to see whether the program can."""
+"""Number of prompts for which the program begins a group as a test."""
 TAKEN_OVER = {".lock", "config.toml", "checkpoints"}
-"""What a run that ended before its first checkpoint leaves behind."""
+"""Files of a run that ended before its first checkpoint; a new run may replace them."""
 
 
 def holds_a_run(directory: Path) -> bool:
-    """Whether ``directory`` holds anything worth keeping; what a run left that never got to a checkpoint is not."""
+    """Return True if ``directory`` holds a checkpoint or any file other than those of a run that ended before its first
+    checkpoint."""
     if not directory.is_dir():
         return False
     if checkpoint.latest(directory / "checkpoints") is not None:
@@ -39,7 +40,7 @@ def holds_a_run(directory: Path) -> bool:
 
 
 def check_writable(directory: Path) -> None:
-    """Nothing is made here: the directory is looked for, and the nearest that is there.
+    """Check that ``directory``, or its nearest existing parent, can be written; nothing is created.
 
     Raises:
         UserError: ``directory`` cannot be made or written.
@@ -60,10 +61,10 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Make the run's directory and hold it against other processes; the lock goes with the process, however it ends.
+    """Make the run's directory and lock it against other processes; the lock ends with the process.
 
     Raises:
-        UserError: it cannot be made, or another process holds it.
+        UserError: the directory cannot be made, or another process holds it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def check_directory(directory: Path) -> None:
     """Refuse a directory that cannot be written or that holds another run.
 
     Raises:
-        UserError: either is so.
+        UserError: the directory cannot be written or holds another run.
     """
     check_writable(directory)
     if holds_a_run(directory):
@@ -103,15 +104,16 @@ def check_program(
     ends: Collection[int],
     prompts: Sequence[Prompt],
 ) -> None:
-    """Begin a group of ``n`` responses, or of as many as its prompt asks for, for each prompt, without sampling it.
+    """Let the program begin a group for each prompt, without sampling.
 
     Args:
-        program: tried as it is, and ``name`` its configured name.
-        n: responses of a prompt that asks for no number of its own.
-        ends: the model's end-of-sequence tokens.
+        program: the program to test.
+        name: its configured name.
+        n: number of responses to a prompt that sets no number of its own.
+        ends: end-of-sequence tokens of the model.
 
     Raises:
-        UserError: the program refuses, as with a number of responses that it cannot make.
+        UserError: the program refuses, for example a number of responses that it cannot make.
     """
     what = f"rollout.program = '{name}'"
     for prompt in prompts:
@@ -123,15 +125,16 @@ def check_program(
 
 
 def check_credit(credit: CreditFunction, name: str, n: int, columns: Sequence[str]) -> None:
-    """Give credit to two made-up groups.
+    """Test an estimator of credit on two made-up groups.
 
     Args:
-        credit: the estimator to try, and ``name`` its configured name.
-        n: responses of a group; at most 64 are made up.
+        credit: the estimator to test.
+        name: its configured name.
+        n: number of responses of a group; at most 64 are made up.
         columns: token columns that roles score.
 
     Raises:
-        UserError: the estimator fails, or does not answer with finite numbers of the right shape.
+        UserError: the estimator fails, or does not return finite numbers of the right shape.
     """
     give_credit(credit, name, [_made_up(min(n, 64), columns, shift) for shift in (0, 1)])
 

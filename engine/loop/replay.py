@@ -1,4 +1,4 @@
-"""Judged groups in a file, and a run that learns from them instead of sampling: the same updates again and again."""
+"""Judged groups in a file, and a run that trains on them instead of sampling, so that updates can be repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Recorded = tuple[Prompt, list[Responses]]
 
 
 def write_groups(path: Path, groups: Sequence[Recorded]) -> None:
-    """Prompts and judged responses as one safetensors file, the groups' structure as JSON in its header."""
+    """Write prompts and judged responses to one safetensors file, with the groups' structure as JSON in its header."""
     archive = Archive()
     packed = archive.pack([list(group) for group in groups])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,10 +29,10 @@ def write_groups(path: Path, groups: Sequence[Recorded]) -> None:
 
 
 def read_groups(path: Path) -> list[Recorded]:
-    """What `write_groups` wrote.
+    """Read the groups that `write_groups` wrote.
 
     Raises:
-        UserError: there is no such file, or it is another.
+        UserError: the file does not exist or is not one of `write_groups`.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -46,13 +46,14 @@ def read_groups(path: Path) -> list[Recorded]:
 
 
 class Replay(Controller):
-    """Hands out recorded groups in their order; nothing is sampled for an update.
+    """Returns recorded groups in their order; nothing is sampled for an update.
 
     Args:
-        path: written by `write_groups`.
+        path: file written by `write_groups`.
+        parts: arguments of `Controller`.
 
     Raises:
-        UserError: it cannot be read, or the run asks for staleness.
+        UserError: the file cannot be read, or the run asks for staleness.
     """
 
     def __init__(self, path: Path, *parts: Any) -> None:
@@ -65,7 +66,7 @@ class Replay(Controller):
         """Return the next recorded groups.
 
         Raises:
-            UserError: there are too few left.
+            UserError: too few groups are left.
         """
         begin, count = self.buffer.admitted, self.buffer.budget.batch
         some = self.recorded[begin : begin + count]

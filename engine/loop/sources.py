@@ -1,4 +1,4 @@
-"""Prompts of a run: a stream with a cursor that a checkpoint can hold, and the held-out problems it never gives."""
+"""Prompts of a run: a stream with a cursor that a checkpoint stores, and held-out problems that it never returns."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 from ..tasks.verifiers import TasksetPrompts
 
 TRAIN, HELD_OUT = 0, 1
-"""Streams of generated problems."""
+"""Seeds of the streams of generated problems."""
 SOURCES = {"games": Games, "verifiers": TasksetPrompts}
 """Classes that `data.source` may name."""
 GIVE_UP = 10_000
-"""Held-out problems met in a row after which the source is taken to have no others."""
+"""Number of held-out problems in a row after which the source is assumed to have no others."""
 
 
 @dataclass(frozen=True)
 class Prompt:
+    """A problem in its template, as token ids."""
+
     id: str
     task: str
     text: str
-    """The problem as the model is given it."""
+    """The problem in its template."""
     token_ids: list[int]
     entry: dict[str, Any]
-    """What the verifier is given beside the response."""
+    """Columns of the problem's row, which the verifier gets with the response."""
     problem: str
     """The problem without template; training and held-out problems never share one."""
     n: int | None = None
-    """Responses it gets; None: `rollout.n`."""
+    """Number of responses; None: `rollout.n`."""
     messages: tuple[dict[str, str], ...] = ()
-    """With `data.chat`, the conversation that ``text`` writes."""
+    """The conversation that ``text`` contains; empty without `data.chat`."""
     tools: tuple[str, ...] = ()
-    """Those it offers: `data.tools`."""
+    """Tools that the conversation offers: `data.tools`."""
 
     @property
     def context(self) -> dict[str, Any]:
-        """What the rollout program is given: the entry, and the conversation where there is one."""
+        """The rollout program's input: the entry, and the conversation if there is one."""
         return self.entry | ({"messages": self.messages, "tools": self.tools} if self.messages else {})
 
 
@@ -58,8 +60,8 @@ class PromptSource:
     """Training prompts in an order that follows from ``seed``; a file is shuffled anew for each pass over it.
 
     Args:
-        held_out: prompts whose problems are never given.
-        entries: given a row and what has it, what of it checkpoints can keep; None where they keep nothing of it.
+        held_out: prompts whose problems are never returned.
+        entries: prepares rows for checkpoints; None if checkpoints store no rows.
 
     Raises:
         UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out.
@@ -89,7 +91,7 @@ class PromptSource:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
         else:
             problems = _read(config, config.path, "data.path")
-            # all of them now: a row that is too long must not end a run in its third hour
+            # all rows are checked now, so that one that is too long does not end a run after hours
             prompts = make_prompts(problems, config, tokenizer)
             self._rows = self._fit([prompt for prompt in prompts if prompt.problem not in self._excluded])
             if not self._rows:
@@ -98,7 +100,7 @@ class PromptSource:
                 )
 
     def next(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts.
+        """Return the next ``count`` prompts.
 
         Raises:
             UserError: a prompt is longer than `data.max_prompt_tokens`, or every generated problem is held out.
@@ -125,7 +127,7 @@ class PromptSource:
         return self._fit(make_prompts(problems, self._config, self._tokenizer))
 
     def peek(self, count: int) -> list[Prompt]:
-        """What `next` will give."""
+        """Return the prompts that `next` will return, without advancing the cursor."""
         cursor = self._cursor
         try:
             return self.next(count)
@@ -143,16 +145,16 @@ class PromptSource:
 
     @property
     def known(self) -> Sequence[Prompt]:
-        """The prompts of a file; none where problems are generated."""
+        """The prompts of a file; empty if problems are generated."""
         return self._rows
 
     def observe(self, trees: Sequence[TokenTree]) -> None:
-        """Tell a source of the user's what has become of its problems."""
+        """Pass judged trees to the user's source, if it has a method ``observe``."""
         if isinstance(self._stream, UserProblems):
             self._stream.observe(trees)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and what its files say; fit for an `Archive`."""
+        """Return the cursor and digests of the files, for an `Archive`."""
         state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self._rows), "digests": self._digests}
         if isinstance(self._stream, UserProblems):
             state["source"] = self._stream.state_dict(self._cursor)
@@ -186,7 +188,7 @@ class PromptSource:
         return _digest(self._rows), _digest(() if self._config.tasks else self._held_out)
 
     def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts, their entries as checkpoints can keep them."""
+        """Return the prompts with entries that checkpoints can store."""
         if self._entries is None:
             return prompts
         return [replace(p, entry=self._entries(p.entry, f"The prompt '{p.id}'")) for p in prompts]
@@ -199,14 +201,14 @@ class PromptSource:
 
 
 class UserProblems:
-    """Problems of the class that `data.source` names, by their number; it is asked for each once, in order.
+    """Problems of the class that `data.source` names, by their number; each is requested once, in order.
 
-    ``next(count)`` answers that many rows with the columns `data.prompt_key` and `data.answer_key`; ``observe(trees)``,
-    if there is one, is told each batch once it is judged; ``state_dict()`` and ``load_state_dict(state)`` are what a
-    checkpoint keeps of it, plain values, and need not be there where ``next`` alone says where it is.
+    ``next(count)`` returns that many rows with the columns `data.prompt_key` and `data.answer_key`. ``observe(trees)``
+    is optional and gets each judged batch. ``state_dict()`` and ``load_state_dict(state)`` are optional and exchange
+    plain values with a checkpoint; without them, a resumed run calls ``next`` for the rows that were used before.
 
     Raises:
-        UserError: there is no such class, or one of its methods raises or answers something else.
+        UserError: the class does not exist, or one of its methods raises or returns something else.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -216,7 +218,7 @@ class UserProblems:
         self._own = resolve("data.source", config.source, config.source_options, known=SOURCES)
         if not callable(getattr(self._own, "next", None)):
             raise UserError(f"{self._what} must be a class with a method next(count).")
-        self._ready: dict[int, dict[str, Any]] = {}  # asked for ahead of their turn
+        self._ready: dict[int, dict[str, Any]] = {}  # rows by number, also those requested ahead
         self._asked = 0
 
     def __getitem__(self, number: int) -> Problem:
@@ -230,16 +232,18 @@ class UserProblems:
         return problem_of(self._ready[number], self._what, "source", number, *keys)
 
     def observe(self, trees: Sequence[TokenTree]) -> None:
+        """Pass judged trees to the class, if it has a method ``observe``."""
         if hasattr(self._own, "observe"):
             call(self._what, self._own.observe, trees)
 
     def state_dict(self, cursor: int) -> dict[str, Any]:
-        """What is needed to go on from problem ``cursor``; the rows before it are given up."""
+        """Return the state to continue from problem ``cursor``; earlier rows are dropped."""
         self._ready = {number: row for number, row in self._ready.items() if number >= cursor}
         own = call(self._what, self._own.state_dict) if hasattr(self._own, "state_dict") else None
         return {"own": own, "asked": self._asked, "ready": [[number, row] for number, row in self._ready.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
         if hasattr(self._own, "load_state_dict"):
             call(self._what, self._own.load_state_dict, state["own"])
         elif self._asked < state["asked"]:
@@ -248,9 +252,9 @@ class UserProblems:
 
 
 class Demonstrations:
-    """Given responses, in an order that follows from ``seed``, a share of them for every update.
+    """Given responses, in an order that follows from ``seed``, some of them for every update.
 
-    Their tokens are injected: no part of a policy's loss, and there for a term that selects them.
+    Their tokens are injected: they are no part of a policy loss, only of terms that select them.
 
     Raises:
         UserError: the file cannot be used.
@@ -265,7 +269,7 @@ class Demonstrations:
         self._trees = [self._tree(problem, data, tokenizer) for problem in problems]
 
     def next(self) -> list[TokenTree]:
-        """The next ``per_step`` of them; the file is shuffled anew for each pass over it."""
+        """Return the next ``per_step`` demonstrations; the file is shuffled anew for each pass over it."""
         chosen = []
         for _ in range(self.config.per_step):
             turn, index = divmod(self.cursor, len(self._trees))
@@ -277,7 +281,7 @@ class Demonstrations:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and a digest of its tokens."""
+        """Return the cursor and a digest of the tokens."""
         found = hashlib.blake2b(digest_size=16)
         for tree in self._trees:
             found.update(tree.token_id.tobytes() + b"/")
@@ -309,7 +313,7 @@ class Demonstrations:
 
 
 def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return ``wanted`` problems for the evaluation, the same for every seed of the run; each problem once.
+    """Return ``wanted`` different problems for the evaluation, the same for every seed of the run.
 
     Raises:
         UserError: the file has too few rows, or the tasks too few different problems.
@@ -329,7 +333,7 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
         file = data.eval_path or data.path
         assert file is not None
         rows = _read(data, file, key)
-        for problem in rows if data.eval_path is not None else reversed(rows):  # of equal ones the first met
+        for problem in rows if data.eval_path is not None else reversed(rows):  # the first of equal problems is kept
             found.setdefault(problem.text, problem)
             if len(found) == wanted:
                 break
@@ -345,11 +349,11 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
 
 
 def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The problems in their template, as token ids.
+    """Return the problems in their template, as token ids.
 
     Raises:
-        UserError: one is longer than `data.max_prompt_tokens`, has no tokens, or no number of responses where
-            `data.n_key` asks for one.
+        UserError: a prompt is longer than `data.max_prompt_tokens`, has no tokens, or lacks the number of responses in
+            the column `data.n_key`.
     """
     if not problems:
         return []
@@ -384,7 +388,7 @@ def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: Pre
 def _write(
     problem: Problem, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, tuple[dict[str, str], ...]]:
-    """What the model reads of a problem, and its messages where they are those of a chat."""
+    """Return the text that the model gets for a problem, and its messages if it is a chat."""
     text = config.template.replace("{prompt}", problem.text)
     if problem.messages and (not config.chat or config.template != "{prompt}"):
         raise UserError(
@@ -409,7 +413,7 @@ def _write(
 
 
 def _wanted(problem: Problem, config: DataConfig) -> int | None:
-    """The responses that `data.n_key` asks for."""
+    """Return the number of responses in the column `data.n_key`; None without such a column."""
     if config.n_key is None:
         return None
     n = problem.entry.get(config.n_key)

@@ -1,9 +1,9 @@
-"""trace.json: what a run was doing when, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""The file trace.json: a timeline of a run for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 The events are those of the step's account (`Stopwatch`): each part of a step once, on the track of the learner; the
-engine's decode steps on the track of the sampler, neighbours joined; and calls of the verifier on their own. Readers
-take the events of one thread to lie within or behind each other, and thread 0 for none of a program's, so calls at the
-same time are on threads of their own.
+engine's decode steps on the track of the sampler, neighbours joined; and calls of the verifier on their own track.
+Readers require that events of one thread are nested or follow each other, and reserve thread 0, so concurrent calls are
+on threads of their own.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from pathlib import Path
 
 TRACKS = ("learner", "sampler", "verifier")
 PROCESS = 1
-"""The number of the run as a process, and of the learner as its main thread; other tracks' threads count from there."""
+"""Process id of the run and thread id of the learner, its main thread; threads of other tracks count from there."""
 JOINED_S = 0.01
-"""Events of one name on one track with less between them are one: decode steps take milliseconds."""
+"""Seconds below which two events of one name on one track are joined, because decode steps take milliseconds."""
 
 
 class Trace:
-    """Events in the order they end; any thread may add some. A resumed run goes on in the same file.
+    """Events in the order of their ends; any thread may add some. A resumed run continues the same file.
 
     Args:
-        path: written by `flush`, an array of Chrome's trace events that is never closed, which readers allow for.
+        path: file that `flush` writes, an array of Chrome's trace events without the closing bracket, as readers allow.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = time.time() - time.perf_counter()  # one clock for all processes of a run
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[str, float, float]] = {}  # of each track, the event that may still grow
-        self._ends: dict[str, list[int]] = {track: [] for track in TRACKS}  # of the last event of each of its threads
+        self._open: dict[str, tuple[str, float, float]] = {}  # by track, the event that may still be extended
+        self._ends: dict[str, list[int]] = {track: [] for track in TRACKS}  # end of each thread's last event
         self._lines: list[str] = []
         self._begun = False
 
     def add(self, track: str, name: str, begin: float, end: float) -> None:
-        """``name`` went on from ``begin`` to ``end``, seconds of `time.perf_counter`."""
+        """Add the event ``name`` from ``begin`` to ``end``, in seconds of `time.perf_counter`."""
         with self._lock:
             last = self._open.get(track)
             if last is not None and last[0] == name and begin - last[2] < JOINED_S:
@@ -47,7 +47,7 @@ class Trace:
             self._open[track] = (name, begin, end)
 
     def flush(self) -> None:
-        """Write what there is."""
+        """Write the events so far."""
         with self._lock:
             for track in list(self._open):
                 self._close(track)
@@ -58,7 +58,7 @@ class Trace:
             file.writelines(lines)
 
     def _begin(self) -> None:
-        """A new file, or one that a killed run has left, maybe in the middle of a line."""
+        """Begin a new file, or continue that of a killed run, cutting off an incomplete last line."""
         self._begun = True
         there = self.path.read_bytes() if self.path.exists() else b""
         with self.path.open("ab") as file:

@@ -1,7 +1,8 @@
-"""A run's metrics in TensorBoard, wandb and trackio, each by its own library.
+"""A run's metrics in TensorBoard, wandb and trackio, each through its own library.
 
-They get what `metrics.jsonl` gets, which stays the record: one that fails in the middle of a run is told of, left out
-from then on, and ends nothing. Projects, accounts and servers are set by the libraries' own environment variables.
+They get the rows of `metrics.jsonl`, which remains the record. A tracker that fails during a run is reported, left out
+from then on, and does not end the run. Projects, accounts and servers are set by the libraries' own environment
+variables.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ End = Callable[[], object]
 
 
 class Trackers:
-    """Those of `trackers`, opened.
+    """The trackers that the option `trackers` names.
 
     Args:
-        step: the last one that has ended; a resumed run goes on behind it.
-        note: told, in a sentence, what the user should know.
+        step: the last step that has ended; a resumed run continues after it.
+        note: called with sentences for the user.
 
     Raises:
         UserError: a library is not installed, or does not start.
@@ -45,12 +46,12 @@ class Trackers:
                 raise UserError(f"trackers has '{name}', which does not start: {failure(error)}.") from error
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """The metrics of ``step``; what is not finite is left out."""
+        """Log the finite metrics of ``step``."""
         finite = {name: float(value) for name, value in row.items() if math.isfinite(value)}
         self._each(lambda opened: opened[0](step, finite))
 
     def close(self) -> None:
-        """Let them write what they still hold."""
+        """Let the trackers write buffered data and close them."""
         self._each(lambda opened: opened[1]())
         self._open.clear()
 
@@ -79,7 +80,7 @@ def _tensorboard(options: RunOptions, step: int) -> tuple[Log, End]:
 
 def _wandb(options: RunOptions, step: int) -> tuple[Log, End]:
     wandb = importlib.import_module("wandb")
-    file = options.directory / "wandb.id"  # a run that is resumed goes on in the same one
+    file = options.directory / "wandb.id"  # so that a resumed run continues the same wandb run
     if not file.exists():
         file.write_text(uuid.uuid4().hex, encoding="utf-8")
     id_ = file.read_text(encoding="utf-8")

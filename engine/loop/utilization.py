@@ -1,4 +1,4 @@
-"""What a GPU's peak says of the updates (MFU), and what its driver says of the GPU (NVML)."""
+"""Utilisation of a GPU: the updates' share of its peak (MFU), and counters of its driver (NVML)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ PEAK_TFLOP_S = {
     "NVIDIA B200": 2250.0,
     "NVIDIA L40S": 362.0,
 }
-"""Dense products in bf16 and fp16 by NVIDIA's data sheets, by the beginning of the device's name."""
+"""Dense bf16 and fp16 peak by NVIDIA's data sheets, by the beginning of the device's name."""
 SAMPLE_S = 0.5
-"""Between two questions to the driver."""
+"""Seconds between two queries of the driver."""
 COUNTERS: dict[str, Callable[[Any, Any], float]] = {
     "perf/gpu/utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     "perf/gpu/memory_gb": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9,
     "perf/gpu/power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
 }
-"""What is asked of ``pynvml`` about a GPU; some of it is unknown where the GPU is partitioned or virtual."""
+"""Counters queried with ``pynvml``; a partitioned or virtual GPU lacks some of them."""
 
 
 def peak_tflop_s(name: str, dtype: torch.dtype) -> float | None:
-    """Of products in ``dtype`` on the device called ``name``; None where it is not known."""
+    """Return the peak in TFLOP/s of products in ``dtype`` on the device called ``name``; None if it is not listed."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     return next((peak for begin, peak in PEAK_TFLOP_S.items() if name.startswith(begin)), None)
@@ -48,11 +48,11 @@ def peak_tflop_s(name: str, dtype: torch.dtype) -> float | None:
 class Mfu:
     """Share of the device's peak that the policy's updates reached (model FLOP utilisation; Chowdhery et al. 2022).
 
-    Counted are the decoder on each unique token and the products with the head that were planned: twice a weight and
-    token forward, as much for the gradient of what came in, and as much for those of the weights that learn.
+    Counts the decoder on each unique token and the planned products with the head: 2 FLOP for each weight and token in
+    the forward pass, as many for the gradient of the input, and as many for the gradient of trained weights.
 
     Args:
-        peak: TFLOP/s of the device; None: not known, and nothing is recorded.
+        peak: TFLOP/s of the device; None if it is not known, then nothing is recorded.
     """
 
     def __init__(self, model: PreTrainedModel, peak: float | None) -> None:
@@ -67,12 +67,12 @@ class Mfu:
 
     @staticmethod
     def of(model: PreTrainedModel) -> Mfu:
-        """By the device that ``model`` is on."""
+        """Return the meter for the device of ``model``."""
         known = model.device.type == "cuda"
         return Mfu(model, peak_tflop_s(torch.cuda.get_device_name(model.device), model.dtype) if known else None)
 
     def add(self, trees: Sequence[TokenTree], head_tflop: float) -> None:
-        """An update learned from ``trees``."""
+        """Count an update on ``trees`` with ``head_tflop`` TFLOP in the head."""
         if self.peak is None:
             return
         rows = [distinct_rows(tree) for tree in trees]
@@ -81,7 +81,7 @@ class Mfu:
         self._flop += self._passes * forward + 1e12 * head_tflop
 
     def read(self, times: dict[str, float]) -> dict[str, float]:
-        """Of the updates since the last call, given the step's account."""
+        """Return the metrics of the updates since the last call, given the step's account."""
         if self.peak is None:
             return {}
         flop, self._flop = self._flop, 0.0
@@ -92,11 +92,12 @@ class Mfu:
 
 
 class GpuMonitor:
-    """Asks NVML in a thread of its own how busy a GPU is; what it says is averaged by step.
+    """Samples NVML's counters of a GPU in a thread of its own; the samples are averaged by step.
 
     Args:
-        uuid: of the GPU; None: nobody is asked and nothing recorded.
-        told: once, why nothing is recorded any more, or which counter there is not.
+        uuid: UUID of the GPU; None: nothing is recorded.
+        told: called once with the reason if nothing more is recorded, and once for each counter that is missing.
+        sample_s: seconds between two samples.
     """
 
     def __init__(self, uuid: str | None, told: Callable[[str], object], sample_s: float = SAMPLE_S) -> None:
@@ -109,17 +110,18 @@ class GpuMonitor:
 
     @staticmethod
     def of(device: torch.device, told: Callable[[str], object]) -> GpuMonitor:
-        """Of ``device``, where it is a GPU and nvidia-ml-py is installed."""
+        """Return the monitor of ``device``; it records nothing unless that is a GPU and nvidia-ml-py is installed."""
         there = device.type == "cuda" and importlib.util.find_spec("pynvml") is not None
         return GpuMonitor(f"GPU-{torch.cuda.get_device_properties(device).uuid}" if there else None, told)
 
     def read(self) -> dict[str, float]:
-        """Means since the last call; nothing where none was taken."""
+        """Return the means since the last call, without counters that were not sampled."""
         with self._lock:
             taken, self._taken = self._taken, {}
         return {name: sum(values) / len(values) for name, values in taken.items()}
 
     def close(self) -> None:
+        """Stop the thread."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -137,7 +139,7 @@ class GpuMonitor:
             finally:
                 nvml.nvmlShutdown()
         except nvml.NVMLError as error:
-            self._told(f"NVML says nothing of the GPU from here on ({error}); the metrics lack perf/gpu.")
+            self._told(f"NVML failed and is not read any more ({error}); the metrics lack perf/gpu.")
 
     def _sample(self, nvml: Any, handle: Any, counters: dict[str, Callable[[Any, Any], float]]) -> None:
         found = {}
@@ -146,7 +148,7 @@ class GpuMonitor:
                 found[name] = ask(nvml, handle)
             except nvml.NVMLError_NotSupported as error:
                 del counters[name]
-                self._told(f"NVML does not say {name} of this GPU ({error}); the metrics lack it.")
+                self._told(f"NVML does not report {name} of this GPU ({error}); the metrics lack it.")
         with self._lock:
             for name, value in found.items():
                 self._taken.setdefault(name, []).append(value)

@@ -1,4 +1,4 @@
-"""The tree of one prompt while it grows: nodes hold tokens, branches are its tips."""
+"""The growing tree of one prompt: nodes hold tokens, branches are its tips."""
 
 from __future__ import annotations
 
@@ -18,11 +18,32 @@ from ..programs import BranchId, GroupState, RolloutProgram
 from .sampling_params import SamplingParams
 
 Array = npt.NDArray[Any]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def child_seed(
+    seed: npt.ArrayLike,  # [...] int64
+    index: npt.ArrayLike,  # [...] int64
+) -> Array:  # [...] int64
+    """Return the seed of a branch's child ``index``: a step of splitmix64, whose mixing function is a bijection.
+
+    A seed is a hash of the path of indices from the prompt, so a sample never depends on the rest of the batch.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64
+        z = np.asarray(seed, np.int64).astype(np.uint64)
+        z = _mix(z) + (np.asarray(index, np.int64).astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        return _mix(z).astype(np.int64)
+
+
+def _mix(z: Array) -> Array:  # [...] uint64
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @cache
 def sample_dtype(top: int) -> np.dtype[Any]:
-    """What is kept of every token: a record, with the ``top`` likeliest tokens beside it."""
+    """Return the dtype of a token's record, with room for its ``top`` likeliest alternatives."""
     return np.dtype(
         [
             ("token", np.int32),
@@ -30,7 +51,7 @@ def sample_dtype(top: int) -> np.dtype[Any]:
             ("raw_logprob", np.float32),  # under softmax(logits)
             ("entropy", np.float32),  # of softmax(logits / temperature)
             ("version", np.int32),  # of the policy
-            ("kept", np.int32),  # i: it was drawn from Request.kept[i - 1]; 0: not recorded
+            ("kept", np.int32),  # i: the token was drawn from Request.kept[i - 1]; 0: not recorded
             ("top_id", np.int32, (top,)),
             ("top_logprob", np.float32, (top,)),  # under softmax(logits / temperature)
             ("top_raw", np.float32, (top,)),  # under softmax(logits)
@@ -39,7 +60,7 @@ def sample_dtype(top: int) -> np.dtype[Any]:
 
 
 def join(parts: Sequence[Array]) -> Array:  # records
-    """Records one after the other, with room for the most likely tokens that any of them has."""
+    """Concatenate records, with room for as many likeliest tokens as any of them has."""
     joined = np.zeros(sum(map(len, parts)), sample_dtype(max((p["top_id"].shape[1] for p in parts), default=0)))
     begin = 0
     for part in parts:
@@ -51,7 +72,7 @@ def join(parts: Sequence[Array]) -> Array:  # records
 
 
 def top_logprobs(records: Array) -> list[dict[int, float]]:  # [n]
-    """The likeliest tokens of each record under softmax(logits); the sampled one has its very ``raw_logprob``."""
+    """Return each record's likeliest tokens under softmax(logits); the sampled token keeps its own ``raw_logprob``."""
     found = []
     columns = (records[name].tolist() for name in ("top_id", "top_raw", "token", "raw_logprob"))
     for ids, logprobs, token, own in zip(*columns, strict=True):
@@ -60,7 +81,7 @@ def top_logprobs(records: Array) -> list[dict[int, float]]:  # [n]
 
 
 def given(tokens: npt.ArrayLike, version: int = 0, logprobs: npt.ArrayLike = np.nan) -> Array:  # [n] records
-    """Records of tokens that nobody sampled, or that a program chose among likely ones."""
+    """Return records of tokens that were not sampled, or that a program chose among likely ones."""
     ids = np.asarray(tokens, np.int32).reshape(-1)
     records = np.zeros(len(ids), sample_dtype(0))
     records["token"], records["version"] = ids, version
@@ -74,17 +95,17 @@ NOTHING = given([])
 
 @dataclass(eq=False)
 class Node:
-    """A run of tokens of one origin without a branch. While its branch samples, they lie in the row table."""
+    """A run of tokens of one origin without a fork; tokens of a branch that still samples are in the row table."""
 
     parent: Node | None
     start: int
-    """Position of its first token on the path."""
+    """Position of the first token on the path."""
     records: Array = field(default_factory=lambda: NOTHING)  # [n], see sample_dtype
     origin: Origin = Origin.SAMPLED
     sealed: bool = False
 
     def path(self) -> Iterator[Node]:
-        """The node and its ancestors, upwards."""
+        """Yield the node and its ancestors, upwards."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -97,7 +118,7 @@ class Node:
         return upper
 
     def column(self, name: str) -> Array:  # [start + n]
-        """A field of all tokens on the path."""
+        """Return a field of all tokens on the path."""
         return np.concatenate([node.records[name] for node in self.path()][::-1])
 
 
@@ -113,17 +134,17 @@ class Branch:
     boundaries: tuple[int, ...]
     """Response lengths at which the path's segments ended; the first is 0, the prompt."""
     kv: int = -1
-    """The node it holds in the KvTree; -1 for none."""
+    """Node of the KvTree that the branch holds; -1 for none."""
     slot: int = -1
-    """In the row table; -1 for a leaf."""
+    """Slot in the row table; -1 for a leaf."""
     status: LeafStatus | None = None
     length: int = 0
     """Response tokens of a leaf."""
     rewinds: int = 0
     reward: float | None = None
-    """What the program gave its response."""
+    """Reward of the response that the program gave."""
     saved: dict[str, Any] | None = None
-    """Its row of the row table, while the request is aborted."""
+    """The branch's row of the row table, while the request is aborted."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +158,11 @@ class Completion:
     entropies: Array  # float32, of softmax(logits / temperature)
     policy_versions: Array  # int32
     top: list[dict[int, float]]
-    """The likeliest tokens in each one's place and their log-probs, of the distribution of ``raw_logprobs``, likeliest
-    first, as ``top_logprobs`` asked for."""
+    """Likeliest tokens at each position with their log-probs under softmax(logits), likeliest first; as many as
+    ``SamplingParams.top_logprobs``."""
     kept: tuple[Array, Array] | None
-    """The ids each token was drawn from, as ``kept_tokens`` asked for: indptr [tokens + 1] int64, ids int32. None are
-    listed for a token that was not sampled."""
+    """Ids that each token was drawn from, with ``SamplingParams.kept_tokens``: indptr [tokens + 1] int64, ids int32.
+    The list of a token that was not sampled is empty."""
     status: LeafStatus
     error: str | None
 
@@ -150,9 +171,9 @@ class Request:
     """A prompt, its parameters, its program and its branches.
 
     Attributes:
-        tree: the finished rollouts, None before; those of an aborted request have status ABORTED where unfinished.
-        error: why the request failed as a whole, or None.
-        errors: why single leaves failed, by their branch.
+        tree: the finished rollouts, None before; unfinished leaves of an aborted request have status ABORTED.
+        error: reason for which the request failed as a whole, or None.
+        errors: reasons for which single leaves failed, by branch.
     """
 
     def __init__(self, number: int, prompt: Array, seed: int, params: SamplingParams, program: RolloutProgram) -> None:
@@ -161,8 +182,8 @@ class Request:
         self.seed = seed
         self.params = params
         self.program = program
-        self.adapter = 0  # its number in the engine; 0 is the model as it is
-        self.forks = 0  # branches its program wants from the prompt
+        self.adapter = 0  # number of the adapter in the engine; 0 is the model without one
+        self.forks = 0  # branches that the program asks for at the prompt
         self.tree: TokenTree | None = None
         self.error: Exception | None = None
         self.errors: dict[BranchId, str] = {}
@@ -171,33 +192,36 @@ class Request:
         self.resting: dict[BranchId, Branch] = {}
         self.kept: list[Array] = []  # see sample_dtype
         self.calls: deque[tuple[BranchId, Future[Any]]] = deque()
-        self.lost_calls: list[BranchId] = []  # of a request from a checkpoint, to be made again
+        self.lost_calls: list[BranchId] = []  # calls to repeat after a restart from a checkpoint
         self.started = False
         self.branches_made = 0
 
     def state(self) -> GroupState:
+        """Return the numbers of branches that the program may decide by."""
         return GroupState(self.params.n, self.seed, len(self.sampling), len(self.resting), len(self.leaves))
 
     def next_order(self) -> int:
-        """Priority of a new branch: by request, then by age."""
+        """Return the priority of a new branch: by request, then by age."""
         self.branches_made += 1
         return self.number << 32 | self.branches_made
 
     @property
     def unfinished(self) -> list[Branch]:
+        """The branches that are sampling or resting."""
         return [*self.sampling.values(), *self.resting.values()]
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of it is in flight."""
+        """True once the request has started and none of its branches is in flight."""
         return self.started and not self.sampling and not self.resting
 
     @property
     def done(self) -> bool:
+        """True once the request has a tree or has failed."""
         return self.tree is not None or self.error is not None
 
     def completions(self) -> list[Completion]:
-        """The responses one by one, in the order of the tree's leaves."""
+        """Return the responses one by one, in the order of the tree's leaves."""
         return [self._completion(leaf) for leaf in self._tips()]
 
     def _completion(self, leaf: Branch) -> Completion:
@@ -227,7 +251,7 @@ class Request:
         )
 
     def _tips(self) -> list[Branch]:
-        """Leaves and unfinished branches in depth-first order; the bare prompt where nothing has begun."""
+        """Return leaves and unfinished branches in depth-first order; the bare prompt before the request starts."""
         tips = {**self.leaves, **self.sampling, **self.resting}
         if not tips:
             root = Node(None, 0, given(self.prompt), Origin.PROMPT, sealed=True)
@@ -235,7 +259,7 @@ class Request:
         return [tips[key] for key in sorted(tips)]
 
     def token_tree(self) -> TokenTree:
-        """The leaves as a tree, in depth-first order of their ids; unfinished branches count as ABORTED leaves."""
+        """Return the leaves as a tree, in depth-first order of their ids; unfinished branches become ABORTED leaves."""
         ordered = self._tips()
         nodes = {id(node): node for leaf in ordered for node in leaf.node.path()}
         by_start = sorted(nodes.values(), key=lambda node: node.start)  # parents start before their children
@@ -255,7 +279,7 @@ class Request:
 
 
 def _tokens_of(nodes: Sequence[Node]) -> Segment:
-    """The tokens of nodes, end to end."""
+    """Concatenate the tokens of nodes."""
 
     def column(name: str) -> Array:
         return np.concatenate([node.records[name] for node in nodes])

@@ -1,7 +1,7 @@
-"""Tools and judges beside the sampling: a bounded number at a time, each with a time limit.
+"""Calls of tools and judges in threads, concurrent with sampling: a bounded number at a time, each with a time limit.
 
-A thread cannot be killed, so a call that runs over its time fails and its thread is given up: it holds no place, its
-result is not looked at, and as a daemon it does not keep the process from ending.
+A thread cannot be killed, so a call that exceeds its time limit fails and its thread is abandoned: it occupies no
+place, its result is ignored, and as a daemon it does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class CallPool:
         self._at_once = at_once
         self._lock = threading.Lock()
         self._waiting: deque[_Call] = deque()
-        self._deadline: dict[Future[Any], tuple[float, float]] = {}  # of those that run: when, and its time limit
+        self._deadline: dict[Future[Any], tuple[float, float]] = {}  # running calls: deadline and time limit, seconds
 
     def submit(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run ``function(*arguments)`` when a place is free; its time counts from then on."""
+        """Run ``function(*arguments)`` when a place is free; the time limit counts from then on."""
         future: Future[Any] = Future()
         with self._lock:
             self._waiting.append(_Call(future, timeout_s, function, arguments))
@@ -41,7 +41,7 @@ class CallPool:
         return future
 
     def expire(self) -> None:
-        """Fail the calls that have run over their time."""
+        """Fail the calls that have exceeded their time limit."""
         now = time.monotonic()
         with self._lock:
             late = [(future, limit) for future, (deadline, limit) in self._deadline.items() if now >= deadline]
@@ -65,7 +65,7 @@ class CallPool:
             error = raised
         with self._lock:
             if self._deadline.pop(waiting.future, None) is None:
-                return  # it was too late
+                return  # expired before
             self._start()
         if error is None:
             waiting.future.set_result(result)

@@ -1,4 +1,4 @@
-"""What every rollout engine does: batches, streams, requests that stop and go on. A backend samples."""
+"""The interface of a rollout engine: batches, streams, requests that are aborted and continued. A backend samples."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Prompt = Sequence[int] | str
 
 
 class RolloutEngine(ABC):
-    """Prompts in, trees of responses out.
+    """Turns prompts into trees of responses.
 
-    `generate` serves a batch; `submit` and `step`, or `stream`, serve requests as they come. All methods may be called
-    from any thread; they take turns with the steps.
+    `generate` serves a batch; `submit` with `step`, or `stream`, serves requests as they arrive. All methods may be
+    called from any thread; a lock serialises them with the steps.
     """
 
     loop: Steering
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: Collection[int] = ()
-    """The model's end-of-sequence tokens."""
+    """End-of-sequence tokens of the model."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -58,20 +58,24 @@ class RolloutEngine(ABC):
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
     ) -> list[TokenTree]:
-        """Sample responses: one tree a prompt, in their order, leaves in depth-first order.
+        """Sample the responses to a batch of prompts.
 
         Args:
             prompts: token ids, or texts for the tokenizer.
-            params: for all prompts, or one a prompt.
-            program: who forks and when; a name of `rolltree.engine.programs` or an object, copied for each prompt.
-            seeds: one a prompt, instead of ``params.seed``. What a prompt's branches sample follows from its seed, its
-                tokens and the parameters, not from the batch.
-            contexts: one a prompt, for its program: an answer to verify with, hints.
+            params: parameters for all prompts, or one for each prompt.
+            program: decides which branches fork and when; a name from `rolltree.engine.programs` or an object, which
+                is copied for each prompt.
+            seeds: one for each prompt, instead of ``params.seed``. The samples of a prompt depend on its seed, its
+                tokens and its parameters, not on the batch.
+            contexts: one for each prompt, passed to its program: for example the answer to verify with.
+
+        Returns:
+            One tree for each prompt, in the order of ``prompts``, its leaves in depth-first order.
 
         Raises:
-            ValueError: a prompt is empty or cannot fit, or the arguments do not go together.
+            ValueError: a prompt is empty or too long, or the arguments contradict each other.
             KvExhaustedError: not even one branch of a prompt fits into the KV cache.
-            RuntimeError: a program answered what cannot be done, or the engine is paused or asleep.
+            RuntimeError: a program asked for an impossible action, or the engine is paused or asleep.
         """
         if self._paused:
             raise RuntimeError("The engine is paused or asleep; call resume() or wake() before generate.")
@@ -90,14 +94,17 @@ class RolloutEngine(ABC):
         return [request.tree for request in requests if request.tree is not None]
 
     def score(self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
-        """Log-probs of given continuations, by prefill alone; their shared prefixes are computed once.
+        """Compute the log-probs of given continuations by prefill alone; shared prefixes are computed once.
 
         Args:
             prompts: token ids, or texts for the tokenizer.
             continuations: for each prompt the token ids of any number of continuations.
 
         Returns:
-            for each prompt and continuation the log-probs [len(continuation)] float32, at temperature 1.
+            For each prompt and continuation the log-probs [len(continuation)] float32, at temperature 1.
+
+        Raises:
+            ValueError: a prompt is empty or invalid, or ``prompts`` and ``continuations`` differ in length.
         """
         if len(prompts) != len(continuations):
             raise ValueError(f"score got {len(prompts)} prompts and {len(continuations)} lists of continuations.")
@@ -116,10 +123,13 @@ class RolloutEngine(ABC):
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
     ) -> list[Request]:
-        """Queue requests, arguments as for `generate`; a `Request` that was aborted goes on where it stopped.
+        """Queue requests; arguments as for `generate`. An aborted `Request` continues where it stopped.
 
-        All are queued, or none: then the error says which cannot be served. What goes wrong with one later ends it
-        alone, with the reason in ``request.error``; a step that fails as a whole ends the requests it computed.
+        Either all are queued or none. A later failure of one request ends only that request, with the reason in
+        ``request.error``; a step that fails as a whole ends all requests that it computed.
+
+        Raises:
+            ValueError: a prompt is empty or too long, or the arguments contradict each other; the message names it.
         """
         with self._lock:
             requests = self._requests_of(prompts, params, program, seeds, contexts)
@@ -133,7 +143,7 @@ class RolloutEngine(ABC):
         return requests
 
     def step(self) -> list[Request]:
-        """Compute one step of all requests; returns those that are done. Nothing happens while paused."""
+        """Compute one step of all requests; return those that are done. While paused, compute nothing."""
         with self._lock:
             if self._paused:
                 return []
@@ -156,9 +166,9 @@ class RolloutEngine(ABC):
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
     ) -> AsyncIterator[Request]:
-        """Requests as they finish, ``request.tree`` or ``request.error`` set. Streams may run at the same time.
+        """Yield requests as they finish, with ``request.tree`` or ``request.error`` set; arguments as for `submit`.
 
-        Ending the iteration early aborts what is left.
+        Several streams may run at the same time. Ending the iteration early aborts the unfinished requests.
         """
         requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts)
         try:
@@ -175,21 +185,24 @@ class RolloutEngine(ABC):
             self.abort([request for request in requests if not request.done])
 
     def progress(self, request: Request) -> dict[BranchId, Array]:
-        """The response so far of every branch of a request, finished ones included, as records [tokens] whose fields
-        are ``token`` (its id), ``logprob``, ``raw_logprob``, ``entropy``, ``version`` and, for as many of the likeliest
-        tokens as were asked for, ``top_id``, ``top_logprob`` and ``top_raw``."""
+        """Return the response so far of every branch of a request, finished branches included.
+
+        Returns:
+            Records [tokens] with the fields ``token`` (the id), ``logprob``, ``raw_logprob``, ``entropy``, ``version``,
+            and for ``SamplingParams.top_logprobs`` likeliest tokens ``top_id``, ``top_logprob`` and ``top_raw``.
+        """
         with self._lock:
             branches = [*request.leaves.values(), *request.unfinished]
             return {b.id: self.loop.records_so_far(b) for b in branches if b.id}
 
     def prompt_logprobs(self, prompt: Prompt, top_logprobs: int = 0) -> Array:
-        """What the model says of a prompt's own tokens but the first, by prefill alone.
+        """Compute the log-probs of a prompt's own tokens, except the first, by prefill alone.
 
         Returns:
-            records [P - 1] as those of `progress`; ``token``, ``raw_logprob``, ``top_id`` and ``top_raw`` are set.
+            Records [P - 1] as in `progress`; ``token``, ``raw_logprob``, ``top_id`` and ``top_raw`` are set.
 
         Raises:
-            ValueError: the prompt is empty or longer than the model's positions, or the engine cannot tell.
+            ValueError: the prompt is empty or exceeds the model's positions, or the engine does not compute them.
         """
         ids = self._token_ids(0, prompt)
         check_integer("top_logprobs", top_logprobs, 0, min(self.vocabulary, MOST_TOP_LOGPROBS))
@@ -199,9 +212,9 @@ class RolloutEngine(ABC):
             return self._prompt_logprobs(ids, top_logprobs)
 
     def abort(self, requests: Sequence[Request] | None = None) -> list[Request]:
-        """Stop requests (None: all) where they are; returns them.
+        """Stop requests (None: all) at their present tokens and return them.
 
-        What they sampled stays with them: ``request.token_tree()`` shows it, and `submit` takes them up again.
+        They keep their sampled tokens: ``request.token_tree()`` returns these, and `submit` continues the requests.
         """
         with self._lock:
             here = [*self.loop.requests, *self.loop.queued]
@@ -211,13 +224,17 @@ class RolloutEngine(ABC):
             return stopped
 
     def pause(self, mode: Literal["keep", "abort"] = "keep") -> list[Request]:
-        """Compute nothing until `resume`. With "abort" all requests are aborted and returned."""
+        """Compute nothing until `resume`. With "abort", also abort all requests and return them."""
         with self._lock:
             self._paused = True
             return self.abort() if mode == "abort" else []
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
         if self._asleep:
             raise RuntimeError("The engine is asleep; call wake() instead of resume().")
         self._paused = False
@@ -226,7 +243,8 @@ class RolloutEngine(ABC):
 
     @property
     def policy_version(self) -> int:
-        """Written to every sampled token; raised by `update_weights`, or set by a trainer of the same module."""
+        """Version recorded with every sampled token; `update_weights` raises it, or a trainer of the same module sets
+        it."""
         return self.loop.version
 
     @policy_version.setter
@@ -238,28 +256,29 @@ class RolloutEngine(ABC):
     def update_weights(
         self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
     ) -> None:
-        """New weights for all that is sampled from now on, also in responses already begun.
+        """Use new weights for every token sampled from now on, also in unfinished responses.
 
         Args:
-            weights: by the names of the model's parameters, copied in place; None where they are there already.
-            version: of the policy from now on; one more than before if None.
-            keep_kv: go on with keys that the old weights computed. Otherwise those of responses in flight are computed
-                again.
+            weights: tensors by the names of the model's parameters, copied in place; None if the model's own
+                parameters have been changed in place.
+            version: version of the policy from now on; None adds one.
+            keep_kv: keep the keys that the old weights computed. Otherwise the keys of unfinished responses are
+                recomputed.
 
         Raises:
-            ValueError: a name or a shape that the model does not have; nothing has changed then.
+            ValueError: the model has no parameter of a given name or shape; nothing has changed then.
         """
 
     @abstractmethod
     def sleep(self, *, weights: bool = False) -> None:
-        """Give the memory of the KV cache back, and with ``weights`` that of the model to the host, until `wake`.
+        """Free the memory of the KV cache until `wake`; with ``weights``, also move the model to the host.
 
-        Requests in flight stay and go on afterwards, their keys computed again.
+        Unfinished requests stay and continue afterwards; their keys are recomputed.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Go on after `sleep`."""
+        """Continue after `sleep`."""
 
     def remember(self, texts: Iterable[Text]) -> None:
         """Draft from texts that were sampled before a restart, or elsewhere; an engine without drafts ignores them.
@@ -270,21 +289,22 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def forget_prefixes(self) -> None:
-        """Drop the keys that are kept for later requests with the same prefixes.
+        """Drop the cached keys of prefixes.
 
-        A call that finds none computes the same to the last bit; with them, log-probs may differ by rounding.
+        A call without cached prefixes gives the same bits every time; with them, log-probs may differ by rounding.
         """
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the last `generate` (or `reset_stats`).
+        """Counters since the last `generate` or `reset_stats`.
 
-        ``logical_tokens`` (root-to-leaf paths) and ``unique_tokens`` of finished trees, the same by the second;
-        ``sampled_tokens``, of them ``accepted_tokens`` among ``drafted_tokens``, ``steps``, ``failed_steps`` (that
-        ended all they computed), ``forks``, ``rewinds``, ``pruned``, ``failed_calls``, ``appends_too_long``.
-        ``bubble``: the share of unfinished branches, summed over the steps, that sampled nothing.
+        ``logical_tokens`` (sum over root-to-leaf paths) and ``unique_tokens`` of finished trees, and both per second;
+        ``sampled_tokens``, ``drafted_tokens`` and how many of those were accepted (``accepted_tokens``); ``steps``,
+        ``failed_steps`` (they ended every request that they computed), ``forks``, ``rewinds``, ``pruned``,
+        ``failed_calls``, ``appends_too_long``. ``bubble``: of the unfinished branches, summed over the steps, the share
+        that sampled nothing.
         """
         counts = self.loop.counts
         events = [
@@ -310,37 +330,38 @@ class RolloutEngine(ABC):
         }
 
     def reset_stats(self) -> None:
+        """Set the counters of `stats` to 0."""
         self.loop.counts.clear()
         self._logical = self._unique = 0
         self._seconds = 0.0
 
-    # -- what a backend says ----------------------------------------------------------------------------------------
+    # -- properties of a backend ------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """Tokens of the model."""
+        """Number of tokens in the model's vocabulary."""
 
     @property
     @abstractmethod
     def longest(self) -> int | None:
-        """Positions of the model."""
+        """Number of positions of the model; None without a limit."""
 
     @property
     @abstractmethod
     def generation_config(self) -> Mapping[str, Any]:
-        """What the model's generation_config.json sets, by the names of Transformers' ``GenerationConfig``."""
+        """Settings of the model's generation_config.json, by the names of Transformers' ``GenerationConfig``."""
 
     def room(self, prompt_tokens: int) -> int | None:
-        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have at most; None without a limit.
+        """Return the maximum length in tokens of a response to a prompt of ``prompt_tokens``; None without a limit.
 
-        Not positive where the prompt alone is too long.
+        The result is not positive if the prompt alone is too long.
         """
         return None if self.longest is None else self.longest - prompt_tokens
 
     @abstractmethod
     def _check(self, index: int, request: Request) -> None:
-        """Raises ValueError where the backend cannot serve the request of prompt ``index``."""
+        """Raise ValueError if the backend cannot serve the request of prompt ``index``."""
 
     @abstractmethod
     def _score(
@@ -349,12 +370,12 @@ class RolloutEngine(ABC):
         """See `score`."""
 
     def _prompt_logprobs(self, ids: Array, top: int) -> Array:  # [P] int32 -> [P - 1] records
-        raise ValueError(f"{type(self).__name__} does not say how likely a prompt's own tokens are.")
+        raise ValueError(f"{type(self).__name__} does not compute the log-probs of a prompt's own tokens.")
 
     def _computing(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    # -- checks of what is asked ------------------------------------------------------------------------------------
+    # -- checks of requests -----------------------------------------------------------------------------------------
 
     def _requests_of(
         self,
@@ -426,5 +447,5 @@ class RolloutEngine(ABC):
 
 
 def _signed(seed: int) -> int:
-    """The seed modulo 2**64, as an int64."""
+    """Return the seed modulo 2**64, as an int64."""
     return (int(seed) + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""How responses are sampled."""
+"""Sampling parameters and their checks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ FLOAT32 = 3.4e38
 SEEDS = (-(2**63), 2**64 - 1)
 """Seeds are taken modulo 2**64."""
 TEMPERATURES = 1e-30, 1e30
-"""Beyond, logits divided by the temperature are not numbers of float32."""
+"""Range of positive temperatures; outside it, logits divided by the temperature overflow or vanish in float32."""
 MOST_RESPONSES = 1 << 16
 MOST_TOP_LOGPROBS = 1024
 
 
 def check_integer(name: str, value: Any, least: int, most: int) -> None:
-    """Raises ValueError unless ``value`` is an integer of the range."""
+    """Raise ValueError unless ``value`` is an integer from ``least`` to ``most``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         raise ValueError(f"{name} is {reprlib.repr(value)}; give an integer from {least} to {most}.")
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises ValueError where ``text`` holds half of a surrogate pair, which no tokenizer reads."""
+    """Raise ValueError if ``text`` contains a lone surrogate, which no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -43,29 +43,28 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the responses of a prompt are sampled.
+    """Parameters by which the responses of a prompt are sampled.
 
     Args:
-        n: responses of each prompt (leaves of its tree).
+        n: number of responses of each prompt (leaves of its tree).
         temperature: divides the logits; 0 takes the most likely token.
         top_p, top_k, min_p: restrict the support; log-probabilities are those of the restricted distribution.
-        max_new_tokens: longest response, its end-of-sequence token included.
-        stop: strings that end a response as soon as its text holds one. The response keeps the token that completed it.
-        stop_token_ids: tokens that end a response, besides the model's end-of-sequence tokens. The response keeps it.
-        logit_bias: added to the logits of these tokens before the temperature divides them.
+        max_new_tokens: maximum number of response tokens, including the end-of-sequence token.
+        stop: strings that end a response as soon as its text contains one. The token that completed it is kept.
+        stop_token_ids: tokens that end a response, in addition to the model's end-of-sequence tokens; they are kept.
+        logit_bias: values added to the logits of these tokens before the division by the temperature.
         allowed_token_ids: sample no other tokens; None allows all.
-        prefix_allowed_tokens_fn: given a response so far (int32 ids), the ids that may follow: a grammar. It runs on
-            the host for every token of every response that has one, and for drafted ones that need not come to stand
-            there.
-        top_logprobs: how many of the likeliest tokens to keep beside each one sampled, for `Request.completions`.
-        kept_tokens: also keep which ids each token was drawn from, for `Request.completions`: what was not filtered
-            out or forbidden, as ``kept`` of `linear_logprob` takes it.
-        adapter: name of the LoRA adapter to sample with (`NativeEngine.load_adapter`); None for the model as it is.
-        ignore_eos: go on after the model's end-of-sequence tokens.
-        seed: of every prompt; prompts that should differ though their tokens are equal need ``seeds`` of their own.
+        prefix_allowed_tokens_fn: a grammar: maps a response so far (int32 ids) to the ids that may follow. It runs on
+            the host for every token, drafted tokens included.
+        top_logprobs: number of likeliest tokens to record at each position, for `Request.completions`.
+        kept_tokens: also record the ids that each token was drawn from (neither filtered out nor forbidden), for
+            `Request.completions`, in the form that ``kept`` of `linear_logprob` takes.
+        adapter: name of the LoRA adapter to sample with (`NativeEngine.load_adapter`); None for the model without one.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        seed: seed of every prompt. Equal prompts get equal samples unless ``seeds`` of `RolloutEngine.generate` differ.
 
     Raises:
-        ValueError: a value makes no sense.
+        ValueError: a value is out of range, or values contradict each other.
     """
 
     n: int = 8
@@ -127,13 +126,13 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether some tokens are biased or forbidden."""
+        """True if some tokens are biased or forbidden."""
         given = self.allowed_token_ids is not None or self.prefix_allowed_tokens_fn is not None
         return given or bool(self.logit_bias)
 
 
 def eos_token_ids(*sources: Any) -> set[int]:
-    """The end-of-sequence tokens that configurations and tokenizers name: each one, several or none."""
+    """Return the end-of-sequence tokens of configurations and tokenizers, each of which has one, several or none."""
     found: set[int] = set()
     for source in sources:
         eos = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)

@@ -13,11 +13,11 @@ GIVEN = ("tokenizer", "end_token_ids", "context", "verify")
 
 
 def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
-    """What `restore_request` needs; arrays and Python values, the program's own attributes as they are.
+    """Return the state that `restore_request` needs: arrays and Python values, the program's own attributes unchanged.
 
     Args:
-        request: started and aborted; its program repeats the calls under way, if there are any.
-        made: the program as it was before any request had its copy.
+        request: started and aborted; its program repeats the calls that were under way.
+        made: the program from which every request gets a copy, in its initial state.
     """
     branches = {"leaves": request.leaves, "sampling": request.sampling, "resting": request.resting}
     every = [branch for some in branches.values() for branch in some.values()]
@@ -29,7 +29,7 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
     def is_set_anew(name: str, value: Any) -> bool:
         if name in GIVEN or value is made.verify:
             return True
-        return name in same and (same[name] is value or isinstance(value, partial))  # which copies do not share
+        return name in same and (same[name] is value or isinstance(value, partial))  # copies have partials of their own
 
     own = {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)}
     return {
@@ -56,7 +56,7 @@ def _branch_state(branch: Branch, node: int) -> tuple[Any, ...]:
 
 
 def restore_request(request: Request, state: dict[str, Any]) -> None:
-    """Put what `request_state` gave into a fresh request for the same prompt, which `submit` then takes up."""
+    """Load the result of `request_state` into a fresh request for the same prompt; `submit` then continues it."""
     request.started = True
     request.forks, request.kept, request.errors = state["forks"], state["kept"], state["errors"]
     request.branches_made = state["orders"]

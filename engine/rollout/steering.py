@@ -1,7 +1,7 @@
-"""Between the programs and what samples for them: reports go up, answers come down, and trees come out.
+"""Applies the decisions of programs to the growing trees, for every sampling backend.
 
-A backend says how its branches are sampled (`NativeLoop`, `VllmLoop`); what forks, rewinds, appended tokens and calls
-mean for the tree is here, once.
+A backend (`NativeLoop`, `VllmLoop`) samples branches. When branches stop, their program gets a `SegmentReport` of each
+and answers with actions. The effect of forks, rewinds, appended tokens and calls on the tree is implemented here once.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ import numpy.typing as npt
 from ..data.segment import LeafStatus, Origin
 from ..parts.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Reward, Rewind, SegmentReport
-from .branch import Branch, Node, Request, given
+from .branch import Branch, Node, Request, child_seed, given
 from .calls import CallPool
-from .seeds import child_seed
 
 Array = npt.NDArray[Any]
-WAIT_S = 0.05  # between looks at the requests while only calls are outstanding
+WAIT_S = 0.05  # seconds between checks of the requests while only calls are outstanding
 
 
 class Steering(ABC):
     """The requests in flight, from prompts to finished trees.
 
     Attributes:
-        version: of the policy, written to every token sampled.
-        requests: started and not done.
-        counts: steps, failed_steps, sampled_tokens, drafted_tokens and accepted_tokens (both of the native loop alone),
-            forks, rewinds, pruned, failed_calls, appends_too_long;
-            ``row_steps`` (branches that sampled, summed over the steps) and ``idle_row_steps`` (unfinished branches
-            that did not).
+        version: version of the policy, recorded with every sampled token.
+        requests: requests that have started and are not done.
+        counts: steps, failed_steps, sampled_tokens, drafted_tokens and accepted_tokens (native loop only), forks,
+            rewinds, pruned, failed_calls, appends_too_long; ``row_steps`` and ``idle_row_steps``, the unfinished
+            branches that did and did not sample, summed over the steps; ``call_wait_us``, microseconds spent waiting
+            for calls alone.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -50,7 +49,7 @@ class Steering(ABC):
         self._done: list[Request] = []
         self._calls = CallPool()
 
-    # -- what a backend does ----------------------------------------------------------------------------------------
+    # -- interface of a backend -------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -59,48 +58,49 @@ class Steering(ABC):
 
     @abstractmethod
     def add(self, request: Request) -> None:
-        """Queue a new request, or take up an aborted one where it was."""
+        """Queue a new request, or continue an aborted one where it stopped."""
 
     @abstractmethod
     def step(self) -> list[Request]:
-        """Compute something, if there is anything to compute; the requests that are done since the last call."""
+        """Compute one step, if anything is to be computed; return the requests that are done since the last call."""
 
     @abstractmethod
     def abort(self, request: Request) -> None:
-        """Stop a request where it is; `add` takes it up again."""
+        """Stop a request at its present tokens; `add` continues it."""
 
     @abstractmethod
     def preempt_all(self) -> None:
-        """Drop every key: the weights have changed, or the memory is wanted. Branches in flight wait for theirs."""
+        """Drop every key, because the weights have changed or to free memory; unfinished branches recompute theirs."""
 
     @abstractmethod
     def _length(self, branch: Branch) -> int:
-        """Response tokens of a resting branch."""
+        """Return the number of response tokens of a resting branch."""
 
     @abstractmethod
     def _seal(self, branch: Branch) -> None:
-        """Put what a resting branch sampled into its node, which takes no more tokens."""
+        """Move the tokens that a resting branch sampled into its node, which takes no more tokens."""
 
     @abstractmethod
     def _append(self, branch: Branch, node: Node) -> None:
-        """Move a resting branch, sealed, to the end of ``node``, a child of its node that holds the tokens given."""
+        """Move a resting, sealed branch to the end of ``node``, a child of its node that holds given tokens."""
 
     @abstractmethod
     def _open(self, branch: Branch, source: Branch, length: int) -> None:
-        """Make ``branch`` a resting one whose path is the first ``length`` response tokens of ``source``."""
+        """Make ``branch`` a resting branch whose path is the first ``length`` response tokens of ``source``."""
 
     @abstractmethod
     def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
-        """Let a branch go on as ``n``, up to a response length at most."""
+        """Let a branch continue as ``n`` branches, up to the response length ``segment_end``."""
 
     @abstractmethod
     def _drop(self, branch: Branch) -> None:
-        """Give up what a branch, unfinished or a leaf, holds in the backend."""
+        """Release the backend's resources of a branch, unfinished or a leaf."""
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
+        """True if requests are queued, in flight, or done and not yet returned by `step`."""
         return bool(self.requests) or bool(self._done) or any(True for _ in self.queued)
 
     def _let_go(self, request: Request) -> None:
@@ -129,14 +129,18 @@ class Steering(ABC):
         self._done.append(request)
 
     def first_branches(self, request: Request) -> int:
-        """How many branches the program wants from the prompt."""
+        """Return the number of branches that the program asks for at the prompt.
+
+        Raises:
+            RuntimeError: the program asks for none.
+        """
         forks = request.program.start(request.state())
         if forks < 1:
             raise RuntimeError(f"{_name(request)}.start answered {forks}; a prompt needs at least one branch.")
         return forks
 
     def children(self, parent: Branch, n: int) -> list[Branch]:
-        """The branches that take the place of ``parent``, whose node is sealed; a single one stays the same branch."""
+        """Return the branches that replace ``parent``, whose node is sealed; a single one keeps its id and seed."""
         start, ids = parent.node.start + len(parent.node.records), self.child_ids(parent, n)
         if ids == [parent.id]:
             child = Branch(
@@ -160,7 +164,7 @@ class Steering(ABC):
 
     @staticmethod
     def segment_end(request: Request, length: int, tokens: int | None) -> int:
-        """Response length at which a segment of ``tokens`` that begins at ``length`` is full."""
+        """Return the response length at which a segment of ``tokens`` that begins at ``length`` is full."""
         most = request.params.max_new_tokens
         return most if tokens is None else min(length + tokens, most)
 
@@ -169,7 +173,7 @@ class Steering(ABC):
     def _end_segment(
         self, branch: Branch, segment: Array, status: LeafStatus | None, stop: str | None
     ) -> tuple[Request, SegmentReport]:
-        """What the program is told of a branch that has stopped sampling; ``segment`` are its records [tokens]."""
+        """Report to the program a branch that has stopped sampling; ``segment`` are its records [tokens]."""
         request, length = branch.request, self._length(branch)
         report = SegmentReport(
             branch=branch.id,
@@ -195,14 +199,14 @@ class Steering(ABC):
 
     @abstractmethod
     def path_so_far(self, branch: Branch) -> Array:  # [prompt + response] int32
-        """All tokens of a branch."""
+        """Return all tokens of a branch."""
 
     @abstractmethod
     def records_so_far(self, branch: Branch) -> Array:  # [response] records
-        """What is known of a branch's response, token by token; see `sample_dtype`."""
+        """Return the records of a branch's response; see `sample_dtype`."""
 
     def _report(self, ended: Iterable[tuple[Request, SegmentReport]]) -> None:
-        """Ask the programs, each once a step."""
+        """Ask each program once a step for its decision on the branches that ended."""
         reports: dict[int, tuple[Request, list[SegmentReport]]] = {}
         for request, report in ended:
             reports.setdefault(request.number, (request, []))[1].append(report)
@@ -220,18 +224,18 @@ class Steering(ABC):
 
     @abstractmethod
     def _retire(self, branch: Branch) -> None:
-        """A branch has become a leaf."""
+        """Release the resources that a branch no longer needs as a leaf."""
 
     # -- the program's answers --------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, question: Callable[[], Iterable[Action]]) -> None:
-        """Put a question to the program and do what it answers."""
+        """Ask the program and apply the actions that it answers."""
         with self._alone(request):
             self._act(request, question())
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
-        """What is done for one request: an error, of ours or of its program, ends only that one."""
+        """Run the block for one request: an error in it, ours or the program's, ends only that request."""
         try:
             yield
         except Exception as error:
@@ -242,7 +246,7 @@ class Steering(ABC):
     def _act(self, request: Request, actions: Iterable[Action]) -> None:
         answers, made = iter(actions), None
         while True:
-            try:  # a generator is told what became of each action
+            try:  # a generator gets the result of each action
                 action = answers.send(made) if isinstance(answers, Generator) else next(answers)
             except StopIteration:
                 break
@@ -274,12 +278,12 @@ class Steering(ABC):
             )
 
     def _go_on(self, branch: Branch, n: int, append: Given | None, segment_tokens: int | None) -> list[BranchId]:
-        """Let a resting branch go on as ``n``; the ids of these."""
+        """Let a resting branch continue as ``n`` branches; return their ids."""
         request = branch.request
         if append is not None and len(append.token_ids):
             if self._length(branch) + len(append.token_ids) + (n > 0) > request.params.max_new_tokens:
                 self.counts["appends_too_long"] += 1
-                self._finish(branch, LeafStatus.LENGTH)  # no room to sample behind it
+                self._finish(branch, LeafStatus.LENGTH)  # no room to sample after them
                 return []
             self._give(branch, append)
         if n == 0:
@@ -292,11 +296,11 @@ class Steering(ABC):
 
     @staticmethod
     def child_ids(parent: Branch, n: int) -> list[BranchId]:
-        """Of the branches that take the place of ``parent``."""
+        """Return the ids of the ``n`` branches that replace ``parent``."""
         return [parent.id] if n == 1 and parent.node.parent is not None else [(*parent.id, i) for i in range(n)]
 
     def _give(self, branch: Branch, append: Given) -> None:
-        """Put tokens behind a resting branch, in a node of their own."""
+        """Append tokens to a resting branch, in a node of their own."""
         tokens = np.asarray(append.token_ids, np.int32)
         if tokens.min() < 0 or tokens.max() >= self.vocabulary:
             raise ValueError(f"A response cannot hold tokens outside the model's vocabulary of {self.vocabulary}.")
@@ -309,7 +313,7 @@ class Steering(ABC):
         branch.node = node
 
     def _rewind(self, request: Request, key: BranchId, length: int) -> Branch:
-        """A new branch, resting at ``length`` response tokens of another one."""
+        """Return a new resting branch that begins at ``length`` response tokens of another one."""
         source = request.leaves.get(key) or request.resting.get(key)
         if source is not None and source.status is None:
             source.length = self._length(source)
@@ -336,7 +340,7 @@ class Steering(ABC):
                 self._drop(branch)
                 self.counts["pruned"] += 1
                 return
-        raise RuntimeError(f"{_name(request)} prunes branch {key}, which there is not.")
+        raise RuntimeError(f"{_name(request)} prunes branch {key}, which does not exist.")
 
     def _resting(self, request: Request, key: BranchId) -> Branch:
         branch = request.resting.get(key)
@@ -353,14 +357,14 @@ class Steering(ABC):
             self._calling.append(request)
 
     def _await_calls(self) -> None:
-        """Nothing can be computed: wait a little for a call to return, if any is outstanding."""
+        """Wait up to `WAIT_S` for an outstanding call, since nothing can be computed."""
         if self._calling:
             begin = time.perf_counter()
             wait([request.calls[0][1] for request in self._calling], WAIT_S, FIRST_COMPLETED)
             self.counts["call_wait_us"] += round(1e6 * (time.perf_counter() - begin))
 
     def _collect_calls(self) -> None:
-        """Hand over the results that are there, those of one request in the order of its calls."""
+        """Pass the results of finished calls to their programs, those of one request in the order of its calls."""
         if self._calling:
             self._calls.expire()
         for request in list(self._calling):

@@ -1,8 +1,10 @@
 """TRL's trainers on rolltree's kernels: ``accelerate(trainer)``, or `RolltreeGRPOTrainer` in place of `GRPOTrainer`.
 
-Loss, gradients and metrics stay TRL's: its own code computes them, from log-probs and entropies that come from
-somewhere else. What changes is where they come from (`head`), how often a prompt is computed (`tree`), and who samples
-(`rollouts`).
+TRL's own code computes loss and metrics from log-probs and entropies; rolltree changes where these come from
+(``head``), how often a prompt is computed (``tree``), and which engine samples (``rollouts``). Read in this order:
+``entry`` (the call and its options), ``checks`` (refused trainers), ``groups`` (overridden methods), ``packing``
+(batches as trees), ``fused_head`` (scores), ``objective`` (losses fused with the head), ``regroup`` (order of
+micro-batches), ``rollouts`` (completions).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of a trainer cannot be honoured, said in one sentence each."""
+"""Checks that refuse trainers and options that are not supported, each with one sentence."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ TRL = (1, 16)
 
 
 def version() -> None:
-    """Raises UserError unless TRL is of the version whose methods are overridden here."""
+    """Raise UserError unless TRL has the version whose methods are overridden here."""
     if tuple(int(part) for part in trl.__version__.split(".")[:2]) != TRL:
         wanted = ".".join(map(str, TRL))
-        raise UserError(f"TRL is of version {trl.__version__}; rolltree knows {wanted}: pip install 'trl=={wanted}.*'.")
+        raise UserError(
+            f"TRL is of version {trl.__version__}; rolltree supports {wanted}: pip install 'trl=={wanted}.*'."
+        )
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """The transformers model below an adapter."""
+    """Return the Transformers model inside an adapter."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def trainer(trainer: Any) -> None:
-    """Raises UserError where no part of rolltree fits the trainer."""
+    """Raise UserError if no part of rolltree supports the trainer."""
     name, args = type(trainer).__name__, trainer.args
     if getattr(trainer, "_is_vlm", False) or hasattr(trainer.model.config, "vision_config"):
         raise UserError(f"{name} trains on images, which rolltree does not compute; train it without accelerate.")
@@ -48,7 +50,7 @@ def trainer(trainer: Any) -> None:
 
 
 def tree_layers(model: PreTrainedModel) -> None:
-    """Raises UserError where the model's layers cannot be computed on trees."""
+    """Raise UserError if the model's layers cannot be computed on trees."""
     config = model.config.get_text_config()
     if kinds := odd_layers(model):
         raise UserError(
@@ -68,7 +70,7 @@ def tree_layers(model: PreTrainedModel) -> None:
 
 
 def no_rollouts(trainer: Any) -> str | None:
-    """Why the native engine cannot sample for the trainer; None where it can."""
+    """Return the reason for which the native engine cannot sample for the trainer, or None if it can."""
     if trainer.use_vllm:
         return "use_vllm is set"
     if trainer.use_transformers_continuous_batching:
@@ -90,4 +92,4 @@ UNDERSTOOD = {
     *("cache_implementation", "use_cache", "disable_compile", "max_length", "transformers_version"),
     "_from_model_config",
 }
-"""Of a generation's settings: those the native engine follows, and those that change no sample."""
+"""Generation settings that the native engine follows or that change no sample."""

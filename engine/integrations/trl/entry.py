@@ -1,4 +1,4 @@
-"""The one line: which parts of rolltree a trainer gets, by its class."""
+"""The function `accelerate`, which gives a trainer the parts of rolltree that its class supports."""
 
 from __future__ import annotations
 
@@ -24,28 +24,32 @@ GROUPS = (GRPOTrainer, RLOOTrainer)
 def accelerate(
     trainer: Any, *, head: bool = True, tree: bool = True, rollouts: bool = True, layers: bool = True
 ) -> Any:
-    """Let a TRL trainer compute by rolltree; returns it. Call it before ``trainer.train()``.
+    """Make a TRL trainer compute with rolltree. Call it before ``trainer.train()``.
 
-    The trainer stays what it is, also where its class is a subclass of TRL's: what it does beside computing log-probs
-    and sampling is its own code. On a CPU the process keeps the memory that its steps free (`keep_freed_memory`).
+    Everything except log-probs and sampling stays the trainer's own code, also if its class is a subclass of TRL's. On
+    a CPU the process keeps the memory that its steps free (`keep_freed_memory`).
 
     Args:
-        trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which have head and layers alone.
-        head: log-probs and entropies by `linear_logprob` in place of TRL's fused head, and where `Objective` has the
-            trainer's loss, the gradients by `linear_policy_loss`. Only the tokens of completions reach it.
-        tree: completions of one prompt are trained on as a tree, the prompt computed once for all of a micro-batch;
-            sets the models' attention to "rolltree". Micro-batches of one update are put together group by group where
-            the loss does not depend on it.
-        rollouts: completions by the native engine, where the trainer would call ``model.generate``.
-        layers: norms, rotary embedding and gated units of the models in one pass each (`fuse_layers`);
-            `unfuse_layers` gives a model back as it was.
+        trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which get head and layers only.
+            It is changed in place.
+        head: compute log-probs and entropies with `linear_logprob` in place of TRL's fused head and, if `Objective`
+            supports the trainer's loss, the gradients with `linear_policy_loss`. Only tokens of completions are scored.
+        tree: train on the completions of one prompt as a tree, so that each micro-batch computes the prompt once; sets
+            the models' attention to "rolltree". Micro-batches of one update are regrouped by prompt unless the loss
+            depends on their composition.
+        rollouts: sample completions with the native engine in place of ``model.generate``.
+        layers: run norms, rotary embedding and gated units of the models in one pass each (`fuse_layers`);
+            `unfuse_layers` undoes it.
+
+    Returns:
+        The same ``trainer``.
 
     Raises:
-        UserError: the trainer or an option of it cannot be honoured; the message names it.
+        UserError: the trainer or an option of it is not supported; the message names it.
     """
     checks.version()
     if not isinstance(trainer, (*GROUPS, DPOTrainer, SFTTrainer)):
-        raise UserError(f"accelerate knows GRPO, RLOO, DPO and SFT trainers of TRL, not a {type(trainer).__name__}.")
+        raise UserError(f"accelerate supports GRPO, RLOO, DPO and SFT trainers of TRL, not a {type(trainer).__name__}.")
     if isinstance(trainer, GroupTrainer) and hasattr(trainer, "rolltree"):
         raise UserError(f"This {type(trainer).__name__} is accelerated already; call accelerate once.")
     checks.trainer(trainer)
@@ -86,7 +90,7 @@ def accelerate(
 
 
 def _objective_of(trainer: Any) -> Objective | None:
-    """The loss as an op with the head; None, and why, where it stays TRL's code."""
+    """Return the loss as an `Objective`; if it has no such form, log the reason and return None."""
     try:
         if isinstance(trainer, RLOOTrainer):
             raise ValueError("RLOO clips the product of a sequence's ratios")
@@ -97,7 +101,7 @@ def _objective_of(trainer: Any) -> Objective | None:
 
 
 def _head_of(trainer: Any) -> FusedHead:
-    """What the trainer asked of TRL's `add_fused_lm_head`."""
+    """Return the head with the arguments that the trainer passed to TRL's `add_fused_lm_head`."""
     if isinstance(trainer, GROUPS):
         fp32 = getattr(trainer.args, "cast_lm_head_to_fp32", False)
         return FusedHead(trainer.temperature, fp32, ("log_probs", "entropy"))
@@ -108,7 +112,11 @@ def _head_of(trainer: Any) -> FusedHead:
 
 
 class RolltreeGRPOTrainer(GroupTrainer, GRPOTrainer):
-    """TRL's `GRPOTrainer`, accelerated: its arguments, and the parts of `accelerate`."""
+    """TRL's `GRPOTrainer`, accelerated: takes its arguments and the options of `accelerate`.
+
+    Raises:
+        UserError: the trainer or an option of it is not supported; the message names it.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What ``model(..., fused_lm_head=True)`` returns in TRL's trainers, computed by `linear_logprob`.
+"""Replacement for TRL's fused head (``model(..., fused_lm_head=True)``) that uses `linear_logprob`.
 
 TRL gives its models a forward that scores tokens without logits; all of its trainers take their log-probs from there.
-This one scores by rolltree's kernels, and on request tokens of packed trees.
+This one scores with rolltree's kernels and can score tokens of packed trees.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from rolltree.kernels import Term, linear_logprob, linear_terms_loss
 
 from ...model.head import head
 
-ROWS = 256  # whose logits are there at once
-NEAR = 1e-3  # relative: probabilities closer than this are compared by their logits
+ROWS = 256  # rows whose logits are in memory at once
+NEAR = 1e-3  # relative distance below which probabilities are compared by their logits
 
 
 class Scored(NamedTuple):
     """Tokens to score, by the rows of the flattened hidden states that predict them."""
 
     row: Tensor  # [R] int64, distinct
-    place: Tensor  # [M] int64, of each target's row among them
+    place: Tensor  # [M] int64, index of each target's row in `row`
     target: Tensor  # [M] int64
-    copies: Tensor | None = None  # [T] int64, of packed trees: how often a flat batch would hold each token
-    loss: Term | None = None  # of these tokens, to be computed with them
+    copies: Tensor | None = None  # [T] int64, for packed trees: occurrences of each token in a flat batch
+    loss: Term | None = None  # loss of these tokens, computed in the same pass
 
 
 @dataclass(frozen=True)
 class FusedHead:
-    """What a trainer asks of its models' fused heads: the arguments of TRL's `add_fused_lm_head`."""
+    """A fused head with the arguments of TRL's `add_fused_lm_head`."""
 
     temperature: float = 1.0
     fp32: bool = False
     outputs: Sequence[str] = ("log_probs",)
 
     def install(self, model: PreTrainedModel) -> None:
-        """Let ``model(..., fused_lm_head=True)`` compute here; all else stays as it is."""
+        """Make ``model(..., fused_lm_head=True)`` use this head; other calls are unchanged."""
         original: Callable[..., Any] = model.forward
 
         @functools.wraps(type(model).forward)  # whose signature `generate` reads
@@ -105,7 +105,7 @@ class FusedHead:
         scored: Scored,
         term: Term,
     ) -> FusedCausalLMOutput:
-        """The loss of the tokens, and log-probs and entropies [M] without gradient."""
+        """Return the loss of the tokens, and log-probs and entropies [M] without gradient."""
         weight, bias, softcap, lora = head(model)
         with self._precision(hidden):
             out = linear_terms_loss(
@@ -121,7 +121,7 @@ class FusedHead:
             )
         assert out.logprob is not None
         assert out.entropy is not None
-        idle = out.logprob.isnan().nonzero().flatten()  # of zero advantage: metrics know them too
+        idle = out.logprob.isnan().nonzero().flatten()  # tokens of zero advantage, which only the metrics need
         if len(idle):
             with torch.no_grad():
                 rest = self._score(model, hidden[scored.place[idle]], scored.target[idle], None)
@@ -171,10 +171,10 @@ class FusedHead:
 
     @torch.no_grad()
     def _is_top1(self, model: PreTrainedModel, hidden: Tensor, target: Tensor, p: Tensor, sum_p2: Tensor) -> Tensor:
-        """Whether each target is its row's likeliest token, the first of equals.
+        """Return whether each target is its row's likeliest token (the first among equals).
 
-        The others' probabilities are at most the root of their squares' sum, and the largest of all is at least the sum
-        of squares: mostly that decides. Of the rows it does not, the logits are formed again.
+        Every other probability is at most the root of the others' sum of squares, and the largest of all is at least
+        the sum of all squares. Usually these bounds decide; otherwise the row's logits are computed again.
         """
         top = p > (1 + NEAR) * (sum_p2 - p * p).clamp(min=0).sqrt()
         lost = p < (1 - NEAR) * sum_p2

@@ -1,4 +1,4 @@
-"""Trainers of groups (GRPO, RLOO): their log-probs from packed trees, their completions from the native engine."""
+"""Trainers of groups (GRPO, RLOO): log-probs come from packed trees, completions from the native engine."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .regroup import matters, regroup
 from .rollouts import Rollouts
 
 AGREE = 1e-3
-"""Between TRL's loss and the op's, relative to losses above 1."""
+"""Tolerance between TRL's loss and the op's, relative for losses above 1."""
 
 
 @dataclass
 class Parts:
-    """What `accelerate` switched on."""
+    """The parts that `accelerate` enabled."""
 
     head: bool
     tree: bool
     rollouts: Rollouts | None
     objective: Objective | None  # None: the loss is TRL's code
-    scores: tuple[Tensor, Tensor] | None = None  # log-probs and entropies [B, C] that are known already
+    scores: tuple[Tensor, Tensor] | None = None  # log-probs and entropies [B, C] that were computed with the loss
 
     def batch(self, input_ids: Tensor, attention_mask: Tensor, completion: int) -> Batch:
         return (packed if self.tree else padded)(input_ids, attention_mask, completion)
 
 
 class GroupTrainer:
-    """Overrides methods of TRL's `GRPOTrainer` and `RLOOTrainer`; stands before them among a class's bases."""
+    """Overrides methods of TRL's `GRPOTrainer` and `RLOOTrainer`; precedes them in a class's bases."""
 
     rolltree: Parts
 
@@ -49,7 +49,7 @@ class GroupTrainer:
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs and entropies [B, C] of the completions, and the experts' balance []."""
+        """Return log-probs and entropies [B, C] of the completions, and the experts' load balancing loss []."""
         if not self.rolltree.head:
             theirs: Any = super()
             wanted = batch_size, compute_entropy, compute_aux_loss
@@ -75,7 +75,7 @@ class GroupTrainer:
         )
 
     def _prepare_inputs(self: Any, generation_batch: Any) -> dict[str, Any]:
-        """The next micro-batch; those of an update hold whole groups where that does not change it."""
+        """Return the next micro-batch; those of an update are regrouped by prompt if that does not change its loss."""
         theirs: Any = super()
         before = self._buffered_inputs
         inputs: dict[str, Any] = theirs._prepare_inputs(generation_batch)
@@ -85,7 +85,7 @@ class GroupTrainer:
         return inputs
 
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss and metrics; its gradient by `linear_policy_loss`, which forms the logits once."""
+        """Compute TRL's loss and metrics; the gradient comes from `linear_policy_loss`, which forms the logits once."""
         theirs: Any = super()
         parts: Parts = self.rolltree
         if parts.objective is None or not torch.is_grad_enabled():
@@ -117,7 +117,7 @@ class GroupTrainer:
     def _generate_single_turn(
         self: Any, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *more: Any, **others: Any
     ) -> Any:
-        """Completions of tokenized prompts, and with GRPO the log-probs they were sampled with."""
+        """Sample completions of tokenized prompts; with GRPO, also return the log-probs they were sampled with."""
         engine = self.rolltree.rollouts
         if engine is None:
             theirs: Any = super()

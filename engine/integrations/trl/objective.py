@@ -1,7 +1,6 @@
 """A GRPO trainer's loss as an `Objective`, so that head and loss are one op that forms the logits once.
 
-What has no such form keeps TRL's own loss, which is the same function of the same log-probs: the backward then forms
-the logits again.
+A loss without such a form stays TRL's own code on the same log-probs; its backward then forms the logits again.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ OF_THE_LOSS = ("_compute_loss", "compute_loss", "get_off_policy_mask", "get_gamm
 
 
 def objective(trainer: Any) -> Objective:
-    """The trainer's loss.
+    """Return the trainer's loss as an objective of `linear_policy_loss`.
 
     Raises:
-        ValueError: it has no form as an objective of `linear_policy_loss`; the message says why.
+        ValueError: the loss has no such form; the message is the reason.
     """
     args, name = trainer.args, trainer.loss_type
     if name not in LOSSES:
@@ -63,7 +62,7 @@ def objective(trainer: Any) -> Objective:
             if args.delta < 1 + trainer.epsilon_high:
                 raise ValueError(f"delta {args.delta} lies inside the clip range")
             options["clip_ratio_c"] = args.delta
-    elif name == "cispo":  # its bound is the ratio itself, and there is no lower one
+    elif name == "cispo":  # TRL's upper bound is the ratio itself, and there is no lower one
         options |= {"eps_low": 1.0, "eps_high": trainer.epsilon_high - 1}
     elif name == "sapo":
         options |= {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
@@ -80,7 +79,7 @@ def term(
     inputs: dict[str, Any],
     mask: Tensor,  # [B, C] bool
 ) -> Term | None:
-    """The loss of a micro-batch on the M tokens of ``mask``; None where its inputs are not those of TRL's own."""
+    """Return the loss of a micro-batch on the M tokens of ``mask``; None if its inputs are not those of TRL's loss."""
     advantages = inputs["advantages"]
     if advantages.dim() != 1:
         return None
@@ -107,7 +106,7 @@ def term(
 
 
 def _normalizer(trainer: Any, inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
-    """What TRL divides the sum over tokens or sequences by, gradient accumulation included."""
+    """Return the divisor of TRL's sum over tokens or sequences, gradient accumulation included."""
     steps, name, sequences = trainer.current_gradient_accumulation_steps, trainer.loss_type, len(mask)
     if name in ("grpo", "sapo", "luspo"):
         return float(sequences * steps)

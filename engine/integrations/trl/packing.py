@@ -1,4 +1,4 @@
-"""Which tokens of a padded batch are scored, and where the model computes what predicts them."""
+"""Model inputs for a padded batch, as it is or as trees, and the rows that predict its completions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .fused_head import Scored
 
 
 class Batch(NamedTuple):
-    """What the model is called with, and which of its rows predict the completions' tokens."""
+    """Inputs of the model, and the rows that predict the completions' tokens."""
 
     inputs: dict[str, Tensor | int]
-    row: Tensor  # [B, C] int64: of the flattened hidden states, the one that predicts the token
-    valid: Tensor  # [B, C] bool: the completions' tokens, of which others may be scored
+    row: Tensor  # [B, C] int64: index of the flattened hidden state that predicts the token
+    valid: Tensor  # [B, C] bool: tokens of completions, False for padding
     target: Tensor  # [B, C] int64
-    copies: Tensor | None  # [T] int64: how often a flat batch would hold each token; None: it is one
+    copies: Tensor | None  # [T] int64: occurrences of each packed token in a flat batch; None: the batch is flat
 
     def scored(self, mask: Tensor) -> Scored:
-        """The tokens of ``mask [B, C]``, each distinct row once."""
+        """Return the tokens of ``mask [B, C]`` to score, each distinct row once."""
         row, place = self.row[mask].unique(return_inverse=True)
         return Scored(row, place, self.target[mask], self.copies)
 
 
 def padded(input_ids: Tensor, attention_mask: Tensor, completion: int) -> Batch:
-    """The batch as it is; arguments as for :func:`packed`."""
+    """Return the flat batch; arguments as for :func:`packed`."""
     B, S = input_ids.shape
     row = torch.arange(B * S, device=input_ids.device).view(B, S)[:, S - completion - 1 : -1]
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -40,7 +40,7 @@ def packed(
     attention_mask: Tensor,  # [B, P + C]
     completion: int,  # C
 ) -> Batch:
-    """The trees of the batch: every prompt once, however many completions it has.
+    """Return the batch as trees, each prompt once for all its completions.
 
     Raises:
         ValueError: a prompt is empty or not padded on the left, or a completion not on the right.

@@ -1,7 +1,7 @@
-"""Micro-batches of whole groups.
+"""Sorts the sequences of an update by prompt, so that micro-batches contain whole groups.
 
-TRL shuffles the sequences of a generation before it cuts them into micro-batches, so that the completions of a prompt
-lie in several and share little in each. Within one update the order does not matter to the sum: here it is by group.
+TRL shuffles the sequences of a generation before it cuts them into micro-batches, so the completions of a prompt are
+spread over several micro-batches and share little in each. The order within one update does not change its sum.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ MicroBatch = dict[str, Any]
 
 
 def matters(trainer: Any) -> bool:
-    """Whether the loss of an update depends on which sequences share a micro-batch."""
+    """Return True if the loss of an update depends on the composition of its micro-batches."""
     means = getattr(trainer, "loss_type", None) == "bnpo" or trainer.aux_loss_enabled
     of_entropy = getattr(trainer, "entropy_coef", 0) != 0 or getattr(trainer, "use_adaptive_entropy", False)
     return means or of_entropy or getattr(trainer, "top_entropy_quantile", 1.0) < 1
 
 
 def regroup(batches: list[MicroBatch], update: int) -> list[MicroBatch]:
-    """The same sequences, those of one prompt side by side.
+    """Return micro-batches with the same sequences, those of one prompt adjacent.
 
     Args:
-        batches: of a generation, in the order in which they are trained on.
-        update: how many of them an update accumulates.
+        batches: micro-batches of a generation, in the order of training.
+        update: number of micro-batches that an update accumulates.
     """
     if len(batches) % update and update % len(batches):
-        return batches  # an update begins or ends inside of a generation
+        return batches  # an update begins or ends within a generation
     width = min(update, len(batches))
     windows = [batches[i : i + width] for i in range(0, len(batches), width)]
     return [batch for window in windows for batch in _in_order(window)]

@@ -1,4 +1,4 @@
-"""Completions for a TRL trainer by the native engine, from the very weights that are trained."""
+"""Completions for a TRL trainer from the native engine, which shares the trainer's weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .checks import base_model
 
 
 class Rollouts:
-    """Samples as the trainer's ``generation_config`` says, with seeds from the trainer's generator of random numbers.
+    """Samples with the trainer's ``generation_config`` and seeds from PyTorch's global generator.
 
     Args:
-        with_logprobs: also return the log-probs that tokens were sampled with.
+        with_logprobs: the trainer also needs the log-probs that tokens were sampled with.
     """
 
     def __init__(self, with_logprobs: bool) -> None:
@@ -23,16 +23,16 @@ class Rollouts:
         self._engine: NativeEngine | None = None
 
     def generate(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids and log-probs of one completion a prompt; equal prompts in a row are computed once."""
+        """Return token ids and log-probs of a completion for each prompt; adjacent equal prompts are computed once."""
         same = [(list(prompt), len(list(some))) for prompt, some in groupby(prompts)]
         params = _sampling_params(trainer)
         each = [SamplingParams(**params, n=n) for _, n in same]
         seeds = torch.randint(2**62, (len(same),)).tolist()
         engine = self._engine_for(trainer, [(len(p), n) for p, n in same], params["max_new_tokens"])
-        engine.update_weights()  # they have changed where they are
+        engine.update_weights()  # they have changed in place
         with trainer.accelerator.autocast():
             trees = engine.generate([prompt for prompt, _ in same], each, seeds=seeds)
-        engine.sleep()  # training has the memory of the KV cache
+        engine.sleep()  # frees the KV cache for training
         sequences = [sequence for tree in trees for sequence in tree.flatten()]
         return (
             [list(sequence.response) for sequence in sequences],
@@ -40,7 +40,7 @@ class Rollouts:
         )
 
     def _engine_for(self, trainer: Any, groups: list[tuple[int, int]], longest: int) -> NativeEngine:
-        """The engine, with room for groups of (prompt tokens, completions)."""
+        """Return the engine, with room for groups of (prompt tokens, completions)."""
         page = EngineConfig.page_size
 
         def pages(tokens: int) -> int:
@@ -67,5 +67,5 @@ def _sampling_params(trainer: Any) -> dict[str, Any]:
         "min_p": config.min_p,
         "max_new_tokens": config.max_new_tokens,
         "stop_token_ids": tuple(trainer.eos_token_ids),
-        "ignore_eos": True,  # the trainer says which tokens end a completion
+        "ignore_eos": True,  # stop_token_ids lists the tokens that end a completion
     }

@@ -1,4 +1,4 @@
-"""Drafts: guesses of what branches sample next, taken from earlier texts and verified in one step.
+"""Drafts: guesses of the next tokens of branches, taken from earlier texts and verified in one step.
 
 `DraftIndex` (csrc/host) finds earlier places with the same last tokens as a branch: in the prompt, in the branch's own
 text, in its siblings, in earlier responses to the prompt and in those to other prompts. The places vote for the next
@@ -6,7 +6,7 @@ token. One step then computes a branch's next token and its drafted ones.
 
 Verification is exact. A sample's random number is a function of (seed of the branch, position), so a step draws a
 sample at every position of a draft with that position's own number. The longest run of samples that agree with the
-draft is what steps of one token would have sampled, and the first one that disagrees is a valid sample too. A draft
+draft equals the samples of steps of one token, and the first one that disagrees is a valid sample too. A draft
 changes the speed and never a token.
 """
 
@@ -32,23 +32,23 @@ with contextlib.suppress(ImportError):  # `KvCache` reports what is missing
 Array = npt.NDArray[Any]
 _NOTHING: Array = np.zeros(0, np.int64)
 _MOST_REQUESTS = 4096
-"""Requests whose scope is kept. Beyond them a request's prompt is hashed and indexed once more."""
+"""Number of requests whose scope is cached; beyond it a request's prompt is hashed and indexed again."""
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """When the native engine drafts, and how much. It samples the same tokens with any values.
+    """Limits of drafting in the native engine. The sampled tokens are the same with any values.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     rows: int = 8
-    """Draft in steps of at most this many rows, drafted ones not counted."""
+    """Maximum number of rows, without drafted ones, of a step that gets drafts."""
     tokens: int = 4
-    """Drafted tokens a branch, at most."""
+    """Maximum number of drafted tokens for each branch."""
     remembered: int = 1 << 20
-    """Tokens of text kept to draft from, 28 bytes each; the oldest texts are dropped first."""
+    """Number of text tokens kept to draft from, 28 bytes each; the oldest texts are dropped first."""
 
     def __post_init__(self) -> None:
         check_integer("DraftConfig.rows", self.rows, 1, INT32)
@@ -57,7 +57,7 @@ class DraftConfig:
 
 
 class Drafts:
-    """The texts that an engine has sampled, and drafts from them."""
+    """Indexes the texts that an engine has sampled and drafts tokens from them."""
 
     def __init__(self, config: DraftConfig) -> None:
         self.config = config
@@ -69,11 +69,11 @@ class Drafts:
 
         Args:
             slots: [R] int64, the running branches.
-            others: rows of the step that are not theirs.
-            room: drafted tokens in all, at most; `cut` enforces it.
+            others: number of the step's other rows.
+            room: maximum number of drafted tokens in total; `cut` enforces it.
 
         Returns:
-            the number of tokens of each branch [R] int64, and the tokens [sum] int64, one branch after another; two
+            The number of tokens of each branch [R] int64, and the tokens [sum] int64, one branch after another; two
             empty arrays if the step gets no drafts.
         """
         if len(slots) + others > self.config.rows or room < 1:
@@ -84,20 +84,20 @@ class Drafts:
         )
 
     def sampled(self, rows: RowTable, slots: Array) -> None:
-        """Index what branches sampled whose segment has ended, before they fork, are rewound or removed.
+        """Index the samples of branches whose segment has ended, before they fork, are rewound or removed.
 
         Args:
-            slots: [E] int64, their slots.
+            slots: [E] int64, the branches.
         """
         self._follow(rows, slots)
 
     def remember(self, text: Text) -> None:
-        """Index a text that was not sampled here."""
+        """Index a text that this engine did not sample."""
         path = np.concatenate([text.prompt, text.before])
         self.index.add(_scope_of(text.prompt), path[-DraftIndex.CONTEXT :], text.tokens)
 
     def _follow(self, rows: RowTable, slots: Array) -> None:  # [S] int64
-        """Index what the branches of ``slots`` have sampled since the last call."""
+        """Index the tokens that the branches of ``slots`` have sampled since the last call."""
         tokens = rows.records["token"]
         begun: dict[Node, list[tuple[int, int]]] = {}  # node -> (slot, own tokens) of the branches that begin after it
         for slot in self.index.follow(slots, rows.order, rows.position, rows.forks, rows.fill, tokens):
@@ -135,8 +135,8 @@ class Drafts:
 def cut(
     rows: RowTable, stops: Stops, slots: Array, counts: Array, tokens: Array, room: int
 ) -> tuple[Array, Array]:  # [R] int64, [R] int64, [sum] int64 -> [R] int64, [sum] int64
-    """Cut drafts to tokens that can become part of a response: none after a token that ends it or its segment, none of
-    a branch that forks, and at most ``room`` in all."""
+    """Cut drafts to tokens that can become part of a response: none after a token that ends it or its segment, none for
+    a branch that forks, and at most ``room`` in total."""
     most = np.where(rows.forks[slots] > 0, 0, rows.segment_end[slots] - rows.length[slots] - 1)
     ends = stops.tokens(np.repeat(rows.stop_table[slots], counts), tokens) != GO_ON
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -147,12 +147,12 @@ def cut(
 
 
 def on_path(token: Array, before: Array, offset: Array) -> Array:  # [E] int64 each -> [E] bool
-    """Return which samples continue what was sampled before them.
+    """Return a mask of the samples that continue the sampled tokens before them.
 
     Args:
         token: the samples, those of one branch in order.
-        before: the token that each one was drawn after, a drafted one where ``offset`` is not 0.
-        offset: drafted tokens between the branch's last token and the sample.
+        before: the token that precedes each sample, a drafted one where ``offset`` is not 0.
+        offset: number of drafted tokens between the branch's last token and the sample.
     """
     wrong = np.zeros(len(token), np.bool_)
     wrong[1:] = (offset[1:] > 0) & (token[:-1] != before[1:])

@@ -1,4 +1,4 @@
-"""How the rows of a step are sampled: columns on the host, which travel in the step's vector; and the sampler."""
+"""Sampling of a step: the parameters of each sample as columns of the step's vector, and the call of the sampler."""
 
 from __future__ import annotations
 
@@ -25,31 +25,34 @@ DTYPES = {
     **dict.fromkeys(("seed", "step"), torch.int64),
 }
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""With the value that leaves every token."""
+"""Filters with the value that keeps every token."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """E samples of a step."""
+    """Parameters of the E samples of a step."""
 
-    slots: Array  # [E] int64, of the row table
+    slots: Array  # [E] int64, in the row table
     offset: Array  # [E] int64, see Step.sample_offset
-    head_row: Array  # [E] int64, which of the step's sample_rows it is drawn from
+    head_row: Array  # [E] int64, index into the step's sample_rows
     columns: Mapping[str, Array]  # [E] each, of `DTYPES`
     filters: tuple[str, ...]
-    """Those of `FILTERS` that some row has."""
-    constrained: Array  # of E, those with biased or forbidden tokens
-    keeping: Array  # of E, those that keep the ids they are drawn from
+    """Names in `FILTERS` that some row uses."""
+    constrained: Array  # [<= E] int64, samples with biased or forbidden tokens
+    keeping: Array  # [<= E] int64, samples that record the ids they are drawn from
     most_top: int
-    """Likely tokens that some row keeps."""
+    """Largest number of likely tokens that a row records."""
     changes: int
-    """As of the row table when they were made."""
+    """Value of `RowTable.changes` when the columns were made."""
 
     @staticmethod
     def of(step: Step, rows: RowTable, samples: Array, seeds: Array, before: Draws | None = None) -> Draws:
-        """``samples`` [S] int64 from each of the step's sample_rows, with a seed [E] int64 each.
+        """Return the parameters of a step's samples.
 
-        Of the same branches as ``before``, all but the step of each stays.
+        Args:
+            samples: [S] int64, the number of samples of each of the step's sample_rows.
+            seeds: [E] int64, one for each sample.
+            before: parameters of the previous step; with the same unchanged branches only the positions are replaced.
         """
         slots, offset = step.sample_slots, step.sample_offset
         if before is not None and before.changes == rows.changes and np.array_equal(before.slots, slots):
@@ -74,14 +77,14 @@ class Draws:
         )
 
 
-class Drawn(NamedTuple):
-    """What the sampler answers, on the device."""
+class DeviceSamples(NamedTuple):
+    """The sampler's results on the device."""
 
     out: SampleOutput
     numbers: Tensor | None  # [4, E] float32: the token's bits, logprob, raw_logprob, entropy: fetched by one copy
 
     def fetch(self, samples: int) -> tuple[Array, Array, Array, Array]:
-        """Token int64, logprob, raw_logprob, entropy [samples] of the first rows; waits for them."""
+        """Wait for the results; return token int64, logprob, raw_logprob, entropy [samples] of the first rows."""
         if self.numbers is None:
             token, logprob, raw_logprob, entropy = (column.numpy()[:samples] for column in self.out[:4])
         else:
@@ -90,14 +93,16 @@ class Drawn(NamedTuple):
         return token, logprob, raw_logprob, entropy
 
 
-def draw(logits: Tensor, columns: Mapping[str, Tensor], filters: tuple[str, ...]) -> Drawn:
-    """Sample [E, V] by columns [E]; waits for nothing."""
+def draw(logits: Tensor, columns: Mapping[str, Tensor], filters: tuple[str, ...]) -> DeviceSamples:
+    """Sample from logits [E, V] with the parameters ``columns`` [E]; does not synchronise with the device."""
     top_k, top_p, min_p = (columns[name] if name in filters else None for name in FILTERS)
     out = sample_rows(logits, columns["temperature"], top_k, top_p, min_p, columns["seed"], columns["step"])
-    return drawn_from(out)
+    return device_samples(out)
 
 
-def drawn_from(out: SampleOutput) -> Drawn:
-    if out.token.device.type == "cpu":  # there is nothing to fetch
-        return Drawn(out, None)
-    return Drawn(out, torch.stack((out.token.int().view(torch.float32), out.logprob, out.raw_logprob, out.entropy)))
+def device_samples(out: SampleOutput) -> DeviceSamples:
+    """Pack the numbers of ``out`` so that one copy fetches them."""
+    if out.token.device.type == "cpu":  # the host reads them where they are
+        return DeviceSamples(out, None)
+    token = out.token.int().view(torch.float32)
+    return DeviceSamples(out, torch.stack((token, out.logprob, out.raw_logprob, out.entropy)))

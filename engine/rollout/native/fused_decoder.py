@@ -1,8 +1,8 @@
-"""A decoder on a CPU that is one call of `rolltree.kernels.decoder_layer`.
+"""A decoder on a CPU as one call of `rolltree.kernels.decoder_layer`.
 
-A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding. Where an
-adapter stands in a product's place, the products are the layers' own modules and only what lies between them is fused.
-Modules are only read: they are also the trainer's.
+A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding. If an
+adapter replaces a linear layer, the linear layers run as the model's own modules and only the operations between them
+are fused. Modules are only read, because the trainer uses them too.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from .kv_cache import KvCache
 from .step_buffer import StepVector
 
 FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")
-"""Of Transformers, whose decoders are computed as here."""
+"""Transformers' model families whose decoders this module computes."""
 
 STEADY = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings by which a position is turned alike however long the sequences are."""
+"""Rotary embeddings whose angle at a position does not depend on the length of the sequences."""
 
 
 @dataclass
-class Found:
-    """What a decoder was when it was looked at."""
+class Snapshot:
+    """State of a decoder that its fused form depends on."""
 
     parts: tuple[tuple[dict[str, Any], ...], tuple[str, ...], tuple[Any, ...]]
-    """Where each module and weight was found, which may come to hold another: places, names, what was there."""
+    """Containers, names and contents: the slots in which modules and weights were found and may be replaced."""
     hooks: list[dict[Any, Any]]
-    """Of modules that are passed over, which must stay empty."""
+    """Hook tables of the modules whose forward is bypassed; they must stay empty."""
     weights: list[Tensor]
-    """Whose numbers may come to lie elsewhere, and otherwise."""
+    """Parameters whose dtype or contiguity may have changed since the snapshot."""
     known: bool
-    """Whether it is computed as here."""
+    """True if this module computes the decoder."""
     layers: list[LayerWeights] | None
-    """None where a product is not a plain one."""
+    """Weights of the layers; None if a linear layer is not plain: an adapter, hooks or an unsupported bias."""
 
     def holds(self) -> bool:
+        """Return True if nothing in the snapshot has changed."""
         places, names, parts = self.parts
         return (
             all(map(is_, map(dict.get, places, names), parts))  # some hundred, every step
@@ -59,16 +60,16 @@ class FusedDecoder:
 
     def __init__(self, decoder: Any, cache: KvCache) -> None:
         self._decoder, self._cache = decoder, cache
-        self._found: Found | None = None
-        self._whole: tuple[Found, Any, Decoder] | None = None
-        """The decoder as one call, and of which parts and pages it was made."""
+        self._found: Snapshot | None = None
+        self._whole: tuple[Snapshot, Any, Decoder] | None = None
+        """The snapshot and the pages from which the decoder as one call was built, and the decoder."""
         self._table: tuple[tuple[Any, ...], Tensor, Tensor, Tensor] | None = None
-        """What the cosines and sines of all positions were made of, they, [P, D] each, and the frequencies."""
+        """Key of the table, cosines and sines of all positions [P, D] each, and the frequencies."""
 
     def run(self, vector: StepVector) -> Tensor | None:  # [N, H]
-        """The last hidden states of a step; None where the decoder has to run as it is."""
+        """Return the last hidden states of a step; None if the decoder has to run unfused."""
         if self._found is None or not self._found.holds():
-            self._found = _look_at(self._decoder)
+            self._found = _snapshot(self._decoder)
         if not self._found.known or torch.is_autocast_enabled("cpu"):
             return None
         decoder, input_ids, positions = self._decoder, vector.view("input_ids"), vector.view("query_position")
@@ -90,7 +91,7 @@ class FusedDecoder:
             hidden = self._with_modules(layer, hidden, cos, sin)
         return add_rms_norm_(hidden, None, decoder.norm.weight, decoder.norm.variance_epsilon)
 
-    def _as_one(self, found: Found) -> Decoder:
+    def _as_one(self, found: Snapshot) -> Decoder:
         pages = self._cache.pages
         if self._whole is None or self._whole[0] is not found or self._whole[1] is not pages:
             assert found.layers is not None
@@ -108,8 +109,9 @@ class FusedDecoder:
         return self._whole[2]
 
     def _turns(self, input_ids: Tensor, position_ids: Tensor, positions: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Cosines and sines [*, D] of rows [N] whose positions are below ``positions``, and which of them each row has.
-        Where that is all the module does, they are computed once for every position; else each row has its own."""
+        """Return cosines and sines [*, D] for rows [N] with positions below ``positions``, and each row's index into
+        them. They are computed once for every position if they depend on it alone; otherwise for each row (index
+        None)."""
         rotary = self._decoder.rotary_emb
         own = type(rotary).__module__ == type(self._decoder).__module__ and "forward" not in vars(rotary)
         if not own or rotary._forward_hooks or rotary._forward_pre_hooks or rotary.rope_type not in STEADY:
@@ -147,16 +149,16 @@ def _window(layer: Any) -> int | None:
     return getattr(layer.self_attn, "sliding_window", None)
 
 
-def _look_at(decoder: Any) -> Found:
-    """Which layers it has, and whether it is what Transformers made, in fp32, with nobody listening to a part."""
+def _snapshot(decoder: Any) -> Snapshot:
+    """Snapshot the decoder: its layers, and whether it is an unmodified fp32 Transformers model without hooks."""
     named = f"{type(decoder).__module__}.{type(decoder).__qualname__}"
     family = next((f for f in FAMILIES if named == f"transformers.models.{f}Model"), None)
     if family is None:
-        return Found(((), (), ()), [], [], False, None)
+        return Snapshot(((), (), ()), [], [], False, None)
     passed_over = [decoder, decoder.embed_tokens, decoder.norm, *_passed_over(decoder.layers)]
     products = [product for layer in decoder.layers for product in _products(layer)]
     parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
-    settings = ("scaling", "sliding_window")  # of which a decoder in one call is made
+    settings = ("scaling", "sliding_window")  # constants of the decoder as one call
     parts += [(vars(la.self_attn), name, vars(la.self_attn).get(name)) for la in decoder.layers for name in settings]
     weighted = [m for m in (*passed_over, *products) if m._parameters]
     parts += [(m._parameters, name, part) for m in weighted for name, part in m._parameters.items()]
@@ -165,14 +167,14 @@ def _look_at(decoder: Any) -> Found:
     plain = all(type(p) is nn.Linear and not p._forward_hooks and not p._forward_pre_hooks for p in products)
     biased = any(p.bias is not None for layer in decoder.layers for p in _products(layer)[4:]) if plain else False
     layers = [_weights(layer) for layer in decoder.layers] if known and plain and not biased else None
-    if layers is not None:  # else they may have any hooks
+    if layers is not None:  # otherwise linear layers run as modules and may have hooks
         hooks += [hooks for p in products for hooks in (p._forward_hooks, p._forward_pre_hooks)]
     places, names, found = zip(*parts, strict=True)
-    return Found((places, names, found), hooks, list(decoder.parameters()) if known else [], known, layers)
+    return Snapshot((places, names, found), hooks, list(decoder.parameters()) if known else [], known, layers)
 
 
 def _passed_over(layers: Any) -> Iterator[Any]:
-    """The modules of layers that are not called."""
+    """Yield the modules of the layers whose forward is bypassed."""
     for layer in layers:
         yield from (layer, layer.self_attn, layer.mlp, layer.mlp.act_fn)
         yield from _norms(layer)

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...data.segment import LeafStatus, Origin
-from ..branch import Branch, Node, Request, given, join
-from ..seeds import child_seed
+from ..branch import Branch, Node, Request, child_seed, given, join
 from ..steering import Steering
 from .drafts import Drafts, on_path, up_to_end
 from .kv_cache import KvCache

@@ -1,4 +1,4 @@
-"""State of the branches in flight as one array of rows: what changes with every token is never a Python object."""
+"""State of the branches in flight as one array of rows, so that no Python object changes with every token."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import numpy.typing as npt
 
 from ..branch import Branch, sample_dtype
 
-with contextlib.suppress(ImportError):  # `KvCache` says what is missing
+with contextlib.suppress(ImportError):  # `KvCache` reports what is missing
     from ._host import push_tokens
 
 Array = npt.NDArray[Any]
 
 
 class Sampled(NamedTuple):
-    """One entry a sample; a row that forks has several, one after the other."""
+    """Results of a step's samples; a row that forks has several, one after the other."""
 
-    token: Array  # [E] int64, -1 where the logits were not finite; all else is NaN there
+    token: Array  # [E] int64, -1 where the logits were not finite; the numbers are NaN there
     logprob: Array  # [E] float32
     raw_logprob: Array  # [E] float32
     entropy: Array  # [E] float32
     top_id: Array | None = None  # [E, K] int64
     top_logprob: Array | None = None  # [E, K] float32
     top_raw: Array | None = None  # [E, K] float32
-    kept: Array | None = None  # [E] object: the ids it was drawn from, int32, where they are asked for
-    why: Array | None = None  # [E] object: the reason of a failure, where it is known
+    kept: Array | None = None  # [E] object: the ids that the sample was drawn from, int32, if they are recorded
+    why: Array | None = None  # [E] object: the reason of a failure, if it is known
 
     def only(self, some: Array) -> Sampled:  # [E] bool
+        """Return the samples where ``some`` is True."""
         if some.all():
             return self
         values: list[Any] = [None if x is None else x[some] for x in self]
@@ -38,9 +39,10 @@ class Sampled(NamedTuple):
 
 
 class RowTable:
-    """One slot for each branch in flight; `records` hold what it sampled since its node began.
+    """One slot for each branch in flight; `records` hold the tokens that it sampled since its node began.
 
-    A row's fields lie together, for branches come and go by row; each attribute is a field of all slots.
+    A row's fields are adjacent in memory, because rows are added and removed as a whole; each attribute is a field of
+    all slots.
     """
 
     kv_node: npt.NDArray[np.int64]
@@ -50,17 +52,17 @@ class RowTable:
     position: npt.NDArray[np.int64]  # of the last token, on the path
     length: npt.NDArray[np.int64]  # response tokens on the path
     segment_tokens: npt.NDArray[np.int64]
-    fill: npt.NDArray[np.int64]  # tokens in the buffer
-    limit: npt.NDArray[np.int64]  # longest response
+    fill: npt.NDArray[np.int64]  # tokens in `records`
+    limit: npt.NDArray[np.int64]  # maximum response length
     segment_end: npt.NDArray[np.int64]  # response length at which the segment is full
     forks: npt.NDArray[np.int64]  # children to sample next; 0: go on in the same node
-    running: npt.NDArray[np.bool_]  # only the last token lacks its keys, and no answer is waited for
+    running: npt.NDArray[np.bool_]  # only the last token lacks its keys, and no program's answer is awaited
     temperature: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int32]  # 0: no limit
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
-    top: npt.NDArray[np.int64]  # likeliest tokens to keep
-    keeps: npt.NDArray[np.bool_]  # the ids that each token was drawn from
+    top: npt.NDArray[np.int64]  # number of likeliest tokens to record
+    keeps: npt.NDArray[np.bool_]  # record the ids that each token was drawn from
     stop_table: npt.NDArray[np.int64]
     stops_at_text: npt.NDArray[np.bool_]
     constrained: npt.NDArray[np.bool_]  # has biased or forbidden tokens
@@ -72,7 +74,7 @@ class RowTable:
         self.branch: list[Branch | None] = [None] * capacity
         self._free = list(range(capacity))[::-1]
         self.changes = 0
-        """Of what `push` leaves as it is; counted up."""
+        """Incremented whenever a row changes other than through `push`; caches of sampling columns compare it."""
 
     def _hold(self, table: Array) -> None:
         self._table = table
@@ -81,7 +83,7 @@ class RowTable:
             setattr(self, name, table[name])
 
     def add(self, branch: Branch, **columns: Any) -> int:
-        """A slot for a branch; columns not given are 0."""
+        """Take a slot for a branch and return it; columns that are not given are 0."""
         (slot,) = self._take_slots([branch])
         if unknown := columns.keys() - set(_FIELDS):
             raise TypeError(f"The row table has no column {min(unknown)}.")
@@ -92,7 +94,7 @@ class RowTable:
         return slot
 
     def divide(self, slot: int, branches: Sequence[Branch]) -> None:
-        """Put ``branches`` in the place of a slot's: they go on as it would, with nothing sampled yet."""
+        """Replace the branch of a slot by ``branches``, which continue it and have no samples of their own yet."""
         slots = self._take_slots(branches)
         self._whole[slots] = self._whole[slot]
         for column in (self.last_token, self.segment_tokens, self.fill, self.forks, self.running):
@@ -105,11 +107,12 @@ class RowTable:
         self.remove(slot)
 
     def save(self, slot: int) -> dict[str, Any]:
-        """What `add` needs to put the branch back, and the records of its node so far."""
+        """Return the columns and the records of a slot, from which `restore` rebuilds it."""
         state = dict(zip(_FIELDS, self._table[slot].item(), strict=True))
         return {**state, "running": False, "records": self.sampled(slot)}
 
     def restore(self, branch: Branch, state: dict[str, Any]) -> int:
+        """Take a slot for a branch with the result of `save` and return it."""
         columns = dict(state)
         records = columns.pop("records")
         slot = self.add(branch, **columns)
@@ -125,19 +128,26 @@ class RowTable:
         return slot
 
     def remove(self, slot: int) -> None:
+        """Free a slot."""
         self.branch[slot] = None
         self.running[slot] = False
         self._free.append(slot)
         self.changes += 1
 
     def start_segment(self, slot: int, segment_end: int) -> None:
+        """Begin a segment of a slot that is full at response length ``segment_end``."""
         self.segment_end[slot] = segment_end
         self.segment_tokens[slot] = 0
         self.changes += 1
 
     def push(self, slots: Array, offset: Array, sampled: Sampled, version: int) -> None:
-        """More sampled tokens of each slot: ``slots`` [E] int64, and which of its slot's tokens each one is, in order.
-        Failed samples change nothing."""
+        """Append sampled tokens to their slots; failed samples change nothing.
+
+        Args:
+            slots: [E] int64, the slot of each sample.
+            offset: [E] int64, the sample's index among the new tokens of its slot, ascending within a slot.
+            version: version of the policy.
+        """
         if (sampled.token < 0).any():
             whole = sampled.token >= 0
             slots, offset, sampled = slots[whole], offset[whole], sampled.only(whole)
@@ -163,7 +173,7 @@ class RowTable:
                 records["kept"][slots[i], fill[i]] = len(branch.request.kept)
 
     def sampled(self, slot: int) -> Array:  # [fill] records
-        """A copy of what was sampled since the node began, with as many likely tokens as were asked for."""
+        """Return a copy of the records since the node began, with as many likely tokens as the slot records."""
         records, top = self.records[slot, : self.fill[slot]], int(self.top[slot])
         if records["top_id"].shape[1] == top:
             return np.frombuffer(bytearray(records.tobytes()), records.dtype)  # a copy as bytes, not by field
@@ -202,7 +212,7 @@ class RowTable:
 
 
 def element_type(array: Any) -> Any:
-    """The scalar type of ``npt.NDArray[scalar]``, which numpy 2.5 made an alias with that one argument."""
+    """Return the scalar type of ``npt.NDArray[scalar]``, which numpy 2.5 made an alias with that one argument."""
     last = get_args(array)[-1]
     return (get_args(last) or (last,))[0]
 

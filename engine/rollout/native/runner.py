@@ -1,4 +1,4 @@
-"""Executes a step: the trainer's own decoder over the step's rows, the head over the rows that sample, the sampler."""
+"""Executes a step: the trainer's decoder on the step's rows, the head on the rows that sample, then the sampler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from ...model.attention import MASK_STUB
 from ...model.head import head_reader
 from ..branch import Branch
 from ..sampling_params import SamplingParams
-from .draws import Drawn, Draws, draw, drawn_from
+from .compiled import CompiledLayers, DecodeGraphs
+from .draws import DeviceSamples, Draws, device_samples, draw
 from .fused_decoder import FusedDecoder
-from .graphs import DecodeGraphs
 from .kv_cache import KvCache
-from .layers import CompiledLayers
 from .rows import RowTable, Sampled
 from .scheduler import Step
 from .step_buffer import StepVector
@@ -37,9 +36,10 @@ class Runner:
 
     Args:
         use_adapter: called with the number of the adapter that a step needs.
-        compiled: let torch.compile fuse what lies between a layer's matrix products, the writing of new keys included.
-        fused: on a CPU, layers that are not compiled are one call each.
-        cuda_graphs: replay steps that only decode, on a CUDA device.
+        compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
+            keys.
+        fused: on a CPU, run the decoder as one call unless it is compiled.
+        cuda_graphs: on a CUDA device, replay steps that only decode.
     """
 
     def __init__(
@@ -67,25 +67,25 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
-        self._vector: StepVector | None = None  # of the step before
+        self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
         self._product: Head | None = None
         self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}
 
     def run(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
-        """Compute a step.
+        """Compute a step and return its E samples.
 
         Args:
-            rows: the table of the branches, for how each of them is sampled.
-            samples: [S] int64, how many to take from each of ``step.sample_rows``.
-            seeds: [E] int64, one a sample.
+            rows: table of the branches with their sampling parameters.
+            samples: [S] int64, number of samples of each of ``step.sample_rows``.
+            seeds: [E] int64, one for each sample.
         """
         self._use_adapter(step.adapter)
         self._draws = draws = Draws.of(step, rows, samples, seeds, self._draws)
         taken = len(draws.slots)
         every_row = len(step.sample_rows) == len(step.input_ids)
         if self.graphs is not None and self._cache.ready and every_row and taken == len(samples):
-            vector, logits, drawn = self.graphs.decode(step, draws)  # pages are made outside of a graph
+            vector, logits, drawn = self.graphs.decode(step, draws)  # pages must exist before a capture
             return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
         vector = StepVector.of(step, draws, self._cache, self._device, least=least, before=self._vector)
@@ -93,7 +93,7 @@ class Runner:
         if hidden is None:
             hidden = self._decode(*vector.begin(self._cache))
         if taken == 0:
-            self._vector = None  # nothing is fetched: the copy to the device may not be over when the next one begins
+            self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
             return Sampled(np.zeros(0, np.int64), empty, empty, empty)
         self._vector = vector
@@ -103,12 +103,12 @@ class Runner:
         return self._sampled(step, vector, logits, None, draws, rows)
 
     def forget_graphs(self) -> None:
-        """The weights or the pages have moved."""
+        """Drop captured graphs, because the weights or the pages have moved."""
         if self.graphs is not None:
             self.graphs.clear()
 
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
-        # a layer's pages, and the groups of its heads, become known when it first runs, as it is
+        # a layer's pages and head groups are known only after its first run, which is not compiled
         layers = self._layers if self._cache.ready else None
         with layers.substituted() if layers is not None else nullcontext():
             output = self._decoder(
@@ -121,6 +121,7 @@ class Runner:
         return output.last_hidden_state[0]
 
     def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
+        """Return the logits of all rows."""
         return self.logits(self._decode(input_ids, position_ids))
 
     def _sampled(
@@ -128,7 +129,7 @@ class Runner:
         step: Step,
         vector: StepVector,
         logits: Tensor,  # [E, V] fp32
-        drawn: Drawn | None,  # from these logits, if they have been
+        drawn: DeviceSamples | None,  # samples of these logits, if a graph has drawn them
         draws: Draws,
         rows: RowTable,
     ) -> Sampled:
@@ -136,12 +137,12 @@ class Runner:
         free, columns = logits, vector.draws
         if len(draws.constrained):
             logits, why = logits.clone(), np.full(len(slots), None)
-            behind = step.input_ids[step.sample_rows[draws.head_row]]
-            self._constrain(logits, rows, slots, draws.offset, behind, draws.constrained, why)
+            last = step.input_ids[step.sample_rows[draws.head_row]]
+            self._constrain(logits, rows, slots, draws.offset, last, draws.constrained, why)
             own = {name: column[: len(slots)] for name, column in columns.items()}
             drawn = draw(logits, own, draws.filters)
             raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
-            drawn = drawn_from(drawn.out._replace(raw_logprob=raw))
+            drawn = device_samples(drawn.out._replace(raw_logprob=raw))
         if drawn is None:
             drawn = draw(logits, columns, draws.filters)
         top_id = top_logprob = top_raw = None
@@ -164,12 +165,12 @@ class Runner:
         return Sampled(*drawn.fetch(len(slots)), top_id, top_logprob, top_raw, kept, why)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
-        """Never rounded below fp32: the products of the weights' dtype are summed in fp32."""
+        """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32."""
         weight, bias, softcap, lora = self._head()
         product = self._product
         if product is None or product.weight is not weight or lora is not None:
             product = Head(weight, None, lora, torch.float32)
-            # one that has an adapter, or may hold a copy in fp32, is for this once
+            # not cached with an adapter, or if it may hold an fp32 copy of the weights
             self._product = product if lora is None and weight.dtype == torch.float32 else None
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
         product.logits(hidden, logits)
@@ -185,14 +186,14 @@ class Runner:
         rows: RowTable,
         slots: Array,  # [E] int64
         offset: Array,  # [E] int64
-        token: Array,  # [E] int64
-        constrained: Array,  # of E
+        token: Array,  # [E] int64, the token before each sample
+        constrained: Array,  # [<= E] int64
         why: Array,  # [E] object
     ) -> None:
-        """Add biases to the rows ``constrained`` of the logits, in place; rows of equal parameters at once. Where that
-        fails the logits become NaN, and ``why`` says the reason."""
+        """Add biases to the rows ``constrained`` of the logits, in place; rows with the same parameters together. If
+        that fails, the row's logits become NaN and ``why`` gets the reason."""
         alike: dict[int, tuple[SamplingParams, list[int]]] = {}
-        mask = np.zeros(0, np.float32)  # of the row before
+        mask = np.zeros(0, np.float32)  # mask of the previous row
         for i in constrained.tolist():
             branch = rows.branch[slots[i]]
             assert branch is not None
@@ -201,7 +202,7 @@ class Runner:
             if params.prefix_allowed_tokens_fn is None:
                 continue
             if offset[i] and not (len(mask) and mask[token[i]] == 0):
-                mask = mask[:0]  # nothing can come to stand behind a draft that the grammar forbids: it is not asked
+                mask = mask[:0]  # the grammar forbids the draft before this sample, which is therefore never used
                 continue
             try:
                 draft = token[i - offset[i] + 1 : i + 1] if offset[i] else token[:0]

@@ -1,4 +1,4 @@
-"""Log-probs of given continuations: trees of prompts and continuations, prefilled without a KV cache."""
+"""Log-probs of given tokens: trees of prompts and continuations are prefilled without a KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...model.decoder import batch_logprob, decode
 from ..branch import sample_dtype
 
 Array = npt.NDArray[Any]
-ROWS = 256  # whose logits are there at once
+ROWS = 256  # rows whose logits are in memory at once
 
 
 def score(
@@ -27,7 +27,7 @@ def score(
     *,
     max_tokens: int,
 ) -> list[list[Array]]:
-    """See `NativeEngine.score`."""
+    """Compute `RolloutEngine.score` in micro-batches of ``max_tokens`` tokens."""
     asked = [i for i, some in enumerate(continuations) if len(some)]
     trees = [TokenTree.from_sequences(prompts[i].tolist(), continuations[i]) for i in asked]
     found: list[list[Array]] = [[] for _ in prompts]
@@ -46,7 +46,7 @@ def prompt_logprobs(
     ids: Array,  # [P] int32
     top: int,
 ) -> Array:  # [P - 1] records
-    """See `RolloutEngine.prompt_logprobs`."""
+    """Compute `RolloutEngine.prompt_logprobs` with ``top`` likeliest tokens at each position."""
     found = np.zeros(len(ids) - 1, sample_dtype(top))
     found["token"] = ids[1:]
     if not len(found):

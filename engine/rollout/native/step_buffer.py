@@ -1,4 +1,4 @@
-"""A step as one vector of int32: what a step tells the device travels in one copy, which nobody waits for."""
+"""A step as one vector of int32, so that a single asynchronous copy transfers it to the device."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ Array = npt.NDArray[Any]
 class StepVector:
     """Room for steps of ``rows`` rows, ``partials`` partial results of attention and ``samples`` samples.
 
-    Token ids, slots, the plan of attention with its schedule, and how each row is sampled are views of it, which stay
-    while steps come and go. Rows, nodes and samples beyond a step's own are padding: such rows read no key and write to
-    a slot that nobody reads.
+    Token ids, slots, the plan of attention with its schedule and the sampling parameters are views of the vector that
+    stay the same from step to step. Rows, nodes and samples beyond a step's own are padding: such rows read no key and
+    write to a spare slot that is never read.
 
     Args:
-        groups: query heads a key head, of all layers.
-        head_rows: of the rows whose logits are computed; 0 where that is every row, for one sample each.
+        pages: number of page ids.
+        groups: query heads for each key head, over all layers.
+        head_rows: number of rows whose logits are computed; 0 if that is every row, with one sample each.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class StepVector:
         self.sizes = rows, partials, samples, head_rows
         self.pages = pages
         self._groups = groups
-        nodes = partials  # a node that some row reads has at least one, and so has an item
+        nodes = partials  # every node that a row reads has at least one partial result, as has every work item
         words = {name: samples * (dtype.itemsize // 4) for name, dtype in DTYPES.items()}
         sizes: dict[str, int] = {
             **dict.fromkeys(("input_ids", "slots", "query_position"), rows),
@@ -71,9 +72,9 @@ class StepVector:
         self._views = {name: self._device[place] for name, place in places.items()}
         self.plan = DecodePlan.of_columns(self._views, partials)
         self.draws = {name: self._views[name].view(dtype) for name, dtype in DTYPES.items()}
-        """How samples are drawn, see `Draws.columns`."""
+        """Parameters of the samples, see `Draws.columns`."""
         self.positions = 0
-        """One more than the last position of a row."""
+        """Largest position of a row plus one."""
 
     @staticmethod
     def of(
@@ -85,20 +86,20 @@ class StepVector:
         least: int = 1,
         before: StepVector | None = None,
     ) -> StepVector:
-        """A step without padding, but for what has fewer than ``least``: to compilers a size of one is another
-        program. Where the vector ``before`` is of its sizes, it takes the step."""
+        """Return a vector with the step, padded only to ``least`` rows, pages and nodes: compilers treat a size of one
+        as another program. The vector ``before`` is reused if its sizes fit."""
         rows, pages, nodes = (max(len(values), least) for values in (step.input_ids, *step.plan[1:3]))
-        groups = cache.groups if device.type == "cuda" else ()  # on a CPU nodes are gone through as they are
+        groups = cache.groups if device.type == "cuda" else ()  # a CPU iterates over nodes without a schedule
         partials = max(count_partials(step), nodes) if groups else nodes
         sizes = rows, partials, len(draws.slots), len(step.sample_rows)
         if before is None or before.sizes != sizes or before.pages < pages:
-            pages += pages // 4  # a branch has another one after some steps
+            pages += pages // 4  # branches need further pages after some steps
             before = StepVector(rows, partials, pages, groups, device, samples=sizes[2], head_rows=sizes[3])
         before.load(step, draws, cache.spare_slot)
         return before
 
     def load(self, step: Step, draws: Draws, spare_slot: int) -> None:
-        """Take a step's numbers over."""
+        """Copy a step's numbers into the vector and start its transfer to the device."""
         columns = host_columns((*step.plan, step.position_ids), self._groups)
         values: dict[str, Array] = {
             "input_ids": step.input_ids,
@@ -111,11 +112,11 @@ class StepVector:
         for name, column in self._columns.items():
             new = values[name]
             if new is self._taken.get(name):
-                continue  # as in the step before
+                continue  # unchanged since the previous step
             if name in DTYPES:
                 new = np.ascontiguousarray(new).view(np.int32)
             column[: len(new)] = new
-            if len(new) < len(column) and name != "page_ids":  # what lies beyond them no node names
+            if len(new) < len(column) and name != "page_ids":  # no node refers to page ids beyond the step's own
                 last = name in ("page_indptr", "partial_begin")
                 column[len(new) :] = new[-1] if last else spare_slot if name == "slots" else 0
         self._taken = values
@@ -125,14 +126,16 @@ class StepVector:
             self._device[:used].copy_(self._host[:used], non_blocking=True)
 
     def view(self, name: str) -> Tensor:
+        """Return a column on the device."""
         return self._views[name]
 
     def begin(self, cache: KvCache) -> tuple[Tensor, Tensor]:
-        """Begin the step; its ids and positions [rows] int64."""
+        """Begin the step in the cache; return ids and positions [rows] int64."""
         cache.begin_step(self.view("slots").long(), self.plan)
         return self.view("input_ids").long(), self.view("query_position").long()
 
 
 def count_partials(step: Step) -> int:
+    """Return the number of partial results of the step's attention."""
     _, _, _, lengths, _, begins, ends = step.plan
     return schedules.count_partials(lengths, begins, ends)

@@ -1,4 +1,4 @@
-"""Where responses and segments end: tokens and texts, looked up for all rows of a step at once."""
+"""Tokens and texts that end responses and segments; tokens are looked up for all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GO_ON, END_SEGMENT, END_RESPONSE = 0, 1, 2
 
 
 class Stops:
-    """What ends the responses of each request: ``params`` and the model say so, or its program for a segment."""
+    """Decides which samples end a response (parameters and model) or a segment (the request's program)."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
@@ -29,13 +29,13 @@ class Stops:
         self._tables = np.zeros((16, self._vocabulary), np.int8)
 
     def table(self, request: Request, rows: RowTable) -> int:
-        """The number of the request's table of tokens. Tables that no row of ``rows`` has are used again."""
+        """Return the number of the request's table of tokens. Tables that no row of ``rows`` uses are recycled."""
         ends = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self.eos)
         key = frozenset(ends), frozenset(request.program.segment_stop_token_ids)
         if key not in self._known:
             row = np.zeros((1, self._vocabulary), np.int8)
             row[0, self._inside(key[0])] = END_RESPONSE
-            row[0, self._inside(key[1])] = END_SEGMENT  # so a program may go on behind an end-of-sequence token
+            row[0, self._inside(key[1])] = END_SEGMENT  # takes precedence: a program may continue after end-of-sequence
             self._known[key] = self._free_table(rows)
             self._tables[self._known[key]] = row
         return self._known[key]
@@ -49,12 +49,13 @@ class Stops:
         return min(set(range(len(self._tables))) - set(self._known.values()))
 
     def tokens(self, tables: Array, token: Array) -> Array:  # [E] int64, [E] int64 -> [E] int8
+        """Return `GO_ON`, `END_SEGMENT` or `END_RESPONSE` for each token by its row's table."""
         return self._tables[tables, token]
 
     def text(self, rows: RowTable, branch: Branch, new: Array) -> tuple[int, str] | None:
-        """What a response comes to hold with the last of its tokens ``new`` [n]: what ends, and the text."""
+        """Return what the tokens ``new`` [n] of a response end by completing a stop text, and that text; else None."""
         slot, request = branch.slot, branch.request
-        # a text that ended an earlier segment is behind the response, but does not end another segment
+        # a text that ended an earlier segment stays in the response and does not end another segment
         hit = self._found(rows, slot, request.program.segment_stop, int(rows.segment_tokens[slot]), new)
         if hit is not None:
             return END_SEGMENT, hit
@@ -64,7 +65,7 @@ class Stops:
     def _found(self, rows: RowTable, slot: int, stops: Sequence[str], before: int, new: Array) -> str | None:
         if not stops or self._tokenizer is None:
             return None
-        # A token is at least a byte of the text; the tail may begin within a character, which then does not decode.
+        # A token is at least one byte of the text; the tail may begin within a character, which then does not decode.
         longest = max(len(text.encode()) for text in stops) + 4
         tail = np.concatenate([_last_sampled(rows, slot, min(before, max(longest - len(new), 0))), new[-longest:]])
         text = self._tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -81,7 +82,7 @@ def _branch(rows: RowTable, slot: int) -> Branch:
 
 
 def _last_sampled(rows: RowTable, slot: int, most: int) -> Array:
-    """The last tokens of the response, up to ``most``, back to where the policy did not sample."""
+    """Return up to ``most`` last tokens of the response, no further back than the last token that was not sampled."""
     parts = [rows.records["token"][slot, : rows.fill[slot]][-most:] if most else np.zeros(0, np.int32)]
     node = _branch(rows, slot).node.parent
     while (wanted := most - sum(map(len, parts))) > 0 and node is not None and node.origin is Origin.SAMPLED:

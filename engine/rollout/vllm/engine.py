@@ -1,4 +1,4 @@
-"""vLLM behind the interface of the native engine: group sampling over its prefix cache, programs by re-submission."""
+"""vLLM as a `RolloutEngine`: prefixes are shared through its prefix cache, programs continue by new requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-# before vllm is imported: weights are handed over in this process
+# must be set before vllm is imported, so that weights can be passed within this process
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM, SamplingParams
@@ -37,18 +37,18 @@ TRANSFER = "rolltree"
 
 @dataclass
 class NoInfo:
-    """Nothing has to be known to begin."""
+    """Initialisation data of a transfer within the process: none."""
 
 
 @dataclass
 class Weights:
-    """Tensors by the names of a Hugging Face checkpoint."""
+    """New weights by the names of a Hugging Face checkpoint."""
 
     weights: list[tuple[str, Tensor]]
 
 
 class InProcessTransfer(WeightTransferEngine[NoInfo, Weights]):
-    """vLLM's weight updates where the tensors are at hand: no transport, only its loading."""
+    """vLLM's weight update for tensors of this process: it loads them without any transport."""
 
     init_info_cls = NoInfo
     update_info_cls = Weights
@@ -67,7 +67,7 @@ class InProcessTransfer(WeightTransferEngine[NoInfo, Weights]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # A head tied to the embedding has no weights of its own to be reloaded, but on the CPU a packed copy of them.
+        # A head tied to the embedding is not reloaded itself, but on a CPU it has a packed copy of the weights.
         for module in self.model.modules():
             if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
                 module.quant_method.process_weights_after_loading(module)
@@ -83,20 +83,23 @@ if TRANSFER not in WeightTransferEngineFactory._registry:
 class VllmEngine(RolloutEngine):
     """Samples with vLLM, in this process.
 
-    What differs from the native engine: entropies are not known, so programs that need them are refused; a program's
-    fork is a new request, whose path vLLM finds in its prefix cache; a seed repeats a sample only in the same version
-    of vLLM, and not over `abort`; there is no grammar hook and no adapter. vLLM's own drafts are
-    ``speculative_config={"method": "suffix"}`` (or "ngram", "eagle", ..., see there); they keep the distribution of
-    what is sampled, but unlike the native engine's not the sample: other drafts, other tokens from the same seed. With
-    them vLLM's log-probs after temperature and filters are wrong where a draft was refused (0.32, on a CPU), and those
-    of the logits are right: so temperatures but 0 and 1, filters and biases are refused.
+    Differences from the native engine: entropies are not available, so programs that need them are refused; a fork is
+    a new request, whose path vLLM finds in its prefix cache; a seed repeats a sample only in the same version of vLLM,
+    and not across `abort`; there is no grammar hook and no adapter. vLLM's own drafts are enabled by
+    ``speculative_config={"method": "suffix"}`` (or "ngram", "eagle", ..., see vLLM). Unlike the native engine's, they
+    keep only the distribution of samples: with other drafts, the same seed gives other tokens. With drafts, vLLM 0.32
+    on a CPU returns wrong log-probs after temperature and filters where it rejected a draft; those of the logits are
+    right. Therefore temperatures other than 0 and 1, filters and biases are refused with drafts.
 
     Args:
         model: a Hugging Face directory.
         tokenizer: needed for prompts and stops given as text.
-        raw_logprobs: also compute the log-probs under softmax(logits) where temperature, filters or biases make them
-            others than those sampled with: a prefill for each response.
-        engine_args: of ``vllm.LLM``.
+        raw_logprobs: also compute the log-probs under softmax(logits) if temperature, filters or biases make the
+            sampling distribution differ from it; this takes one prefill for each response.
+        engine_args: arguments of ``vllm.LLM``.
+
+    Raises:
+        ValueError: `submit` or `generate` asks for something that vLLM does not provide, as listed above.
     """
 
     loop: VllmLoop
@@ -119,7 +122,7 @@ class VllmEngine(RolloutEngine):
             "max_logprobs": 64,
             "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
         }
-        if current_platform.is_cpu():  # there vLLM cannot rewind the seed of a prompt that it computes in parts
+        if current_platform.is_cpu():  # on a CPU vLLM cannot rewind the seed of a prompt that it computes in parts
             arguments["enable_chunked_prefill"] = False
         self._drafts = engine_args.get("speculative_config") is not None
         if self._drafts:
@@ -158,7 +161,8 @@ class VllmEngine(RolloutEngine):
                 self.loop.preempt_all()
 
     def sleep(self, *, weights: bool = False) -> None:
-        """It needs ``enable_sleep_mode=True``. Requests in flight are aborted, and taken up again by `wake`."""
+        """Free the KV cache until `wake`; needs ``enable_sleep_mode=True``. Unfinished requests are aborted, and `wake`
+        continues them."""
         with self._lock:
             self._stopped = self.pause("abort")
             self.llm.sleep(level=1)
@@ -191,7 +195,7 @@ class VllmEngine(RolloutEngine):
     def _check(self, index: int, request: Request) -> None:
         name = type(request.program).__name__
         if request.program.needs_entropies:
-            raise ValueError(f"{name} looks at entropies, which vLLM does not tell; use the native engine.")
+            raise ValueError(f"{name} needs entropies, which vLLM does not return; use the native engine.")
         params = request.params
         if params.prefix_allowed_tokens_fn is not None or params.kept_tokens or params.adapter is not None:
             raise ValueError(
@@ -199,15 +203,15 @@ class VllmEngine(RolloutEngine):
             )
         if self._drafts and not is_plain(replace(params, temperature=params.temperature or 1.0)):
             raise ValueError(
-                "With speculative_config vLLM tells wrong log-probs at temperatures but 0 and 1 and with filters or "
-                "biases; leave them out, or speculative_config, or use the native engine and its own drafts."
+                "With speculative_config vLLM returns wrong log-probs at temperatures other than 0 and 1 and with "
+                "filters or biases; leave these or speculative_config out, or use the native engine and its drafts."
             )
 
 
 @contextmanager
 def _without_odd_modules() -> Iterator[None]:
-    """On the CPU vLLM 0.32 looks into every object of every module, and trips over llvmlite's (numba's), whose
-    ``__dict__`` is no dictionary; such modules are out of its sight while it starts."""
+    """Hide some modules while vLLM starts: on a CPU, vLLM 0.32 inspects every object of every module and fails on
+    objects of llvmlite (numba) whose ``__dict__`` is no dictionary."""
     odd = {
         name: module
         for name, module in list(sys.modules.items())

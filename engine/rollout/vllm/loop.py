@@ -1,4 +1,4 @@
-"""Branches as requests of vLLM: a segment is one, its prompt the path so far, found in vLLM's prefix cache."""
+"""Branches as requests of vLLM: each segment is one, its prompt is the path so far, which vLLM's prefix cache holds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
 from ...data.segment import LeafStatus, Origin
-from ..branch import Branch, Node, Request, given, join, sample_dtype
-from ..seeds import child_seed
+from ..branch import Branch, Node, Request, child_seed, given, join, sample_dtype
 from ..steering import Steering
 
 Array = npt.NDArray[Any]
@@ -22,25 +21,24 @@ Array = npt.NDArray[Any]
 
 @dataclass(eq=False)
 class Flow:
-    """A branch in vLLM."""
+    """A segment of a branch that vLLM samples."""
 
     branch: Branch
     begin: int
-    """Records of the node before the segment."""
+    """Number of the node's records before the segment."""
     end: int
     """Response length at which the segment is full."""
     records: list[Array] = field(default_factory=list)
 
 
 class VllmLoop(Steering):
-    """Requests of vLLM on behalf of branches.
+    """Samples branches with vLLM.
 
     Args:
-        llm: an engine in this process, whose logprobs_mode is "processed_logprobs", or "raw_logprobs" where these are
-            the same.
-        eos: tokens that end a response unless it ignores them.
-        raw_logprobs: score finished responses once more, by prefill, where their raw log-probs are not those sampled
-            with anyway.
+        llm: an engine in this process with logprobs_mode "processed_logprobs", or "raw_logprobs" if both are equal.
+        eos: tokens that end a response unless its parameters ignore them.
+        raw_logprobs: score finished responses again, by prefill, if their raw log-probs differ from those that they
+            were sampled with.
     """
 
     def __init__(self, llm: LLM, eos: set[int], *, raw_logprobs: bool) -> None:
@@ -108,14 +106,14 @@ class VllmLoop(Steering):
         return self._hand_out()
 
     def _give_up(self, error: BaseException) -> None:
-        """A step has failed as a whole, and vLLM does not say by whom: all it had in hand fail."""
+        """Fail every request that vLLM computed, because vLLM does not report which one made the step fail."""
         self.counts["failed_steps"] += 1
         if not isinstance(error, Exception):
             error = RuntimeError(f"The step that computed this request was ended by {type(error).__name__}.")
         leaves = [*(flow.branch for flow in self._flows.values()), *self._scores.values()]
         for request in {leaf.request.number: leaf.request for leaf in leaves}.values():
             self._fail(request, error)
-        self._engine.reset_prefix_cache()  # of keys that it may not have computed
+        self._engine.reset_prefix_cache()  # it may list keys that were not computed
 
     def abort(self, request: Request) -> None:
         for branch in request.sampling.values():
@@ -157,7 +155,7 @@ class VllmLoop(Steering):
             top_p=params.top_p,
             top_k=params.top_k or 0,
             min_p=params.min_p or 0.0,
-            # its generator begins anew with every request, so the seed moves on with the response
+            # vLLM's generator restarts with every request, so the seed depends on the length so far
             seed=int(child_seed(branch.seed, length)) & 2**63 - 1,
             max_tokens=end - length,
             stop=[*params.stop, *program.segment_stop] or None,
@@ -181,7 +179,7 @@ class VllmLoop(Steering):
         return id_
 
     def _take(self, flow: Flow, output: Any) -> int:
-        """New tokens of a flow; how many."""
+        """Record the new tokens of a flow and return their number."""
         params, program = flow.branch.request.params, flow.branch.request.program
         top = max(params.top_logprobs, program.top_logprobs)
         records = np.zeros(len(output.token_ids), sample_dtype(top))
@@ -198,7 +196,7 @@ class VllmLoop(Steering):
         return len(records)
 
     def _keep(self, flow: Flow) -> None:
-        """Put what a flow has brought into its node."""
+        """Move the records of a flow into its node."""
         node = flow.branch.node
         if flow.records:
             # records of a node that has none yet have no room for likely tokens
@@ -252,7 +250,7 @@ class VllmLoop(Steering):
         if not self._unscored[request.number] and request in self.requests:
             self._complete(request)
 
-    # -- what programs ask for --------------------------------------------------------------------------------------
+    # -- actions of programs ----------------------------------------------------------------------------------------
 
     def _length(self, branch: Branch) -> int:
         return branch.node.start + len(branch.node.records) - len(branch.request.prompt)
@@ -306,6 +304,6 @@ class VllmLoop(Steering):
 
 
 def is_plain(params: Any) -> bool:
-    """Whether tokens are sampled from softmax(logits) itself."""
+    """Return True if tokens are sampled from softmax(logits) itself."""
     filtered = params.top_p < 1 or params.top_k or params.min_p
     return params.temperature == 1 and not filtered and not params.constrained

@@ -107,14 +107,14 @@ def test_virtual_tokens(path: str) -> None:
 
 
 def test_arguments(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"accelerate knows GRPO, RLOO, DPO and SFT trainers of TRL, not a str\."):
+    with pytest.raises(UserError, match=r"accelerate supports GRPO, RLOO, DPO and SFT trainers of TRL, not a str\."):
         accelerate("trainer")
     trainer = make_grpo(path)
     with pytest.raises(UserError, match="tree=True scores by rolltree's head"):
         accelerate(trainer, head=False)
     monkeypatch.setattr(trl, "__version__", "1.10.0")
     with pytest.raises(
-        UserError, match=r"TRL is of version 1\.10\.0; rolltree knows 1\.16: pip install 'trl==1\.16\.\*'"
+        UserError, match=r"TRL is of version 1\.10\.0; rolltree supports 1\.16: pip install 'trl==1\.16\.\*'"
     ):
         accelerate(trainer)
 

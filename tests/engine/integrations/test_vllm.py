@@ -175,7 +175,7 @@ def test_new_weights_in_the_middle_of_responses(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "program", "said"),
     [
-        ({}, "mcts", "looks at entropies, which vLLM does not tell"),
+        ({}, "mcts", "needs entropies, which vLLM does not return"),
         ({"prefix_allowed_tokens_fn": lambda ids: [1]}, "flat", "has no prefix_allowed_tokens_fn"),
         ({"kept_tokens": True, "top_p": 0.9}, "flat", "no kept_tokens"),
         ({"adapter": "a"}, "flat", "no adapters"),

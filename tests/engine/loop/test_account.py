@@ -300,7 +300,7 @@ def test_a_counter_that_there_is_not_ends_no_other(monkeypatch: pytest.MonkeyPat
     assert found.keys() == {"perf/gpu/utilization", "perf/gpu/memory_gb"}
     assert found["perf/gpu/memory_gb"] == 3.0
     assert nvml.calls["power"] == 1
-    assert said == ["NVML does not say perf/gpu/power_w of this GPU (Not Supported); the metrics lack it."]
+    assert said == ["NVML does not report perf/gpu/power_w of this GPU (Not Supported); the metrics lack it."]
 
 
 def test_a_driver_that_fails_is_told_of_once_and_a_run_goes_on(toml: Path, tmp_path: Path, monkeypatch) -> None:
@@ -318,7 +318,7 @@ def test_a_driver_that_fails_is_told_of_once_and_a_run_goes_on(toml: Path, tmp_p
     assert nvml.calls == {"init": 1, "sample": 2, "shutdown": 1}
     found = [row.get("perf/gpu/utilization") for row in rows(run)[1:]]
     assert found == [0.3, None, None]
-    assert (tmp_path / "out").read_text().count("NVML says nothing of the GPU from here on (GPU is lost)") == 1
+    assert (tmp_path / "out").read_text().count("NVML failed and is not read any more (GPU is lost)") == 1
 
 
 def test_without_a_gpu_or_the_library_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,4 +359,4 @@ def test_the_library_without_a_driver_says_so_once() -> None:
     monitor._thread.join(10)
     assert monitor.read() == {}
     monitor.close()
-    assert said == [f"NVML says nothing of the GPU from here on ({expected}); the metrics lack perf/gpu."]
+    assert said == [f"NVML failed and is not read any more ({expected}); the metrics lack perf/gpu."]

@@ -23,8 +23,8 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.budget import Budget, StalenessError
-from rolltree.engine.loop.cores import Cores
 from rolltree.engine.loop.metrics import Sums
+from rolltree.engine.loop.runtime import Cores
 from rolltree.engine.model.roles import Role
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective

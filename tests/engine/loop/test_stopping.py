@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rolltree.engine.loop.stopping import SIGNALS, Stopping
+from rolltree.engine.loop.runtime import SIGNALS, Stopping
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def test_several_samples_of_each_prompt() -> None:
     assert out.shape == (18, ids.shape[1] + 8)
     assert len({tuple(row.tolist()) for row in out}) == 18
     torch.testing.assert_close(out[::3, : ids.shape[1]], ids)
-    with pytest.raises(ValueError, match="does not know 'num_beams' = 4"):
+    with pytest.raises(ValueError, match="does not support 'num_beams' = 4"):
         generate(engine(), ids, mask, max_new_tokens=8, num_beams=4)
     assert generate(engine(), ids, mask).shape[1] <= ids.shape[1] + 20
 

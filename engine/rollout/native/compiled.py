@@ -1,0 +1,145 @@
+"""Compiled and captured steps: decoder layers through torch.compile, decode steps as CUDA graphs.
+
+The layers of a decoder are one program on different weights and pages. A compiled program is specialised to every
+constant that it was traced with, so each layer gets the pages that it writes and reads as tensors (`LayerPages`) and
+its index is never read. Each kind of layer (with and without a sliding window) is a program of its own.
+
+A step that only decodes has one row a branch. Its rows and the partial results of its attention are padded to powers
+of two, so that one graph serves many steps. A graph holds the model, the head and the sampler; all that changes from
+step to step is the `StepVector`. A replay waits for nothing; the host waits for a step when it fetches the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch.fx.experimental import _config as symbols
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...errors import UserError
+from .draws import DeviceSamples, Draws, draw
+from .kv_cache import KvCache
+from .scheduler import Step
+from .step_buffer import StepVector, count_partials
+
+LEAST_ROWS, LEAST_PARTIALS = 8, 64
+
+
+class CompiledLayers:
+    """Compiled forms of a decoder's layers, which `substituted` puts in their place.
+
+    Raises:
+        UserError: no module of the decoder is a Transformers ``GradientCheckpointingLayer`` with attention.
+    """
+
+    def __init__(self, decoder: nn.Module, cache: KvCache) -> None:
+        layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        self._layers = [(layer, n) for layer in layers if (n := layer_number(layer)) is not None]
+        if not self._layers:
+            raise UserError(
+                f"The layers of {type(decoder).__name__} cannot be compiled one by one; set rollout.compile=false."
+            )
+        self._cache = cache
+        self._compiled = torch.compile(_forward, dynamic=True)
+        # dimensions that are equal by chance may differ later
+        self._sizes = symbols.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        self._floats = dynamo.patch(specialize_float=True)  # floats are the model's constants
+
+    @contextmanager
+    def substituted(self) -> Iterator[None]:
+        """Run calls of the layers compiled within the block; the modules, which the trainer shares, stay unchanged."""
+        try:
+            for layer, number in self._layers:
+                layer._compiled_call_impl = partial(self._call, layer, number)
+            with self._sizes, self._floats:
+                yield
+        finally:
+            for layer, _ in self._layers:
+                layer._compiled_call_impl = None
+
+    def _call(self, layer: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
+        kwargs["kv_store"] = self._cache.layer(number)
+        return self._compiled(layer, *args, **kwargs)
+
+
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return layer._call_impl(*args, **kwargs)  # as `nn.Module.compile` does: with the layer's hooks
+
+
+def layer_number(layer: nn.Module) -> int | None:
+    """Return the layer index under which the layer's attention looks up its KV pages, or None."""
+    return next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)  # type: ignore[return-value]
+
+
+class Decoded(NamedTuple):
+    """Results of all rows of a step, followed by those of the padding; valid until the next step."""
+
+    vector: StepVector
+    logits: Tensor  # [rows, V] fp32
+    drawn: DeviceSamples
+
+
+class DecodeGraphs:
+    """CUDA graphs by size, captured when a step first needs them.
+
+    Args:
+        forward: computes the logits [N, V] of all rows from their ids and positions [N] int64, after
+            `KvCache.begin_step`.
+    """
+
+    def __init__(self, cache: KvCache, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
+        self._cache = cache
+        self._forward = forward
+        self._device = device
+        self._graphs: dict[tuple[int, int, int, tuple[str, ...]], tuple[torch.cuda.CUDAGraph, Decoded]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # one graph runs at a time
+
+    def decode(self, step: Step, draws: Draws) -> Decoded:
+        """Run a step that only decodes: each of its rows is sampled once."""
+        rows, partials = _bucket(len(step.input_ids), LEAST_ROWS), _bucket(count_partials(step), LEAST_PARTIALS)
+        kind = rows, partials, step.adapter, draws.filters
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(step, draws, rows, partials)
+        graph, decoded = self._graphs[kind]
+        decoded.vector.load(step, draws, self._cache.spare_slot)
+        graph.replay()
+        return decoded
+
+    def run(self, vector: StepVector, filters: tuple[str, ...]) -> Decoded:
+        """Run the step without a graph."""
+        logits = self._forward(*vector.begin(self._cache))
+        return Decoded(vector, logits, draw(logits, vector.draws, filters))
+
+    def pad(self, step: Step, draws: Draws, rows: int, partials: int) -> StepVector:
+        """Return the step padded to ``rows`` rows and ``partials`` partial results."""
+        pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys
+        vector = StepVector(rows, partials, pages, self._cache.groups, self._device, samples=rows)
+        vector.load(step, draws, self._cache.spare_slot)
+        return vector
+
+    def clear(self) -> None:
+        """Drop all graphs, because the weights or the pages have moved."""
+        self._graphs.clear()
+
+    def _capture(self, step: Step, draws: Draws, rows: int, partials: int) -> tuple[torch.cuda.CUDAGraph, Decoded]:
+        vector = self.pad(step, draws, rows, partials)
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # compile kernels and initialise libraries before anything is recorded
+            self.run(vector, draws.filters)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # a trainer in another thread may allocate during the capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            decoded = self.run(vector, draws.filters)
+        return graph, decoded
+
+
+def _bucket(n: int, least: int) -> int:
+    return max(least, 1 << (n - 1).bit_length())
