@@ -39,7 +39,7 @@ class ModelConfig(Section):
     path: str
     """Hugging Face model directory (safetensors), or a model name on the Hugging Face hub."""
     create: str | None = None
-    """`file.py:function` (relative to the TOML file), called as function(config, directory) if `path` does not exist."""
+    """`file.py:function` (relative to the TOML file), called as function(config, directory) if `path` is missing."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of the model's weights and activations; the optimiser always keeps fp32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -131,7 +131,7 @@ class DraftsConfig(Section):
 
 class RolloutConfig(Section):
     backend: Literal["native", "vllm"] = "native"
-    """Sampler: `native` uses the trained module itself; `vllm`, which has to be installed, gets the weights each step."""
+    """Sampler: `native` uses the trained module itself; `vllm` must be installed and receives the weights each step."""
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `vllm.LLM`."""
     program: str = "flat"
