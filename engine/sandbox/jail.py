@@ -286,7 +286,7 @@ class Run:
         return "exited" if os.WEXITSTATUS(ended) == 0 else "error"
 
     def _become(self, streams: list[int], mark: int) -> None:
-        """In the child: keep only its streams, set its limits, and enter the containment."""
+        """Keep only the streams, set the limits, and enter the containment; called in the child."""
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         high = [os.dup(fd) for fd in [*streams, mark] if fd >= 0]

@@ -57,10 +57,11 @@ class Job:
 
 
 class Driver:
-    """Steps an engine in a thread of its own.
+    """Steps an engine in a separate thread.
 
     Args:
-        stalled_after_s: a step that takes longer, while work is outstanding, is reported by `health`.
+        engine: the engine; only the thread may call it once this has started.
+        stalled_after_s: a step that takes longer, in seconds, while work is outstanding, makes `health` report failure.
     """
 
     def __init__(self, engine: RolloutEngine, *, stalled_after_s: float = 60.0) -> None:

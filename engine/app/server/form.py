@@ -194,7 +194,7 @@ class Form:
         tops: list[dict[str, float] | None] = []
         for top in scored.tops:
             named: dict[str, float] = {}
-            for id_, value in (top or {}).items():  # tokens of the same text: the likeliest comes first
+            for id_, value in (top or {}).items():  # of tokens with the same text the likeliest is first
                 named.setdefault(self._name(id_), max(value, LEAST_LOGPROB))
             tops.append(named if top is not None else None)
         return {

@@ -34,7 +34,7 @@ class Grammars:
             ValueError: llguidance is missing, or does not support the schema or this tokenizer.
         """
         if importlib.util.find_spec("llguidance") is None:
-            raise ValueError("Answers by a schema need llguidance on the server; install rolltree[grammar].")
+            raise ValueError("Answers that follow a schema need llguidance on the server; install rolltree[grammar].")
         import llguidance
         import llguidance.hf
 
@@ -43,14 +43,14 @@ class Grammars:
                 try:
                     self._tables = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
                 except Exception as error:  # its native code raises many types
-                    raise ValueError(f"This model's tokenizer cannot write by a schema: {_line(error)}") from error
+                    raise ValueError(f"This model's tokenizer does not support schemas: {_line(error)}") from error
         try:
             start = llguidance.LLMatcher(self._tables, llguidance.LLMatcher.grammar_from_json_schema(schema))
             problem = start.get_error() if start.is_error() else ""
         except Exception as error:
             problem = _line(error)
         if problem:
-            raise ValueError(f"The schema cannot be kept to: {' '.join(problem.split())[:500]}")
+            raise ValueError(f"The schema is not supported: {' '.join(problem.split())[:500]}")
         return Grammar(start, self._vocabulary, responses)
 
 

@@ -18,7 +18,7 @@ from ...programs.chat import find_format
 from ...programs.tool_formats import ToolFormat
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
 
-MOST_RESPONSES = 4096  # of one HTTP request
+MOST_RESPONSES = 4096  # largest number of responses to one HTTP request
 
 
 def completion_prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody) -> list[list[int]]:

@@ -206,7 +206,7 @@ class Message(BaseModel):
         if self.content is None:
             if (self.model_extra or {}).get("tool_calls"):
                 return ""
-            raise ValueError(f"`{where}.content` is missing; only a message with tool_calls can do without.")
+            raise ValueError(f"`{where}.content` is missing; only a message with tool_calls may omit it.")
         for i, part in enumerate(self.content):
             if part.type != "text" or part.text is None:
                 raise ValueError(f"`{where}.content.{i}` is of type '{part.type}'; this model reads text parts only.")
