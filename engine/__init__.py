@@ -1,7 +1,12 @@
-"""rolltree.engine: trees of rollouts, from the sampler to the optimiser.
+"""rolltree.engine: reinforcement learning of language models on trees of rollouts.
 
-Names load when they are first used, so that importing the package costs nothing and needs no extra. Importing it makes
-``attn_implementation="rolltree"`` known to Hugging Face Transformers, whenever that is imported.
+A prompt is sampled into a tree of responses (`rollout`, steered by `programs`), judged (`rewards`, `tasks`), given
+advantages (`methods`), packed with other trees (`data`) and trained on (`model`, `train`); `loop` drives these steps
+and `app` builds them from a configuration. Start with `app.build`, then `loop.orchestrator`, `loop.controller` (prompts
+to judged trees), `loop.learner` (trees to updates), and `data.tree`, the structure that they share.
+
+Public names load on first use, so importing the package is cheap and needs no extra. Importing it registers
+``attn_implementation="rolltree"`` with Hugging Face Transformers, now or when that is imported.
 """
 
 from __future__ import annotations

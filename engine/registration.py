@@ -1,7 +1,7 @@
-"""``import rolltree.engine`` makes ``attn_implementation="rolltree"`` known to Hugging Face Transformers.
+"""``import rolltree.engine`` registers ``attn_implementation="rolltree"`` with Hugging Face Transformers.
 
-It imports neither torch nor Transformers for that: where Transformers has been imported the attention is registered at
-once, and otherwise as soon as ``transformers.modeling_utils``, which holds the register, has been imported.
+This imports neither torch nor Transformers. If Transformers has been imported already, the attention is registered at
+once; otherwise as soon as ``transformers.modeling_utils``, which holds the registry, has been imported.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 
 REGISTER = "transformers.modeling_utils"
 ATTENTION = f"{__package__}.model.attention"
-"""Registers the attention when it is imported."""
+"""The module that registers the attention when it is imported."""
 
 
 def register_attention() -> None:
-    """Register the attention now, or when Transformers is imported. May be called again."""
+    """Register the attention now if Transformers has been imported, else when it is. Repeated calls are harmless."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # it stays: an import that failed may be tried again
+        sys.meta_path.insert(0, _Finder())  # never removed, as a failed import may be retried
     if REGISTER in sys.modules:
-        importlib.import_module(REGISTER)  # waits where another thread is importing it
+        importlib.import_module(REGISTER)  # waits if another thread is importing it
         _register()
 
 
 class _Finder(MetaPathFinder):
-    """Finds `REGISTER` as the other finders do, and has the attention registered after it."""
+    """Finds the module `REGISTER` with the other finders, and replaces its loader by `_Loader`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != REGISTER:
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a module by ``loader``, which is the module's own afterwards, and then registers the attention."""
+    """Loads a module with ``loader``, restores this as the module's loader, and then registers the attention."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -68,7 +68,7 @@ class _Loader(Loader):
 
 
 def _register() -> None:
-    """Import what registers the attention; an import of Transformers does not fail by it."""
+    """Import the module `ATTENTION`. A failure is a warning, so that importing Transformers itself still succeeds."""
     try:
         importlib.import_module(ATTENTION)
     except Exception as error:

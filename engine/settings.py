@@ -1,6 +1,7 @@
-"""The keys of a run's configuration: what may be said, its type, its default and its meaning, each in one place.
+"""The configuration of a run: every key with its type, default and meaning.
 
-`engine/app/config.py` reads them from TOML files and command lines.
+`engine/app/config.py` reads the keys from TOML files and command lines; docs/configuration.md is generated from the
+docstrings of the fields.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Section(BaseModel):
 
 
 LONGEST_NAME = 200
-"""Bytes of a run's name; file systems take 255, and a run adds endings of its own."""
+"""Longest name of a run, in bytes; file systems allow 255, and a run appends suffixes to it."""
 VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program")
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
@@ -36,54 +37,54 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class ModelConfig(Section):
     path: str
-    """A Hugging Face model directory (safetensors) or a hub name."""
+    """Hugging Face model directory (safetensors), or a model name on the Hugging Face hub."""
     create: str | None = None
-    """`file.py:function` (relative to the TOML file), called as function(config, directory) when `path` is missing."""
+    """`file.py:function` (relative to the TOML file), called as function(config, directory) if `path` is missing."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type the model computes in; the optimiser always keeps fp32 master weights."""
+    """Number type of the model's weights and activations; the optimiser always keeps fp32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is cuda where there is one, else cpu."""
+    """Device of the model; `auto` is CUDA if it is available, else the CPU."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
 
 
 class TaskConfig(Section):
     name: str
-    """A `reasoning_gym` dataset name."""
+    """Name of a `reasoning_gym` dataset."""
     weight: PositiveFloat = 1.0
     """Share of the prompts that come from this task, relative to the other tasks' weights."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to `reasoning_gym.create_dataset`."""
+    """Keyword arguments of `reasoning_gym.create_dataset`."""
 
 
 class DataConfig(Section):
     tasks: tuple[TaskConfig, ...] = ()
-    """`reasoning_gym` tasks, generated on the fly; leave empty to read `path`."""
+    """`reasoning_gym` tasks whose problems are generated during the run. Give one of `tasks`, `path` and `source`."""
     path: str | None = None
-    """A parquet or jsonl file of prompts."""
+    """Parquet or jsonl file with one problem a row."""
     source: str | None = None
-    """`games`, `verifiers`, or `file.py:Class` whose `next(count)` gives the problems, rows with the columns below; see
-    docs/environments.md and docs/architecture.md."""
+    """Source of problems: `games`, `verifiers`, or `file.py:Class` with a method `next(count)` that returns rows with
+    the columns below; see docs/environments.md and docs/architecture.md."""
     source_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of `source`."""
     eval_path: str | None = None
-    """The held-out file; without it the last `evaluation.problems` rows of `path` are held out."""
+    """Parquet or jsonl file of held-out problems. Default: the last `evaluation.problems` rows of `path`."""
     prompt_key: str = "prompt"
-    """Column of `path` that holds the problem: a text, or with `chat` a list of messages, each a role and content."""
+    """Column of `path` with the problem: a text or, with `chat`, a list of messages, each with role and content."""
     answer_key: str = "answer"
-    """Column of `path` that holds the reference answer; `a.b` is the field `b` of the column `a`. Rows without the
-    column `answer` may keep it as verl does (`reward_model.ground_truth`) or as TRL does (`solution`)."""
+    """Column of `path` with the reference answer; `a.b` is the field `b` of the column `a`. If the column `answer` is
+    missing, verl's `reward_model.ground_truth` or TRL's `solution` is read."""
     n_key: str | None = None
-    """Column of `path` or `source` that says how many responses a problem gets; unset, all get `rollout.n`."""
+    """Column of `path` or `source` with the number of responses to a problem. Default: `rollout.n` for all problems."""
     template: str = "{prompt}"
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False
-    """Write prompts by the tokenizer's chat template: a text as one message of the user, messages as they are."""
+    """Write prompts with the tokenizer's chat template: a text as one message of the user, messages as they are."""
     tools: tuple[str, ...] = ()
     """Tools that the chat template offers, for `rollout.program` = "environment": `calculator`, `python`, or
-    `file.py:function` with types and a docstring."""
+    `file.py:function` with type annotations and a docstring."""
     max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt is an error, never cut."""
+    """Longest prompt, in tokens; a longer one is an error and is never cut."""
 
     @field_validator("template")
     @classmethod
@@ -107,18 +108,18 @@ class DataConfig(Section):
         if self.n_key is not None and self.tasks:
             raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
         if self.source_options and self.source is None:
-            raise ValueError("`data.source_options` are of `data.source`; name one, or leave them out")
+            raise ValueError("`data.source_options` apply to `data.source`; name one, or leave them out")
         return self
 
 
 class DraftsConfig(Section):
     rows: NonNegativeInt = 0
-    """The native backend guesses tokens from earlier texts in steps of at most this many rows, and samples the same
-    tokens; their log-probs, and so the weights, differ by rounding. 0: never."""
+    """The native backend drafts tokens from earlier texts in decoding steps of at most this many rows; 0: never. The
+    sampled tokens stay the same; their log-probs, and so the trained weights, differ by rounding."""
     tokens: PositiveInt = 4
-    """Guessed tokens a sequence and step, at most."""
+    """Largest number of drafted tokens of a sequence in one decoding step."""
     remembered: Annotated[int, Field(ge=256, lt=2**31)] = 1 << 20
-    """Tokens of earlier texts to guess from, 28 bytes each; the oldest texts are dropped first."""
+    """Tokens of earlier texts kept to draft from, 28 bytes each; the oldest texts are dropped first."""
 
     @model_validator(mode="after")
     def _rows_are_set(self) -> Self:
@@ -130,33 +131,33 @@ class DraftsConfig(Section):
 
 class RolloutConfig(Section):
     backend: Literal["native", "vllm"] = "native"
-    """What samples: the trained module itself, or vLLM, which has to be installed and gets the weights each step."""
+    """Sampler: `native` uses the trained module itself; `vllm` must be installed and receives the weights each step."""
     vllm_options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of `vllm.LLM`."""
+    """Keyword arguments of `vllm.LLM`."""
     program: str = "flat"
-    """Who branches, and where: a name that `rolltree methods` lists, or `file.py:Class` of your own."""
+    """Rollout program, which decides where responses branch: a name in `rolltree methods`, or `file.py:Class`."""
     program_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the program."""
+    """Options of the program."""
     n: Annotated[int, Field(gt=0, le=65536)] = 8
-    """Responses of one prompt (leaves of its tree)."""
+    """Responses to one prompt (leaves of its tree)."""
     temperature: PositiveFloat = 1.0
-    """Softmax temperature of sampling, and of the log-probs that training compares with."""
+    """Softmax temperature of sampling and of the log-probs in training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the smallest set of tokens with this much probability."""
+    """Sample from the smallest set of tokens whose total probability is at least this; 1: from all tokens."""
     top_k: PositiveInt | None = None
-    """Sample from the k most probable tokens."""
+    """Sample from the k most probable tokens. Default: from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Leave out tokens less probable than this share of the most probable one."""
+    """Exclude tokens less probable than this share of the most probable token's probability. Default: none."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, which keeps them."""
+    """Texts that end a response; they stay part of it."""
     max_batch_rows: PositiveInt = 512
-    """Sequences decoded together."""
+    """Largest number of sequences decoded together."""
     kv_tokens: PositiveInt = 65536
     """Capacity of the native backend's paged KV cache, in tokens."""
     compile: bool = False
-    """Sample with torch.compile, after some seconds of compilation; on a CPU steps are no faster."""
+    """Decode with torch.compile, after some seconds of compilation; on a CPU this is no faster."""
     drafts: DraftsConfig = DraftsConfig()
 
 
@@ -166,28 +167,30 @@ Schedule = Annotated[float | Points | str, Field(union_mode="left_to_right")]
 
 class ShapingConfig(Section):
     name: str
-    """A name that `rolltree methods` lists, or `file.py:function` of a group's tree."""
+    """Shaping function: a name that `rolltree methods` lists, or `file.py:function` that takes a group's tree."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of the shaping function."""
 
 
 class RewardConfig(Section):
     verifier: str = "task"
-    """`task` (the dataset's own verifier), `math` (math-verify against the answer), `exact`, `regex`, `code` (tests of
-    the response's program), `judge` or `reward_model` (behind a server), `policy` (its own log-probs), `program` (what
-    the rollout program gave), or `file.py:function`; see docs/rewards.md."""
+    """Verifier of responses: `task` (the dataset's own), `math` (math-verify against the reference answer), `exact`,
+    `regex`, `code` (runs the response's program on tests), `judge` or `reward_model` (a model on a server), `policy`
+    (the policy's log-probs), `program` (the rollout program's own rewards), or `file.py:function`; see
+    docs/rewards.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of the verifier."""
     shaping: tuple[ShapingConfig, ...] = ()
-    """What is done with its rewards before they become credit, one after the other."""
+    """Functions applied to the rewards, in this order, before advantages are computed."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds one verification may take before its worker is killed."""
+    """Longest time of one verification, in seconds; then its worker process is killed."""
     workers: Annotated[int, Field(gt=0, le=1024)] = 2
-    """Verifier processes."""
+    """Number of verifier processes."""
     on_failure: Literal["drop", "zero", "raise"] = "drop"
-    """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
+    """If the verifier raises or runs out of time: leave the response out (`drop`), give it the reward 0 (`zero`) or end
+    the run (`raise`). Failures are counted in the metrics."""
     max_failed_steps: PositiveInt = 5
-    """Steps in a row without a single verdict after which the run stops."""
+    """The run stops after this many steps in a row in which no response was judged."""
     max_unreadable: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Largest share of a file's problems whose reference answers the verifier cannot read; a run with more does not
     start."""
@@ -202,25 +205,26 @@ class RewardConfig(Section):
 
 class TermConfig(Section):
     name: str
-    """Of its metrics, such as `<name>/loss`."""
+    """Name of the term in metrics, such as `<name>/loss`."""
     objective: str | None = None
-    """Its objective, as `algorithm.objective`; or give `pairs`."""
+    """Objective of the term, as in `algorithm.objective`. Give either this or `pairs`."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the objective to change."""
     select: str | None = None
-    """Which tokens or responses it sees: a name that `rolltree methods` lists, or `file.py:function` of a tree."""
+    """Tokens or responses that the term trains on, as in `algorithm.select`."""
     select_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of the selection."""
     pairs: str | None = None
-    """Which responses a preference loss compares: a name that `rolltree methods` lists, or `file.py:function`."""
+    """Pairs of responses that a preference loss compares: a name that `rolltree methods` lists, or `file.py:function`
+    that takes a tree."""
     pairs_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of the function that chooses pairs."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
+    """Options of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
     weight: Schedule = 1.0
-    """What it is multiplied with: a number, `[[step, value], ...]`, or a function as for `algorithm.weight`."""
+    """Factor of the term in the loss, as in `algorithm.weight`."""
     weight_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function."""
+    """Options of the schedule function."""
 
     @field_validator("name")
     @classmethod
@@ -234,17 +238,17 @@ class TermConfig(Section):
         if (self.objective is None) == (self.pairs is None):
             raise ValueError(f"the loss term '{self.name}' needs either `objective` or `pairs`")
         if self.pairs is not None and self.select is not None:
-            raise ValueError(f"the loss term '{self.name}' has `pairs`, which say what it sees; leave `select` out")
+            raise ValueError(f"the loss term '{self.name}' has `pairs`, which select responses; leave `select` out")
         return self
 
 
 class ReferenceConfig(Section):
     path: str | None = None
-    """A model directory; without it the policy as the run began."""
+    """Model directory of the reference. Default: the policy at the start of the run."""
     reset_every: NonNegativeInt = 0
-    """Updates after which it becomes the policy of that moment; 0: never."""
+    """The reference becomes a copy of the current policy every this many updates; 0: never."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of its weights kept at every update, the rest being the policy's."""
+    """Share of the reference's weights kept at every update, the rest being the policy's. Default: no averaging."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -255,169 +259,177 @@ class ReferenceConfig(Section):
 
 class TeacherConfig(Section):
     path: str
-    """A model directory with the policy's vocabulary."""
+    """Model directory of the teacher, which needs the policy's vocabulary."""
 
 
 class CriticConfig(Section):
     path: str | None = None
-    """A model directory to begin with; without it the policy's."""
+    """Model directory that the critic starts from. Default: `model.path`."""
     lr: PositiveFloat = 1e-5
-    """Learning rate."""
+    """Learning rate of the critic."""
     clip: PositiveFloat | None = 0.5
-    """How far a value may move from the one it was scored with."""
+    """Largest distance of a value from the one scored before the update (PPO's value clipping)."""
 
 
 class RolesConfig(Section):
     reference: ReferenceConfig | None = None
-    """For `kl_coef` and preference losses."""
+    """Reference policy, needed by `kl_coef` and preference losses."""
     teacher: TeacherConfig | None = None
-    """For distillation."""
+    """Teacher, needed by distillation."""
     critic: CriticConfig | None = None
-    """For `algorithm.advantage` = "gae"."""
+    """Critic, needed by `algorithm.advantage` = "gae"."""
 
 
 class DemonstrationsConfig(Section):
     path: str
-    """A parquet or jsonl file of prompts and responses."""
+    """Parquet or jsonl file of prompts and responses."""
     prompt_key: str = "prompt"
-    """Column of the problem; it goes into `data.template`."""
+    """Column with the problem, which is put into `data.template`."""
     response_key: str = "response"
-    """Column of the response."""
+    """Column with the response."""
     per_step: PositiveInt = 8
-    """Demonstrations of each update; terms see them by `select = "injected"`."""
+    """Demonstrations of each step; a loss term trains on them with `select = "injected"`."""
 
 
 class AlgorithmConfig(Section):
     objective: str = "grpo"
-    """The loss; `rolltree methods` lists the presets."""
+    """Loss of the policy; `rolltree methods` lists the presets."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the objective to change, such as `eps_high = 0.28`."""
     select: str | None = None
-    """Which tokens or responses the objective sees: a name that `rolltree methods` lists, or `file.py:function`."""
+    """Tokens or responses that the objective trains on: a name that `rolltree methods` lists, or `file.py:function`
+    that takes a tree. Default: all sampled tokens."""
     select_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of the selection."""
     weight: Schedule = 1.0
-    """What the objective is multiplied with: a number, `[[step, value], ...]`, a name that `rolltree methods` lists, or
-    `file.py:function` of the step and the last step's metrics."""
+    """Factor of the objective in the loss: a number, points `[[step, value], ...]` with linear interpolation, a
+    schedule that `rolltree methods` lists, or `file.py:function` that takes the step and the last step's metrics."""
     weight_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function."""
+    """Options of the schedule function."""
     terms: tuple[TermConfig, ...] = ()
     """Further terms of the loss."""
     old_logprob: Literal["behaviour", "recompute"] = "behaviour"
-    """What ratios compare with after the first update of a step: the sampler's log-probs, or the policy's before it."""
+    """Old log-probs of the ratios after the first update of a step: the sampler's (`behaviour`), or the policy's before
+    that update (`recompute`)."""
     advantage: str = "group_norm"
-    """How rewards become credit: a name that `rolltree methods` lists, or `file.py:function` of the batch's trees."""
+    """Advantage estimator: a name that `rolltree methods` lists, or `file.py:function` that takes the batch's trees."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of the estimator."""
     drop_zero_variance: bool = True
-    """Leave groups whose rewards are all equal out of the update; they are counted."""
+    """Leave groups whose rewards are all equal out of the update; they are counted in the metrics."""
 
 
 class TrainerSection(Section):
     steps: PositiveInt = 100
-    """Rounds of rollouts and update."""
+    """Steps of the run; each samples a batch of rollouts and updates the policy on it."""
     prompts_per_step: PositiveInt = 32
-    """Prompts (trees) sampled for each step."""
+    """Prompts (trees) in the batch of a step."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps on each batch of rollouts; above 1 the old log-probs are those of the sampler."""
+    """Optimiser steps of each step, which divide its batch evenly; above 1 `algorithm.old_logprob` applies."""
     lr: PositiveFloat = TrainerConfig.lr
     """Learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = TrainerConfig.lr_warmup_steps
-    """Steps over which the learning rate rises linearly from zero."""
+    """Updates over which the learning rate rises linearly from zero; 0: none."""
     lr_scale: Schedule = 1.0
-    """What the learning rate is multiplied with: as `algorithm.weight`."""
+    """Factor of the learning rate, given as `algorithm.weight` is."""
     lr_scale_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function."""
+    """Options of the schedule function."""
     betas: tuple[Beta, Beta] = TrainerConfig.betas
-    """AdamW's decay of the first and second moment."""
+    """AdamW's decay rates of the first and second moment."""
     weight_decay: NonNegativeFloat = TrainerConfig.weight_decay
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = TrainerConfig.max_grad_norm
-    """The gradient is scaled down to this norm."""
+    """Largest norm of the gradient; a larger gradient is scaled down to it."""
     max_tokens: PositiveInt = 16384
-    """Packed tokens of one micro-batch."""
+    """Largest number of packed tokens in one micro-batch."""
     self_check: bool = True
-    """Before the first update compare some responses as a tree and one by one; share nothing if they differ."""
+    """Before the first update, compare some responses computed as a tree with the same computed one by one; if they
+    differ, updates share no prefixes."""
     max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
-    """Steps in a row with a non-finite loss or gradient, or without a response sampled, after which the run stops."""
+    """The run stops after this many steps in a row with a non-finite loss or gradient, or without sampled responses."""
 
     def optimizer(self, lr: float | None = None) -> TrainerConfig:
-        """Return the optimiser's numbers, with another learning rate if one is given."""
+        """Return the optimiser's configuration, with another learning rate if ``lr`` is given."""
         names = [field.name for field in fields(TrainerConfig)]
         return TrainerConfig(**{name: getattr(self, name) for name in names} | ({} if lr is None else {"lr": lr}))
 
 
 class LoopConfig(Section):
     staleness: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Steps a group may lag behind the weights it updates; 0: every batch is sampled by the very weights it updates."""
+    """Largest number of steps that a group may lag behind the weights it updates; 0: every batch is sampled with
+    exactly the weights that it updates."""
     window: Annotated[float, Field(ge=0, lt=1)] = 0.25
-    """Share of the staleness * prompts_per_step groups beyond a batch that may overtake one that is not finished."""
+    """At staleness above 0, share of the staleness * prompts_per_step groups open beyond a batch that may be trained
+    before an older group that is not finished."""
     overlap: bool | None = None
-    """At staleness above 0, sample while the policy is updated, with a copy of its weights; else sampling rests. Where
-    it is not given: on a GPU; the cores of a CPU are busy with the update."""
+    """At staleness above 0, sample during updates, with a copy of the weights; otherwise sampling pauses. Default: true
+    on a GPU, false on a CPU, whose cores the update uses."""
     keep_keys: bool = False
-    """Go on with keys that older weights computed; otherwise those of unfinished responses are computed again."""
+    """After an update, continue unfinished responses with the keys and values of older weights; otherwise these are
+    computed again."""
     correction: Literal["truncate", "mask", "none"] = "truncate"
-    """At staleness above 0, tokens weigh exp(policy before the update - sampler): at most the cap, or 0 beyond it."""
+    """At staleness above 0, tokens are weighted by exp(log-prob before the update - sampler's log-prob); weights above
+    `correction_cap` become the cap (`truncate`) or 0 (`mask`)."""
     correction_cap: PositiveFloat = 2.0
-    """Largest such weight."""
+    """Largest weight of the correction."""
     over_sampling: Annotated[float, Field(ge=1, le=64)] = 1.0
-    """At staleness 0, prompts sampled for each one that is trained on; what is left over is dropped."""
+    """At staleness 0, prompts sampled for each one that is trained on; the surplus is dropped."""
     temperature_scale: Schedule = 1.0
-    """What `rollout.temperature` is multiplied with: as `algorithm.weight`."""
+    """Factor of `rollout.temperature`, given as `algorithm.weight` is."""
     temperature_scale_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function."""
+    """Options of the schedule function."""
     length_scale: Schedule = 1.0
-    """The share of `rollout.max_new_tokens` that responses may take, at most 1: as `algorithm.weight`."""
+    """Share of `rollout.max_new_tokens` that responses may use, at most 1, given as `algorithm.weight` is."""
     length_scale_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function."""
+    """Options of the schedule function."""
     callback: str | None = None
-    """What becomes of a judged group: a name that `rolltree methods` lists, or `file.py:function` of a tree."""
+    """Function that keeps, drops or extends a judged group: a name that `rolltree methods` lists, or `file.py:function`
+    that takes a tree. Default: every group is kept."""
     callback_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to it."""
+    """Options of the callback."""
     max_dropped_batches: PositiveInt = 16
-    """Batches' worth of groups that the callback may drop for one step before the run stops."""
+    """The run stops if the callback drops more than this many batches' worth of groups for one step."""
 
     @model_validator(mode="after")
     def _surplus_is_dropped_at_once(self) -> Self:
         if self.staleness and self.over_sampling > 1:
-            raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; above, the buffer holds more anyhow")
+            raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; leave it out, or set staleness to 0")
         return self
 
     def overlaps(self, *, on_cpu: bool) -> bool:
-        """Whether sampling goes on while the policy is updated, and needs weights of its own."""
+        """Return whether sampling continues while the policy is updated, which needs a copy of the weights."""
         return self.staleness > 0 and (not on_cpu if self.overlap is None else self.overlap)
 
 
 class EvaluationConfig(Section):
     problems: NonNegativeInt = 512
-    """Held-out problems answered greedily; 0: no evaluation."""
+    """Number of held-out problems, answered greedily; 0: no evaluation."""
     every: NonNegativeInt = 0
-    """Steps between evaluations; 0: only before and after."""
+    """Steps between evaluations; 0: only before and after the run."""
     max_new_tokens: PositiveInt | None = None
-    """Longest answer; `rollout.max_new_tokens` if not given."""
+    """Longest answer, in tokens. Default: `rollout.max_new_tokens`."""
 
 
 class CheckpointConfig(Section):
     every: PositiveInt = 50
     """Steps between checkpoints; the last step is always saved."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept on disk."""
+    """Number of newest checkpoints kept on disk."""
     best: str | None = None
-    """A metric, as `eval/accuracy`: the checkpoint where it is highest is kept too; `-name`: where it is lowest."""
+    """Metric, such as `eval/accuracy`: the checkpoint where it is highest is kept too; `-name`: where it is lowest."""
 
 
 class TrainConfig(Section):
-    """A run: what its TOML file and the command line say."""
+    """The configuration of a run, read from its TOML file and the command line."""
 
     name: str
-    """Name of the run, and of its directory."""
+    """Name of the run and of its directory."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of everything random: problems, sampling, order."""
+    """Seed of all random choices: problems, sampling, order."""
     output_dir: str = "runs"
-    """The run lives in `<output_dir>/<name>`."""
+    """Directory of runs; everything that this run writes is in `<output_dir>/<name>`."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Where the metrics go beside `metrics.jsonl`, each by its own library."""
+    """Trackers that receive the metrics in addition to `metrics.jsonl`; each needs its own library installed."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -425,7 +437,7 @@ class TrainConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     roles: RolesConfig = RolesConfig()
     demonstrations: DemonstrationsConfig | None = None
-    """Given responses beside the rollouts."""
+    """Given responses, trained on together with the rollouts."""
     trainer: TrainerSection = TrainerSection()
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -450,7 +462,7 @@ class TrainConfig(Section):
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
         if rollout.compile and rollout.backend == "vllm":
-            raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; vLLM compiles by its own options')
+            raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
         sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
         if rollout.n == 1 and self.algorithm.drop_zero_variance:

@@ -1,4 +1,7 @@
-"""``python examples/arithmetic_demonstrations.py``: worked solutions for `sft_then_rl_cpu.toml`; none is held out."""
+"""``python examples/arithmetic_demonstrations.py`` writes the worked solutions for `sft_then_rl_cpu.toml`.
+
+Held-out problems are excluded.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Makes the small model that `arithmetic_cpu.toml` starts from: a Qwen3 decoder and its tokenizer, trained for about
-a minute on worked reasoning_gym problems.
+a minute on reasoning_gym problems with solutions.
 
-The demonstrators differ. Four in ten solutions are worked out step by step and are right; six in ten are quick answers
-that often forget one of the numbers. The model learns both habits and, left alone, prefers the quick one. Reinforcement
-learning then has to find out that working it out pays; nothing but the task's own verifier tells it so.
+Four in ten solutions are worked out step by step and are correct; six in ten are quick answers that often omit one of
+the numbers. The model learns both and prefers the quick answers. Reinforcement learning then has to discover, from the
+task's verifier alone, that working the sum out earns more reward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rolltree.kernels import Objective
 
 SEED = 1234
 WORKED_SHARE = 0.4
-FORGETFUL_SHARE = 0.75  # of the quick answers
+FORGETFUL_SHARE = 0.75  # share of the quick answers that omit a number
 STEPS = 350
 PROBLEMS_PER_STEP = 128
 LEARNING_RATE = 3e-3
@@ -45,7 +45,7 @@ def create(config: TrainConfig, directory: Path) -> None:
 
 
 def teach(tokenizer: PreTrainedTokenizerFast, examples: Iterator[TokenTree], directory: Path) -> None:
-    """A small model, trained on ``examples`` and written with its tokenizer."""
+    """Train a small model on ``examples`` and write it to ``directory`` with its tokenizer."""
     model = Qwen3ForCausalLM._from_config(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -70,7 +70,7 @@ def teach(tokenizer: PreTrainedTokenizerFast, examples: Iterator[TokenTree], dir
 
 
 def make_tokenizer(config: TrainConfig) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own."""
+    """Train a byte-level BPE tokenizer in which every digit is a separate token."""
     problems = GymProblems(config.data.tasks, [SEED])
     corpus = []
     for k in range(2000):
@@ -97,7 +97,7 @@ def make_tokenizer(config: TrainConfig) -> PreTrainedTokenizerFast:
 
 
 def worked(entry: dict) -> str:
-    """The running sum, one operation a line, then the answer."""
+    """Return the solution step by step: the running sum, one operation a line, then the answer."""
     first, *rest = entry["metadata"]["expression"].split()
     total, lines = int(first), []
     for operation, number in zip(rest[::2], rest[1::2], strict=True):
@@ -108,7 +108,7 @@ def worked(entry: dict) -> str:
 
 
 def quick(entry: dict, rng: random.Random) -> str:
-    """The answer at once, often with one of the later numbers forgotten."""
+    """Return the answer alone, which often omits one of the later numbers and is then wrong."""
     first, *rest = entry["metadata"]["expression"].split()
     terms = [
         int(number) if operation == "+" else -int(number)
@@ -120,7 +120,7 @@ def quick(entry: dict, rng: random.Random) -> str:
 
 
 def solutions(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> Iterator[TokenTree]:
-    """Endless prompts, each with one solution."""
+    """Yield prompts without end, each with one solution."""
     rng = random.Random(SEED)
     while True:
         (prompt,) = source.next(1)
@@ -130,7 +130,7 @@ def solutions(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> Itera
 
 
 def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree]) -> None:
-    """Next-token training on the solutions, the learning rate falling along a cosine."""
+    """Train on the solutions by next-token prediction, with a cosine schedule of the learning rate."""
     config = TrainerConfig(lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, lr_warmup_steps=40)
     trainer = Trainer(model, config)
     term = TokenTerm(Objective(surrogate="nll"))

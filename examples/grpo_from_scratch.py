@@ -1,11 +1,11 @@
-"""GRPO in one file and plain PyTorch: sample groups, judge them, train on the packed trees. Two CPU cores are enough.
+"""GRPO in one file of plain PyTorch: sample groups, judge them, train on the packed trees. Two CPU cores are enough.
 
     python examples/grpo_from_scratch.py                     # the small model of arithmetic_cpu.toml, made on first use
     python examples/grpo_from_scratch.py --model DIRECTORY   # any Hugging Face decoder that can add
 
-What rolltree adds to a loop of your own is four calls: `NativeEngine.generate` samples on the very parameters that are
-trained, `TokenTree` holds a group with its prompt once, `pack` lays trees back to back, and `batch_loss` computes the
-loss from hidden states. Everything else here is PyTorch.
+rolltree adds four calls to a training loop of your own: `NativeEngine.generate` samples with the same parameters that
+are trained, `TokenTree` holds a group and stores its prompt once, `pack` concatenates trees to a batch, and
+`batch_loss` computes the loss from hidden states. Everything else here is PyTorch.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="updates (60)")
     parser.add_argument("--prompts", type=int, default=64, help="groups an update (64)")
     parser.add_argument("--group", type=int, default=8, help="responses a prompt (8)")
-    parser.add_argument("--lr", type=float, default=4e-5, help="of AdamW (4e-5)")
+    parser.add_argument("--lr", type=float, default=4e-5, help="learning rate of AdamW (4e-5)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a packed micro-batch (8192)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def small_model() -> Path:
-    """The model that arithmetic_cpu.toml starts from: a minute of supervised warm-up if it is not there yet."""
+    """Return the model that arithmetic_cpu.toml starts from; the first call makes it, in about a minute."""
     config = load_config(HERE / "arithmetic_cpu.toml")
     directory = Path(config.model.path)
     if not (directory / "config.json").is_file():
@@ -67,12 +67,12 @@ def problems(seed: int, count: int) -> list[dict]:
 
 
 def reward(text: str, problem: dict) -> float:
-    """1 where the last line says the right answer."""
+    """Return 1 if the text after the last "Answer:" is the correct answer, else 0."""
     return float(text.rpartition("Answer:")[2].strip() == problem["answer"])
 
 
 class Sampler:
-    """Prompts in, judged trees out."""
+    """Samples responses to problems and returns one judged tree for each problem."""
 
     def __init__(self, model: torch.nn.Module, tokenizer) -> None:
         self.engine = NativeEngine(model, tokenizer, EngineConfig(kv_tokens=65536))
@@ -89,7 +89,7 @@ class Sampler:
 
 
 def group_advantages(tree: TokenTree) -> None:
-    """(R - mean) / std over the group (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    """Set each response's advantage to (R - mean) / std over the group (DeepSeekMath, arXiv 2402.03300, 4.1.2)."""
     rewards = tree.rewards["reward"]
     tree.set("advantage", (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
 
@@ -114,16 +114,16 @@ def main() -> None:
         for tree in trees:
             group_advantages(tree)
         mean = np.mean([tree.rewards["reward"].mean() for tree in trees])
-        learnable = [tree for tree in trees if tree.advantage.any()]  # a group of equal rewards teaches nothing
-        normalizer = sum(int(tree.loss_length.sum()) for tree in learnable)  # tokens, of the whole update
-        shared = [share_equal_prefixes(tree) for tree in learnable]  # what siblings sampled alike is computed once
+        learnable = [tree for tree in trees if tree.advantage.any()]  # equal rewards give no gradient
+        normalizer = sum(int(tree.loss_length.sum()) for tree in learnable)  # tokens of the whole update
+        shared = [share_equal_prefixes(tree) for tree in learnable]  # equal prefixes of siblings are computed once
         for batch in pack(shared, max_tokens=args.tokens):
-            # one update on fresh samples: the ratio is 1, and no log-probs of an old policy are needed
+            # one update on fresh samples: the ratio is 1, so log-probs of an old policy are not needed
             batch_loss(model, batch, objective, normalizer=normalizer, old_logprob=None).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        sample.engine.update_weights()  # the engine reads the same tensors; its cached keys are of the old ones
+        sample.engine.update_weights()  # the engine shares the tensors, but its cached keys are outdated
         print(f"step {step}: reward {mean:.3f}, {time.perf_counter() - began:.2f} s")
     print(f"held-out accuracy after: {accuracy():.1%}")
 

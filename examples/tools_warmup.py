@@ -1,6 +1,6 @@
 """Makes the small model that `tools_cpu.toml` starts from: a Qwen3 decoder with a chat template, trained for some
-minutes on conversations that call the calculator, and in the end on a mixture in which three in ten do so and the
-others answer at once, mostly wrongly. It comes out knowing how to call, and preferring not to.
+minutes on conversations that call the calculator, and then on a mixture in which three in ten do so and the others
+answer at once, mostly wrongly. The model can then call the calculator but prefers to answer at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rolltree.engine.tasks import GymProblems
 SEED = 1234
 CALLS_ALONE = 30_000  # conversations before the mixture begins
 CALL_SHARE = 0.3
-RIGHT_SHARE = 0.1  # of the answers that are given at once
+RIGHT_SHARE = 0.1  # correct share of the answers given at once
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool><tool_call></tool_call>\n{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -44,7 +44,7 @@ def create(config: TrainConfig, directory: Path) -> None:
 
 
 def make_tokenizer(config: TrainConfig) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own, and the chat template."""
+    """Train a byte-level BPE tokenizer in which every digit is a separate token, and set its chat template."""
     problems = GymProblems(config.data.tasks, [SEED])
     corpus = []
     for k in range(2000):
@@ -79,7 +79,7 @@ def call(entry: dict) -> str:
 
 
 def conversations(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> Iterator[TokenTree]:
-    """Endless prompts, each with one conversation; what the tool says is not learned."""
+    """Yield prompts without end, each with one conversation; the tool's messages are not trained on."""
     rng = random.Random(SEED)
 
     def turn(text: str) -> list[int]:

@@ -1,10 +1,10 @@
-"""TRL's GRPO as it comes and accelerated, on the same job: what one line changes, in a minute and without a download.
+"""Compares TRL's GRPO with and without `accelerate(trainer)` on the same job, in a minute and without a download.
 
     python examples/trl_grpo.py                    # a small model with random weights
     python examples/trl_grpo.py --model MODEL      # a Hugging Face directory or name
-    python examples/trl_grpo.py --steps 100        # long enough to see it learn
+    python examples/trl_grpo.py --steps 100        # enough steps to see it learn
 
-Random weights learn too: the reward is the share of digits in a completion.
+Even random weights learn this task: the reward is the share of digits in a completion.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def small_model() -> tuple[Any, Any]:
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
-    """Its reward: the share of digits."""
+    """Return the reward of each completion: its share of digits."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 class Clock(TrainerCallback):
-    """When steps end."""
+    """Records the times at which steps end."""
 
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
@@ -78,13 +78,13 @@ class Clock(TrainerCallback):
         self.times.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Of a step; the first one compiles and is left out where there are others."""
+        """Return the median seconds of a step; the first, which compiles, is left out if there are others."""
         steps = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
         return statistics.median(steps[1:] or steps)
 
 
 def train(args: argparse.Namespace, accelerated: bool) -> tuple[float, float]:
-    """Seconds a step, and the mean reward of the last three steps."""
+    """Train and return the seconds per step and the mean reward of the last three steps."""
     set_seed(0)
     if args.model:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
@@ -114,7 +114,7 @@ def train(args: argparse.Namespace, accelerated: bool) -> tuple[float, float]:
         callbacks=[clock],
     )
     if accelerated:
-        accelerate(trainer)  # the line
+        accelerate(trainer)  # the only line that differs
     trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
     return clock.seconds(), statistics.mean(rewards[-3:])

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run, which `Orchestrator` then runs."""
+"""Builds the parts of a run from its configuration; `Orchestrator` runs them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     """Make the parts of a training run.
 
     Args:
+        config: the configuration, see `load_config`.
         console: shows the run's progress.
-        resume: go on from the newest checkpoint in the run's directory.
-        replay: a file of recorded groups to learn from instead of sampling.
+        resume: continue from the newest checkpoint in the run's directory.
+        replay: file of recorded groups (`rolltree rollout --record`) to learn from instead of sampling.
+
+    Returns:
+        The parts, for `Orchestrator(parts).run()`.
 
     Raises:
         UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
@@ -91,7 +95,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
 
 
 def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
-    """Return where the run lives, how long it goes on, and what it keeps."""
+    """Return the run's directory, length, checkpoints and limits of failures."""
     return RunOptions(
         name=config.name,
         directory=config.run_dir,
@@ -118,10 +122,10 @@ def sampling_parts(
     source: PromptSource,
     rewards: Rewards,
 ) -> SamplingParts:
-    """Make what `Controller` samples and judges with.
+    """Make the parts with which `Controller` samples and judges.
 
     Raises:
-        UserError: the program or the callback is not known or refuses its options.
+        UserError: the program or the callback is unknown or refuses its options.
     """
     loop = config.loop
     on_cpu = config.rollout.backend == "native" and model.device.type == "cpu"
@@ -146,11 +150,11 @@ def sampling_parts(
 
 
 def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model and its tokenizer; `model.create` makes the directory first where it is missing."""
+    """Load the model and its tokenizer; `model.create` first makes the directory if it does not exist."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
         what = f"model.create = '{config.model.create}'"
-        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when whole: a killed run leaves no half a model
+        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when complete: a killed run leaves no partial model
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             call(what, import_object(config.model.create), config, unfinished)
@@ -170,7 +174,8 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
 
 
 def check_backend(config: RolloutConfig) -> None:
-    """
+    """Check that `rollout.backend` can be used.
+
     Raises:
         UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
     """
@@ -184,10 +189,10 @@ def check_backend(config: RolloutConfig) -> None:
 
 
 def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """What samples for a run.
+    """Make the run's sampler.
 
     Raises:
-        UserError: vLLM is asked for and not installed.
+        UserError: vLLM is asked for but not installed.
     """
     rollout = config.rollout
     if rollout.backend == "native":
@@ -207,14 +212,14 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
-    """The weights that sample: the trained ones, or a copy of them where both work at the same time."""
+    """Return the model that samples: the trained one, or a copy if sampling and training overlap."""
     if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
         return model
     return copy.deepcopy(model).requires_grad_(False)
 
 
 def group_callback(config: TrainConfig) -> GroupCallback | None:
-    """What decides about judged groups, if there is any.
+    """Return the function that decides about judged groups; None if the run has none.
 
     Raises:
         UserError: there is no such callback, file or function, or it has no such option.
@@ -229,7 +234,7 @@ def group_callback(config: TrainConfig) -> GroupCallback | None:
 
 
 def budget(config: TrainConfig) -> Budget:
-    """How many groups may be open, and how old they may become."""
+    """Return the limits on the number of open groups and on their lag."""
     loop = config.loop
     return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
 
@@ -247,7 +252,7 @@ def sampling_params(config: RolloutConfig) -> SamplingParams:
 
 
 def greedy_params(config: TrainConfig) -> SamplingParams:
-    """Sampling of the evaluation: the most likely token, one answer a problem."""
+    """Return the sampling of the evaluation: the most likely token, one answer a problem."""
     longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
     return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
 
@@ -257,10 +262,10 @@ def rollout_program(config: RolloutConfig) -> RolloutProgram:
 
 
 def make_run_rewards(config: TrainConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> Rewards:
-    """Make what judges the run's responses, `reward.verifier`; its processes start when it is entered.
+    """Make the verifier of responses, `reward.verifier`; its processes start when it is entered as a context.
 
     Raises:
-        UserError: it cannot be used.
+        UserError: the verifier cannot be used.
     """
 
     def score(prompts: list[str], continuations: list[str]) -> list[Any]:
@@ -273,10 +278,10 @@ def make_run_rewards(config: TrainConfig, engine: RolloutEngine, tokenizer: PreT
 
 
 def check_old_logprobs(config: TrainConfig) -> None:
-    """Where the sampler's log-probs are compared with, they must be those of the whole softmax.
+    """Reject top-p, top-k and min-p if the loss uses the sampler's log-probs, which must be over the full softmax.
 
     Raises:
-        UserError: sampling leaves tokens out.
+        UserError: sampling excludes tokens, and the loss uses the sampler's log-probs.
     """
     rollout = config.rollout
     why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
@@ -286,18 +291,19 @@ def check_old_logprobs(config: TrainConfig) -> None:
         return
     if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
         raise UserError(
-            f"{why} compares with the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
+            f"{why} uses the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
             "[rollout] or set it back."
         )
 
 
 def check_lengths(config: TrainConfig, positions: int | None) -> None:
-    """
+    """Check that the longest prompt and response fit in the model's context.
+
     Args:
-        positions: of the model; None where it has no limit.
+        positions: longest sequence of the model, in tokens; None if it has no limit.
 
     Raises:
-        UserError: the longest prompt and response are longer than the model can be.
+        UserError: they do not fit.
     """
     answer = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
     longest = config.data.max_prompt_tokens + answer
@@ -309,10 +315,10 @@ def check_lengths(config: TrainConfig, positions: int | None) -> None:
 
 
 def check_credit(config: TrainConfig) -> None:
-    """Give credit to two made-up groups of the size that will be sampled.
+    """Try the advantage estimator on two made-up groups of the size that will be sampled.
 
     Raises:
-        UserError: the estimator fails, or does not answer with finite numbers of the right shape.
+        UserError: the estimator fails, or does not return finite numbers of the right shape.
     """
     columns = [column for column, role in FROM_ROLES.items() if getattr(config.roles, role) is not None]
     preflight.check_credit(credit(config), config.algorithm.advantage, config.rollout.n, columns)
@@ -334,7 +340,7 @@ def kept_entries(
 
 
 def _user_code_reads(config: TrainConfig) -> bool:
-    """Return whether a function or class of the user's is given entries; ``file.py:name`` names one."""
+    """Return whether a function or class of the user's (``file.py:name``) receives entries."""
     named: list[Any] = [config.reward.verifier, config.rollout.program, *config.data.tools]
     named += [*config.reward.options.values(), *config.rollout.program_options.values()]
     return any(isinstance(name, str) and ":" in name for name in named)

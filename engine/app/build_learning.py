@@ -1,4 +1,4 @@
-"""From a configuration to what learns: objectives, loss terms, credit, roles and the critic."""
+"""Builds the learning parts of a run from its configuration: objectives, loss terms, credit, roles and the critic."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ..train.critic import Critic
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 
 FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
-"""Fields of objectives, and the role that scores them."""
+"""Fields of objectives, each with the role that scores it."""
 
 
 def learning_parts(config: TrainConfig, model: PreTrainedModel) -> LearningParts:
-    """Make what `Learner` learns with.
+    """Make the parts that `Learner` uses.
 
     Raises:
-        UserError: a part is not known, cannot be loaded, or needs what the run does not have.
+        UserError: a part is unknown, cannot be loaded, or needs something that the run does not have.
     """
     loop, trainer = config.loop, config.trainer
     return LearningParts(
@@ -62,18 +62,21 @@ def learning_parts(config: TrainConfig, model: PreTrainedModel) -> LearningParts
 
 
 def corrects(config: TrainConfig) -> bool:
-    """Whether the loss is corrected for the lag of what it learns from."""
+    """Return whether the loss is corrected for the lag between sampler and policy."""
     return config.loop.staleness > 0 and config.loop.correction != "none"
 
 
 def rescores(config: TrainConfig) -> bool:
-    """Whether the policy scores the rollouts before it is updated; a batch's only update begins with that policy."""
+    """Return whether the policy scores the rollouts before it is updated.
+
+    The correction of the lag needs this only with several updates a step: the first starts from that same policy.
+    """
     asked = config.algorithm.old_logprob == "recompute"
     return asked or (corrects(config) and config.trainer.updates_per_step > 1)
 
 
 def credit(config: TrainConfig) -> CreditFunction:
-    """How rewards become credit: `algorithm.advantage`.
+    """Return the advantage estimator that `algorithm.advantage` names.
 
     Raises:
         UserError: there is no such estimator, file or function, or it has no such option.
@@ -90,10 +93,16 @@ def credit(config: TrainConfig) -> CreditFunction:
 def objective(
     config: TrainConfig, key: str, name: str, options: dict[str, Any], select: str | None = None
 ) -> Objective:
-    """The objective that ``key`` names.
+    """Make the objective ``name``, with the correction of the lag if the run has one.
+
+    Args:
+        key: key of the configuration that gives it, for messages.
+        name: preset of `Objective`.
+        options: fields of the objective to change.
+        select: the selection given with it, if any.
 
     Raises:
-        UserError: an unknown name or option, or one that needs what the run does not have.
+        UserError: unknown name or option, or the objective needs something that the run does not have.
     """
     chosen = ask(f"{key} = '{name}'", Objective.preset, name, **options)
     assert isinstance(chosen, Objective)
@@ -102,7 +111,7 @@ def objective(
     for field, why in chosen.needs_fields.items():
         if field == "token_weight":
             if select is None:
-                raise UserError(f"{key} = '{name}' learns from chosen tokens; say which with `select` ({why}).")
+                raise UserError(f"{key} = '{name}' trains on chosen tokens; choose them with `select` ({why}).")
             continue
         if field == "proximal_logprob" and not rescores(config):
             raise UserError(
@@ -121,17 +130,18 @@ def objective(
 
 
 def corrected(objective: Objective, config: TrainConfig) -> Objective:
-    """Decoupled (Hilton et al. 2021): ratios against the policy before the update, weights exp(proximal - behaviour).
+    """Add the decoupled correction (Hilton et al. 2021): ratios against the policy before the update, and weights
+    exp(proximal - behaviour).
 
-    Where ratios are those of sequences, so are the weights: geometric means. An objective with a correction of its own
-    keeps it, as does one that does not look at old log-probs. Where nobody has scored the policy before the update, it
-    is the current one: all ratios are 1, which no bounds exclude.
+    The weights of sequence-level ratios are sequence-level too (geometric means). An objective that has its own
+    correction, or uses no old log-probs, stays as it is. If the policy before the update is not scored, the current
+    policy replaces it: all ratios are then 1 and none is clipped.
     """
     loop, level = config.loop, objective.mismatch_level
     if objective.mismatch == "none" and objective.needs_old and "token_weight" not in objective.needs_fields:
         if objective.ratio_level in ("sequence", "sequence_token"):
             level = "geometric"
-        with suppress(ValueError):  # it weighs by the sampler's log-probs itself
+        with suppress(ValueError):  # raised if the objective itself weights by the sampler's log-probs
             objective = replace(
                 objective, mismatch=loop.correction, mismatch_level=level, mismatch_cap=loop.correction_cap
             )
@@ -141,10 +151,10 @@ def corrected(objective: Objective, config: TrainConfig) -> Objective:
 
 
 def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
-    """The summands of the loss, `algorithm.objective` first, each with its weight.
+    """Return the terms of the loss, `algorithm.objective` first, each with its weight.
 
     Raises:
-        UserError: a part is not known, or needs what the run does not have.
+        UserError: a part is unknown, or needs something that the run does not have.
     """
     algorithm = config.algorithm
     main = TokenTerm(
@@ -160,7 +170,7 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
         if term.pairs is not None:
             choose = resolve(f"{key}.pairs", term.pairs, term.pairs_options, known=PAIRINGS, inputs=("tree",))
             if term.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE and config.roles.reference is None:
-                raise UserError(f"{key} compares with a reference; give the run a [roles.reference].")
+                raise UserError(f"{key} needs a reference policy; give the run a [roles.reference].")
             terms.append((PairTerm(choose, term.name, term.loss_options), weight))
             continue
         assert term.objective is not None
@@ -180,7 +190,7 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
 
 
 def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
-    """What is done with rewards before they become credit, each with the words that name it.
+    """Return the functions that shape rewards, each with its name for messages.
 
     Raises:
         UserError: there is no such function, or it has no such option.
@@ -200,10 +210,10 @@ def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection
 
 
 def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
-    """The models that score log-probs for the loss.
+    """Load the models that score log-probs for the loss.
 
     Raises:
-        UserError: one cannot be loaded or has another vocabulary or other parameters than the policy.
+        UserError: one cannot be loaded, or its vocabulary or parameters differ from the policy's.
     """
     found = []
     if rescores(config):
@@ -241,12 +251,12 @@ def _weights(path: str, key: str, model: PreTrainedModel) -> dict[str, Tensor]:
     weights = Role.snapshot(other)
     ours = {name: p.shape for name, p in model.named_parameters()}
     if {name: w.shape for name, w in weights.items()} != ours:
-        raise UserError(f"{key} = '{path}' is a model of another shape than the policy; give one of the same.")
+        raise UserError(f"{key} = '{path}' has other parameter shapes than the policy; give a model with the same.")
     return weights
 
 
 def critic(config: TrainConfig) -> Critic | None:
-    """The critic of `[roles.critic]`, if there is one."""
+    """Load the critic of `[roles.critic]`; None if the run has none."""
     chosen = config.roles.critic
     if chosen is None:
         return None

@@ -1,7 +1,7 @@
 """The command line: ``rolltree train | rollout | serve | bench | report | kernels | methods | doctor``.
 
-Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted, 141 nobody reads the output any more.
-Failures are one sentence on stderr; the traceback comes with ``--debug``.
+Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted, 141 the reader of the output has ended.
+A failure prints one sentence on stderr; ``--debug`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXTRAS = {
     "tasks": ("reasoning_gym", "math_verify"),
     "lora": ("peft",),
 }
-"""Modules that the package does not bring itself, by the extra that does."""
+"""Optional modules, by the extra that installs them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,15 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(args, error, 2)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # which looking for a file does not take for its absence
+        if error.errno != errno.ENAMETOOLONG:  # Path.exists raises this instead of returning False
             return _fail(args, error, 1)
         name = str(error.filename)
         shown = name if len(name) <= 80 else f"{name[:38]}...{name[-38:]}"
         return _fail(args, UserError(f"The path '{shown}' is longer than the file system takes; shorten it."), 2)
     except KeyboardInterrupt:
-        print("rolltree: interrupted; a training run goes on from its last checkpoint with --resume.", file=sys.stderr)
+        print("rolltree: interrupted; --resume continues a training run from its last checkpoint.", file=sys.stderr)
         return 130
-    except (Exception, SystemExit) as error:  # user code may call sys.exit where it is not asked to
+    except (Exception, SystemExit) as error:  # user code may call sys.exit
         return _fail(args, error, 1)
 
 
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     keys = "any key of the configuration can be given too, as in --trainer.lr 1e-6 or --seed 1"
     train = command("train", _train, "Run the training that a TOML file describes.")
     train.add_argument("config", metavar="CONFIG", help="TOML file")
-    train.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    train.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     train.add_argument(
         "--replay", type=Path, metavar="FILE", help="learn from the groups of `rolltree rollout --record FILE`"
     )
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         "--record", type=Path, metavar="FILE", help="also keep the groups for `rolltree train --replay`"
     )
     rollout.epilog = keys
-    serve = command("serve", _serve, "Serve a model on this machine in the manner of OpenAI's API.")
+    serve = command("serve", _serve, "Serve a model on this machine with an OpenAI-compatible API.")
     serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
     serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
     serve.add_argument("--host", default="127.0.0.1")
@@ -173,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels.epilog = keys
     command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
     command("doctor", _doctor, "Show what was found on this machine and what is missing.")
-    commands.add_parser("bench", help="Time the ops beside their peers and limits; see `rolltree bench --help`.")
+    commands.add_parser("bench", help="Time the ops, their peers and limits; see `rolltree bench --help`.")
     return parser
 
 
@@ -232,7 +232,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _quiet_transformers() -> None:
-    """Its progress bars of loading and saving would tear the run's own."""
+    """Turn off the progress bars and warnings of Transformers, which would break up the run's own progress display."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""``rolltree kernels build``: a run's kernels, compiled ahead of time for a GPU that need not be there."""
+"""``rolltree kernels build``: compiles a run's kernels ahead of time, also on a machine without the GPU."""
 
 from __future__ import annotations
 
@@ -30,20 +30,25 @@ from .config import load_config
 
 @dataclass(frozen=True)
 class Job:
-    """What a run needs kernels for."""
+    """The properties of a run that determine its kernels."""
 
     model: ahead.Model
     terms: Sequence[LossTerm]
-    columns: frozenset[str]  # of tokens that a role fills, beside those that the terms ask for
-    filters: tuple[str, ...]  # of sampling, by name; a greedy evaluation has none
+    columns: frozenset[str]  # token columns that a role fills, in addition to those that the terms need
+    filters: tuple[str, ...]  # names of the sampling filters; a greedy evaluation has none
 
 
 def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
-    """The job of the run that the TOML file at ``path`` describes; of a model's folder GRPO's, sampled without filters.
+    """Return the job of a run's TOML file, or of a model's folder: GRPO, sampled without filters.
+
+    Args:
+        path: the file or the folder.
+        overrides: keys of the file to change, as for `load_config`.
+        dtype: number type of a folder's model; None: bfloat16.
 
     Raises:
-        UserError: the file or the model's configuration cannot be read; a ``dtype`` beside a file, which has its own;
-            or overrides beside a folder.
+        UserError: the file or the model's configuration cannot be read, ``dtype`` is given with a file, which has its
+            own, or overrides with a folder.
     """
     if path.is_dir():
         if overrides:
@@ -52,7 +57,7 @@ def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
         return Job(model, [TokenTerm(Objective.preset("grpo"))], frozenset(), ())
     config = load_config(path, overrides)
     if dtype is not None:
-        raise UserError("--dtype is for a model's folder; of a run it is --model.dtype.")
+        raise UserError("--dtype applies to a model's folder; for a run give --model.dtype.")
     columns = {f"{name}_logprob" for name, role in (("ref", "reference"), ("teacher", "teacher"))
                if getattr(config.roles, role) is not None}  # fmt: skip
     params = sampling_params(config.rollout)
@@ -65,21 +70,21 @@ def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
 
 
 def compile_kernels(job: Job, arch: str) -> None:
-    """Fill the caches that the run reads on a GPU of ``arch``.
+    """Fill the kernel caches that the run reads on a GPU of ``arch``.
 
     Raises:
-        UserError: Triton is missing or interprets, or kernels cannot be kept.
+        UserError: Triton is missing or in interpreter mode, or the cache cannot be written.
     """
     if importlib.util.find_spec("triton") is None:
-        raise UserError("There is no Triton here to compile with; install rolltree on Linux.")
+        raise UserError("Triton is not installed, and it compiles the kernels; install rolltree on Linux.")
     versions = kernel_cache.versions()
     flash = "flash-attn-4" in versions
     if not flash:
-        print("flash-attn 4 is not installed, so only Triton's kernels are built; rolltree[hopper] brings it.")
+        print("flash-attn 4 is not installed, so only Triton's kernels are built; rolltree[hopper] installs it.")
     elif reason := kernel_cache.why_not_kept():
         raise UserError(
-            f"Kernels cannot be kept in {kernel_cache.directory()} ({reason}); set ROLLTREE_CACHE_DIR to a folder that "
-            "can be written."
+            f"Kernels cannot be kept in {kernel_cache.directory()} ({reason}); set ROLLTREE_CACHE_DIR to a writable "
+            "folder."
         )
     count = seconds = 0.0
     try:
@@ -93,17 +98,17 @@ def compile_kernels(job: Job, arch: str) -> None:
     from triton import knobs
 
     folders = [knobs.cache.dir] + ([kernel_cache.directory()] if flash else [])
-    print(f"They travel in {' and '.join(map(str, folders))}.")
+    print(f"To use them on another machine, copy {' and '.join(map(str, folders))}.")
 
 
 def launched(job: Job) -> dict[str, Any]:
-    """What `ahead.build` is told of a run, beside its model."""
+    """Return the arguments of `ahead.build` that depend on more of the run than its model."""
     return {"filters": tuple(dict.fromkeys([(), job.filters])), "losses": losses(job)}
 
 
 def losses(job: Job) -> Iterator[tuple[str, Any]]:
-    """Loss and gradient of a batch: of trees whose responses share what they sampled, and of others; with the log-probs
-    of the sampler, and without."""
+    """Yield (name, function) of each loss and gradient: trees that share sampled tokens or only prompts, with and
+    without the sampler's log-probs."""
     for forked in (True, False):
         for on_policy in (True, False):
             name = f"loss, {'forks' if forked else 'prompts'}{', on policy' if on_policy else ''}"
@@ -111,7 +116,7 @@ def losses(job: Job) -> Iterator[tuple[str, Any]]:
 
 
 def tree(forked: bool, length: int = 3) -> TokenTree:
-    """Two responses of ``length`` tokens, a good and a bad one; ``forked``: they share as many before."""
+    """Make a tree of two responses of ``length`` tokens; with ``forked`` they share as many sampled tokens before."""
 
     def some(n: int, token: int = 0) -> Segment:
         return Segment.sampled(np.full(n, token, np.int32), np.full(n, -1.0))
@@ -123,7 +128,7 @@ def tree(forked: bool, length: int = 3) -> TokenTree:
 
 
 def update(job: Job, of: TokenTree, on_policy: bool) -> None:
-    """What the trainer runs of the head for a batch of one tree."""
+    """Run the head and loss, forward and backward, as the trainer does for a batch of one tree."""
     asked = {name for term in job.terms if isinstance(term, TokenTerm) for name in term.objective.needs_fields}
     for name in (asked | job.columns) & FIELDS & COLUMNS.keys():
         of.set(name, 0.5)
@@ -141,13 +146,13 @@ def update(job: Job, of: TokenTree, on_policy: bool) -> None:
 
 
 def kernels_model(path: Path, dtype: str) -> ahead.Model:
-    """What kernels depend on of the model at ``path``, from its configuration alone."""
+    """Return the properties of the model at ``path`` that kernels depend on, from its configuration alone."""
     from transformers import AutoConfig
 
     try:
         config: Any = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
-        raise UserError(f"The model '{path}' has no configuration that can be read; give a model's folder.") from error
+        raise UserError(f"The model '{path}' has no readable configuration; give a model's folder.") from error
     heads = config.num_attention_heads
     kinds = getattr(config, "layer_types", None)
     sliding = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds

@@ -23,38 +23,41 @@ from ..errors import UserError
 from ..settings import Section, TrainConfig
 
 OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
-"""`file.py:object`."""
+"""The form `file.py:object`."""
 
 
 MAX_DEPTH = 24
-"""Tables and arrays inside one another; options of programs need a few."""
+"""Greatest depth of nested tables and arrays; options of programs need a few levels."""
 MAX_BYTES = 256 * 1024
-"""Of a file; those of whole runs are a few thousand."""
+"""Largest configuration file, in bytes; those of whole runs have a few thousand."""
 MAX_DOTS = 1000
-"""In a line: the parser takes the square of a key's parts."""
+"""Largest number of dots in a line, as parsing takes time quadratic in the parts of a key."""
 MAX_SHOWN = 200
-"""Characters of the user's text that a sentence repeats."""
+"""Largest number of characters of the user's text in an error message."""
 
 
 class ConfigKey(NamedTuple):
-    """One key of the configuration, as documented."""
+    """One documented key of the configuration."""
 
     key: str
-    """Dotted: ``trainer.lr``; keys of the list `data.tasks` read ``data.tasks.name``."""
+    """Dotted name, such as ``trainer.lr``; a key of the list `data.tasks` is ``data.tasks.name``."""
     type: str
     default: str
-    """As TOML; empty where there is none."""
+    """Default value as TOML; empty if there is none."""
     doc: str
 
 
 def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str, str]] = ()) -> TrainConfig:
-    """The checked configuration of TOML file ``path``.
+    """Read and check the configuration of a run.
 
     Args:
-        path: the TOML file. every `file.py:object` in it is relative to its directory.
+        path: TOML file; each `file.py:object` in it is relative to its directory.
         overrides: ``["--trainer.lr", "1e-6", "--seed=1"]`` or ``[("trainer.lr", "1e-6"), ("seed", "1")]``. Values are
-            TOML (numbers, booleans, strings, arrays, inline tables); what is not TOML is taken as a string. Paths in
-            them are relative to the working directory.
+            TOML (numbers, booleans, strings, arrays, inline tables); a value that is not TOML is taken as a string.
+            Paths in overrides are relative to the working directory.
+
+    Returns:
+        The configuration, frozen, with defaults filled in.
 
     Raises:
         UserError: unreadable or broken file, unknown key, wrong type or range, keys that contradict each other.
@@ -78,11 +81,11 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
 
 
 def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[ConfigKey]:
-    """Every key of the configuration in the order of the models; the tables of the documentation come from here."""
+    """Yield every key of the configuration, in the order of the fields."""
     for name, field in (section or TrainConfig).model_fields.items():
         inner = _without_none(field.annotation)
         if _is_section(inner):
-            if inner is not field.annotation:  # a table that may be left out is a key of its own: `{}` asks for it
+            if inner is not field.annotation:  # an optional table is a key of its own, as `{}` asks for its defaults
                 yield ConfigKey(f"{prefix}{name}", "table", "", " ".join((field.description or "").split()))
             yield from config_keys(inner, f"{prefix}{name}.")
             continue
@@ -117,7 +120,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Raises ValueError where ``text`` is not TOML, or a line of it would keep the parser busy for minutes."""
+    """Parse TOML.
+
+    Raises:
+        ValueError: ``text`` is not TOML, or has a line that would take the parser minutes.
+    """
     for i, line in enumerate(text.split("\n"), 1):
         if line.count(".") > MAX_DOTS:
             raise ValueError(f"line {i} has more than {MAX_DOTS} dots; break it")
@@ -125,7 +132,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _check_plain(value: Any, where: str, key: str = "", depth: int = 0) -> None:
-    """What TOML may say but no file, tokenizer or number format can take, wherever it stands.
+    """Reject values that are valid TOML but that no file system, tokenizer or number format accepts.
 
     Raises:
         UserError: a text with a zero byte or half a character, a number beyond 64 bits or not finite, or tables nested
@@ -161,14 +168,14 @@ def _is_unicode(text: str) -> bool:
 
 
 def _quoted(text: object) -> str:
-    """A text of the user's in a sentence: on one line, printable, and not longer than the sentence can bear."""
+    """Quote the user's text for an error message: on one line, printable, at most `MAX_SHOWN` characters."""
     shown = " ".join(str(text).encode("utf-8", "backslashreplace").decode().split())
     shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
     return f"'{shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + '...'}'"
 
 
 def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, str]:
-    """``{dotted key: text}``; the last of several values for a key wins, as on any command line."""
+    """Return ``{dotted key: text}``; the last of several values of a key wins, as on any command line."""
     given: dict[str, str] = {}
     waiting: str | None = None
     for item in overrides:
@@ -177,7 +184,7 @@ def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> di
         elif waiting is not None:
             given[waiting], waiting = item, None
         elif not item.startswith("--"):
-            raise UserError(f"{_quoted(item)} stands alone on the command line; overrides look like --trainer.lr 1e-6.")
+            raise UserError(f"{_quoted(item)} stands alone on the command line; give overrides as --trainer.lr 1e-6.")
         else:
             name, equals, text = item.removeprefix("--").partition("=")
             name = _known_override(name)
@@ -194,7 +201,7 @@ def _known_override(key: str) -> str:
     keys = {k.key: k.type for k in config_keys()}
     for parent in (name for name, kind in keys.items() if kind == "list of tables" and key.startswith(f"{name}.")):
         raise UserError(
-            f"--{key} reaches into the list `{parent}`; give the whole list as --{parent} '[{{name = \"...\"}}]'."
+            f"--{key} names a key inside the list `{parent}`; give the whole list as --{parent} '[{{name = \"...\"}}]'."
         )
     sections = {name.rpartition(".")[0] for name in keys}
     free = (name for name, kind in keys.items() if kind == "table" and name not in sections)
@@ -204,9 +211,9 @@ def _known_override(key: str) -> str:
 
 
 def _nearest(key: str) -> str:
-    """'the nearest is `trainer.lr`': the right name in the wrong table first, then the nearest spelling."""
+    """Return 'the nearest is `trainer.lr`': the same name in another table if there is one, else the best match."""
     keys = [k.key for k in config_keys()]
-    key = key[:MAX_SHOWN]  # comparing takes the square of its length
+    key = key[:MAX_SHOWN]  # comparing takes time quadratic in its length
     leaf = key.rpartition(".")[2]
     same_leaf = sorted((k for k in keys if k.rpartition(".")[2] == leaf), key=lambda k: k.count("."))
     found = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
@@ -217,7 +224,7 @@ def _nearest(key: str) -> str:
 
 
 def _parse_value(text: str, kind: str) -> Any:
-    """``text`` as a TOML value; a string where it is not one, where it is a date, or where the key wants a string."""
+    """Parse ``text`` as a TOML value; it stays a string if it is not TOML, is a date, or the key takes a string."""
     try:
         found = _parsed(f"v = {text}")
     except (ValueError, RecursionError):
@@ -229,7 +236,7 @@ def _parse_value(text: str, kind: str) -> Any:
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; a table in the way of it that is none is left for the validation to name."""
+    """Set a dotted key. If a parent is not a table, nothing is set, and validation reports it."""
     *tables, leaf = key.split(".")
     for table in tables:
         inner = data.setdefault(table, {})
@@ -240,7 +247,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _resolve_callables(data: dict[str, Any], base: Path) -> None:
-    """Make the file of each `file.py:object` absolute; whatever key names it, it is relative to its TOML file."""
+    """Make the file of each `file.py:object` absolute, under any key; it is relative to ``base``."""
 
     def absolute(value: Any) -> Any:
         if isinstance(value, dict):
@@ -256,12 +263,12 @@ def _resolve_callables(data: dict[str, Any], base: Path) -> None:
 
 
 def _validate(data: dict[str, Any]) -> TrainConfig:
-    # JSON mode is strict about types ("5" is no number, true is no 1) and yet takes arrays as tuples.
+    # JSON mode is strict about types ("5" is not a number, true is not 1) but accepts arrays as tuples.
     return TrainConfig.model_validate_json(json.dumps(data, default=str), strict=True)
 
 
 def _sentence(error: ValidationError, path: Path, given: dict[str, str]) -> str:
-    """The most telling of the mistakes in one sentence: an unknown key often explains the missing one."""
+    """Describe one mistake in a sentence, unknown keys first, as a misspelt key often explains a missing one."""
     rank = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
     mistakes = sorted(error.errors(), key=lambda e: rank.get(e["type"], 1))
     first, more = mistakes[0], len(mistakes) - 1
@@ -295,7 +302,7 @@ def _required(section: type[BaseModel] | None = None, prefix: str = "") -> Itera
 
 
 def _without_none(annotation: Any) -> Any:
-    """``X`` of ``X | None``."""
+    """Return the section ``X`` of ``X | None``, and any other annotation unchanged."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     return kinds[0] if len(kinds) == 1 and type(None) in get_args(annotation) and _is_section(kinds[0]) else annotation
 
@@ -305,7 +312,7 @@ def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 def _toml_value(value: Any) -> str:
-    """``value`` as it would stand in the file, on one line."""
+    """Format ``value`` as in a TOML file, on one line."""
     if isinstance(value, BaseModel | dict):
         return "{...}" if value else "{}"
     if isinstance(value, list | tuple):
@@ -315,7 +322,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    """integer, number, string, boolean, table, list of ..., or the allowed values."""
+    """Name a type: integer, number, string, boolean, table, list of ..., or the allowed values."""
     plain = {int: "integer", float: "number", str: "string", bool: "boolean"}
     if annotation in plain:
         return plain[annotation]
@@ -330,7 +337,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def resolved_toml(config: TrainConfig) -> str:
-    """The whole configuration, defaults included, as TOML that `load_config` reads back to an equal one."""
+    """Write the whole configuration, with defaults, as TOML that `load_config` reads back to an equal one."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
@@ -356,7 +363,7 @@ FREE_TO_CHANGE = (
     "checkpoint.best",
     "loop.max_dropped_batches",
 )
-"""Keys that say where, how long and how fast, but not what is learned; all others must be as when the run began."""
+"""Keys that do not change what is learned; a resumed run must have the original values of all others."""
 
 
 def training_config(config: TrainConfig) -> dict[str, Any]:

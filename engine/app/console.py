@@ -1,8 +1,8 @@
-"""What a run shows while it runs: one line a step, evaluations that stand out, live progress with the time left.
+"""The progress display of a run: one line a step, evaluations, and a progress bar with the time left.
 
 On a terminal a progress bar stays below the lines; elsewhere (CI, a file) plain lines come at most every ten seconds.
-A metric that is absent is left out of its line: the console never decides what a run must measure. A run goes on where
-nobody reads its output any more: the terminal is closed, or what it was piped into has ended.
+A metric that is absent is left out of its line: the console never decides what a run must measure. A run goes on
+after the reader of its output has ended, such as a closed terminal or pipe.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rich.rule import Rule
 from .printable import printable
 
 PLAIN_SECONDS = 10.0
-"""Least time between two step lines where there is no terminal."""
+"""Least time between two step lines without a terminal, in seconds."""
 ETA_STEPS = 20
-"""The time left is estimated from this many recent steps."""
+"""Number of recent steps from which the time left is estimated."""
 
 MANY_UNPARSED = 0.05
-"""Share of a step's responses without an answer that can be read, above which the step line shows it."""
+"""Share of a step's responses without a readable answer above which the step's line shows it."""
 
 
 class Terminal(RichConsole):
@@ -39,7 +39,7 @@ class Terminal(RichConsole):
 
 
 def _count(value: float) -> str:
-    """21437 -> 21.4k."""
+    """Shorten a count: 21437 -> 21.4k."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.1f}{unit}"
@@ -64,10 +64,10 @@ PARTS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 class Console:
-    """Use as ``with Console() as console:`` so that a failure leaves the terminal as it was.
+    """Prints a run's progress. Use as ``with Console() as console:`` so that a failure restores the terminal.
 
     Args:
-        rich: where to print; standard output unless given.
+        rich: console to print on; default: standard output.
     """
 
     def __init__(self, rich: RichConsole | None = None) -> None:
@@ -86,7 +86,7 @@ class Console:
         self.close()
 
     def start(self, total_steps: int) -> None:
-        """Begin; ``total_steps`` counts those of an earlier, resumed part too."""
+        """Start the display; ``total_steps`` includes the steps done before a run was resumed."""
         self._total = total_steps
         self._ends.clear()
         self._ends.append(time.monotonic())
@@ -104,12 +104,12 @@ class Console:
             self._progress.start()
 
     def phase(self, text: str) -> None:
-        """What is being done now: shown beside the bar, nowhere else."""
+        """Show next to the bar what the run is doing now; without a bar nothing is printed."""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], description=escape(printable(text)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step has ended; ``step`` counts from 1."""
+        """Report the end of a step; ``step`` counts from 1."""
         now = time.monotonic()
         self._ends.append(now)
         left = self._time_left(step)
@@ -126,7 +126,7 @@ class Console:
         self._print(" | ".join(parts))
 
     def evaluation(self, step: int, accuracy: float, n: int) -> None:
-        """Accuracy (a share) on ``n`` held-out problems after ``step`` steps."""
+        """Report the accuracy (0 to 1) on ``n`` held-out problems after ``step`` steps."""
         text = f"evaluation after step {step}: {100 * accuracy:.1f} % of {n} held-out problems"
         if self._first_accuracy is None:
             self._first_accuracy = accuracy
@@ -135,11 +135,11 @@ class Console:
         self._print(text, style="bold green")
 
     def note(self, text: str) -> None:
-        """Something worth knowing that is no error."""
+        """Print a message that is not an error."""
         self._print(text, style="yellow")
 
     def finish(self, lines: list[str]) -> None:
-        """Stop the progress and print the closing ``lines``."""
+        """Stop the progress display and print the closing ``lines``."""
         self.close()
         if self.live:
             self._show(Rule(style="green"))
@@ -159,7 +159,7 @@ class Console:
             self._progress = None
 
     def _time_left(self, step: int) -> str:
-        """'3:05 left', from the pace of the latest steps; evaluations and checkpoints between them are in the pace."""
+        """Return '3:05 left', from the pace of the latest steps, with the evaluations and checkpoints between them."""
         if len(self._ends) < 2 or step >= self._total:
             return ""
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

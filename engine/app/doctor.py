@@ -1,7 +1,7 @@
-"""``rolltree doctor``: what was found on this machine, what is missing, and the exact command that gets it.
+"""``rolltree doctor``: lists what is installed on this machine, what is missing, and the command that installs it.
 
-Everything is looked up anew and nothing is imported from the package's native parts, so the doctor also works where the
-rest does not.
+Every check is made anew, and the package's native parts are not imported, so the doctor also works in a broken
+installation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARKS: dict[Level, tuple[str, str]] = {
     "slow": ("slower", "yellow"),
     "bad": ("MISSING", "bold red"),
 }
-"""``bad`` makes rolltree unusable; ``slow`` costs speed; ``optional`` is only for those who want it."""
+"""Label and colour of each level: ``bad`` makes rolltree unusable, ``slow`` costs speed, ``optional`` is an extra."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
     ("transformers", (5, 16), (5, 20)),
     ("pyarrow", (17,), None),
 )
-"""Package, first supported version, first one that is not; the ranges of pyproject.toml."""
+"""Package, first supported version, first unsupported version: the ranges of pyproject.toml."""
 
 OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("reasoning_gym", "procedural tasks with verifiers", "pip install 'rolltree[tasks]'"),
@@ -72,11 +72,11 @@ OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("cutlass", "attention by flash-attn 4 on Hopper and Blackwell", "pip install --pre 'rolltree[hopper]'"),
     ("flash_attn", "a peer in the benchmarks", "pip install flash-attn --no-build-isolation"),
 )
-"""Module, what it is for, command."""
+"""Module, its purpose, the command that installs it."""
 
 
 def run(console: Console | None = None) -> int:
-    """Print what was found; 0 where rolltree is usable, 1 where it is not."""
+    """Print the findings. Returns 0 if rolltree is usable, else 1."""
     console = console or Console(highlight=False)
     findings = list(examine())
     table = Table(box=None, pad_edge=False, header_style="bold", title="rolltree doctor", title_justify="left")
@@ -102,7 +102,7 @@ def run(console: Console | None = None) -> int:
 
 
 def examine() -> Iterable[Finding]:
-    """All findings, in the order of the table."""
+    """Yield all findings, in the order of the table."""
     yield python_version(sys.version_info[:3])
     for package, low, high in REQUIRED:
         if package != "triton" or sys.platform == "linux":
@@ -124,7 +124,7 @@ def python_version(version: Version) -> Finding:
 
 
 def sandbox() -> Finding:
-    """What would keep untrusted code in."""
+    """Report how untrusted code would be contained."""
     try:
         with Sandbox() as made:
             return Finding("rewards", "code", "ok", made.containment)
@@ -156,7 +156,7 @@ def devices() -> Iterable[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         torch = importlib.import_module("torch")
-    except Exception as error:  # a broken torch fails in many ways, and the doctor is who says so
+    except Exception as error:  # a broken torch fails in many ways; report any of them
         text = " ".join(str(error).split())[:120]
         yield Finding("devices", "torch", "bad", f"cannot be imported: {text}", "reinstall torch")
         return
@@ -177,7 +177,7 @@ def devices() -> Iterable[Finding]:
 
 
 def compiled_parts(package: Path) -> Iterable[Finding]:
-    """The libraries of setup.py under ``package`` (the directory that holds kernels/ and engine/)."""
+    """Yield a finding for each library of setup.py; ``package`` is the directory with kernels/ and engine/."""
     kernels = package / "kernels"
     compile_cpp = REBUILD if shutil.which(COMPILER) else f"apt-get install g++, then {REBUILD}"
     compile_cuda = REBUILD if shutil.which("nvcc") else f"put nvcc on PATH, then {REBUILD}"
@@ -198,7 +198,7 @@ def triton_mode() -> Finding:
 
 
 def parse_version(text: str) -> Version:
-    """'2.13.0+cpu' -> (2, 13, 0); what follows the numbers is left out."""
+    """Parse the leading numbers of a version: '2.13.0+cpu' -> (2, 13, 0)."""
     numbers = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
@@ -213,7 +213,7 @@ def _library(name: str, folder: Path, pattern: str, level: Level, remedy: str) -
 def _cpu_library(folder: Path, remedy: str) -> Finding:
     found = _library("_cpu (CPU kernels)", folder, "_cpu_*.so", "slow", remedy)
     if found.level == "ok":
-        with contextlib.suppress(Exception):  # a broken torch, of which `devices` speaks
+        with contextlib.suppress(Exception):  # `devices` reports a broken torch
             dispatch = importlib.import_module("rolltree.kernels.dispatch")
             if not dispatch.cpu_libraries(folder):
                 return replace(found, level="slow", found=f"{found.found}: for another machine", remedy=remedy)
@@ -229,13 +229,13 @@ def _program(name: str, remedy: str, describe: Callable[[str], str]) -> Finding:
 
 
 def _last_word(version: str) -> str:
-    """'g++ (Debian 12.2.0-14) 12.2.0\\n...' -> '12.2.0'."""
+    """Return the last word of the first line: 'g++ (Debian 12.2.0-14) 12.2.0\\n...' -> '12.2.0'."""
     first = version.splitlines()[:1]
     return first[0].split()[-1] if first and first[0].split() else "unknown version"
 
 
 def _nvcc_release(version: str) -> str:
-    """The line 'Cuda compilation tools, release 13.0, V13.0.88' -> '13.0'."""
+    """Find the release in nvcc's output: 'Cuda compilation tools, release 13.0, V13.0.88' -> '13.0'."""
     _, found, rest = version.partition("release ")
     return rest.split(",")[0] if found else "unknown version"
 

@@ -1,4 +1,4 @@
-"""What a run would do, told without doing it."""
+"""The plan of a run (``rolltree train --dry-run``) and the list of its parts (``rolltree methods``)."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def plan_lines(config: TrainConfig) -> Iterator[str]:
-    """The plan of a run, a line each. What the configuration names is tried, as far as that writes nothing.
+    """Yield the plan of a run line by line. Everything that the configuration names is tried if that writes nothing.
 
     Raises:
-        UserError: as the run itself would.
+        UserError: the run itself would raise it.
     """
     loss_terms(config)
     shapings(config)
@@ -72,7 +72,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
     path = Path(config.model.path)
-    known: list[tuple[str, dict[str, Any]]] = []  # problems of files
+    known: list[tuple[str, dict[str, Any]]] = []  # (id, entry) of problems in files
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
@@ -147,7 +147,7 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
 
 
 def _ends(path: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the end-of-sequence tokens of a model's directory, as the sampler finds them."""
+    """Return the end-of-sequence tokens of a model's directory, found as the sampler finds them."""
     files = [path / name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
     given = [json.loads(file.read_text()) for file in files]
     return eos_token_ids(*given, *(some.get("text_config", {}) for some in given), tokenizer)
@@ -158,7 +158,7 @@ def _size(count: float) -> str:
 
 
 def method_lines() -> Iterator[str]:
-    """The parts a configuration may name, each with a line of its own words."""
+    """Yield the parts that a configuration may name, each with the first line of its docstring."""
     yield "objectives (algorithm.objective)"
     for name, preset in PRESETS.items():
         if name in ALIASES:

@@ -1,4 +1,4 @@
-"""``rolltree rollout``: sample some trees and print them, shared text once."""
+"""``rolltree rollout``: samples some trees and prints them, shared text once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ def sample_and_show(
     record: Path | None = None,
     console: RichConsole | None = None,
 ) -> None:
-    """Sample the ``count`` first training prompts as a run's first step does, judge the responses, print the trees.
+    """Sample the first ``count`` training prompts as a run's first step does, judge the responses, print the trees.
 
     Args:
-        out: a parquet file to write.
-        record: a file of groups to write, for `Replay`.
+        out: parquet file to write the trees to.
+        record: file to write the groups to, for `Replay`.
+
+    Raises:
+        UserError: a part of the configuration names something that does not exist or cannot be used.
     """
     console = console or Terminal(highlight=False)
     model, tokenizer = prepare_model(config)
@@ -64,7 +67,7 @@ def _first_groups(
     *,
     recorded: bool,
 ) -> list[Group]:
-    """Sample and judge as a run's first step does; a group callback is not asked, and a failure ends nothing."""
+    """Sample and judge as a run's first step does, but without the group callback, and failures only drop responses."""
     first = {"trainer": {"prompts_per_step": count}, "reward": {"on_failure": "drop"}}
     first["loop"] = {"staleness": 0, "over_sampling": 1.0, "callback": None}
     config = config.model_copy(
@@ -83,7 +86,7 @@ def _first_groups(
 
 
 def describe(group: Group) -> str:
-    """The mean reward, and how much the tree saves."""
+    """Return a line with the mean reward and how many tokens the tree saves."""
     tree, given = group.tree, [verdict.value for verdict in group.verdicts if verdict.value is not None]
     return (
         f"reward {np.mean(given) if given else np.nan:.2f}, {tree.num_leaves} leaves, {tree.num_tokens} unique "
@@ -92,7 +95,7 @@ def describe(group: Group) -> str:
 
 
 def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:
-    """The tree as rich draws trees: a branch a node, leaves with their reward and how they ended."""
+    """Convert to a tree of rich: one branch for each node, leaves with their reward and status."""
 
     def text(node: int) -> str:
         ids = tree.token_id[tree.start[node] : tree.start[node] + tree.length[node]]

@@ -33,9 +33,10 @@ class Progress(Protocol):
 
 
 class Stopping:
-    """Ends a run at Ctrl-C, SIGTERM or SIGHUP (the terminal is gone) after the current step, with a checkpoint.
+    """Records a request to end the run, which then ends after the current step with a checkpoint.
 
-    A second Ctrl-C or SIGTERM ends it at once. Under `nohup`, which ignores SIGHUP, it stays ignored.
+    Ctrl-C, SIGTERM and SIGHUP (a closed terminal) are such requests. A second Ctrl-C or SIGTERM ends the run at once.
+    Under `nohup` SIGHUP stays ignored.
 
     Args:
         note: called with a sentence for the user at the first signal.

@@ -1,4 +1,10 @@
-"""Untrusted code: for rewards that run it, and tools that a policy calls."""
+"""Runs untrusted Python, for rewards that execute responses and for tools that a policy calls.
+
+`Sandbox.run` (`sandbox`) sends a program over a socket to a process that it has started from the script `jail`. That
+process, in new namespaces if the kernel grants them, forks a child for each program, enforces its limits, and sends
+back its output and status. `filters` restricts the child's system calls, files and capabilities before it runs the
+program. `Sandboxes` lends sandboxes to several threads. Read `sandbox`, `jail`, `filters`.
+"""
 
 from .sandbox import Execution, Limits, Sandbox, Sandboxes
 

@@ -1,6 +1,6 @@
-"""What a process may no longer ask of the kernel: a seccomp filter, Landlock rules, no capabilities. Linux.
+"""Restricts a process's requests to the kernel: a seccomp filter, Landlock rules, no capabilities. Linux only.
 
-None of it needs a privilege, and none of it can be undone. Loaded by `jail.py` alone, from this file.
+None of this needs a privilege, and none can be undone. Only `jail.py` loads this file, by its path.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ ALWAYS = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
     "unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig",
     "fsmount", "fspick", "mount_setattr", "open_by_handle_at",
-    # memory that no process is charged for
+    # these allocate memory that is charged to no process
     "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open",
 )  # fmt: skip
-"""Calls that untrusted code is refused."""
+"""System calls that are always refused."""
 OTHERS = (
     "fork", "vfork", "pidfd_open", "pidfd_send_signal", "setpriority", "ioprio_set", "rt_sigqueueinfo",
     "rt_tgsigqueueinfo", "migrate_pages", "move_pages",
-    "mkdir", "mkdirat",  # ten thousand directories in one another take a minute to remove
+    "mkdir", "mkdirat",  # ten thousand nested directories take a minute to remove
 )  # fmt: skip
-"""Further ones where other processes can be seen."""
+"""Further system calls that are refused without namespaces, where other processes are visible."""
 OF_ITSELF = (
     "kill", "tkill", "tgkill", "prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam",
     "sched_setattr",
 )  # fmt: skip
-"""Calls whose first argument is a process, there allowed for its own alone."""
+"""System calls whose first argument is a process; without namespaces they are allowed on the caller itself only."""
 CLONE_THREAD, CLONE_NEW = 0x10000, 0x7E020000
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -74,19 +74,20 @@ ALLOW, KILL, REFUSE, ABSENT = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ, READ_DIRECTORY, WRITE = 1 << 2, 1 << 3, 1 << 1
 WITH_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""Accesses to files that a version of Landlock knows."""
-OF_FILES = (1 << 0) | WRITE | READ | (1 << 14) | (1 << 15)  # what may be said of a file that is no directory
+"""Bits of all accesses to files that a version of Landlock handles."""
+OF_FILES = (1 << 0) | WRITE | READ | (1 << 14) | (1 << 15)  # accesses that apply to files other than directories
 
 
 def available() -> bool:
-    """Whether there is a filter for this system."""
+    """Return whether there is a filter for this system."""
     return sys.platform == "linux" and platform.machine() in ARCH and sys.byteorder == "little"
 
 
 def check(result: int, what: str) -> int:
-    """
+    """Return ``result`` of a call into libc.
+
     Raises:
-        OSError: ``result`` of a call into libc is negative.
+        OSError: it is negative.
     """
     if result < 0:
         number = ctypes.get_errno()
@@ -95,7 +96,7 @@ def check(result: int, what: str) -> int:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good; needs none to succeed but those it has."""
+    """Give up every capability, permanently; this needs no privilege."""
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, nothing = struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24)
@@ -104,13 +105,13 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(*, alone: bool) -> None:
-    """Refuse what could reach beyond the process.
+    """Refuse system calls that could affect more than the process itself.
 
     Args:
-        alone: other processes can be seen: start none, and leave them in peace.
+        alone: other processes are visible: also refuse to start or affect any.
 
     Raises:
-        OSError: the kernel takes no filter.
+        OSError: the kernel accepts no filter.
     """
     machine = platform.machine()
     numbers = COMMON | NUMBERS[machine]
@@ -134,13 +135,13 @@ def filter_calls(*, alone: bool) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel; 0 where it has none."""
+    """Return the kernel's version of Landlock; 0 if it has none."""
     version: int = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     return max(version, 0)
 
 
 def restrict_files(readable: Sequence[str], own: str) -> None:
-    """Let the process read what is below ``readable``, do as it likes below ``own``, and open nothing else.
+    """Allow the process to read below ``readable``, every access below ``own``, and no other files.
 
     Raises:
         OSError: the kernel has no Landlock.

@@ -1,13 +1,14 @@
-"""The process that runs untrusted Python, a program after the other, each in a child that can do no harm. A script.
+"""A script: the process that runs untrusted Python, one program after the other, each in a contained child.
 
-`Sandbox` starts it and speaks with it over a socket: each message is a length and JSON. Where the kernel lets it, it
-lives in namespaces of its own: it is process 1 of a tree of processes in which it sees nobody else, with no network,
-and a root that holds the interpreter's libraries, read-only, and an empty /tmp in memory, new for every program. There
-it kills all but itself when a program ends. Elsewhere it stays where it is, its children may start no processes, and
-Landlock keeps them to a temporary directory, in which they make no others. In both, system calls are filtered and
-resources limited, and a child has no environment and no file descriptors but its own input and output.
+`Sandbox` starts it and exchanges messages with it over a socket: a length, then JSON. If the kernel permits, the jail
+runs in new namespaces: it is process 1 of its process tree and sees no other processes; there is no network; its root
+has the interpreter's libraries, read-only, and an empty /tmp in memory, new for every program. When a program ends,
+the jail kills all other processes there. Otherwise it runs without namespaces: its children may not start processes,
+and Landlock restricts them to a temporary directory, in which they may not make directories. In both cases system
+calls are filtered and resources limited, and a child has no environment and no file descriptors except its input and
+output.
 
-When the socket ends, however that came about, everything ends.
+When the socket is closed, for whatever reason, the jail and everything in it end.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from typing import Any, NoReturn
 
 LENGTH = struct.Struct("!Q")
 LOOK_S = 0.01
-"""Between looks at the time, the memory and the number of processes."""
+"""Seconds between checks of the time, the memory and the number of processes."""
 MARK_FD = 63
+"""File descriptor on which a child reports how its program ended."""
 INNER = 1000
-"""The user inside the namespaces."""
+"""User id of programs inside the namespaces."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # user mount pid net ipc uts
@@ -71,10 +73,10 @@ def main(fd: int) -> None:
 
 
 def receive(control: socket.socket) -> Any:
-    """The next message.
+    """Return the next message.
 
     Raises:
-        EOFError: there are no more.
+        EOFError: the socket has been closed.
     """
     content = b""
     for wanted in (LENGTH.size, None):
@@ -90,12 +92,12 @@ def receive(control: socket.socket) -> Any:
 
 def send(control: socket.socket, message: Any) -> None:
     content = json.dumps(message).encode()
-    with contextlib.suppress(OSError):  # nobody listens any more: the next message is the end
+    with contextlib.suppress(OSError):  # the socket has been closed: the next `receive` raises
         control.sendall(LENGTH.pack(len(content)) + content)
 
 
 class Namespaces:
-    """Process 1 of its own process tree, in its own root.
+    """Containment by namespaces: the jail becomes process 1 of a new process tree, in a new root.
 
     Raises:
         OSError: the kernel refuses one of the namespaces or mounts.
@@ -111,7 +113,7 @@ class Namespaces:
             os.setgroups([])
         filters.check(libc.unshare(NAMESPACES), "unshare")
         send(control, {"map": os.getpid()})
-        self.mapped = receive(control)["mapped"]  # whether there is a user beside the first
+        self.mapped = receive(control)["mapped"]  # whether a second user is mapped
         if child := os.fork():
             control.close()
             os.waitpid(child, 0)
@@ -142,7 +144,7 @@ class Namespaces:
             os.makedirs(f"{root}/{name}")
         self._mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         self.proc = os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        filters.check(libc.umount2(f"{root}/proc".encode(), MNT_DETACH), "umount")  # it is ours alone
+        filters.check(libc.umount2(f"{root}/proc".encode(), MNT_DETACH), "umount")  # programs must not see it
         self._read_only(root, 0)
         os.chdir(root)
         filters.check(libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -161,7 +163,7 @@ class Namespaces:
         filters.check(found, f"mount_setattr {place}")
 
     def enter(self) -> None:
-        """In a child, before it runs a program: become nobody."""
+        """Give up all privileges; called in a child before it runs a program."""
         if self.mapped:
             os.setresgid(INNER, INNER, INNER)
             os.setresuid(INNER, INNER, INNER)
@@ -173,7 +175,7 @@ class Namespaces:
             os.kill(-1, signal.SIGKILL)
 
     def clear(self) -> None:
-        """Take the files of a program away."""
+        """Delete the files of a program."""
         filters.check(libc.umount2(b"/tmp", MNT_DETACH), "umount")
         self._mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, self.files)
 
@@ -185,10 +187,10 @@ class Namespaces:
 
 
 class Filters:
-    """A child that may start no process, in a temporary directory.
+    """Containment without namespaces: a child may not start processes and has one temporary directory.
 
     Raises:
-        OSError: the kernel takes no filter.
+        OSError: the kernel accepts no filter of system calls.
     """
 
     alone = True
@@ -229,7 +231,7 @@ class Filters:
 
 
 def libraries() -> list[str]:
-    """What the interpreter reads while it runs: its modules, and shared libraries."""
+    """Return the directories that the interpreter reads while it runs: modules and shared libraries."""
     found = [path for path in sys.path if os.path.isdir(path)]
     found += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")]
     kept: list[str] = []
@@ -240,7 +242,7 @@ def libraries() -> list[str]:
 
 
 class Run:
-    """One program, from its beginning until nothing of it is left."""
+    """One program, from its start until all its processes and files are gone."""
 
     def __init__(self, jail: Namespaces | Filters, control: socket.socket, request: dict[str, Any]) -> None:
         self.jail, self.control, self.request, self.limits = jail, control, request, request["limits"]
@@ -284,7 +286,7 @@ class Run:
         return "exited" if os.WEXITSTATUS(ended) == 0 else "error"
 
     def _become(self, streams: list[int], mark: int) -> None:
-        """In the child: nothing but its streams, its limits, and what it may still ask."""
+        """Keep only the streams, set the limits, and enter the containment; called in the child."""
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         high = [os.dup(fd) for fd in [*streams, mark] if fd >= 0]
@@ -303,13 +305,13 @@ class Run:
             resource.RLIMIT_CPU: cpu + 1,
             resource.RLIMIT_FSIZE: limits["files_mb"] * megabyte,
             resource.RLIMIT_NOFILE: MARK_FD + 1,
-            resource.RLIMIT_NPROC: limits["processes"] + 2,  # where this process is of the same user
+            resource.RLIMIT_NPROC: limits["processes"] + 2,  # the jail may be of the same user
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
         }
         if self.jail.alone:
-            del hard[resource.RLIMIT_NPROC]  # it counts all the user's processes, and there will be no others
+            del hard[resource.RLIMIT_NPROC]  # it counts all of the user's processes; the filter forbids new ones
         os.environ.clear()
         self.jail.enter()
         for which, most in hard.items():
@@ -318,7 +320,7 @@ class Run:
             resource.setrlimit(which, (min(cpu, most) if which == resource.RLIMIT_CPU else most, most))
 
     def _watch(self, child: int, pipes: dict[int, str], deadline: float) -> int:
-        """Read what it writes and hold it to its limits; how it ended, and then nothing of it is left."""
+        """Read the child's output and enforce its limits. Returns its wait status, when all its processes are gone."""
         poll = select.poll()
         poll.register(self.control, select.POLLIN)
         for fd in pipes:
@@ -327,7 +329,7 @@ class Run:
         ended: int | None = None
         while True:
             ready = [fd for fd, _ in poll.poll(0 if ended is not None else 1000 * LOOK_S)]
-            if self.control.fileno() in ready:  # nothing is said while a program runs: it is the end
+            if self.control.fileno() in ready:  # no message is sent while a program runs: the socket was closed
                 self.jail.kill_all(child)
                 self.jail.end()
             busy = [fd for fd in ready if self._read(fd, pipes[fd], poll)]
@@ -341,7 +343,7 @@ class Run:
             ended = self._reap(child)
 
     def _read(self, fd: int, name: str, poll: Any) -> bool:
-        """Take what there is to read; whether there was any."""
+        """Read what is available, up to the limit of output. Returns whether there may be more to keep."""
         try:
             content = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -356,7 +358,7 @@ class Run:
         return len(content) <= room
 
     def _beyond(self, child: int, deadline: float) -> str | None:
-        """Which limit it has passed."""
+        """Return the limit that the program has exceeded, if any."""
         if time.monotonic() >= deadline:
             return "timeout"
         found = self.jail.processes(child)
@@ -371,12 +373,12 @@ class Run:
         return "memory" if resident > self.limits["memory_mb"] << 20 else None
 
     def _reap(self, child: int) -> int | None:
-        """Bury the dead; when the program has ended, all it has started."""
+        """Reap ended processes. Returns the program's wait status once it has ended, after killing all it started."""
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid == 0:
             if not self.jail.alone:
                 with contextlib.suppress(ChildProcessError):
-                    # orphans are ours too, and keep their place in the count until they are buried
+                    # orphans become children of the jail, and count as processes until they are reaped
                     while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                         if found.si_pid == child:
                             break
@@ -392,15 +394,15 @@ class Run:
 
 
 def _execute(code: str, then: str, token: bytes) -> None:
-    """Run a program, and what is to follow it, and say how that ended; does not return."""
+    """Run a program and then ``then``, and report the outcome on `MARK_FD`; does not return."""
     text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, "r", **text), os.fdopen(1, "w", **text), os.fdopen(2, "w", **text)
     sys.argv = ["program"]
     vars(builtins).update(
         exit=sys.exit, quit=sys.exit
-    )  # the interpreter's come with `site`, which looks for the user's files
+    )  # the interpreter gets these from `site`, which is not imported because it reads the user's files
     scope = {"__name__": "solution" if then else "__main__", "__builtins__": __builtins__}
-    exited, write = os._exit, os.write  # the program may change what the module names
+    exited, write = os._exit, os.write  # the program may replace these in the module `os`
     try:
         try:
             program = compile(code, "<program>", "exec", dont_inherit=True)

@@ -1,11 +1,11 @@
-"""Sandbox: untrusted Python, run where it can do no harm, with an answer in bounded time. Linux.
+"""Sandbox: runs untrusted Python contained and with an answer in bounded time. Linux only.
 
-Each program has a process of its own with limits of processor and wall time, memory, processes, output and files; no
-network, no environment, no file descriptors but its own, no files but the standard library (read-only) and an empty
-directory that is gone afterwards. What keeps it there is in `jail.py`, and which of it the kernel grants is said by
-`Sandbox.containment`.
+Each program runs in a new process with limits on processor and wall time, memory, processes, output and files. It has
+no network, no environment, no file descriptors except its own, and no files except the standard library (read-only)
+and an empty directory that is deleted afterwards. `jail.py` implements this; `Sandbox.containment` describes which of
+it the kernel grants.
 
-Imports nothing of rolltree: the verifiers' processes (`engine/rewards/worker.py`) load it by itself.
+Imports nothing of rolltree: the verifiers' processes (`engine/rewards/worker.py`) load this file alone.
 """
 
 from __future__ import annotations
@@ -31,24 +31,28 @@ from typing import Any
 JAIL = Path(__file__).with_name("jail.py")
 LENGTH = struct.Struct("!Q")
 START_S, GRACE_S = 60.0, 30.0
-"""Time for the jail to start, and to answer beyond a program's own."""
+"""Seconds that the jail may take to start, and to answer after a program's own time limit."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """The limits of one program.
+
+    Raises:
+        ValueError: a limit is not a number above 0.
+    """
 
     wall_s: float = 5.0
     cpu_s: float = 5.0
-    """Of each of its processes, in whole seconds, rounded up."""
+    """Processor time of each process, rounded up to whole seconds."""
     memory_mb: int = 512
-    """Address space of each process, and resident memory of all."""
+    """Limit on the address space of each process, and on the resident memory of all together."""
     processes: int = 16
-    """Threads count. Where the kernel refuses namespaces there is one process."""
+    """Number of processes and threads; if the kernel refuses namespaces, only one process is possible."""
     output_kb: int = 64
-    """Each of standard output and error."""
+    """Limit on standard output and on standard error, each."""
     files_mb: int = 64
-    """Largest file; with namespaces, all files."""
+    """Size of the largest file; with namespaces, of all files together."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -58,11 +62,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a program ended."""
+    """The outcome of a program."""
 
     status: str
-    """``ok``; ``exited`` before its end, without an error; ``error``; ``syntax`` (it is no Python); ``killed`` by a
-    signal; ``died``: the sandbox itself was lost; or the limit it passed: ``timeout``, ``memory``, ``processes``,
+    """``ok``; ``exited`` before its end without an error; ``error``; ``syntax`` (invalid Python); ``killed`` by a
+    signal; ``died``: the sandbox itself ended; or the limit that was exceeded: ``timeout``, ``memory``, ``processes``,
     ``output``."""
     stdout: str = ""
     stderr: str = ""
@@ -70,15 +74,15 @@ class Execution:
 
 
 class Sandbox:
-    """Runs programs one after the other; a context manager. One thread at a time.
+    """Runs programs one after the other; a context manager. Only one thread may use it at a time.
 
     Args:
-        limits: of a program, where `run` is given no others.
-        namespaces: whether programs are to have namespaces of their own; None: if the kernel grants them.
+        limits: default limits of a program.
+        namespaces: require (True) or forego (False) namespaces for programs; None: use them if the kernel grants them.
 
     Attributes:
-        containment: in words, what keeps programs in; it stays the same as long as the sandbox is used.
-        namespaces: whether they have them.
+        containment: description of how programs are contained; it does not change while the sandbox is used.
+        namespaces: True if programs run in namespaces.
 
     Raises:
         OSError: this system cannot contain a program.
@@ -87,15 +91,19 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, namespaces: bool | None = None) -> None:
         self.limits, self.namespaces = limits or Limits(), namespaces
         self.containment = ""
-        self._why_not = "namespaces were not asked for"
+        self._why_not = "namespaces were not requested"
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
     def run(self, code: str, *, then: str = "", stdin: str = "", limits: Limits | None = None) -> Execution:
-        """Run a program.
+        """Run a program and return its outcome; a program's failure is a status, never an exception.
 
         Args:
-            then: code to run behind it, in its scope; the program's own ``__name__`` is then not ``__main__``.
+            code: the program.
+            then: code to run after it, in its scope, such as tests; the program's ``__name__`` is then ``solution``,
+                else ``__main__``.
+            stdin: text of its standard input.
+            limits: limits of this program; default: the sandbox's.
         """
         limits = limits or self.limits
         if self._process is None:
@@ -110,10 +118,10 @@ class Sandbox:
         return Execution(**found)
 
     def close(self) -> None:
-        """End it and all it has started. It starts again when it is asked again."""
+        """End the jail and everything it has started; the next `run` starts a new one."""
         if self._process is None:
             return
-        self._control.close()  # it kills what runs, takes its files away, and ends
+        self._control.close()  # the jail then kills the running program, deletes its files, and ends
         try:
             self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -144,7 +152,7 @@ class Sandbox:
             except OSError as error:
                 if self.namespaces:
                     raise
-                self.namespaces, self._why_not = False, f"namespaces are not to be had: {error}"
+                self.namespaces, self._why_not = False, f"namespaces are not available: {error}"
         self._launch(namespaces=False)
         self.containment += f" ({self._why_not})"
 
@@ -160,7 +168,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the run's to handle
+                start_new_session=True,  # Ctrl-C goes to the run only
             )
         try:
             self._send({"namespaces": namespaces, "root": self._root, "files_mb": self.limits.files_mb})
@@ -175,7 +183,7 @@ class Sandbox:
             raise OSError(f"{error or 'it ended'}") from error
         self.containment = answer["ready"]
         if namespaces:
-            os.rmdir(self._root)  # its mount is the root of the jail by now
+            os.rmdir(self._root)  # the jail has mounted its own root by now
 
     def _send(self, message: Any) -> None:
         content = json.dumps(message).encode()
@@ -199,10 +207,11 @@ class Sandbox:
 
 
 class Sandboxes:
-    """Sandboxes for several threads, made when they are needed and used again.
+    """A pool of sandboxes for several threads; each is made when first needed and then reused.
 
     Args:
-        most: programs that run at the same time; further callers wait.
+        limits: default limits of a program.
+        most: largest number of programs that run at the same time; further callers wait.
     """
 
     def __init__(self, limits: Limits | None = None, most: int | None = None) -> None:
@@ -210,18 +219,18 @@ class Sandboxes:
         self._places = threading.Semaphore(most or max(4, os.cpu_count() or 1))
         self._lock = threading.Lock()
         self._idle: list[Sandbox] = []
-        self._namespaces: bool | None = None  # as the first one has them
+        self._namespaces: bool | None = None  # whether the first sandbox got namespaces
 
     @contextmanager
     def lent(self) -> Iterator[Sandbox]:
-        """One of them, for the caller alone.
+        """Lend a sandbox to the caller.
 
         Raises:
             OSError: this system cannot contain a program.
         """
         with self._places:
             with self._lock:
-                if not self._idle:  # one after the other, so that all of them contain alike
+                if not self._idle:  # made one at a time, so that all have the same containment as the first
                     self._idle.append(Sandbox(self.limits, namespaces=self._namespaces))
                 sandbox = self._idle.pop()
                 self._namespaces = sandbox.namespaces
@@ -233,7 +242,7 @@ class Sandboxes:
 
 
 def _map_users(pid: int) -> bool:
-    """Give a process in a user namespace its users; whether there is another one beside the first.
+    """Map the users of a process in a user namespace. Returns True if a second user is mapped.
 
     Raises:
         OSError: the kernel does not allow it.

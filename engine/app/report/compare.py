@@ -1,4 +1,4 @@
-"""Several runs on one page: curves laid over each other, final values and times side by side, settings that differ."""
+"""One page on several runs: curves in common plots, tables of final values and times, settings that differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABSENT = "–"
 
 
 class Named(NamedTuple):
-    """A run and what it is called on the page."""
+    """A run with its name and colour on the page."""
 
     name: str
     run: RunData
@@ -29,7 +29,7 @@ class Named(NamedTuple):
 
 
 def write_comparison(run_dirs: Sequence[Path], target: Path) -> Path:
-    """Write one page on the runs in ``run_dirs`` to ``target`` and return it.
+    """Write one page on the runs in ``run_dirs`` to ``target`` and return ``target``.
 
     Raises:
         UserError: a directory is not that of a run.
@@ -61,7 +61,7 @@ def write_comparison(run_dirs: Sequence[Path], target: Path) -> Path:
 
 
 def _named(runs: Sequence[RunData]) -> list[Named]:
-    """By their own names, or by their paths where two share one."""
+    """Name each run: its own name, or its path if another run has the same name."""
     names = [str(run.config.get("name") or run.run_dir.resolve().name) for run in runs]
     often = Counter(names)
     names = [name if often[name] == 1 else str(run.run_dir) for name, run in zip(names, runs, strict=True)]
@@ -72,7 +72,7 @@ def _named(runs: Sequence[RunData]) -> list[Named]:
 
 
 def _curves() -> list[figures.Curve]:
-    """Those of a run's own page, by their first line, behind the accuracy on held-out problems."""
+    """Return the curves of the page: held-out accuracy first, then those of a single run's report."""
     accuracy = figures.Curve(
         "Held-out accuracy", "Greedy answers to problems that are never trained on.",
         (("eval/accuracy", "accuracy", ""),), percent=True,
@@ -85,7 +85,7 @@ def _steps(run: RunData) -> dict[int, float]:
 
 
 def _sums(run: RunData, key: str) -> dict[int, float]:
-    """``key`` added up to each step; nothing where it was never recorded."""
+    """Return the cumulative sum of metric ``key`` at each step; empty if it was never recorded."""
     if not run.series(key)[1]:
         return {}
     added = itertools.accumulate(v if math.isfinite(v := row.get(key, 0.0)) else 0.0 for row in run.rows)
@@ -97,11 +97,11 @@ AXES: dict[str, Callable[[RunData], dict[int, float]]] = {
     "seconds": lambda run: _sums(run, "timing_s/step"),
     "sampled tokens": lambda run: _sums(run, "rollout/sampled_tokens"),
 }
-"""What curves may be drawn over: its value at each step."""
+"""The horizontal axes to choose from: functions from a run to the axis's value at each step."""
 
 
 def _xs(curve: figures.Curve, runs: Sequence[Named], at: Callable[[RunData], dict[int, float]]) -> list[list[Any]]:
-    """Of each run's line the places of its points, None where they are not known."""
+    """Return the x values of each run's line; None for points whose value is unknown."""
     key = curve.lines[0][0]
     lines = [(run.run.series(key)[0], at(run.run)) for run in runs]
     return [[None if (x := known.get(step)) is None else round(x, 3) for step in steps] for steps, known in lines]
@@ -132,7 +132,7 @@ def _last(run: RunData, key: str) -> float | None:
 
 
 def _end(run: RunData, key: str) -> float | None:
-    """Mean over the last tenth of what was recorded."""
+    """Return the mean over the last tenth of the recorded values; None if there are none."""
     values = run.series(key)[1]
     tail = values[-max(1, len(values) // 10) :]
     return math.fsum(tail) / len(tail) if tail else None
@@ -156,7 +156,7 @@ VALUES: tuple[tuple[str, Callable[[RunData], float | None], Callable[[float], st
     ("tokens on all paths", lambda run: figures.logical_tokens(run) or None, figures.short),
     ("MFU, last tenth", lambda run: _end(run, "perf/mfu/actor"), _percent),
 )
-"""A row each: its name, its value of a run, how that is written."""
+"""Rows of the table of final values: name, function from a run to the value, and its format."""
 
 
 def _median(run: RunData, key: str) -> float | None:
@@ -165,7 +165,7 @@ def _median(run: RunData, key: str) -> float | None:
 
 
 def _table(runs: Sequence[Named], rows: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[str]]]:
-    """The rows of which a run has a value."""
+    """Return the rows for which at least one run has a value."""
     found = [(name, [of(run.run) for run in runs], text) for name, of, text in rows]
     return [
         (n, [ABSENT if v is None else text(v) for v in vs]) for n, vs, text in found if any(v is not None for v in vs)
@@ -173,7 +173,7 @@ def _table(runs: Sequence[Named], rows: Sequence[tuple[str, Any, Any]]) -> list[
 
 
 def _times(runs: Sequence[Named]) -> list[tuple[str, list[str]]]:
-    """Mean seconds of a step by part, and the whole."""
+    """Return the mean seconds of each part of a step, and of the whole step."""
 
     def row(name: str, key: str) -> tuple[str, Any, Any]:
         return name, lambda run: run.total(key) / figures.training_steps(run) or None, lambda v: f"{v:.3f}"
@@ -183,7 +183,7 @@ def _times(runs: Sequence[Named]) -> list[tuple[str, list[str]]]:
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Dotted keys of the configurations whose values are not the same in all, and their values; names are left out."""
+    """Return the dotted keys whose values differ between the configurations, with their values; names are left out."""
     flat = [dict(_flat("", config)) for config in configs]
     keys = sorted({key for values in flat for key in values} - {"name", "output_dir"})
     rows = [(key, [json.dumps(v[key], ensure_ascii=False) if key in v else ABSENT for v in flat]) for key in keys]

@@ -1,4 +1,4 @@
-"""The report's numbers and plots, from a run's metrics; the Plotly figures read on light and on dark pages."""
+"""The report's numbers and plots, from a run's metrics; the Plotly figures suit light and dark pages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ACCOUNT: tuple[tuple[str, str, str], ...] = (
     ("checkpoint", "checkpoints", "#ec4899"),
     ("other", "everything else", "#9ca3af"),
 )
-"""The parts of ``timing_s/step``, in the order they are stacked."""
+"""The parts of ``timing_s/step`` in stacking order: metric, label, colour."""
 
 
 class Curve(NamedTuple):
-    """One small plot: its lines as ``(metric key, name, colour)``, drawn where recorded."""
+    """One small plot; each line is ``(metric key, name, colour)`` and is drawn if it was recorded."""
 
     title: str
     caption: str
@@ -44,15 +44,15 @@ CURVES: tuple[Curve, ...] = (
     Curve("Reward", "Mean over all responses of a step.", (("reward/mean", "reward", BLUE),)),
     Curve("Entropy", "Mean over sampled tokens, in nats; a fall to zero means exploration has ended.",
           (("actor/entropy", "entropy", BLUE),)),
-    Curve("Clipped tokens", "Share of tokens whose ratio left the trust region.",
+    Curve("Clipped tokens", "Share of tokens whose ratio is outside the clip range.",
           (("actor/pg_clipfrac", "clipped", BLUE),), percent=True),
     Curve("Gradient norm", "Before clipping.", (("actor/grad_norm", "norm", BLUE),)),
     Curve("Response length", "Mean tokens of a response.", (("response_length/mean", "tokens", BLUE),)),
     Curve("Cut responses", "Share of responses that reached the length limit.",
           (("response_length/clip_ratio", "cut", ORANGE),), percent=True),
-    Curve("Token ratio", "Tokens of all root-to-leaf paths over unique tokens: what the tree saves.",
+    Curve("Token ratio", "Tokens of all root-to-leaf paths divided by unique tokens: the saving of the tree.",
           (("tree/token_ratio", "logical / unique", GREEN),)),
-    Curve("Throughput", "Tokens a second: of all paths, and those really computed.",
+    Curve("Throughput", "Tokens a second: on all paths, and unique ones, which alone are computed.",
           (("perf/throughput", "logical", BLUE), ("perf/unique_tokens_per_s", "unique", GREEN))),
     Curve("Sampler against trainer", "Mean difference of the probabilities both give to sampled tokens; zero is right.",
           (("training/rollout_probs_diff_mean", "difference", ORANGE),)),
@@ -62,7 +62,7 @@ CURVES: tuple[Curve, ...] = (
 
 
 def headline(run: RunData) -> list[dict[str, str]]:
-    """The cards at the top: ``{label, value, note}``; one that was not recorded is left out."""
+    """Return the cards at the top, ``{label, value, note}`` each, without those that were not recorded."""
     cards = []
     steps, accuracy = run.series("eval/accuracy")
     problems = run.config.get("evaluation", {}).get("problems")
@@ -86,20 +86,20 @@ def headline(run: RunData) -> list[dict[str, str]]:
 
 
 def logical_tokens(run: RunData) -> float:
-    """Logical tokens of the whole run: throughput times time, step by step."""
+    """Return the logical tokens of the whole run: the sum of throughput times time over the steps."""
     rows = [r for r in run.rows if "perf/throughput" in r and "timing_s/step" in r]
     return math.fsum(r["perf/throughput"] * r["timing_s/step"] for r in rows)
 
 
 def training_steps(run: RunData) -> int:
-    """Steps whose time was recorded; row 0, the evaluation before the first, is none, though its time counts."""
+    """Return the number of steps whose time was recorded, at least 1; row 0, the first evaluation, is not a step."""
     return max(1, sum(step > 0 for step in run.series("timing_s/step")[0]))
 
 
 def account(run: RunData) -> list[dict[str, str]]:
-    """The table of step time: ``{name, colour, total, share, mean}`` by part; the last row is the measured sum.
+    """Return the table of step time, ``{name, colour, total, share, mean}`` for each part; the last row is the step.
 
-    What the parts leave open of ``timing_s/step`` has its own row, so that the column always adds up.
+    The rest of ``timing_s/step`` that no part covers has its own row, so that the column always adds up.
     """
     total = run.total("timing_s/step")
     if not total:
@@ -123,7 +123,7 @@ def account(run: RunData) -> list[dict[str, str]]:
 
 
 def accuracy_figure(run: RunData) -> go.Figure | None:
-    """Held-out accuracy with its 95 % interval (normal approximation, ``evaluation.problems`` draws)."""
+    """Plot held-out accuracy with its 95 % interval (normal approximation, ``evaluation.problems`` draws)."""
     steps, accuracy = run.series("eval/accuracy")
     if not accuracy:
         return None
@@ -143,7 +143,7 @@ def accuracy_figure(run: RunData) -> go.Figure | None:
 
 
 def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
-    """The curve's lines (faint where a running mean is drawn over them); None where nothing was recorded."""
+    """Plot the curve's lines, faint under a running mean if there is one; None if nothing was recorded."""
     figure = go.Figure()
     drawn = [(name, colour, *run.series(key)) for key, name, colour in curve.lines]
     drawn = [line for line in drawn if line[3]]
@@ -166,7 +166,7 @@ def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
 
 
 def account_figure(run: RunData) -> go.Figure | None:
-    """Seconds of each part, stacked, step by step."""
+    """Plot the seconds of each part, stacked, step by step; None if no time was recorded."""
     rows = [r for r in run.rows if "timing_s/step" in r]
     if not rows:
         return None
@@ -185,7 +185,7 @@ def account_figure(run: RunData) -> go.Figure | None:
 
 
 def running_mean(values: Sequence[float]) -> list[float] | None:
-    """Centred mean over about a twentieth of the run; None for a run too short to need it."""
+    """Return the centred mean over about a twentieth of the run; None for a run too short to need it."""
     reach = len(values) // 40
     if reach < 1:
         return None
@@ -197,7 +197,7 @@ def running_mean(values: Sequence[float]) -> list[float] | None:
 
 
 def duration(seconds: float) -> str:
-    """3725 -> '1 h 02 min'; 75 -> '1 min 15 s'; 7.5 -> '7.5 s'."""
+    """Format seconds: 3725 -> '1 h 02 min'; 75 -> '1 min 15 s'; 7.5 -> '7.5 s'."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -207,7 +207,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float) -> str:
-    """2_500_000 -> '2.5M'."""
+    """Shorten a number: 2_500_000 -> '2.5M'."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.1f}{unit}"
@@ -219,7 +219,7 @@ def _card(label: str, value: str, note: str) -> dict[str, str]:
 
 
 def styled(figure: go.Figure, *, percent: bool, height: int) -> go.Figure:
-    """`figure` as it reads on light and on dark pages."""
+    """Style ``figure`` for light and dark pages and return it."""
     axis: dict[str, Any] = {"gridcolor": "rgba(128,128,128,0.18)", "zerolinecolor": "rgba(128,128,128,0.35)"}
     figure.update_layout(
         height=height,

@@ -1,4 +1,4 @@
-"""Puts the page together and writes it in one move."""
+"""Makes the page on one run and writes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .writing import html, plotly_js, script_json, template, write_page
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write ``<run_dir>/report.html`` and return its path. What the run did not record is named on the page.
+    """Write ``<run_dir>/report.html`` and return its path. The page lists everything that the run did not record.
 
     Raises:
         UserError: ``run_dir`` is not the directory of a run.
@@ -60,7 +60,7 @@ def _render(run: RunData) -> str:
 
 
 def _subtitle(run: RunData) -> str:
-    """'grpo on chain_sum, treepo rollouts of 8, model models/small', as far as known."""
+    """Return 'grpo on chain_sum, treepo rollouts of 8, model models/small', without the parts that are unknown."""
     config = run.config
     tasks = ", ".join(str(task.get("name")) for task in config.get("data", {}).get("tasks", ()))
     source = tasks or config.get("data", {}).get("path")
@@ -72,7 +72,7 @@ def _subtitle(run: RunData) -> str:
 
 
 def _tokenizers(run: RunData) -> list[Path]:
-    """Where the tokenizer of this run may be, best first."""
+    """Return the paths at which the run's tokenizer may be, in the order to try them."""
     places = [run.run_dir / "export", *sorted((run.run_dir / "checkpoints").glob("step_*"), reverse=True)]
     if path := run.config.get("model", {}).get("path"):
         places.append(Path(path))

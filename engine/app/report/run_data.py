@@ -1,4 +1,4 @@
-"""Reads a run directory for the report: whatever is there, and a sentence for whatever is not."""
+"""Reads a run directory for the report; for every missing file it adds a sentence to `RunData.missing`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ...errors import UserError
 
 @dataclass
 class RunData:
-    """What was found in a run directory."""
+    """The contents of a run directory."""
 
     run_dir: Path
     config: dict[str, Any]
-    """Tables of config.toml; empty where it is missing."""
+    """Tables of config.toml; empty if it is missing."""
     config_text: str
     rows: list[dict[str, float]]
-    """One a step, ascending, numbers only."""
+    """Metrics of each step, ascending, numbers only."""
     rollout_files: list[Path]
     missing: list[str] = field(default_factory=list)
-    """One sentence for each thing the report cannot show."""
+    """One sentence for each thing that the report cannot show."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values where ``key`` was recorded and finite."""
+        """Return the steps at which ``key`` was recorded and finite, and its values there."""
         found = [(int(r["step"]), r[key]) for r in self.rows if key in r and math.isfinite(r[key])]
         return [s for s, _ in found], [v for _, v in found]
 
@@ -36,9 +36,10 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """
+    """Read a run directory.
+
     Raises:
-        UserError: ``run_dir`` is no directory, or holds nothing a run writes.
+        UserError: ``run_dir`` is not a directory, or has no file that a run writes.
     """
     if not run_dir.is_dir():
         raise UserError(f"There is no run directory '{run_dir}'; give the directory of a run, such as runs/NAME.")
@@ -68,7 +69,7 @@ def _read_config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _read_metrics(path: Path, missing: list[str]) -> list[dict[str, float]]:
-    """The rows by step; a step written twice (a resumed run) counts once, as it was written last."""
+    """Return the rows by step; of a step written twice (by a resumed run) the last row counts."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Rollout trees for the explorer: rows of ``rollouts/*.parquet`` (one a leaf path) back into segments.
+"""Rebuilds rollout trees for the explorer from the rows of ``rollouts/*.parquet``, one row for each leaf path.
 
 A row's ``node_ids`` name the tree node of each response token, so leaves share a segment exactly as far as their node
 ids agree; the tree is the trie of those lists, with runs of tokens between branchings as its segments.
@@ -21,22 +21,27 @@ from ...data.store import IDENTITY
 MAX_STEPS = 25
 TREES_PER_STEP = 4
 MAX_TOKENS = 80_000
-"""Bounds on what is embedded, so that the page stays light; what is left out is counted and said."""
+"""Limits on the embedded trees, which keep the page small; the page gives the number of trees left out."""
 
 FIRST = ("advantage", "behaviour_logprob", "entropy")
-"""Columns that the explorer offers first; the others follow as the file has them."""
+"""Columns that the explorer lists first; the others follow in alphabetical order."""
 
 Row = dict[str, Any]
 TokenTexts = Callable[[Sequence[int]], list[str]]
-"""Texts of the tokens of one response."""
+"""Function from the token ids of one response to the text of each token."""
 
 
 def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing: list[str]) -> dict[str, Any]:
-    """What the page embeds: ``{"trees": [...], "columns": {name: meaning}, "note": sentence}``.
+    """Return the data that the page embeds: ``{"trees": [...], "columns": {name: meaning}, "note": sentence}``.
 
-    A tree is ``{step, prompt, task, id, reward, nodes}``; a node ``{parent, tokens, text, mask, values, leaves}``:
-    ``leaves`` are the responses that end there, and ``values`` has for every column of numbers in the file an entry a
-    token, or one number: the mean over the responses below.
+    A tree is ``{step, id, task, reward, leaves, nodes}``; a node ``{parent, tokens, text, mask, values, leaves}``:
+    ``leaves`` are the responses that end there, and ``values`` has for each column of numbers in the file one entry per
+    token, or a single number; both are means over the responses below the node.
+
+    Args:
+        files: ``rollouts/*.parquet``.
+        token_texts: decodes tokens; None: token ids are shown.
+        missing: receives a sentence for everything that cannot be shown.
     """
     trees: list[dict[str, Any]] = []
     tokens = total = 0
@@ -72,7 +77,7 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
 
 
 def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str, Any]:
-    """One prompt's leaves as a tree of segments, depth-first, parents before children; node 0 is the prompt."""
+    """Build the tree of one prompt's leaves: segments depth-first, parents before children; node 0 is the prompt."""
     first = rows[0]
     rewards = [r["reward"] for r in rows if _finite(r.get("reward")) is not None]
     nodes: list[dict[str, Any]] = [
@@ -103,12 +108,13 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
 
 
 def _is_value(name: str) -> bool:
-    """Whether a column of the file is the trees' own, and not what the page shows anyway."""
+    """Return whether a column of the file has values to show, other than those that the page always shows."""
     return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask")
 
 
 def _below(columns: Sequence[Any], begin: int, end: int) -> list[float | None] | float | None:
-    """Means over the responses below a node: one a token of lists, one number of numbers; None where none is known."""
+    """Return means over the responses below a node: one per token of list columns, one number of number columns; None
+    if no value is known."""
     if not any(isinstance(values, list) for values in columns):
         return _mean([values for values in columns if isinstance(values, int | float)])
     cut = [values[begin:end] for values in columns if isinstance(values, list)]
@@ -122,9 +128,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _segments(keys: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, list[int], int]]:
-    """``(begin, end, leaves below, parent)`` of each segment, depth-first and numbered from 1 as they come.
+    """Yield ``(begin, end, leaves below, parent)`` of each segment, depth-first and numbered from 1 in this order.
 
-    A run ends where its leaves part or where one of them ends. Leaves that are empty yield one empty segment.
+    A segment ends where its leaves diverge or one of them ends. Empty leaves yield one empty segment.
     """
     count = 0
     stack: list[tuple[int, list[int], int]] = []
@@ -178,7 +184,7 @@ def _finite(value: Any, digits: int | None = None) -> float | None:
 
 
 def _groups(file: Path) -> list[list[Row]]:
-    """The rows of each prompt, leaves in order; prompts as they come in the file."""
+    """Return the rows of each prompt, leaves in order; the prompts have the order of the file."""
     parquet = pq.ParquetFile(file)
     kinds = dict(zip(parquet.schema_arrow.names, parquet.schema_arrow.types, strict=True))
     numbers = [name for name, kind in kinds.items() if _is_value(name) and _is_number(kind)]
@@ -201,14 +207,14 @@ def _count_groups(file: Path) -> int:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of ``range(count)``, evenly spread, first and last included."""
+    """Choose at most ``most`` numbers of ``range(count)``, evenly spread, with the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def tokenizer_texts(candidates: Sequence[Path], missing: list[str]) -> TokenTexts | None:
-    """Token texts by the first tokenizer.json among ``candidates``; without one the explorer shows token ids."""
+    """Load the first tokenizer.json among ``candidates``; None if there is none that can be read."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
@@ -228,7 +234,7 @@ def tokenizer_texts(candidates: Sequence[Path], missing: list[str]) -> TokenText
         for token in ids:
             try:
                 out.append(stream.step(tokenizer, token) or "")  # None: the middle of a character
-            except Exception:  # an id the tokenizer does not know (padded vocabularies): bare Exception as well
+            except Exception:  # an id that the tokenizer lacks (padded vocabularies): bare Exception as well
                 out.append(f"⟨{token}⟩")
         return out
 

@@ -1,4 +1,4 @@
-"""How a page gets its templates, its plots and its data, and how it is written in one move."""
+"""Templates, embedded plots and data of a page, and its atomic writing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATES = Path(__file__).parent
 
 
 def template(name: str) -> Template:
-    """A template of this folder; what it is not given is an error."""
+    """Load a template of this folder; an undefined variable in it is an error."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -30,7 +30,7 @@ def template(name: str) -> Template:
 
 
 def html(figure: go.Figure | None) -> Markup:
-    """The figure's element; it needs `plotly_js` before it on the page."""
+    """Return the HTML element of a figure; the page needs `plotly_js` before it."""
     if figure is None:
         return Markup("")
     options = {"displayModeBar": False, "responsive": True}
@@ -42,7 +42,7 @@ def plotly_js() -> Markup:
 
 
 def script_json(value: Any) -> Markup:
-    """JSON that may stand inside a script element, whatever text the model wrote."""
+    """Encode as JSON that is safe inside a script element, whatever text the model wrote."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return Markup(
         text.replace("&", "\\u0026")
@@ -54,9 +54,10 @@ def script_json(value: Any) -> Markup:
 
 
 def write_page(target: Path, page: str) -> None:
-    """
+    """Write ``page`` to ``target``, completely or not at all.
+
     Raises:
-        RunError: it cannot be written; nothing is left behind.
+        RunError: it cannot be written; no partial file remains.
     """
     partial = target.with_name(f".{target.name}.partial")
     try:

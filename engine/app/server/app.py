@@ -1,7 +1,7 @@
 """The endpoints: ``/v1/models``, ``/v1/models/NAME``, ``/v1/completions``, ``/v1/chat/completions``, ``/health``.
 
-Requests of all clients share the engine's batch and its cached prefixes, so the turns of a conversation are computed
-once. A client that hangs up aborts its request. Every error has OpenAI's form.
+Requests of all clients share the engine's batch and its cached prefixes, so each turn of a conversation is computed
+once. If a client disconnects, its request is aborted. Every error has OpenAI's format.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .schema import ChatBody, CompletionBody, Sampling
 Body = TypeVar("Body", bound=Sampling)
 T = TypeVar("T")
 MOST_BYTES = 16 << 20
-"""Of a body: its text is parsed and tokenised before anything is known of its length in tokens."""
+"""Largest body, in bytes; it is parsed and tokenised before its length in tokens is known."""
 MOST_TOKENS = 4096
-"""Of a chat's answer where neither the request nor the engine has a limit."""
-LOOK_S = 0.5  # between looks whether a client is still there
+"""Longest answer of a chat, in tokens, if neither the request nor the engine has a limit."""
+LOOK_S = 0.5  # between checks whether a client is still connected
 
 
 class RefusedError(Exception):
-    """What the client asked for cannot be done; one sentence."""
+    """A request that cannot be served; the message is one sentence, ``code`` the HTTP status."""
 
     def __init__(self, message: str, code: int = 400) -> None:
         super().__init__(message)
@@ -50,10 +50,12 @@ class RefusedError(Exception):
 
 
 def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0) -> FastAPI:
-    """The server of ``engine``, whose model clients know as ``name``.
+    """Make the server of ``engine``.
 
     Args:
-        stalled_after_s: ``/health`` answers 503 where a step takes longer.
+        engine: the engine; from then on only the server may step it.
+        name: name of the model for clients.
+        stalled_after_s: ``/health`` answers 503 if a step takes longer, in seconds.
 
     Raises:
         ValueError: the engine has no tokenizer.
@@ -104,24 +106,24 @@ def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0)
 
 @dataclass(frozen=True)
 class Task:
-    """What a body asks for, checked."""
+    """A checked request."""
 
     body: Sampling
     prompts: list[list[int]]
-    params: SamplingParams | None  # None: nothing is to be sampled
+    params: SamplingParams | None  # None: nothing is sampled
     form: Form
     top: int
     n: int
-    """Choices of each prompt: the likeliest of ``params.n``."""
+    """Number of choices returned for each prompt: the likeliest of ``params.n``."""
     echo: bool = False
 
 
 class Service:
-    """Between HTTP and the engine."""
+    """Checks requests, submits them to the engine and formats their answers."""
 
     def __init__(self, engine: RolloutEngine, name: str, driver: Driver) -> None:
         if engine.tokenizer is None:
-            raise ValueError("A server speaks in texts, so its engine needs a tokenizer.")
+            raise ValueError("A server takes and returns texts, so its engine needs a tokenizer.")
         self.engine = engine
         self.name = name
         self.driver = driver
@@ -130,13 +132,13 @@ class Service:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="rolltree-prompts")
 
     async def aside(self, function: Callable[[], T]) -> T:
-        """Run what may take long in a thread; what is wrong with the request is refused."""
+        """Run a long function in a thread; a ValueError becomes a refusal of the request."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except ValueError as wrong:
             raise RefusedError(str(wrong)) from wrong
 
-    # -- bodies; ValueErrors say what is wrong with them -------------------------------------------------------------
+    # -- bodies; a ValueError names the mistake in the request --------------------------------------------------------
 
     def completion(self, raw: bytes) -> Task:
         body = self._body(CompletionBody, raw)
@@ -264,7 +266,7 @@ class Service:
         return {**form.head(""), "choices": answers, "usage": usage(task.prompts, written)}
 
     async def _events(self, job: Job, task: Task) -> AsyncIterator[str]:
-        """Server-sent events with the text that has become certain and the tokens that have come since the last one."""
+        """Yield server-sent events, each with the text that has become final and the tokens since the previous one."""
         form, n = task.form, task.n
         sent: dict[int, tuple[int, int, int]] = {}  # choice -> characters, tokens, characters of those tokens
         while not job.done:
@@ -296,7 +298,7 @@ class Service:
 
 
 class Events(StreamingResponse):
-    """A stream that tells when it has ended, even where it never began."""
+    """A stream that calls ``ended`` when it is over, even if it never started."""
 
     def __init__(self, content: AsyncIterator[str], ended: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream")
@@ -314,11 +316,11 @@ class Events(StreamingResponse):
 _NONE, _NO_IDS = np.zeros(0, np.float32), np.zeros(0, np.int32)
 _EMPTY = Completion(
     _NO_IDS, np.zeros(0, np.int8), _NONE, _NONE, _NONE, _NO_IDS, [], None, LeafStatus.LENGTH, None
-)  # where nothing was to be sampled
+)  # the answer to a request that samples nothing
 
 
 def _best(choices: Sequence[Completion], n: int) -> Sequence[Completion]:
-    """The ``n`` likeliest by the mean log-prob of their tokens."""
+    """Return the ``n`` choices with the highest mean log-prob of their tokens."""
     if len(choices) <= n:
         return choices
     return sorted(choices, key=lambda c: -float(c.raw_logprobs.mean()))[:n]
@@ -331,7 +333,7 @@ def _failure(job: Job) -> str | None:
 
 
 async def _read(http: Request) -> bytes:
-    """The body, up to `MOST_BYTES`."""
+    """Read the body, up to `MOST_BYTES`."""
     too_long = RefusedError(f"The body exceeds {MOST_BYTES >> 20} MiB; send less at once.", 413)
     if (
         http.headers.get("content-length", "0").isdecimal()
@@ -348,7 +350,7 @@ async def _read(http: Request) -> bytes:
 
 
 async def _refuse(http: Request, wrong: Exception) -> JSONResponse:
-    if isinstance(wrong, HTTPException):  # no such path, or not this method
+    if isinstance(wrong, HTTPException):  # unknown path, or wrong method
         message = f"{http.method} {http.url.path}: {wrong.detail}."
         return JSONResponse(
             error(message, "invalid_request_error", wrong.status_code), wrong.status_code, wrong.headers
@@ -358,7 +360,7 @@ async def _refuse(http: Request, wrong: Exception) -> JSONResponse:
 
 
 async def _nobody(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # the client has hung up
+    return Response(status_code=499)  # the client has disconnected
 
 
 async def _fail(_: Request, wrong: Exception) -> JSONResponse:

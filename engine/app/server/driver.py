@@ -1,9 +1,9 @@
-"""Between the event loop and the engine: one thread owns the engine and steps it while anything is asked of it.
+"""Connects the event loop and the engine: one thread owns the engine and steps it while there is work.
 
-    event loop --commands--> thread: submit, abort, score; step; --what has come--> event loop
+    event loop --commands--> thread: submit, abort, score; step; --progress--> event loop
 
-The event loop never waits for a step, so the server answers while one is under way. An error that reaches the thread
-fails what is outstanding with its reason, is logged once, and the thread goes on.
+The event loop never waits for a step, so the server answers during one. An error in the thread fails all outstanding
+jobs with its message and is logged once; the thread continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...rollout import RolloutEngine, SamplingParams
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
-PAUSE_S = 0.005  # between looks at an engine that is paused
+PAUSE_S = 0.005  # between polls of a paused engine
 log = logging.getLogger("rolltree.serve")
 
 
@@ -36,13 +36,15 @@ class EngineFailedError(Exception):
 
 
 class Job:
-    """What one HTTP request has the engine sample.
+    """The rollouts of one HTTP request.
 
     Attributes:
-        rollouts: one a prompt, once they are queued.
-        progress: of every rollout the responses so far, as `RolloutEngine.progress` has them; only where it is wanted.
-        done: nothing more will come.
-        error: why the engine gave up, or None.
+        watched: progress is wanted.
+        rollouts: one for each prompt, once they are queued.
+        progress: the responses so far of each rollout, as `RolloutEngine.progress` returns them; only if ``watched``.
+        done: all rollouts have ended, or failed.
+        error: the engine's failure, or None.
+        changed: set in the event loop when any of these has changed.
     """
 
     def __init__(self, watched: bool) -> None:
@@ -55,10 +57,11 @@ class Job:
 
 
 class Driver:
-    """Steps an engine in a thread of its own.
+    """Steps an engine in a separate thread.
 
     Args:
-        stalled_after_s: a step that takes longer, while work is outstanding, is reported by `health`.
+        engine: the engine; only the thread may call it once this has started.
+        stalled_after_s: a step that takes longer, in seconds, while work is outstanding, makes `health` report failure.
     """
 
     def __init__(self, engine: RolloutEngine, *, stalled_after_s: float = 60.0) -> None:
@@ -75,17 +78,17 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="rolltree-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin; to be called where the event loop runs."""
+        """Start the thread; call this in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step under way; does not wait for it."""
+        """End the thread after its current step; does not wait for it."""
         self._ending = True
         self._commands.put(None)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests can expect an answer, and what is known about it."""
+        """Return whether requests can expect an answer, and the details for ``/health``."""
         idle = time.monotonic() - self._alive_at if self._outstanding else 0.0
         status = "ok"
         if not self._thread.is_alive():
@@ -104,8 +107,14 @@ class Driver:
     ) -> Job:
         """Queue prompts.
 
+        Args:
+            prompts: token ids of each prompt.
+            params: sampling parameters of each.
+            seeds: seed of each.
+            watched: record the progress in the job.
+
         Raises:
-            ValueError: they cannot be served as asked.
+            ValueError: the engine refuses a prompt or its parameters.
         """
         job = Job(watched)
 
@@ -123,7 +132,7 @@ class Driver:
         return job
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function of the engine between two steps."""
+        """Run ``function`` in the engine's thread, between two steps, and return its result."""
         self._expect()
         future: Future[T] = Future()
         self._commands.put(partial(_settle, future, function))
@@ -133,7 +142,7 @@ class Driver:
             self._outstanding -= 1
 
     def abort(self, job: Job) -> None:
-        """Give a job up; nobody waits for it any more."""
+        """Abort the unfinished rollouts of a job."""
 
         def drop() -> None:
             if job in self._jobs:
@@ -143,7 +152,7 @@ class Driver:
         self._commands.put(drop)
 
     def finished(self, job: Job) -> None:
-        """The event loop waits for a job no longer."""
+        """Record that the event loop no longer waits for a job; an unfinished one is aborted."""
         self._outstanding -= 1
         if not job.done:
             self.abort(job)
@@ -163,7 +172,7 @@ class Driver:
                 self._supervise(error)
 
     def _work(self) -> None:
-        """Take what is asked, waiting for it where there is nothing to do, then compute a step."""
+        """Run the queued commands, waiting for one if the engine is idle, then compute a step."""
         while not self._ending:
             try:
                 command = self._commands.get(block=not self.engine.loop.busy)
@@ -216,7 +225,7 @@ class Driver:
         where = "".join(traceback.format_tb(error.__traceback__))
         if where not in self._logged:
             self._logged.add(where)
-            log.error("A step of the engine failed; what it computed fails with it.", exc_info=error)
+            log.error("A step of the engine failed; its requests fail with it.", exc_info=error)
 
     def _tell(self, changed: Sequence[tuple[Job, bool]]) -> None:
         def tell() -> None:

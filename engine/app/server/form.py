@@ -1,6 +1,6 @@
-"""How answers are spelt: choices, chunks of streams, log-probs, usage, errors.
+"""The JSON of answers: choices, chunks of streams, log-probs, usage, errors.
 
-Log-probs, of the chosen token and of the likeliest beside it, are all under softmax(logits): the model's own
+Log-probs, of the chosen token and of the likeliest alternatives, are all under softmax(logits): the model's own
 distribution, before temperature, filters, biases and grammars.
 """
 
@@ -30,7 +30,7 @@ LEAST_LOGPROB = -9999.0  # OpenAI's own floor: JSON has no infinity
 
 @dataclass
 class Scored:
-    """Tokens with their log-probs; None for the first of a prompt."""
+    """Tokens with their log-probs; the first token of a prompt has None."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -59,12 +59,17 @@ class Scored:
 
 
 class Form:
-    """How the answer to one body is spelt.
+    """Formats the answer to one request.
 
     Args:
-        tool: the function that the answer calls, "" where the answer names it; None where it is a text.
-        tools: those whose calls are looked for in that text.
-        most_calls: of these; None: any number.
+        model: name of the model in the answer.
+        body: the request.
+        stop: texts that end an answer and are cut from it.
+        chat: the endpoint is the chat's.
+        logprobs: the answer has log-probs.
+        tool: function that the answer must call, "" if the answer names it; None if the answer is a text.
+        tools: tools whose calls are searched for in that text.
+        most_calls: largest number of such calls; None: any number.
     """
 
     def __init__(
@@ -94,11 +99,11 @@ class Form:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def text(self, completion: Completion) -> str:
-        """Without the text that stopped it, as the API wants it."""
+        """Return the answer's text, without the stop text that ended it, as the API requires."""
         return self._cut(self.decode(completion.token_ids.tolist()))
 
     def certain(self, ids: list[int]) -> str:
-        """The beginning of the text that further tokens cannot change."""
+        """Return the beginning of the text that further tokens cannot change."""
         text = self.decode(ids)
         whole = self._cut(text)
         if len(whole) == len(text):
@@ -114,7 +119,7 @@ class Form:
     def choice(
         self, index: int, completion: Completion, echoed: str = "", before: Scored | None = None
     ) -> dict[str, Any]:
-        """One answer; ``echoed`` is the prompt's text where it is wanted and ``before`` its log-probs."""
+        """Format one choice; ``echoed`` is the prompt's text if it is wanted, and ``before`` its log-probs."""
         text, scored = self.text(completion), Scored.of_completion(completion)
         content, calls = self._message(text, completion)
         end: dict[str, Any] = {"finish_reason": self._reason(completion, calls), "logprobs": None}
@@ -130,7 +135,7 @@ class Form:
         return {"index": index, "message": message, **end}
 
     def chunk(self, index: int, text: str, scored: Scored, offset: int, *, first: bool) -> dict[str, Any]:
-        """A part of a stream: new text and new tokens.
+        """Format a part of a stream: new text and new tokens.
 
         Args:
             offset: characters of the tokens sent before.
@@ -141,7 +146,7 @@ class Form:
     def last_chunk(
         self, index: int, sent: int, scored: Scored, offset: int, completion: Completion, *, first: bool
     ) -> dict[str, Any]:
-        """The end of a choice, after ``sent`` characters of its text."""
+        """Format the end of a choice, after ``sent`` characters of its text."""
         content, calls = self._message(self.text(completion), completion)
         end: dict[str, Any] = {"finish_reason": self._reason(completion, calls), "logprobs": None}
         if self.body.return_token_ids:
@@ -170,11 +175,11 @@ class Form:
         return {**self.head(".chunk"), "choices": [{"index": index, **body, **end}]}
 
     def width(self, tokens: Sequence[int]) -> int:
-        """Characters of tokens one by one."""
+        """Return the total number of characters of tokens, each decoded on its own."""
         return sum(len(self._name(token)) for token in tokens)
 
     def spell(self, scored: Scored, offset: int) -> dict[str, Any]:
-        """Log-probs as the endpoint has them."""
+        """Format log-probs for the endpoint; ``offset`` is the number of characters before the first token."""
         if self.chat:
             rows = zip(scored.tokens, scored.logprobs, scored.tops, strict=True)
             return {
@@ -190,7 +195,7 @@ class Form:
         tops: list[dict[str, float] | None] = []
         for top in scored.tops:
             named: dict[str, float] = {}
-            for id_, value in (top or {}).items():  # tokens of the same text: the likeliest comes first
+            for id_, value in (top or {}).items():  # of tokens with the same text the likeliest is first
                 named.setdefault(self._name(id_), max(value, LEAST_LOGPROB))
             tops.append(named if top is not None else None)
         return {
@@ -213,11 +218,11 @@ class Form:
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._name(token)
-        parts = None if "\ufffd" in text else list(text.encode())  # a part of a character is no text
+        parts = None if "\ufffd" in text else list(text.encode())  # the token is only a part of a character
         return {"token": text, "logprob": None if logprob is None else max(logprob, LEAST_LOGPROB), "bytes": parts}
 
     def _message(self, text: str, completion: Completion) -> tuple[str, list[dict[str, Any]]]:
-        """What an answer of the chat says, and the tools it calls."""
+        """Split a chat's answer into its content and its tool calls."""
         if self.tool is None:
             if self._tools is None:
                 return text, []
@@ -226,7 +231,7 @@ class Form:
             return text, []
         elif self.tool:
             content, calls = "", [(self.tool, text)]
-        else:  # one of several: the answer says which
+        else:  # one of several: the answer names it
             call = json.loads(text)
             content, calls = "", [(call["name"], json.dumps(call["arguments"]))]
         return content, [
@@ -254,7 +259,7 @@ def usage(prompts: Sequence[Sequence[int]], written: int) -> dict[str, int]:
 
 
 def error(message: str, kind: str, code: int) -> dict[str, Any]:
-    """OpenAI's form of an error."""
+    """Format an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 

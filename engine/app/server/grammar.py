@@ -1,4 +1,4 @@
-"""Answers that keep to a JSON schema: llguidance says which tokens may follow, the engine samples no other."""
+"""Answers that follow a JSON schema: llguidance computes which tokens may follow, and the engine samples only these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ Array = npt.NDArray[Any]
 
 
 class Grammars:
-    """Grammars over one tokenizer, whose tables are made when a request first needs them."""
+    """Makes grammars for one tokenizer; the tables they share are built when a request first needs them.
+
+    Args:
+        vocabulary: number of the model's logits, which may exceed the tokenizer's tokens.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
         self._tokenizer = tokenizer
@@ -24,13 +28,13 @@ class Grammars:
         self._lock = threading.Lock()
 
     def of_schema(self, schema: str, responses: int) -> Grammar:
-        """The grammar of a JSON schema, for as many responses at once.
+        """Return the grammar of a JSON schema, for ``responses`` sampled at the same time.
 
         Raises:
-            ValueError: llguidance is missing, or cannot keep to the schema or write with this tokenizer.
+            ValueError: llguidance is missing, or does not support the schema or this tokenizer.
         """
         if importlib.util.find_spec("llguidance") is None:
-            raise ValueError("Answers by a schema need llguidance on the server; install rolltree[grammar].")
+            raise ValueError("Answers that follow a schema need llguidance on the server; install rolltree[grammar].")
         import llguidance
         import llguidance.hf
 
@@ -38,22 +42,22 @@ class Grammars:
             if self._tables is None:
                 try:
                     self._tables = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
-                except Exception as error:  # whatever its native code makes of a tokenizer
-                    raise ValueError(f"This model's tokenizer cannot write by a schema: {_line(error)}") from error
+                except Exception as error:  # its native code raises many types
+                    raise ValueError(f"This model's tokenizer does not support schemas: {_line(error)}") from error
         try:
             start = llguidance.LLMatcher(self._tables, llguidance.LLMatcher.grammar_from_json_schema(schema))
             problem = start.get_error() if start.is_error() else ""
-        except Exception as error:  # or of a schema
+        except Exception as error:
             problem = _line(error)
         if problem:
-            raise ValueError(f"The schema cannot be kept to: {' '.join(problem.split())[:500]}")
+            raise ValueError(f"The schema is not supported: {' '.join(problem.split())[:500]}")
         return Grammar(start, self._vocabulary, responses)
 
 
 class Grammar:
-    """What may follow a response, as `SamplingParams.prefix_allowed_tokens_fn`.
+    """Returns the tokens that may follow a response, as `SamplingParams.prefix_allowed_tokens_fn`.
 
-    A matcher is kept for every response in flight, by what it has read, so a token costs one move of it.
+    The matcher of every response in flight is kept, by the tokens it has consumed, so that a new token costs one move.
     """
 
     def __init__(self, start: Any, vocabulary: int, responses: int) -> None:

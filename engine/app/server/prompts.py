@@ -1,6 +1,6 @@
-"""From bodies to token ids: texts, conversations through the model's own template, and the grammars of answers.
+"""Turns bodies into token ids: texts, conversations with the model's template, and the schemas of answers.
 
-All of it may take long and runs in threads beside the event loop.
+All of it may take long, so it runs in threads other than the event loop's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from ...programs.chat import find_format
 from ...programs.tool_formats import ToolFormat
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
 
-MOST_RESPONSES = 4096  # of one HTTP request
+MOST_RESPONSES = 4096  # largest number of responses to one HTTP request
 
 
 def completion_prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody) -> list[list[int]]:
-    """Raises ValueError where there is nothing to complete."""
+    """Return the token ids of each prompt to complete.
+
+    Raises:
+        ValueError: there is none, or too many responses are asked for.
+    """
     given: Any = body.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
@@ -34,10 +38,10 @@ def completion_prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody)
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
-    """The conversation, as the model's template writes it.
+    """Return the token ids of the conversation, written with the model's chat template.
 
     Raises:
-        ValueError: there is no template, or it cannot write this.
+        ValueError: there is no template, or it cannot write these messages.
     """
     if tokenizer.chat_template is None:
         raise ValueError("This model has no chat template; use /v1/completions.")
@@ -49,10 +53,10 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
         messages.append(plain)
     shown = None if body.tool_choice == "none" else body.tools
     options = body.chat_template_kwargs or {}
-    # what the method itself takes would let a client bring a template of its own
+    # the method's own parameters are refused: they would let a client supply a template
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
     if refused := next((name for name in options if name in taken), None):
-        raise ValueError(f"`chat_template_kwargs.{refused}` is no variable of the template; leave it out.")
+        raise ValueError(f"`chat_template_kwargs.{refused}` is not a variable of the template; leave it out.")
     try:
         ids = tokenizer.apply_chat_template(
             messages,
@@ -70,7 +74,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
 
 
 def _with_objects(calls: Any) -> Any:
-    """Tool calls with their arguments as objects: templates write these as JSON, and clients send JSON."""
+    """Parse the arguments of tool calls, which clients send as JSON text and templates take as objects."""
     calls = copy.deepcopy(calls)
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
@@ -81,7 +85,7 @@ def _with_objects(calls: Any) -> Any:
 
 
 def forced_tool(body: ChatBody) -> str | None:
-    """The tool that the answer must call; "" for any.
+    """Return the name of the tool that the answer must call, "" for any of several, None if none has to be called.
 
     Raises:
         ValueError: there is no such tool, or the answer is to have another format too.
@@ -91,9 +95,9 @@ def forced_tool(body: ChatBody) -> str | None:
         return None
     names = [tool.function.name for tool in body.tools or []]
     if not names:
-        raise ValueError("`tool_choice` wants a tool to be called but `tools` has none.")
+        raise ValueError("`tool_choice` requires a tool call but `tools` has none; add the tools, or leave it out.")
     if isinstance(body.response_format, JsonObjectFormat | JsonSchemaFormat):
-        raise ValueError("`tool_choice` and `response_format` cannot both say what the answer is; choose one.")
+        raise ValueError("`tool_choice` and `response_format` cannot both determine the answer; choose one.")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise ValueError(f"`tool_choice` names '{choice.function.name}'; `tools` has {', '.join(names)}.")
     if isinstance(choice, NamedTool):
@@ -102,15 +106,15 @@ def forced_tool(body: ChatBody) -> str | None:
 
 
 class Offered(NamedTuple):
-    """The tools that an answer may call or not, and the form in which the model writes calls."""
+    """The tools that an answer may call, and the format in which the model writes calls."""
 
     schemas: dict[str, Any]
-    """The JSON schema of the parameters of each, by name."""
+    """JSON schema of each tool's parameters, by the tool's name."""
     form: ToolFormat
 
 
 def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Offered | None:
-    """Return the tools of a request; None where it has none, or the model's template writes calls in no known form."""
+    """Return the tools of a request; None if it has none, or the model's template writes calls in an unknown format."""
     if not body.tools or body.tool_choice not in (None, "auto"):
         return None
     try:
@@ -121,7 +125,7 @@ def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Offered
 
 
 def answer_schema(body: Sampling) -> str | None:
-    """The JSON schema that the answer must keep to; None for any text."""
+    """Return the JSON schema that the answer must follow; None for any text."""
     if isinstance(body, ChatBody) and (tool := forced_tool(body)) is not None:
         schemas = {t.function.name: t.function.parameters or {"type": "object"} for t in body.tools or []}
         if tool:

@@ -1,7 +1,7 @@
-"""Bodies of requests, as OpenAI names them. A field that is not here is refused: nothing is silently ignored.
+"""The bodies of requests, with OpenAI's names. An unknown field is refused: nothing is silently ignored.
 
-Types are strict, as JSON has them; ``null`` stands for a field's default. Clients of vLLM and of OpenAI also send
-options that this server does not have, with the values that change nothing: `only` accepts these values alone.
+Types are strict, as in JSON; ``null`` means a field's default. Clients of vLLM and of OpenAI also send options that
+this server does not have, with values that change nothing: `only` accepts these values and no others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def only(*values: Any) -> BeforeValidator:
-    """Return the check of an option that this server does not have: ``values`` (none of which changes an answer) and
-    null are accepted, and any other value is refused."""
+    """Return the validator of an option that this server does not have: it accepts null and ``values``, none of which
+    changes an answer, and refuses any other value."""
     shown = " or ".join(json.dumps(v) for v in values) or "null"
 
     def check(value: Any) -> Any:
@@ -50,7 +50,7 @@ class JsonSchema(Strict):
     name: Name
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
-    strict: bool | None = None  # the schema is always kept to
+    strict: bool | None = None  # answers always follow the schema
 
 
 class TextFormat(Strict):
@@ -71,7 +71,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 class Sampling(Strict):
     """The fields of both endpoints. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``, ``allowed_token_ids`` and
-    ``return_token_ids`` are extensions, spelt as vLLM does; a ``top_k`` of 0 or -1 is no limit there and here."""
+    ``return_token_ids`` are extensions with vLLM's names; as there, a ``top_k`` of 0 or -1 means no limit."""
 
     model: Text | None = None
     n: Count | None = None
@@ -89,8 +89,8 @@ class Sampling(Strict):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Text | None = None  # who asks; of no consequence here
-    safety_identifier: Text | None = None  # likewise
+    user: Text | None = None  # accepted without effect
+    safety_identifier: Text | None = None  # accepted without effect
     prompt_cache_key: Text | None = None  # equal prefixes are found without it
 
     # options of OpenAI and vLLM that this server does not have
@@ -122,7 +122,18 @@ class Sampling(Strict):
     vllm_xargs: Annotated[Any, only({})] = None
 
     def sampling_params(self, *, n: int, most: int, top_logprobs: int, seed: int, grammar: Any) -> SamplingParams:
-        """Raises ValueError where a value makes no sense."""
+        """Return the engine's sampling parameters.
+
+        Args:
+            n: responses to the prompt.
+            most: longest response, in tokens.
+            top_logprobs: likeliest tokens to record at each position.
+            seed: seed to use if the body has none.
+            grammar: `SamplingParams.prefix_allowed_tokens_fn`, or None.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             n=n,
@@ -180,22 +191,22 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)  # templates read tool calls and names
+    model_config = ConfigDict(extra="allow", strict=True)  # chat templates read tool calls and names
     role: Text
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None
 
     def text(self, where: str) -> str:
-        """The content as templates read it: text parts one a line.
+        """Return the content as chat templates take it: text parts joined by line breaks.
 
         Raises:
-            ValueError: it has parts that are no text, or there is none.
+            ValueError: there is no content, or a part of it is not text.
         """
         if isinstance(self.content, str):
             return self.content
         if self.content is None:
             if (self.model_extra or {}).get("tool_calls"):
                 return ""
-            raise ValueError(f"`{where}.content` is missing; only a message with tool_calls can do without.")
+            raise ValueError(f"`{where}.content` is missing; only a message with tool_calls may omit it.")
         for i, part in enumerate(self.content):
             if part.type != "text" or part.text is None:
                 raise ValueError(f"`{where}.content.{i}` is of type '{part.type}'; this model reads text parts only.")
@@ -206,7 +217,7 @@ class ChatBody(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None  # False: the first call alone is one, others stay text
+    parallel_tool_calls: bool | None = None  # False: only the first call counts, others stay text
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None

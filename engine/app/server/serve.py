@@ -1,4 +1,4 @@
-"""`rolltree serve`: a model, its engine and its server in one process, which ends soon after it is told to."""
+"""`rolltree serve`: a model, its engine and its server in one process, which ends soon after SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...rollout import EngineConfig, NativeEngine
 from .app import make_app
 
 GRACE_S = 2
-"""Between the signal to end and the end of what is still being answered."""
+"""Seconds after the signal until unfinished answers are cut off."""
 END_S = 4.0
-"""Between the signal and the end of the process, whatever still hangs in it."""
+"""Seconds after the signal until the process ends, even if something in it hangs."""
 
 
 class Server(uvicorn.Server):
-    """Says where it listens, and ends within `END_S` of SIGTERM or SIGINT."""
+    """Prints its address, and ends within `END_S` seconds of SIGTERM or SIGINT."""
 
     def __init__(self, config: uvicorn.Config, url: str) -> None:
         super().__init__(config)
@@ -45,10 +45,20 @@ class Server(uvicorn.Server):
 def serve(
     path: str, *, name: str | None, host: str, port: int, dtype: str, device: str, kv_tokens: int, debug: bool
 ) -> None:
-    """Serve until told to end.
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        path: Hugging Face directory of the model.
+        name: name of the model for clients; None: the directory's name.
+        host: address to listen on.
+        port: port to listen on; 0: any free one.
+        dtype: number type of the model, such as "bfloat16".
+        device: "auto", "cpu" or "cuda".
+        kv_tokens: capacity of the KV cache, in tokens.
+        debug: log all requests.
 
     Raises:
-        UserError: the model, its tokenizer, the sizes or the address will not do.
+        UserError: the model, its tokenizer, the sizes or the address cannot be used.
     """
     try:
         config = EngineConfig(kv_tokens=kv_tokens)
@@ -56,10 +66,8 @@ def serve(
         raise UserError(str(error)) from error
     listening = _listen(host, port)
     tokenizer = load_tokenizer(path)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a directory without one
-        raise UserError(
-            f"'{path}' has no tokenizer, and a server speaks in texts; save the tokenizer beside the model."
-        )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes this of a directory without a tokenizer
+        raise UserError(f"'{path}' has no tokenizer, which a server needs; save the tokenizer in the same directory.")
     model = load_model(path, dtype=getattr(torch, dtype), device=choose_device(device))
     app = make_app(NativeEngine(model, tokenizer, config), name or Path(path).resolve().name)
     level = "debug" if debug else "warning"
@@ -74,4 +82,4 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"Nothing can listen on {host}:{port} ({error}); choose another --host or --port.") from error
+        raise UserError(f"Cannot listen on {host}:{port} ({error}); choose another --host or --port.") from error

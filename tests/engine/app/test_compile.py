@@ -50,7 +50,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     assert main(["kernels", "build", str(tmp_path), "--arch", "90a"]) == 2
     (tmp_path / "none").mkdir()
     assert main(["kernels", "build", str(tmp_path / "none"), "--arch", "90a"]) == 2
-    assert "has no configuration that can be read" in capsys.readouterr().err
+    assert "has no readable configuration" in capsys.readouterr().err
     assert main(["kernels", "build", str(tmp_path), "--arch", "90a", "--seed", "1"]) == 2
     assert "has no key to change by --seed" in capsys.readouterr().err
 

@@ -276,5 +276,5 @@ def test_what_contains_programs_never_gets_less(monkeypatch: pytest.MonkeyPatch)
             sandbox.run("print(1)")
     with Sandbox(LIMITS) as other:
         assert other.namespaces is False
-        assert other.containment.endswith("(namespaces are not to be had: no users left)")
+        assert other.containment.endswith("(namespaces are not available: no users left)")
         assert other.run("print(1)").stdout == "1\n"
