@@ -1,4 +1,4 @@
-"""Reference answers: the text that a column's value stands for, and where the common layouts of data keep it.
+"""Reference answers: the text that a value stands for.
 
 Imports nothing of rolltree, as `verifiers.py`.
 """
@@ -52,23 +52,3 @@ def reference_text(answer: Any) -> str:
         names = ", ".join(sorted(map(str, answer))) or "nothing"
         raise ValueError(f"the reference answer is a dict of {names}, without 'ground_truth'")
     raise ValueError(f"the reference answer is of type {type(answer).__name__}, which is no text and no number")
-
-
-def find_answer(row: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
-    """Return the column that holds a row's reference answer, and its value; None if there is none.
-
-    ``key`` may go into dicts (``reward_model.ground_truth``). Rows without the column ``answer``, the default, may keep
-    it where verl has it (``reward_model.ground_truth``) or as TRL's ``solution``. A dict with ``ground_truth`` is what
-    that holds.
-    """
-    for name in (key, "reward_model.ground_truth", "solution") if key == "answer" else (key,):
-        value: Any = row
-        for part in (name,) if name in row else name.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                break
-            value = value[part]
-        else:
-            if isinstance(value, Mapping) and "ground_truth" in value:
-                name, value = f"{name}.ground_truth", value["ground_truth"]
-            return name, value
-    return None
