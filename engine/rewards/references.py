@@ -1,4 +1,4 @@
-"""Finds reference answers in the common layouts of data, and converts them to text.
+"""Reference answers: the text that a value stands for.
 
 Imports nothing of rolltree, like `verifiers.py`.
 """
@@ -51,24 +51,4 @@ def reference_text(answer: Any) -> str:
             return reference_text(answer["ground_truth"])
         names = ", ".join(sorted(map(str, answer))) or "nothing"
         raise ValueError(f"the reference answer is a dict of {names}, without 'ground_truth'")
-    raise ValueError(f"the reference answer is of type {type(answer).__name__}, which is neither a text nor a number")
-
-
-def find_answer(row: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
-    """Return the column that holds a row's reference answer, and its value; None if there is none.
-
-    ``key`` may be a path into dicts (``reward_model.ground_truth``). If ``key`` is the default, ``answer``, and a row
-    has no such column, verl's ``reward_model.ground_truth`` and TRL's ``solution`` are tried. A dict with
-    ``ground_truth`` stands for that value.
-    """
-    for name in (key, "reward_model.ground_truth", "solution") if key == "answer" else (key,):
-        value: Any = row
-        for part in (name,) if name in row else name.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                break
-            value = value[part]
-        else:
-            if isinstance(value, Mapping) and "ground_truth" in value:
-                name, value = f"{name}.ground_truth", value["ground_truth"]
-            return name, value
-    return None
+    raise ValueError(f"the reference answer is of type {type(answer).__name__}, which is no text and no number")

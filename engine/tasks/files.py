@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from ..errors import UserError
-from ..rewards.references import find_answer
 from .problem import Problem
 
 
@@ -112,3 +112,23 @@ def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
             raise UserError(f"Line {number} of '{file}' ({key}) is not a JSON object; give one object a line.")
         rows.append(row)
     return rows
+
+
+def find_answer(row: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
+    """Return the column that holds a row's reference answer, and its value; None if there is none.
+
+    ``key`` may go into dicts (``reward_model.ground_truth``). Rows without the column ``answer``, the default, may keep
+    it where verl has it (``reward_model.ground_truth``) or as TRL's ``solution``. A dict with ``ground_truth`` is what
+    that holds.
+    """
+    for name in (key, "reward_model.ground_truth", "solution") if key == "answer" else (key,):
+        value: Any = row
+        for part in (name,) if name in row else name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                break
+            value = value[part]
+        else:
+            if isinstance(value, Mapping) and "ground_truth" in value:
+                name, value = f"{name}.ground_truth", value["ground_truth"]
+            return name, value
+    return None

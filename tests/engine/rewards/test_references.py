@@ -16,9 +16,10 @@ import pytest
 
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, check_references
-from rolltree.engine.rewards.references import find_answer, reference_text
+from rolltree.engine.rewards.references import reference_text
 from rolltree.engine.settings import RewardConfig
 from rolltree.engine.tasks import read_problems
+from rolltree.engine.tasks.files import find_answer
 
 
 @pytest.mark.parametrize(
