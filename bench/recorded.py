@@ -279,7 +279,7 @@ def _calls(x: Inputs, drafts: DraftConfig | None) -> Calls:
     def begin_again() -> None:
         """Know only what was sampled before the first batch."""
         if drafts is not None:
-            engine.loop.drafts = Drafts(drafts)
+            engine.loop.scheduler.drafts = Drafts(drafts)
             for group in x.history:
                 engine.remember(group.texts)
 

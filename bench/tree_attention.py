@@ -95,20 +95,19 @@ def rolltree(x: Inputs) -> Calls:
     return both_directions(lambda: tree_attention(x.q, x.k, x.v, x.subtree_end), (x.q, x.k, x.v), x.upstream)
 
 
-def triton(x: Inputs) -> Calls:
-    """Time the Triton kernels where the dispatcher prefers flash-attn's."""
-    on_flash = {"flash": lambda: True, "triton": lambda: False}
-    if x.q.device.type == "cpu" or not dispatch.choose("tree_attention", on_flash, x.q.device)():
-        raise UnsupportedError("flash-attn 4 does not run here, so rolltree's own row has Triton or the CPU")
+def flash(x: Inputs) -> Calls:
+    """Time flash-attn 4's kernels with the tree's mask, which run only if they are asked for."""
+    if not dispatch.usable("flash", x.q.device):
+        raise UnsupportedError("flash-attn 4 does not run here")
 
-    def portable(call: Callable[[], object]) -> Callable[[], object]:
+    def on_flash(call: Callable[[], object]) -> Callable[[], object]:
         def run() -> object:
-            with dispatch.use_backend("triton"):
+            with dispatch.use_backend("flash"):
                 return call()
 
         return run
 
-    return {direction: portable(call) for direction, call in rolltree(x).items()}
+    return {direction: on_flash(call) for direction, call in rolltree(x).items()}
 
 
 def sdpa_masked(x: Inputs) -> Calls:
@@ -204,7 +203,7 @@ BENCH = Bench(
     cases=cases,
     providers={
         "rolltree": rolltree,
-        "rolltree, triton": triton,
+        "rolltree, flash": flash,
         "sdpa, masked tree": sdpa_masked,
         FLAT: sdpa_flat,
         "varlen, flat": varlen_flat,

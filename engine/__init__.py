@@ -1,12 +1,15 @@
 """rolltree.engine: trees of rollouts, from the sampler to the optimiser.
 
-Names load when they are first used, so that importing the package costs nothing and needs no extra.
+Names load when they are first used, so that importing the package costs nothing and needs no extra. Importing it makes
+``attn_implementation="rolltree"`` known to Hugging Face Transformers, whenever that is imported.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from .registration import register_attention
 
 if TYPE_CHECKING:
     from .app.build import build
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from .data.cost import CostModel
     from .data.distribute import distribute
     from .data.equal_prefixes import share_equal_prefixes
-    from .data.packing import pack
+    from .data.pack import pack
     from .data.segment import LeafStatus, Origin, Segment, Sequence
     from .data.tree import TokenTree
     from .errors import RunError, UserError
@@ -60,7 +63,7 @@ _HOME = {
     "load_config": "app.config",
     "load_model": "model.loading",
     "load_tokenizer": "model.loading",
-    "pack": "data.packing",
+    "pack": "data.pack",
     "shard": "model.sharding",
     "share_equal_prefixes": "data.equal_prefixes",
     "tree_error": "model.self_check",
@@ -114,3 +117,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_attention()

@@ -71,7 +71,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column of `path` that holds the problem: a text, or with `chat` a list of messages, each a role and content."""
     answer_key: str = "answer"
-    """Column of `path` that holds the reference answer."""
+    """Column of `path` that holds the reference answer; `a.b` is the field `b` of the column `a`. Rows without the
+    column `answer` may keep it as verl does (`reward_model.ground_truth`) or as TRL does (`solution`)."""
     n_key: str | None = None
     """Column of `path` or `source` that says how many responses a problem gets; unset, all get `rollout.n`."""
     template: str = "{prompt}"
@@ -187,6 +188,9 @@ class RewardConfig(Section):
     """What becomes of a response whose verifier raised or ran out of time; each one is counted."""
     max_failed_steps: PositiveInt = 5
     """Steps in a row without a single verdict after which the run stops."""
+    max_unreadable: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest share of a file's problems whose reference answers the verifier cannot read; a run with more does not
+    start."""
 
     @field_validator("verifier")
     @classmethod

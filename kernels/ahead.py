@@ -5,7 +5,7 @@
 
 Each op runs once on tensors that hold nothing, with launches replaced by compilation: the launch code itself decides
 what is compiled. Triton keeps its kernels in its own folder (``TRITON_CACHE_DIR``, ``~/.triton/cache``), flash-attn 4
-and quack in `kernel_cache.directory`; both names hold the versions of all that they are made from, Python's among them.
+in `kernel_cache.directory`; both names hold the versions of all that they are made from, Python's among them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Steps = Iterable[tuple[str, Callable[[], object]]]
 def build(
     target: Target, model: Model, *, flash: bool, filters: Sequence[tuple[str, ...]] = ((),), losses: Steps = ()
 ) -> Iterator[Built]:
-    """Fill the caches; with ``flash`` those of flash-attn 4 and quack too, which must be installed.
+    """Fill the caches; with ``flash`` that of flash-attn 4 too, which must be installed.
 
     Args:
         filters: of `sample_tokens`, by name: each combination that is sampled with.
@@ -100,8 +100,6 @@ def steps(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What launches each of Triton's kernels, once; as `build`."""
     yield "head", functools.partial(_head, model)
-    if flash and (tile := _tile(model)):
-        yield "head, cute: entropies", functools.partial(_apply_entropy, model, tile)
     yield from losses
     for name, step in _attention(target, model):
         yield f"attention, triton{name}", step
@@ -115,19 +113,16 @@ def steps(
 
 
 def build_hopper(target: Target, model: Model, among: Collection[str] = ()) -> Iterator[Built]:
-    """The kernels of flash-attn 4 and of quack, which it needs; of steps ``among`` these, or of all."""
+    """Compile the kernels of flash-attn 4: those of the steps ``among``, or all."""
     if "cutlass" in sys.modules and os.environ.get("CUTE_DSL_ARCH") != target.arch:
         raise RuntimeError(f"CuTe DSL is imported for another GPU than {target.arch}; build in a process of its own.")
     os.environ |= {  # read once, at the import
         "CUTE_DSL_ARCH": target.arch,
         "FLASH_ATTENTION_ARCH": target.arch,
         "FLASH_ATTENTION_NUM_SMS": str(target.sms),
-        "QUACK_ARCH": target.arch,
     }
     with _cute_compiles(target) as compiled:
-        named = [(f"head, cute{name}", step) for name, step in _products(target, model)]
-        named += [(f"attention, flash{name}", step) for name, step in _flash(target, model)]
-        for name, step in named:
+        for name, step in ((f"attention, flash{name}", step) for name, step in _flash(target, model)):
             if not among or name in among:
                 yield _timed(name, step, compiled)
 
@@ -210,20 +205,6 @@ def _head(model: Model) -> None:
         torch.stack([t.sum() for t in (out.logprob, out.entropy) if t is not None]).sum().backward()
 
 
-def _tile(model: Model) -> int | None:
-    """Columns of a tile of the head's products around exponentials, None where they do not take the model's head."""
-    from .linear_logprob.exponentials import tile_of
-
-    return None if model.dtype != torch.bfloat16 or model.logit_softcap else tile_of(model.vocab)
-
-
-def _apply_entropy(model: Model, tile: int) -> None:
-    from .linear_logprob.entropy_factor import apply_entropy
-
-    of_tile = torch.empty(2, model.vocab // tile)
-    apply_entropy(torch.empty(2, model.vocab, dtype=torch.bfloat16), of_tile, of_tile, tile)
-
-
 def _layers(model: Model, rows: int = ROWS) -> None:
     """Norms of layers and of heads, whose weights are trained or frozen; rotary embedding; the gated unit."""
     from .layer_ops import rms_norm, rotate, silu_mul
@@ -267,14 +248,15 @@ def _sample(model: Model, filters: tuple[str, ...]) -> None:
 def _attention(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
     """Triton's kernels of both directions, for the model's heads and for those that flash-attn is compared on."""
     from .tree_attention import triton
+    from .tree_attention.reference import Scoring
 
     def both(heads: int, kv_heads: int, window: int | None) -> None:
         shapes = [(LONG, heads, model.head_dim), *[(LONG, kv_heads, model.head_dim)] * 2]
         q, k, v = (torch.empty(s, dtype=model.dtype) for s in shapes)
         ends = torch.full((LONG,), LONG, dtype=torch.int32)
-        options = (ends, torch.zeros_like(ends) if window else None, 1.0, window, model.softcap)
-        out, lse = triton.tree_attention_forward(q, k, v, *options)
-        triton.tree_attention_backward(q, q, k, v, out, lse, *options)
+        scoring = Scoring(ends, torch.zeros_like(ends) if window else None, 1.0, window, model.softcap)
+        out, lse = triton.tree_attention_forward(q, k, v, scoring)
+        triton.tree_attention_backward(q, q, k, v, out, lse, scoring)
 
     compared = (2 * model.heads // model.kv_heads, 2)
     for window in _windows(model):
@@ -299,15 +281,13 @@ def _windows(model: Model) -> list[int | None]:
 
 @contextmanager
 def _cute_compiles(target: Target) -> Iterator[list[str]]:
-    """flash-attn and quack compile and launch nothing; yields the names of what was not in their caches."""
+    """flash-attn compiles and launches nothing; yields the names of the kernels that were not in its cache."""
     import warnings
 
-    from .linear_logprob import cute_kernels  # noqa: F401  # their caches' settings, before flash-attn and quack
-    from .tree_attention import flash_kernels  # noqa: F401
+    from .tree_attention import flash_kernels  # noqa: F401  # its cache's settings, before flash-attn
 
     import cutlass  # isort: skip
     from flash_attn.cute import tile_scheduler
-    from quack.epilogue.frontend import EpiMod
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Absent:
@@ -330,53 +310,12 @@ def _cute_compiles(target: Target) -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(cutlass.cute, "compile", counted))
-        stack.enter_context(mock.patch.object(EpiMod, "gemm", functools.partialmethod(EpiMod.gemm, _launch=False)))
         stack.enter_context(mock.patch.object(cutlass.utils, "HardwareInfo", Absent))
         stack.enter_context(mock.patch.object(tile_scheduler, "HardwareInfo", Absent))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # that tensors without memory are asked where it is
         stack.enter_context(FakeTensorMode())
         yield compiled
-
-
-def _products(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The head's products around exponentials, where they take the model's head."""
-    from .linear_logprob import cute_kernels
-    from .linear_logprob.exponentials import BLOCK, ROWS
-
-    V, tile = model.vocab, _tile(model)
-    if tile is None:
-        return
-
-    def bf16(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-
-    def fp32(*shape: int) -> Tensor:
-        return torch.empty(shape, device="cuda")
-
-    def form(e: Tensor | None, rows: int = 4 * ROWS, width: int = 64) -> None:
-        statistics = *(fp32(rows, V // tile) for _ in range(3)), fp32(rows)
-        ids = torch.empty(rows, dtype=torch.int32, device="cuda")
-        cute_kernels.exponentials(bf16(rows, width), bf16(V, width), fp32(rows), ids, tile, e, *statistics)
-
-    def gradients(rows: int = 4 * ROWS, width: int = 64, of_entropy: bool = False) -> None:
-        e, x = bf16(rows, V), bf16(rows, width)
-        scale = bf16(V // BLOCK, rows) if cute_kernels.scale_operands(e.device) and not of_entropy else None
-        cute_kernels.to_hidden(e, scale, bf16(V, width), fp32(rows), x)
-        for add in (False, True):
-            cute_kernels.to_weight(e, scale, x, fp32(V, width), add)
-
-    def another_size() -> None:
-        form(bf16(5 * ROWS, V), 5 * ROWS, 128)
-        form(None, 5 * ROWS, 128)
-        for of_entropy in (False, True):
-            gradients(5 * ROWS, 128, of_entropy)
-
-    yield ", exponentials", lambda: form(bf16(4 * ROWS, V))
-    yield ", scores", functools.partial(form, None)
-    yield ", gradients", gradients
-    yield ", gradients with an entropy", functools.partial(gradients, of_entropy=True)
-    yield ", another size", another_size
 
 
 def _flash(target: Target, model: Model) -> Iterator[tuple[str, Callable[[], object]]]:

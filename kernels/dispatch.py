@@ -1,102 +1,123 @@
-"""Which backend runs an op: flash | cute | cuda | triton | cpu | reference.
+"""Chooses the backend that runs an op: flash | cuda | triton | cpu | reference.
 
 An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the
-one named by :func:`use_backend`, by the environment variable ``ROLLTREE_BACKEND``, or the best for the tensors' device.
-A forced backend that the op or the device lacks is an error; falling back from a missing compiled one is logged once.
+one that :func:`use_backend` names, the one that the environment variable ``ROLLTREE_BACKEND`` names, or the best one
+for the tensors' device. A named backend that the op or the device lacks is an error. If nothing faster than the
+reference is there, it runs, and that is logged once.
+
+``flash`` is never chosen by default: its backward pass adds up dq in the order in which blocks arrive. It belongs to
+tree attention alone, so the other ops run on their default backend while it is named.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-Backend = Literal["flash", "cute", "cuda", "triton", "cpu", "reference"]
+Backend = Literal["flash", "cuda", "triton", "cpu", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
+OPT_IN = ("flash",)
+"""Backends that run only where they are named, and that only some ops have."""
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("flash", "cute", "triton", "cuda", "reference"),
+    "cuda": ("triton", "cuda", "reference"),
     "cpu": ("cpu", "reference"),
 }
+FLASH_PACKAGE, FLASH_VERSION = "flash-attn-4", "4.0.0b36"
+FLASH_MAJORS = (9, 10)
+"""Major compute capabilities that flash-attn 4's kernels are for: Hopper and Blackwell."""
 
-_forced: ContextVar[str | None] = ContextVar("rolltree_backend", default=None)
+_override: ContextVar[str | None] = ContextVar("rolltree_backend", default=None)
 _log = logging.getLogger("rolltree.kernels")
 Fn = TypeVar("Fn", bound=Callable[..., object])
 
 
 class BackendError(RuntimeError):
-    """The backend asked for cannot run this op on these tensors."""
+    """The named backend cannot run this op on these tensors."""
 
 
 @contextmanager
 def use_backend(name: Backend) -> Iterator[None]:
     """Run every op inside the ``with`` block on backend ``name``.
 
+    Args:
+        name: one of flash, cuda, triton, cpu, reference. ``flash`` runs tree attention on flash-attn 4's kernels
+            (Hopper and Blackwell; its gradients depend on the order in which blocks arrive) and leaves all other ops on
+            their default backend.
+
     Raises:
-        ValueError: ``name`` is not one of flash, cute, cuda, triton, cpu, reference.
+        ValueError: ``name`` is not one of these.
     """
-    token = _forced.set(_known(name, "use_backend"))
+    token = _override.set(_known(name, "use_backend"))
     try:
         yield
     finally:
-        _forced.reset(token)
+        _override.reset(token)
 
 
-def forced() -> str | None:
-    """The backend of the innermost :func:`use_backend`, for the backward of an op: on a GPU it runs in a thread of its
-    own, to which the ``with`` block does not reach.
+def current_override() -> str | None:
+    """Return the backend that the innermost :func:`use_backend` names, or None.
+
+    Ops save it in the forward pass for :func:`restored_backend`: a GPU's backward pass runs in another thread, in which
+    the ``with`` block has no effect.
     """
-    return _forced.get()
+    return _override.get()
 
 
 @contextmanager
-def again(name: str | None) -> Iterator[None]:
-    """Force what :func:`forced` said, or nothing."""
-    token = _forced.set(name)
+def restored_backend(name: str | None) -> Iterator[None]:
+    """Name the backend that :func:`current_override` returned earlier; None names none."""
+    token = _override.set(name)
     try:
         yield
     finally:
-        _forced.reset(token)
+        _override.reset(token)
 
 
 def choose(op: str, table: Mapping[str, Fn], device: torch.device) -> Fn:
-    """The function of ``table`` that runs ``op`` on ``device``.
+    """Return the function of ``table`` that runs ``op`` on ``device``.
 
     Raises:
-        BackendError: the forced backend has no implementation of ``op``, or is not usable on ``device``.
+        BackendError: the named backend has no implementation of ``op`` or is not usable on ``device``, or no backend of
+            the table is.
     """
-    name = _forced.get() or os.environ.get("ROLLTREE_BACKEND") or ""
-    if name:
-        name = _known(name, "ROLLTREE_BACKEND")
+    if name := _named(table):
         if name not in table:
             raise BackendError(f"{op} has no '{name}' backend; it has {', '.join(table)}.")
         if reason := _unusable(name, device):
             raise BackendError(f"Backend '{name}' cannot run {op} on a {device.type} tensor: {reason}.")
         return table[name]
     preference = _PREFERENCE.get(device.type, ("reference",))
-    usable = [b for b in preference if b in table and not _unusable(b, device)]
-    if not usable:
+    best = next((name for name in preference if name in table and not _unusable(name, device)), None)
+    if best is None:
         raise BackendError(f"No backend of {op} runs on a {device.type} tensor; it has {', '.join(table)}.")
-    for name in preference[: preference.index(usable[0])]:
-        if name in table and name in HOPPER:
-            _say_missing(op, usable[0], name, device)
-    if usable[0] == "reference":
+    if best == "reference":
         missing = "; ".join(f"{b}: {_unusable(b, device) or 'not written for this op'}" for b in preference[:-1])
         log_once(f"{op} runs on the slow reference backend ({missing}).")
-    return table[usable[0]]
+    return table[best]
 
 
 def usable(name: str, device: torch.device) -> bool:
-    """Whether backend ``name`` can run on ``device``, and no other is forced."""
-    return (_forced.get() or os.environ.get("ROLLTREE_BACKEND") or name) == name and not _unusable(name, device)
+    """Return whether backend ``name`` can run on ``device`` and no other backend is named."""
+    return _named((name,)) in (None, name) and not _unusable(name, device)
+
+
+def _named(available: Container[str]) -> str | None:
+    """Return the backend that the caller or the environment names for an op that has the ``available`` ones."""
+    name = _override.get() or os.environ.get("ROLLTREE_BACKEND")
+    if not name or (name in OPT_IN and name not in available):
+        return None
+    return _known(name, "ROLLTREE_BACKEND")
 
 
 def _known(name: str, where: str) -> str:
@@ -106,7 +127,7 @@ def _known(name: str, where: str) -> str:
 
 
 def _unusable(name: str, device: torch.device) -> str | None:
-    """Why backend ``name`` cannot run on ``device``, or None."""
+    """Return why backend ``name`` cannot run on ``device``, or None if it can."""
     if name == "reference":
         return None
     if name == "triton":
@@ -115,83 +136,68 @@ def _unusable(name: str, device: torch.device) -> str | None:
         if device.type == "cpu" and not interpreting():
             return "triton runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
         return None
-    if name in HOPPER:
-        return _package_unusable(name, device)
+    if name == "flash":
+        return _flash_unusable(device)
     if device.type != name:
         return f"it needs a {name} tensor"
     return None if load_library(name) else f"the compiled {name} library is missing; see `rolltree doctor`"
 
 
-class Package(NamedTuple):
-    """Of another project, whose kernels a backend launches."""
-
-    name: str
-    version: str  # that the backend is made for
-
-
-MAJORS = (9, 10)
-"""Of the compute capabilities that they are for: Hopper and Blackwell."""
-
-HOPPER: Mapping[str, Package] = {
-    "flash": Package("flash-attn-4", "4.0.0b36"),
-    "cute": Package("quack-kernels", "0.6.5"),
-}
-
-
 @functools.cache
-def _package_unusable(name: str, device: torch.device) -> str | None:
+def _flash_unusable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it needs a cuda tensor"
-    if torch.cuda.get_device_capability(device)[0] not in MAJORS:
+    if torch.cuda.get_device_capability(device)[0] not in FLASH_MAJORS:
         return "it needs a Hopper or Blackwell GPU"
-    if _installed(name) is None:
-        return f"{HOPPER[name].name} is not installed; `pip install --pre rolltree[hopper]` brings it"
+    if flash_version() is None:
+        return f"{FLASH_PACKAGE} is not installed; `pip install --pre rolltree[hopper]` brings it"
     return None
 
 
-def _installed(name: str) -> str | None:
-    """Version of the package of backend ``name``, asked by its own name: flash-attn 2 has the same module."""
+def flash_version() -> str | None:
+    """Return the installed version of flash-attn 4, looked up by package name: flash-attn 2 has the same module."""
     try:
-        return importlib.metadata.version(HOPPER[name].name)
+        return importlib.metadata.version(FLASH_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-@functools.cache
-def _say_missing(op: str, chosen: str, name: str, device: torch.device) -> None:
-    """Once, on a GPU that backend ``name`` is for: that its package is missing."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in MAJORS:
-        log_once(f"{op} runs on '{chosen}' instead of '{name}': {_unusable(name, device)}.")
-
-
-def failed(name: str, error: Exception) -> str:
-    """What is said of kernels of backend ``name`` whose first use ends in ``error``, whatever it is: their package is
-    another project's."""
-    package, version = HOPPER[name], _installed(name)
-    other = f", and {package.name} is {version}, not {package.version}" if version != package.version else ""
-    first_line = (str(error).splitlines() or [""])[0][:200]
-    return f"its kernels fail at their first use ({type(error).__name__}: {first_line}){other}"
-
-
-def fall_back(op: str, name: str, other: str, reason: str) -> None:
-    """Say once that backend ``other`` runs what ``name`` was chosen for, and why.
-
-    Raises:
-        BackendError: ``name`` is forced.
-    """
-    if name in (_forced.get(), os.environ.get("ROLLTREE_BACKEND")):
-        raise BackendError(f"Backend '{name}' cannot run {op}: {reason}.")
-    log_once(f"{op} runs on '{other}' instead of '{name}': {reason}.")
-
-
 def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter."""
+    """Return whether Triton kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def compiled_op(library: Literal["cpu", "cuda"], name: str) -> Callable[..., Any]:
+    """Return a function that passes its arguments on to ``torch.ops.rolltree_<library>.<name>``; tuples are flattened.
+
+    The op is looked up when it is called, because its library is loaded when the backend is chosen. The arguments, with
+    their shapes, are those of the op's reference.
+    """
+
+    def call(*arguments: Any) -> Any:
+        flat: list[Any] = []
+        for argument in arguments:
+            flat += argument if isinstance(argument, tuple) else (argument,)
+        return getattr(getattr(torch.ops, f"rolltree_{library}"), name)(*flat)
+
+    return call
+
+
+def imported(package: str, module: str, name: str) -> Callable[..., Any]:
+    """Return a function that calls ``name`` of ``package.module``, which it imports at its first call.
+
+    For modules that need an optional dependency, such as Triton.
+    """
+
+    def call(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(f"{package}.{module}"), name)(*arguments)
+
+    return call
 
 
 @functools.cache
 def load_library(name: str) -> bool:
-    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``torch.ops.rolltree_cuda``); False where not built."""
+    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``rolltree_cuda``); return False if they are not built."""
     here = Path(__file__).parent
     if name == "cuda":
         libraries = [here / "_cuda.so"] if torch.cuda.is_available() and (here / "_cuda.so").exists() else []
@@ -203,14 +209,14 @@ def load_library(name: str) -> bool:
         try:
             torch.ops.load_library(str(library))
         except OSError as error:
-            log_once(f"{library.name} was built but cannot be loaded ({error}); rebuild it beside this torch.")
+            log_once(f"{library.name} was built but cannot be loaded ({error}); rebuild it with this torch.")
             return False
         return True
     return False
 
 
 def cpu_libraries(folder: Path) -> list[Path]:
-    """Those of ``folder`` whose instruction sets this machine has, the best first."""
+    """Return the CPU libraries in ``folder`` whose instruction set this machine has, the best one first."""
     isa = torch.backends.cpu.get_cpu_capability().lower()
     levels = ("avx512", "avx2", "default")
     best = next((i for i, level in enumerate(levels) if isa.startswith(level)), len(levels) - 1)
@@ -219,5 +225,5 @@ def cpu_libraries(folder: Path) -> list[Path]:
 
 @functools.cache
 def log_once(message: str) -> None:
-    """Warn the first time ``message`` comes up in this process."""
+    """Log ``message`` as a warning the first time it comes up in this process."""
     _log.warning(message)

@@ -84,8 +84,3 @@ def use_for_flash() -> None:
     """Have flash-attn 4 keep its kernels in `used`, unless its own variables say where; before its import."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(used() / "flash"))
-
-
-def use_for_quack() -> None:
-    """Have quack keep its kernels in `used`, unless its own variables say where; before its import."""
-    os.environ.setdefault("QUACK_CACHE_DIR", str(used() / "quack"))

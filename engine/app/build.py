@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ..errors import UserError
 from ..loop import preflight
 from ..loop.budget import Budget
+from ..loop.entries import Entries
 from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
 from ..loop.progress import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
@@ -22,7 +24,7 @@ from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
-from ..rewards import ProgramVerifier, Rewards, make_rewards
+from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
 from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
@@ -54,13 +56,19 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     model, tokenizer = prepare_model(config)
     engine = make_engine(config, sampled_model(config, model), tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    source = PromptSource(config.data, tokenizer, config.seed, problems)
+    source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
     check_lengths(config, engine.longest)
     rewards = make_run_rewards(config, engine, tokenizer)
     sampling = sampling_parts(config, model, engine, tokenizer, source, rewards)
     preflight.check_program(
-        sampling.program, sampling.program_name, sampling.params.n, tokenizer, source.peek(preflight.TRIED)
+        sampling.program,
+        sampling.program_name,
+        sampling.params.n,
+        tokenizer,
+        engine.end_token_ids,
+        source.peek(preflight.TRIED),
     )
+    known = [*source.known, *problems]
     demonstrations = config.demonstrations
     return Parts(
         options=run_options(config, trained),
@@ -68,6 +76,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         learning=learning_parts(config, model),
         evaluation=EvaluationParts(problems, greedy_params(config), config.evaluation.every),
         rewards=rewards,
+        check_rewards=partial(check_references, rewards, config.reward, [(p.id, p.entry) for p in known]),
         demonstrations=None
         if demonstrations is None
         else Demonstrations(demonstrations, config.data, tokenizer, config.seed),
@@ -302,3 +311,23 @@ def check_credit(config: TrainConfig) -> None:
     """
     columns = [column for column, role in FROM_ROLES.items() if getattr(config.roles, role) is not None]
     preflight.check_credit(credit(config), config.algorithm.advantage, config.rollout.n, columns)
+
+
+def kept_entries(config: TrainConfig, *, recorded: bool = False) -> Entries | None:
+    """Return what looks through the entries of a run's prompts; None where nothing keeps any.
+
+    Args:
+        recorded: the groups are written to a file.
+    """
+    if config.loop.staleness == 0 and not recorded:
+        return None
+    data = config.data
+    all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
+    return Entries({data.prompt_key, data.answer_key, data.n_key or data.answer_key}, all_read=all_read)
+
+
+def _user_code_reads(config: TrainConfig) -> bool:
+    """Return whether a function or class of the user's is given entries; ``file.py:name`` names one."""
+    named: list[Any] = [config.reward.verifier, config.rollout.program, *config.data.tools]
+    named += [*config.reward.options.values(), *config.rollout.program_options.values()]
+    return any(isinstance(name, str) and ":" in name for name in named)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rolltree.kernels import Objective
-from rolltree.kernels.policy_loss.pairs import WITHOUT_REFERENCE
+from rolltree.kernels.policy_loss import WITHOUT_REFERENCE
 
 from ..data.columns import COLUMNS
 from ..errors import UserError

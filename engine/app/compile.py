@@ -16,7 +16,7 @@ from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, 
 
 from ..data.batch import FIELDS
 from ..data.columns import COLUMNS
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -113,10 +113,10 @@ def losses(job: Job) -> Iterator[tuple[str, Any]]:
 def tree(forked: bool, length: int = 3) -> TokenTree:
     """Two responses of ``length`` tokens, a good and a bad one; ``forked``: they share as many before."""
 
-    def some(n: int) -> Segment:
-        return Segment.sampled(np.zeros(n, np.int32), np.full(n, -1.0))
+    def some(n: int, token: int = 0) -> Segment:
+        return Segment.sampled(np.full(n, token, np.int32), np.full(n, -1.0))
 
-    parts = [Segment.prompt(np.zeros(5, np.int32)), some(length if forked else 0), some(length), some(length)]
+    parts = [Segment.prompt(np.zeros(5, np.int32)), some(length if forked else 0), some(length), some(length, token=1)]
     found = TokenTree.from_nodes([-1, 0, 1, 1], parts, [2, 3], [LeafStatus.STOP] * 2)
     found.advantage[:] = 1.0, -1.0
     return found

@@ -102,7 +102,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
                 f"The configuration file {_quoted(path)} exceeds {MAX_BYTES >> 10} KiB; keep prompts and data in files "
                 "of their own."
             )
-        return _parsed(raw.decode())
+        return _parsed(raw.decode("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"There is no configuration file '{path}'; give the path of a TOML file.") from None
     except OSError as error:

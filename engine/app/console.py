@@ -23,6 +23,9 @@ PLAIN_SECONDS = 10.0
 ETA_STEPS = 20
 """The time left is estimated from this many recent steps."""
 
+MANY_UNPARSED = 0.05
+"""Share of a step's responses without an answer that can be read, above which the step line shows it."""
+
 
 def _count(value: float) -> str:
     """21437 -> 21.4k."""
@@ -37,6 +40,7 @@ PARTS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("reward/mean", lambda v: f"reward {v:.3f}"),
     ("rollout/failed", lambda v: f"{v:.0f} UNSAMPLED" if v else ""),
     ("reward/failed", lambda v: f"{v:.0f} UNJUDGED" if v else ""),
+    ("reward/unparsed_ratio", lambda v: f"{100 * v:.0f}% UNPARSED" if v > MANY_UNPARSED else ""),
     ("actor/pg_loss", lambda v: f"loss {v:.3f}"),
     ("actor/entropy", lambda v: f"ent {v:.2f}"),
     ("actor/pg_clipfrac", lambda v: f"clip {100 * v:.1f}%"),

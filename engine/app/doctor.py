@@ -70,7 +70,6 @@ OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),
     ("pynvml", "utilisation, memory and power of the GPU in a run's metrics", "pip install 'rolltree[monitor]'"),
     ("cutlass", "attention by flash-attn 4 on Hopper and Blackwell", "pip install --pre 'rolltree[hopper]'"),
-    ("quack", "log-probs and losses on Hopper and Blackwell", "pip install --pre 'rolltree[hopper]'"),
     ("flash_attn", "a peer in the benchmarks", "pip install flash-attn --no-build-isolation"),
 )
 """Module, what it is for, command."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
@@ -26,7 +27,8 @@ from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.calling import failure
 from ..parts.resolve import NEEDED, import_object, options_of
 from ..programs import PROGRAMS
-from ..rewards import ProgramVerifier, RewardPool, make_rewards
+from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
+from ..rollout.sampling_params import eos_token_ids
 from ..settings import TrainConfig
 from ..tasks import GymProblems, read_problems
 from .build import (
@@ -36,6 +38,7 @@ from .build import (
     check_lengths,
     check_old_logprobs,
     group_callback,
+    kept_entries,
     rollout_program,
 )
 from .build_learning import corrects, loss_terms, objective, shapings
@@ -69,20 +72,24 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
     path = Path(config.model.path)
+    known: list[tuple[str, dict[str, Any]]] = []  # problems of files
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
-                read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                read = read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                known += [(problem.id, problem.entry) for problem in read]
         if config.data.tasks:
             GymProblems(config.data.tasks, [config.seed])
     elif path.exists() or str(path).count("/") != 1:
         yield from _model_lines(config, path)
         tokenizer = load_tokenizer(path)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems)
-        preflight.check_program(program, rollout.program, rollout.n, tokenizer, source.peek(preflight.TRIED))
+        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
+        prompts = source.peek(preflight.TRIED)
+        preflight.check_program(program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
+        known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
     with rewards as pool:
@@ -90,6 +97,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"verifier           {config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
             yield f"containment        {note}"
+        if note := check_references(pool, config.reward, known):
+            yield f"reference answers  {note}"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
     yield (
@@ -135,6 +144,13 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"
     )
+
+
+def _ends(path: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the end-of-sequence tokens of a model's directory, as the sampler finds them."""
+    files = [path / name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
+    given = [json.loads(file.read_text()) for file in files]
+    return eos_token_ids(*given, *(some.get("text_config", {}) for some in given), tokenizer)
 
 
 def _size(count: float) -> str:

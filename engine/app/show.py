@@ -19,7 +19,7 @@ from ..loop.metrics import Stopwatch
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
 from ..settings import TrainConfig
-from .build import make_engine, make_run_rewards, prepare_model, sampling_parts
+from .build import kept_entries, make_engine, make_run_rewards, prepare_model, sampling_parts
 from .console import Console
 
 
@@ -38,7 +38,7 @@ def sample_and_show(
     """
     console = console or RichConsole(highlight=False)
     model, tokenizer = prepare_model(config)
-    groups = _first_groups(config, count, model, tokenizer, Console(console))
+    groups = _first_groups(config, count, model, tokenizer, Console(console), recorded=record is not None)
     for group in groups:
         console.print(draw(group.tree, tokenizer))
         console.print(describe(group))
@@ -55,7 +55,13 @@ def sample_and_show(
 
 
 def _first_groups(
-    config: TrainConfig, count: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, console: Console
+    config: TrainConfig,
+    count: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    console: Console,
+    *,
+    recorded: bool,
 ) -> list[Group]:
     """Sample and judge as a run's first step does; a group callback is not asked, and a failure ends nothing."""
     first = {"trainer": {"prompts_per_step": count}, "reward": {"on_failure": "drop"}}
@@ -64,9 +70,8 @@ def _first_groups(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in first.items()}
     )
     engine = make_engine(config, model, tokenizer)
-    source = PromptSource(
-        config.data, tokenizer, config.seed, held_out(config.data, config.evaluation.problems, tokenizer)
-    )
+    problems = held_out(config.data, config.evaluation.problems, tokenizer)
+    source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config, recorded=recorded))
     rewards = make_run_rewards(config, engine, tokenizer)
     parts = sampling_parts(config, model, engine, tokenizer, source, rewards)
     controller = Controller(parts, Buffer(parts.budget), Stopwatch(), console)

@@ -23,7 +23,10 @@ from .pieces import Piece
 from .tree import TokenTree
 
 FIELDS = frozenset(f.name for f in fields(PolicyFields))
-"""Columns of these names reach the kernels as they are."""
+"""Columns of these names reach the kernels unchanged."""
+
+OldLogprob = Tensor | Literal["behaviour", "proximal"] | None
+"""The log-probs that ratios compare with: a tensor ``[M]``, a recorded column, or None for ratio 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,36 +109,29 @@ class TreeBatch:
         objective: Objective,
         *,
         normalizer: float | Tensor | None = None,
-        old_logprob: Tensor | Literal["behaviour"] | None = None,  # [M]
+        old_logprob: OldLogprob = None,  # [M]
         ref_logprob: Tensor | None = None,  # [M]
         select: str | None = None,
     ) -> PolicyFields:
-        """What :func:`rolltree.kernels.policy_loss` needs of each target, exact for shared tokens.
+        """The inputs of :func:`rolltree.kernels.policy_loss` for every target, exact for shared tokens.
 
-        A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``. With ``normalizer`` the
-        weights are divided by it, and ``policy_loss`` is then called with normalizer 1.
+        A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``.
 
         Args:
-            old_logprob: as in :func:`rolltree.engine.batch_loss`.
-            ref_logprob: in place of the column of that name.
-            select: of a loss term, whose selection says what counts instead of ``loss_mask``.
+            normalizer: divides the weights; ``policy_loss`` is then called with normalizer 1.
+            old_logprob: log-probs that ratios compare with: a tensor, the sampler's ("behaviour"), those of the column
+                ``proximal_logprob`` ("proximal"), or None for a single on-policy update (ratio 1).
+            ref_logprob: replaces the column of that name.
+            select: name of a loss term; its selection replaces ``loss_mask``.
 
         Raises:
-            ValueError: ``old_logprob`` is "behaviour", the objective needs it, and a token in the loss has none.
+            ValueError: ``old_logprob`` is another name, or it names a column of which a token in the loss has no value
+                although the objective needs it.
         """
         mask, length, weight, share = self._selected(select)
         given = {name: values for name, values in self.columns.items() if name in FIELDS}
         if isinstance(old_logprob, str):
-            if old_logprob != "behaviour":
-                raise ValueError(f"old_logprob must be 'behaviour', a tensor or None, got '{old_logprob}'.")
-            old_logprob = self.behaviour_logprob
-            if not objective.weighs_by_sampler:
-                old_logprob = self.columns.get("proximal_logprob", old_logprob)
-            if old_logprob is None and objective.needs_old:
-                raise ValueError(
-                    "A token in the loss has no recorded log-prob to compare with; give old_logprob, or None for a "
-                    "single on-policy update."
-                )
+            old_logprob = self._recorded(old_logprob, needed=objective.needs_old)
         if ref_logprob is not None:
             given["ref_logprob"] = ref_logprob
         if share is None and select is not None and "token_weight" in objective.needs:
@@ -165,6 +161,18 @@ class TreeBatch:
             aggregation=objective.aggregation,
             **given,
         )
+
+    def _recorded(self, old_logprob: str, needed: bool) -> Tensor | None:  # [M]
+        """The column that ``old_logprob`` names; None if it is incomplete and not needed."""
+        if old_logprob not in ("behaviour", "proximal"):
+            raise ValueError(f"old_logprob must be 'behaviour', 'proximal', a tensor or None, got '{old_logprob}'.")
+        found = self.columns.get(f"{old_logprob}_logprob")
+        if found is None and needed and bool(self.loss_mask.any()):
+            raise ValueError(
+                f"A token in the loss has no recorded log-prob ({old_logprob}_logprob); give old_logprob, or None "
+                "for a single on-policy update."
+            )
+        return found
 
     def _selected(self, select: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Mask ``[M]``, tokens ``[L]`` and weight ``[L]`` of each leaf, and the share ``[M]`` of each token, if any."""

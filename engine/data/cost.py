@@ -1,4 +1,4 @@
-"""What computing a tree costs, shared and flat."""
+"""The FLOP of computing a tree, and of its flat batch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from .rows import distinct_rows
 from .tree import TokenTree
 
 
@@ -15,8 +16,8 @@ from .tree import TokenTree
 class CostModel:
     """FLOP of one forward; a backward is twice that, so ratios hold for a whole step.
 
-    Layers with a sliding window are counted as if they had none, which overstates attention and so, where trees share
-    less of it than of tokens, understates what sharing saves.
+    Layers with a sliding window are counted as full attention. Trees share less of attention than of tokens, so this
+    understates the savings.
     """
 
     token: float  # projections and feed-forward of one token, in all layers
@@ -25,7 +26,7 @@ class CostModel:
 
     @staticmethod
     def of(model: PreTrainedModel) -> CostModel:
-        """From the shapes of a transformers decoder; of experts the active ones count."""
+        """The costs of a Transformers decoder, from its shapes; of experts the active ones count."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -43,13 +44,13 @@ class CostModel:
         )
 
     def shared(self, tree: TokenTree) -> float:
-        """Each of the tree's tokens once."""
-        visible = float(tree.position.sum(dtype=np.int64) + tree.num_tokens)
-        scored = int((tree.loss_mask & (tree.response_leaves > 0)).sum())
-        return self.token * tree.num_tokens + self.attention * visible + self.scored * scored
+        """FLOP of the tree: every distinct prefix once."""
+        rows = distinct_rows(tree)
+        scored = np.unique(rows.of_token[tree.loss_mask & (tree.response_leaves > 0)]).size
+        return self.token * rows.count + self.attention * rows.visible + self.scored * scored
 
     def flat(self, tree: TokenTree) -> float:
-        """Every leaf's path on its own."""
+        """FLOP of the flat batch: every leaf's path on its own."""
         length = tree.path_length.astype(np.float64)
         visible = float((length * (length + 1) / 2).sum())
         return self.token * tree.logical_tokens + self.attention * visible + self.scored * tree.loss_tokens

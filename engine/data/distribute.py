@@ -11,7 +11,7 @@ import torch
 from . import checks
 from .batch import TreeBatch
 from .cost import CostModel
-from .packing import pack
+from .pack import pack
 from .tree import TokenTree
 
 

@@ -1,27 +1,23 @@
-"""Branches that happen to have sampled the same tokens, made one.
+"""Merging the equal tokens of responses that were sampled independently.
 
-Responses of a group that were sampled apart often begin alike: a policy that is sure of itself says the same first.
-Their tokens have one predecessor, so one hidden state and one log-probability; as a shared token they are computed once
-and carry the sums of their leaves' credit, as every shared token of a `TreeBatch` does.
+Responses of a group often begin alike. `pack` computes a row for each distinct prefix in any case; tokens whose records
+agree too can be one target, which carries the sums of their leaves' credit.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
+from .build import prefix_tree
 from .columns import COLUMNS, Array
-from .prefix import prefix_tree
 from .tree import TokenTree, in_order
 
 
 def share_equal_prefixes(tree: TokenTree) -> TokenTree:
-    """``tree`` with every prefix that its leaves' responses have in common once; itself where there is none more.
+    """Merge equal prefixes of different responses into shared nodes. Returns ``tree`` itself if nothing can be merged.
 
-    Tokens become one only where id, log-prob (bit for bit), version, mask and all other columns that must be equal
-    agree. Leaves keep their order and all that is theirs. Nodes are others: a tree whose columns have a value a node
-    is left as it is.
+    Tokens merge only if id, log-prob (bit for bit), version, mask and all other columns that must be equal agree.
+    Leaves keep their order and columns. Nodes change, so a tree with a column of nodes is returned as it is.
     """
     if tree.num_leaves == 1 or any(COLUMNS[name].per == "node" for name in tree.columns):
         return tree
@@ -46,11 +42,3 @@ def share_equal_prefixes(tree: TokenTree) -> TokenTree:
     shared = in_order(nodes.parent, length, tree.token_id[source], nodes.leaf_node, tree.leaf_prompt, columns)
     shared.rewards, shared.meta = dict(tree.rewards), dict(tree.meta)
     return shared
-
-
-def distinct_prefixes(tree: TokenTree) -> TokenTree:
-    """The tokens and leaves of ``tree`` without its columns, every prefix once: all that a model computes to score it.
-
-    What a model says of a token depends on the ids before it and on nothing that was recorded of either.
-    """
-    return share_equal_prefixes(replace(tree, columns={}, rewards={}))

@@ -23,6 +23,7 @@ from rolltree.kernels import HeadPlan, tree_attention
 from . import checks
 from .columns import Array
 from .device import to_device
+from .rows import Rows, distinct_rows
 from .tree import TokenTree
 
 T = TypeVar("T")
@@ -44,18 +45,19 @@ class Piece:
 def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = None) -> tuple[Piece, ...]:
     """Pieces of at most ``max_tokens`` rows, each ended where the path is shortest, if anywhere in its second half."""
     checks.size("max_tokens", max_tokens)
-    rows, ends = tree.num_tokens, tree.subtree_end
+    rows = distinct_rows(tree)
+    starts = _starts(tree, rows)
     bounds = [0]
-    while bounds[-1] < rows:
+    while bounds[-1] < rows.count:
         begin, limit = bounds[-1], bounds[-1] + max_tokens
         at = limit
-        if limit < rows:
-            branches = tree.start[(tree.start > begin + max_tokens // 2) & (tree.start <= limit)]
+        if limit < rows.count:
+            branches = starts[(starts > begin + max_tokens // 2) & (starts <= limit)]
             if len(branches):
-                shortest = tree.position[branches] == tree.position[branches].min()
+                shortest = rows.position[branches] == rows.position[branches].min()
                 at = int(branches[shortest][-1])
-        bounds.append(min(at, rows))
-    predictor = tree.parent_row[tree.prompt_length :].astype(np.int64)
+        bounds.append(min(at, rows.count))
+    predictor = rows.of_token[tree.parent_row[tree.prompt_length :]]
     pieces = []
     for begin, end in pairwise(bounds):
         target = np.flatnonzero((predictor >= begin) & (predictor < end))
@@ -64,13 +66,20 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
             Piece(
                 begin,
                 end,
-                int(ends[begin:end].max()),
+                int(rows.end[begin:end].max()),
                 torch.from_numpy(target).to(device),
                 torch.from_numpy(head_row).to(device),
                 torch.from_numpy(head_index.reshape(-1)).to(device),
             )
         )
     return tuple(pieces)
+
+
+def _starts(tree: TokenTree, rows: Rows) -> Array:
+    """Rows after which a path may branch or end: the first ones of nodes, and of branches that rows alone have."""
+    above = rows.of_token[tree.parent_row[rows.token[1:]]]
+    apart = np.flatnonzero(above != np.arange(rows.count - 1))
+    return np.unique(np.concatenate([rows.of_token[tree.start], apart + 1, above[apart] + 1]))
 
 
 class _Kept(NamedTuple):
@@ -85,8 +94,8 @@ class _Kept(NamedTuple):
 class PieceStore:
     """What the model is given as ``kv_store`` while it computes a piece."""
 
-    def __init__(self, tree: TokenTree, piece: Piece, open_pieces: Sequence[PieceStore], device: torch.device) -> None:
-        ends = tree.subtree_end
+    def __init__(self, rows: Rows, piece: Piece, open_pieces: Sequence[PieceStore], device: torch.device) -> None:
+        ends = rows.end
         self.piece = piece
         self.open_pieces = [
             (store, to_device(torch.from_numpy(np.flatnonzero(ends[store.rows] > piece.begin)), device))
@@ -98,7 +107,7 @@ class PieceStore:
         # rows of the prefix keep their order and close up to the piece
         end = np.minimum(ends[keys], piece.end).astype(np.int64) - piece.begin + before
         self.subtree_end = to_device(torch.from_numpy(end.astype(np.int32)), device)
-        self.position = to_device(torch.from_numpy(tree.position[keys].astype(np.int32)), device)
+        self.position = to_device(torch.from_numpy(rows.position[keys].astype(np.int32)), device)
         self.rows: Array = np.flatnonzero(ends[piece.begin : piece.end] > piece.end) + piece.begin
         self._own = to_device(torch.from_numpy(self.rows - piece.begin), device)
         self._kept: dict[int, _Kept] = {}
@@ -187,6 +196,7 @@ def depth_first(
         use: takes what ``run`` gave; with gradients it must run the backward.
     """
     open_pieces: list[PieceStore] = []
+    rows = distinct_rows(tree)
 
     def close(until: int) -> None:
         while open_pieces and open_pieces[-1].piece.last <= until:
@@ -196,7 +206,7 @@ def depth_first(
 
     for piece in pieces:
         close(piece.begin)
-        store = PieceStore(tree, piece, tuple(open_pieces), device)
+        store = PieceStore(rows, piece, tuple(open_pieces), device)
         seen_later = piece.last > piece.end
         with torch.set_grad_enabled(gradients and not seen_later):
             result = run(store)
@@ -204,4 +214,4 @@ def depth_first(
                 use(store, result)
         if seen_later:
             open_pieces.append(store)
-    close(tree.num_tokens)
+    close(rows.count)

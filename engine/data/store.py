@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .columns import COLUMNS, Array
+from .concat import side_by_side
 from .segment import LeafStatus, Text
-from .side_by_side import side_by_side
 from .tree import TokenTree
 
 IDENTITY = pa.schema(

@@ -21,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from . import checks
+from .build import check_count, merge, order_nodes
 from .columns import COLUMNS, Array, find_column
 from .segment import LeafStatus, Segment, Sequence
-from .sequences import check_count, merge
-from .structure import depth_first
 
 
 @dataclass(eq=False)
@@ -406,7 +405,7 @@ def in_order(
     parent: Array, length: Array, token_id: Array, leaf_node: Array, leaf_prompt: Array, columns: dict[str, Array]
 ) -> TokenTree:
     """The tree of nodes in any order that puts parents first, with their tokens end to end."""
-    made = depth_first(parent, length, leaf_node)
+    made = order_nodes(parent, length, leaf_node)
     ordered = made.ordered({"advantage": np.zeros(len(leaf_node), np.float32)} | columns)
     return TokenTree(
         parent=made.parent,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -10,10 +11,35 @@ from transformers import GenerationConfig
 
 from ..rollout import RolloutEngine, SamplingParams
 
-TAKEN = {
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "num_return_sequences", "eos_token_id",
-    "pad_token_id", "bos_token_id", "stop_strings", "transformers_version", "use_cache", "_from_model_config",
+DEFAULTS: dict[str, Any] = {
+    "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1,
 }  # fmt: skip
+"""Values of Transformers 5 for what neither the caller nor the model's generation_config sets."""
+NEW_TOKENS = 20
+"""Longest response in Transformers 5 where no length is set anywhere."""
+READ = {
+    *DEFAULTS, "min_p", "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings",
+}  # fmt: skip
+WITHOUT_EFFECT = {
+    "transformers_version", "_from_model_config", "bos_token_id", "decoder_start_token_id",  # not read by a decoder
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
+    "compile_config", "disable_compile", "continuous_batching_config", "use_mtp",
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind", "assistant_ensemble_weight", "speculation_type",  # drafts: no other tokens
+    "early_stopping", "length_penalty",  # of beams, which are refused
+    "renormalize_logits",  # before a softmax
+}  # fmt: skip
+"""Options that change how Transformers computes, not what it samples."""
+OF_SAMPLING = {"typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
+"""Filters that Transformers leaves out where it decodes greedily."""
+NEUTRAL: dict[str, Any] = {
+    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": 0.0, "min_length": 0,
+    "min_new_tokens": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "guidance_scale": 1.0,
+}  # fmt: skip
+"""Values with which an option changes nothing, beside None, False and what is empty."""
 
 
 def generate(
@@ -25,38 +51,94 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Tensor:  # [B * num_return_sequences, S + new] int64, padded on the right
-    """What ``model.generate(input_ids, attention_mask, generation_config, **options)`` returns, by ``engine``.
+    """Return what ``model.generate(input_ids, attention_mask, generation_config, **options)`` returns, by ``engine``.
 
-    Responses of one prompt differ also where prompts are equal; ``seed`` takes the place of the global generator.
+    As there, an option overrides ``generation_config``, this the model's own generation_config, and this the defaults
+    of Transformers (greedy, 20 new tokens; ``top_k=50`` where it samples). Responses of one prompt differ also where
+    prompts are equal; ``seed`` takes the place of the global generator.
 
     Raises:
-        ValueError: an option that changes what is sampled and is not known here.
+        ValueError: an option that changes what is sampled and is not known here, or a length that leaves no room.
     """
-    config = GenerationConfig(**{**(generation_config.to_dict() if generation_config else {}), **options})
-    usual = GenerationConfig().to_dict()
-    for name, value in config.to_dict().items():
-        if name not in TAKEN and value is not None and value != usual.get(name):
-            raise ValueError(f"rolltree's generate does not know '{name}' = {value!r}; leave it out.")
-    if config.max_new_tokens is None:
-        raise ValueError("rolltree's generate needs max_new_tokens.")
-    eos = config.eos_token_id
+    config = _resolved(engine, generation_config, options)
     sample = bool(config.do_sample)
+    _refuse_others(config, sample)
+    temperature = 1.0 if config.temperature is None else config.temperature
+    if sample and not temperature > 0:
+        raise ValueError(f"temperature is {temperature!r}; give a positive number, or do_sample=False.")
+    eos = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or [])
+    stop = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()
     params = SamplingParams(
         n=config.num_return_sequences or 1,
-        temperature=(1.0 if config.temperature is None else config.temperature) if sample else 0.0,
+        temperature=temperature if sample else 0.0,
         top_k=(config.top_k or None) if sample else None,
-        top_p=(1.0 if config.top_p is None else config.top_p) if sample else 1.0,
+        top_p=config.top_p if sample and config.top_p is not None else 1.0,
         min_p=config.min_p if sample else None,
-        max_new_tokens=config.max_new_tokens,
-        stop=tuple([config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()),
-        stop_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+        max_new_tokens=_most(config, input_ids.shape[1], engine.longest),
+        stop=tuple(stop),
+        stop_token_ids=eos,
+        ignore_eos=True,  # `eos` says it all
     )
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
+    prompts = [
+        row[kept.bool()].tolist()
+        for row, kept in zip(input_ids, _mask(config, eos, input_ids, attention_mask), strict=True)
+    ]
     trees = engine.generate(prompts, params, seeds=[seed + i for i in range(len(prompts))])
     responses = [torch.tensor(leaf.response) for tree in trees for leaf in tree.flatten()]
-    first = params.stop_token_ids[0] if params.stop_token_ids else 0
-    pad = first if config.pad_token_id is None else config.pad_token_id
+    pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if eos else 0
     new = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=pad)
     repeated = input_ids.repeat_interleave(params.n, dim=0)
     return torch.cat([repeated, new.to(input_ids)], dim=1)
+
+
+def _resolved(engine: RolloutEngine, given: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """Return the settings in their order: options, the caller's configuration, the model's, Transformers' defaults."""
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None)
+    if tokenizer is not None and tokenizer is not engine.tokenizer:
+        raise ValueError("rolltree's generate reads stop_strings with the engine's tokenizer; leave `tokenizer` out.")
+    config = GenerationConfig() if given is None else copy.deepcopy(given)
+    own = {name: value for name, value in engine.generation_config.items() if hasattr(config, name)}
+    config.update(defaults_only=True, **own)
+    config.update(defaults_only=True, **DEFAULTS)
+    for name, value in config.update(**options).items():
+        if value is not None:
+            raise ValueError(f"rolltree's generate does not know '{name}'; leave it out.")
+    return config
+
+
+def _refuse_others(config: GenerationConfig, sample: bool) -> None:
+    passed = READ | WITHOUT_EFFECT | (set() if sample else OF_SAMPLING)
+    for name in vars(GenerationConfig()):
+        value = getattr(config, name)
+        empty = value is None or value is False or (isinstance(value, list | tuple | dict) and not value)
+        if name not in passed and not empty and value != NEUTRAL.get(name):
+            raise ValueError(f"rolltree's generate does not know '{name}' = {value!r}; leave it out.")
+
+
+def _most(config: GenerationConfig, width: int, longest: int | None) -> int:
+    """Return the length of the longest response to prompts padded to ``width``."""
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    if config.max_length is None:
+        return NEW_TOKENS if longest is None else max(min(NEW_TOKENS, longest - width), 1)
+    if config.max_length <= width:
+        raise ValueError(
+            f"The prompts have {width} tokens and max_length is {config.max_length}; raise it or give max_new_tokens."
+        )
+    return config.max_length - width
+
+
+def _mask(
+    config: GenerationConfig,
+    eos: list[int],
+    input_ids: Tensor,  # [B, S] int64
+    given: Tensor | None,  # [B, S]
+) -> Tensor:  # [B, S]
+    """Return which tokens are the prompts': without ``given``, all but a pad token that is no end-of-sequence token."""
+    if given is not None:
+        return given
+    pad = config.pad_token_id
+    if pad is None or pad in eos:
+        return torch.ones_like(input_ids)
+    return input_ids.ne(pad)

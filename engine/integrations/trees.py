@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..model.attention import MASK_STUB
 from ..model.loading import LAYER_KINDS, RECURRENT, TREE_LAYERS

@@ -25,7 +25,7 @@ from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
 from verl.utils.kernel import linear_cross_entropy as verl_head
 
 from rolltree.kernels import Objective, PolicyFields, linear_logprob, policy_loss
-from rolltree.kernels.policy_loss.presets import PRESETS
+from rolltree.kernels.policy_loss import PRESETS
 
 from ..data.tree import TokenTree
 from ..methods.credit import ADVANTAGES

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
@@ -25,6 +29,15 @@ KEPT: dict[str, type] = {
 }
 """Classes whose objects are kept, by name."""
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {c.__name__: c for c in (tuple, set, frozenset, deque)}
+WRITTEN: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (bytes.hex, bytes.fromhex),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (lambda t: [t.days, t.seconds, t.microseconds], lambda parts: datetime.timedelta(*parts)),
+    Decimal: (str, Decimal),
+    UUID: (str, UUID),
+}
+"""What columns of parquet files hold beside texts and numbers: how it is written, and read again."""
 
 
 class NotKeptError(TypeError):
@@ -34,8 +47,9 @@ class NotKeptError(TypeError):
 class Archive:
     """Packs values into JSON and ``tensors``, and unpacks them.
 
-    None, booleans, numbers, texts, lists, tuples, sets, dicts of any keys, numpy arrays (the engine's records too),
-    numpy's default generators and the classes in `KEPT` come back equal, with the same types.
+    None, booleans, numbers, texts, lists, tuples, sets, dicts of any keys, dates and times, numpy arrays (the engine's
+    records too), numpy's default generators and the classes in `KEPT` and `WRITTEN` come back equal, with the same
+    types.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
@@ -55,6 +69,10 @@ class Archive:
             return {kind.__name__: [self.pack(v) for v in value]}
         if kind in (dict, Counter):
             return {kind.__name__: [[self.pack(k), self.pack(v)] for k, v in value.items()]}
+        if kind in WRITTEN:
+            return {kind.__name__: WRITTEN[kind][0](value)}
+        if kind is datetime.datetime:
+            return {"datetime": [value.replace(tzinfo=None).isoformat(), value.fold, _zone(value)]}
         if kind is np.ndarray:
             return self._pack_array(value)
         if isinstance(value, np.generic):
@@ -80,6 +98,10 @@ class Archive:
         if name in ("dict", "Counter"):
             pairs = {self.unpack(k): self.unpack(v) for k, v in content}
             return pairs if name == "dict" else Counter(pairs)
+        if name in _READERS:
+            return _READERS[name](content)
+        if name == "datetime":
+            return datetime.datetime.fromisoformat(content[0]).replace(fold=content[1], tzinfo=_made_zone(content[2]))
         if name == "array":
             return self.tensors[content].numpy().copy()
         if name == "records":
@@ -111,3 +133,23 @@ class Archive:
             raise NotKeptError(f"An array of {array.dtype} cannot be kept in a checkpoint.")
         self.tensors[name] = torch.from_numpy(np.ascontiguousarray(array).copy())
         return {"array": name}
+
+
+_READERS = {kind.__name__: read for kind, (_, read) in WRITTEN.items()}
+
+
+def _zone(moment: datetime.datetime) -> Json:
+    """Return what names the moment's time zone: None, seconds from UTC, or a key of the time zone database."""
+    zone = moment.tzinfo
+    if zone is None or isinstance(zone, datetime.timezone):
+        offset = moment.utcoffset()
+        return None if offset is None else offset.total_seconds()
+    if type(zone) is ZoneInfo and zone.key is not None:
+        return zone.key
+    raise NotKeptError(f"A time with a {type(zone).__module__} zone cannot be kept in a checkpoint.")
+
+
+def _made_zone(named: Json) -> datetime.tzinfo | None:
+    if named is None or isinstance(named, str):
+        return None if named is None else ZoneInfo(named)
+    return datetime.timezone(datetime.timedelta(seconds=named))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..data.join import join
+from ..data.concat import join
 from ..data.tree import TokenTree
 from ..rewards import RewardResult
 from .budget import Budget

@@ -12,8 +12,8 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..data.concat import side_by_side
 from ..data.segment import LeafStatus, Origin, Segment
-from ..data.side_by_side import side_by_side
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..rewards import RewardItem, RewardResult, Rewards

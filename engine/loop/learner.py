@@ -14,7 +14,7 @@ from torch import Tensor
 from ..data.batch import TreeBatch
 from ..data.cost import CostModel
 from ..data.equal_prefixes import share_equal_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..methods.credit import give_credit

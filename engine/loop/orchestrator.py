@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ..data.segment import Origin
 from ..data.store import read_texts, write_rollouts
 from ..data.tree import TokenTree
+from ..errors import RunError
 from ..rollout import NativeEngine
 from ..train import checkpoint
 from . import preflight
+from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group
 from .controller import Controller
 from .evaluation import Evaluation
@@ -41,8 +44,8 @@ from .trackers import Trackers
 from .unfinished import RESTARTED
 from .utilization import GpuMonitor
 
-OPEN = "open/"
-"""Begins the names of the open groups' tensors in a checkpoint."""
+OPEN, PROMPTS = "open/", "prompts/"
+"""Begin the names of the tensors of open groups and of the prompts' source in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,27 @@ class Orchestrator:
     def run(self) -> RunSummary:
         """Train to the last step, then evaluate and export."""
         begin = time.perf_counter()
-        steps, saved = self.options.steps, self.parts.saved
-        self.console.start(steps)
+        self.console.start(self.options.steps)
         # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
-        with (
-            self.parts.rewards as rewards,
-            preflight.held(self.options.directory),
-            self.controller.running(rewards),
-        ):
+        with self.parts.rewards:
+            self.console.phase("reading the reference answers")
+            if note := self.parts.check_rewards():
+                self.console.note(f"{note}.")
+            export = self._train()
+        return RunSummary(
+            steps=self.step,
+            accuracy_before=self.evaluation.first,
+            accuracy_after=self.evaluation.last,
+            problems=len(self.evaluation.problems),
+            seconds=time.perf_counter() - begin,
+            export=export,
+            failures=[line for failures in self.failures.values() if (line := failures.summary())],
+        )
+
+    def _train(self) -> Path:
+        """Take the steps and export the model; return its directory."""
+        steps, saved, rewards = self.options.steps, self.parts.saved, self.parts.rewards
+        with preflight.held(self.options.directory), self.controller.running(rewards):
             for note in filter(None, (rewards.note, self.parts.sampling.program.note)):
                 self.console.note(f"{note}.")
             self.trackers = Trackers(self.options, saved.step if saved else 0, self.console.note)
@@ -139,16 +155,7 @@ class Orchestrator:
                     raise KeyboardInterrupt
             self._check_best()
             self.console.phase("exporting")
-            export = self._export()
-        return RunSummary(
-            steps=self.step,
-            accuracy_before=self.evaluation.first,
-            accuracy_after=self.evaluation.last,
-            problems=len(self.evaluation.problems),
-            seconds=time.perf_counter() - begin,
-            export=export,
-            failures=[line for failures in self.failures.values() if (line := failures.summary())],
-        )
+            return self._export()
 
     def _begin(self) -> None:
         (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
@@ -213,6 +220,7 @@ class Orchestrator:
                     sums.count(f"reward/{what}", why is not None)
                     if why is not None:
                         sums.count(f"reward/{what}_{why}")
+                sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
         reasons = [reason for group in batch for reason in group.unsampled]
         self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
         verdicts = [verdict for group in batch for verdict in group.verdicts]
@@ -243,12 +251,18 @@ class Orchestrator:
         tensors, learner = self.learner.state_dict()
         open_tensors, groups = self.controller.state_dict()
         tensors |= {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
+        prompts = Archive()
+        try:
+            stream = prompts.pack(self.source.state_dict())
+        except NotKeptError as error:
+            raise RunError(f"The state of data.source cannot be saved: {error} Give its rows plain values.") from error
+        tensors |= {f"{PROMPTS}{name}": tensor for name, tensor in prompts.tensors.items()}
         self._best = self._better(row)
         state: dict[str, Any] = {
             "learner": learner,
             "best": self._best,
-            "demonstrations": None if self.demonstrations is None else self.demonstrations.cursor,
-            "prompts": self.source.state_dict(),
+            "demonstrations": None if self.demonstrations is None else self.demonstrations.state_dict(),
+            "prompts": stream,
             "buffer": self.buffer.state_dict(),
             "groups": groups,
             "metrics": row,
@@ -282,15 +296,14 @@ class Orchestrator:
         state = saved.state
         self.learner.load_state_dict(saved.tensors, state["learner"])
         if self.demonstrations is not None:
-            self.demonstrations.cursor = state["demonstrations"]
+            self.demonstrations.load_state_dict(state["demonstrations"])
         self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self._saved_step = saved.step
-        self.source.load_state_dict(state["prompts"])
+        self.source.load_state_dict(Archive(_named(saved.tensors, PROMPTS)).unpack(state["prompts"]))
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
         self.engine.update_weights(dict(self.model.named_parameters()), version=self.learner.trainer.updates)
-        kept = {n.removeprefix(OPEN): tensor for n, tensor in saved.tensors.items() if n.startswith(OPEN)}
-        self.controller.load_state_dict(kept, state["groups"])
+        self.controller.load_state_dict(_named(saved.tensors, OPEN), state["groups"])
         self._remember_rollouts(saved.step)
         for name, failures in self.failures.items():
             failures.load_state_dict(state["failures"][name])
@@ -329,6 +342,11 @@ class Orchestrator:
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         return target
+
+
+def _named(tensors: Mapping[str, Tensor], beginning: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with ``beginning``, by the rest of their names."""
+    return {name.removeprefix(beginning): tensor for name, tensor in tensors.items() if name.startswith(beginning)}
 
 
 @contextmanager

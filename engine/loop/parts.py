@@ -5,7 +5,7 @@ The loop never reads a configuration. All parts are complete when they are made;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,8 @@ class Parts:
 
     Attributes:
         rewards: entered by the run, which starts and ends its processes.
+        check_rewards: lets the entered ``rewards`` read each known problem once, and returns a sentence about those
+            that cannot be judged, or nothing.
         saved: the checkpoint that a resumed run goes on from.
         replay: a file of recorded groups to learn from instead of sampling.
     """
@@ -151,6 +153,7 @@ class Parts:
     learning: LearningParts
     evaluation: EvaluationParts
     rewards: Rewards
+    check_rewards: Callable[[], str]
     demonstrations: Demonstrations | None
     console: Progress
     saved: Checkpoint | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -96,9 +96,19 @@ def check_directory(directory: Path) -> None:
 
 
 def check_program(
-    program: RolloutProgram, name: str, n: int, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+    program: RolloutProgram,
+    name: str,
+    n: int,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+    prompts: Sequence[Prompt],
 ) -> None:
     """Begin a group of ``n`` responses, or of as many as its prompt asks for, for each prompt, without sampling it.
+
+    Args:
+        program: tried as it is, and ``name`` its configured name.
+        n: responses of a prompt that asks for no number of its own.
+        ends: the model's end-of-sequence tokens.
 
     Raises:
         UserError: the program refuses, as with a number of responses that it cannot make.
@@ -106,7 +116,7 @@ def check_program(
     what = f"rollout.program = '{name}'"
     for prompt in prompts:
         mine = call(what, copy.deepcopy, program)
-        mine.tokenizer, mine.context = tokenizer, prompt.context
+        mine.tokenizer, mine.end_token_ids, mine.context = tokenizer, ends, prompt.context
         begun = ask(what, mine.start, GroupState(prompt.n or n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +21,9 @@ from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 from ..tasks.verifiers import TasksetPrompts
+
+if TYPE_CHECKING:
+    from .entries import Entries
 
 TRAIN, HELD_OUT = 0, 1
 """Streams of generated problems."""
@@ -56,15 +62,23 @@ class PromptSource:
 
     Args:
         held_out: prompts whose problems are never given.
+        entries: looks through what checkpoints keep of the rows; None where they keep nothing of them.
 
     Raises:
         UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out.
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, held_out: Sequence[Prompt] = ()
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        held_out: Sequence[Prompt] = (),
+        entries: Entries | None = None,
     ) -> None:
         self._config = config
+        self._held_out = held_out
+        self._entries = entries
         self._tokenizer = tokenizer
         self._seed = seed
         self._excluded = {prompt.problem for prompt in held_out}
@@ -80,7 +94,7 @@ class PromptSource:
             problems = _read(config, config.path, "data.path")
             # all of them now: a row that is too long must not end a run in its third hour
             prompts = make_prompts(problems, config, tokenizer)
-            self._rows = [prompt for prompt in prompts if prompt.problem not in self._excluded]
+            self._rows = self._fit([prompt for prompt in prompts if prompt.problem not in self._excluded])
             if not self._rows:
                 raise UserError(
                     f"All problems of '{config.path}' (data.path) are held out; lower evaluation.problems or add rows."
@@ -111,7 +125,7 @@ class PromptSource:
                 continue
             skipped = 0
             problems.append(problem)
-        return make_prompts(problems, self._config, self._tokenizer)
+        return self._fit(make_prompts(problems, self._config, self._tokenizer))
 
     def peek(self, count: int) -> list[Prompt]:
         """What `next` will give."""
@@ -130,14 +144,19 @@ class PromptSource:
         (prompt,) = make_prompts([problem], self._config, self._tokenizer)
         return prompt
 
+    @property
+    def known(self) -> Sequence[Prompt]:
+        """The prompts of a file; none where problems are generated."""
+        return self._rows
+
     def observe(self, trees: Sequence[TokenTree]) -> None:
         """Tell a source of the user's what has become of its problems."""
         if isinstance(self._stream, UserProblems):
             self._stream.observe(trees)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is; fit for JSON."""
-        state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self._rows)}
+        """Where the stream is, and what its files say; fit for an `Archive`."""
+        state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self._rows), "digests": self._digests}
         if isinstance(self._stream, UserProblems):
             state["source"] = self._stream.state_dict(self._cursor)
         return state
@@ -146,16 +165,34 @@ class PromptSource:
         """Continue a saved stream.
 
         Raises:
-            UserError: the file has another number of rows now, so its order would be another.
+            UserError: the file has other rows now.
         """
         if state["rows"] != len(self._rows):
             raise UserError(
                 f"The checkpoint was made with {state['rows']} training rows in '{self._config.path}' (data.path) and "
                 f"there are {len(self._rows)} now; restore the file or start a run under another --name."
             )
+        for what, old, new in zip(("training", "held-out"), state["digests"], self._digests, strict=True):
+            if old != new:
+                path = self._config.eval_path if what == "held-out" and self._config.eval_path else self._config.path
+                raise UserError(
+                    f"The checkpoint was made with other {what} rows than '{path}' has now, though as many; restore "
+                    "the file or start a run under another --name."
+                )
         self._cursor = state["cursor"]
         if isinstance(self._stream, UserProblems):
             self._stream.load_state_dict(state["source"])
+
+    @cached_property
+    def _digests(self) -> tuple[str, str]:
+        """Digests of the training and held-out rows; generated problems follow from the configuration."""
+        return _digest(self._rows), _digest(() if self._config.tasks else self._held_out)
+
+    def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts, their entries as checkpoints can keep them."""
+        if self._entries is None:
+            return prompts
+        return [replace(p, entry=self._entries.kept(p.entry, f"The prompt '{p.id}'")) for p in prompts]
 
     def _row(self, cursor: int) -> Prompt:
         turn, index = divmod(cursor, len(self._rows))
@@ -169,7 +206,7 @@ class UserProblems:
 
     ``next(count)`` answers that many rows with the columns `data.prompt_key` and `data.answer_key`; ``observe(trees)``,
     if there is one, is told each batch once it is judged; ``state_dict()`` and ``load_state_dict(state)`` are what a
-    checkpoint keeps of it, fit for JSON, and need not be there where ``next`` alone says where it is.
+    checkpoint keeps of it, plain values, and need not be there where ``next`` alone says where it is.
 
     Raises:
         UserError: there is no such class, or one of its methods raises or answers something else.
@@ -242,6 +279,26 @@ class Demonstrations:
             self.cursor += 1
         return chosen
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, and a digest of its tokens."""
+        found = hashlib.blake2b(digest_size=16)
+        for tree in self._trees:
+            found.update(tree.token_id.tobytes() + b"/")
+        return {"cursor": self.cursor, "digest": found.hexdigest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a saved stream.
+
+        Raises:
+            UserError: the file has other rows now.
+        """
+        if state["digest"] != self.state_dict()["digest"]:
+            raise UserError(
+                f"The checkpoint was made with other rows than '{self.config.path}' (demonstrations.path) has now; "
+                "restore the file or start a run under another --name."
+            )
+        self.cursor = state["cursor"]
+
     def _tree(self, problem: Problem, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TokenTree:
         (prompt,) = make_prompts([problem], data, tokenizer)
         answer = str(problem.entry["answer"])
@@ -275,7 +332,12 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
         file = data.eval_path or data.path
         assert file is not None
         rows = _read(data, file, key)
-        found = {problem.text: problem for problem in (rows[-wanted:] if data.eval_path is None else rows[:wanted])}
+        for problem in rows if data.eval_path is not None else reversed(rows):  # of equal ones the first met
+            found.setdefault(problem.text, problem)
+            if len(found) == wanted:
+                break
+        if data.eval_path is None:
+            found = dict(reversed(found.items()))
     if len(found) < wanted:
         raise UserError(
             f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add "
@@ -340,7 +402,12 @@ def _write(
             "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
         )
     tools = [tool_schema(name) for name in config.tools] or None
-    chat = tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False)
+    try:
+        chat = tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False)
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"The tokenizer's chat template cannot write the prompt '{problem.id}': {' '.join(str(error).split())}"
+        ) from error
     return str(chat), messages
 
 
@@ -355,6 +422,14 @@ def _wanted(problem: Problem, config: DataConfig) -> int | None:
             "least 1, the number of its responses."
         )
     return n
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        said = repr((prompt.problem, prompt.messages, prompt.n, sorted(prompt.entry.items())))
+        found.update(said.encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
 
 
 def _read(config: DataConfig, path: str, key: str) -> list[Problem]:

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..data.cost import CostModel
+from ..data.rows import distinct_rows
 from ..data.tree import TokenTree
 from ..train.phases import HEAD, MODEL, OPTIMIZER
 
@@ -75,9 +75,9 @@ class Mfu:
         """An update learned from ``trees``."""
         if self.peak is None:
             return
-        tokens = sum(tree.num_tokens for tree in trees)
-        visible = sum(float(tree.position.sum(dtype=np.int64)) for tree in trees) + tokens
-        forward = self._cost.token * tokens + self._cost.attention * visible
+        rows = [distinct_rows(tree) for tree in trees]
+        computed, visible = sum(some.count for some in rows), sum(some.visible for some in rows)
+        forward = self._cost.token * computed + self._cost.attention * visible
         self._flop += self._passes * forward + 1e12 * head_tflop
 
     def read(self, times: dict[str, float]) -> dict[str, float]:

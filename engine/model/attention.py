@@ -62,12 +62,24 @@ class DeferredMask:
             self._mask, self._made = sdpa_mask(**self._arguments), True
         return self._mask
 
+    def contiguous(self) -> Tensor | None:
+        """Return the mask itself: ``generate`` makes masks ahead of the forward pass where the cache is static."""
+        made = self.make()
+        return None if made is None else made.contiguous()
 
-def _mask(*args: Any, **kwargs: Any) -> DeferredMask:
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | DeferredMask | None:
     if args:
         raise TypeError(
             "Transformers now passes mask arguments by position; this version of rolltree does not know them."
         )
+    if getattr(kwargs.get("config"), "attn_logit_softcapping", None) is not None:
+        kwargs["allow_is_causal_skip"] = False  # no mask would mean SDPA's own causal one, and SDPA has no softcap
+    offset = kwargs.get("q_offset", 0)
+    # keys from before: no tree; and the offset of a static cache is a tensor that the first layer changes in place
+    if isinstance(offset, Tensor) or offset or kwargs.get("kv_length") != kwargs.get("q_length"):
+        mask: Tensor | None = sdpa_mask(**kwargs)
+        return mask
     return DeferredMask(**kwargs)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from rolltree.kernels import (
 from rolltree.kernels.checks import Arguments
 from rolltree.kernels.linear_policy_loss.terms import named
 
-from ..data.batch import TreeBatch
+from ..data.batch import OldLogprob, TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
 from .decoder import Decoded, batch_logprob, check_call, decode
 from .head import head, target_logprob
@@ -45,7 +45,7 @@ def batch_loss(
     *,
     normalizer: float | Tensor,
     temperature: float = 1.0,
-    old_logprob: Tensor | Literal["behaviour"] | None = "behaviour",  # [M]
+    old_logprob: OldLogprob = "behaviour",  # [M]
     ref_logprob: Tensor | None = None,  # [M]
     router_share: float = 1.0,
 ) -> PolicyLossOutput:
@@ -55,16 +55,16 @@ def batch_loss(
         normalizer: what the sum over logical tokens is divided by; see ``Objective.aggregation``. Give the count of the
             whole update, so that the loss does not depend on how it was cut into micro-batches.
         temperature: of the distribution whose log-probabilities enter the ratio.
-        old_logprob: of the policy at the start of the update: a tensor, the ones recorded when the tokens were sampled
-            ("behaviour"), or None for a single on-policy update (ratio 1).
-        ref_logprob: of the reference policy, for objectives with a KL term; the batch's column where it has one.
+        old_logprob: log-probs that ratios compare with: a tensor, those recorded by the sampler ("behaviour"), those of
+            the column ``proximal_logprob`` ("proximal"), or None for a single on-policy update (ratio 1).
+        ref_logprob: log-probs of the reference policy, for objectives with a KL term; the batch's column by default.
         router_share: what the load balancing of experts counts here, where the model's config asks for it; over an
             update's batches the shares should sum to 1. It is a mean over the tokens of one batch, so unlike the rest
             it depends on how an update is cut.
 
     Raises:
-        ValueError: ``old_logprob`` is "behaviour", the objective looks at a ratio, and a token in the loss has none; or
-            an argument has another shape, dtype or value than it must.
+        ValueError: ``old_logprob`` names a column that lacks a token in the loss and the objective has a ratio; or an
+            argument has a wrong shape, dtype or value.
         TypeError: an argument is of another type.
     """
     check_call("batch_loss", model, batch)

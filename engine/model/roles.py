@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import TreeBatch
 from ..data.columns import Array
-from ..data.equal_prefixes import distinct_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from .decoder import batch_logprob
 
@@ -57,14 +56,14 @@ class Role:
     def score(self, trees: Sequence[TokenTree], *, max_tokens: int, temperature: float, flat: bool = False) -> None:
         """Write the log-prob of every response token into the role's column; 2 NHV of head and one forward.
 
-        What leaves have in common is computed once, also where they were sampled apart, but with ``flat``.
+        Each distinct prefix is scored once, even if several responses sampled it independently; with ``flat`` every
+        response is scored on its own.
         """
         device = self.model.device
-        distinct = trees if flat else [distinct_prefixes(tree) for tree in trees]
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad(), self._swapped():
-            for waiting in pack(distinct, max_tokens=max_tokens, in_pieces=not flat, flat=flat):
+            for waiting in pack(trees, max_tokens=max_tokens, in_pieces=not flat, flat=flat):
                 batch = waiting.to(device)
                 write_column(
                     trees, batch, self.column, batch_logprob(self.model, batch, temperature=temperature).logprob
@@ -104,9 +103,9 @@ def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 
 
 def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, values: Tensor) -> None:
-    """Put one value a target of ``batch`` on ``trees``, at the tokens that its parts' leaves have on their paths.
+    """Write ``values [M]``, one a target of ``batch``, into the token column ``column`` of ``trees``.
 
-    Parts are of these trees, or of `distinct_prefixes` of them: leaf and position say which token is meant.
+    The batch's parts are trees of this list or some leaves of them; leaf and position identify a token in both.
     """
     host = values.detach().float().cpu().numpy()
     begin = 0
@@ -121,7 +120,7 @@ def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, valu
 
 
 def _path_rows(tree: TokenTree, leaves: Array, first: int) -> Array:
-    """Rows of the tokens from position ``first`` on to each of ``leaves``, leaf after leaf."""
+    """Tokens from position ``first`` on to each of ``leaves``, leaf after leaf."""
     whole = len(leaves) == tree.num_leaves
     rows = tree.all_path_rows if whole else np.concatenate([tree.path_rows(leaf) for leaf in leaves.tolist()])
     return rows[tree.position[rows] >= first]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from .decoder import batch_logprob
 

@@ -1,12 +1,7 @@
-"""Conversations as a tokenizer's chat template writes them: tools that are offered, calls, and what is said in between.
-
-Token ids that were sampled are never made anew from text. What is added behind them is what the template writes behind
-the end of an assistant's turn.
-"""
+"""Conversations as a chat template writes them: the tools they offer, the calls they hold, and what they grow by."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -16,18 +11,18 @@ from transformers.utils import get_json_schema
 
 from ..errors import UserError
 from ..parts.resolve import import_object
-from .tool_calls import written
+from .call_reading import Schemas
+from .conversation import Conversation, render
+from .tool_calls import form_of, written
+from .tool_formats import FORMATS, ToolFormat
 from .toolbox import CHAT_TOOLS
 
 Message = dict[str, Any]
 """A ``role``, its ``content``, and of an assistant maybe ``tool_calls`` in OpenAI's form, arguments as objects."""
 
-MARK = "\ue000{}\ue001"
-"""Stands for a text while the template is run: private characters, so that no template means them."""
-
 
 def find_chat_tool(name: str) -> Any:
-    """The function that a name of `data.tools` stands for.
+    """Return the function that a name of `data.tools` stands for.
 
     Raises:
         UserError: there is none.
@@ -43,12 +38,12 @@ def find_chat_tool(name: str) -> Any:
 
 
 def tool_name(name: str) -> str:
-    """What the model calls it by."""
+    """Return the name by which the model calls a tool."""
     return name if name in CHAT_TOOLS else name.rpartition(":")[2]
 
 
 def tool_schema(name: str) -> dict[str, Any]:
-    """What a chat template is told of a tool.
+    """Return the description of a tool for a chat template.
 
     Raises:
         UserError: there is none, or its parameters lack types or words in its docstring.
@@ -66,43 +61,100 @@ def tool_schema(name: str) -> dict[str, Any]:
     return schema
 
 
-def assistant_message(text: str, tools: Collection[str]) -> Message:
-    """What the model has said in a turn, its calls of ``tools`` apart."""
-    found = written(text, tools)
+def find_format(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], name: str | None = None
+) -> ToolFormat:
+    """Return the form of calls called ``name``, or the one that the chat template teaches.
+
+    That is the form in which the template writes a call, as its parser reads it back; for a template that writes none,
+    the one that its prompt speaks of.
+
+    Args:
+        tools: their JSON schemas, as `tool_schema` gives them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = ", ".join(FORMATS)
+    if name is not None:
+        if name not in FORMATS:
+            raise ValueError(f"environment has no tool_format '{name}'; known are {known}.")
+        return FORMATS[name]
+    asked = [{"role": "user", "content": "?"}]
+    for content in ("", None):
+        for arguments in ({"where": "here"}, '{"where": "here"}'):
+            call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
+            talk = [*asked, {"role": "assistant", "content": content, "tool_calls": [call]}]
+            try:
+                whole = render(tokenizer, talk, tools, generation=False)
+                turn = whole.removeprefix(render(tokenizer, asked, tools, generation=False))
+            except ValueError:
+                continue
+            for form in FORMATS.values():
+                read = [(call.name, call.arguments) for call in written(turn, ["look"], form=form).calls]
+                if read == [("look", {"where": "here"})]:
+                    return form
+    prompt = render(tokenizer, asked, tools, generation=True)
+    for form in FORMATS.values():
+        if re.search(form.taught, prompt, re.DOTALL):
+            return form
+    raise ValueError(
+        f"The chat template writes calls of tools in no known form ({known}); name the one that the model was trained "
+        "on as tool_format, or use another template."
+    )
+
+
+def assistant_message(text: str, tools: Collection[str] | Schemas, form: ToolFormat | None = None) -> Message:
+    """Return what the model has said in a turn, its calls of ``tools`` apart.
+
+    Args:
+        tools: their names, or the JSON schemas of their parameters by name, which give arguments their types.
+        form: of the calls; None: the first one in which the text calls a tool.
+
+    Returns:
+        With calls a message has ``tool_calls``. What opens as a call and is none is in ``invalid_tool_calls``, each
+        with its ``index`` among all calls and the ``error`` for the model.
+    """
+    found = written(text, tools, form=form or form_of(text, tools))
     message: Message = {"role": "assistant", "content": found.content}
+    places = {place for place, _ in found.malformed}
+    free = (place for place in range(len(found.calls) + len(places)) if place not in places)
     if found.calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": name, "arguments": json.loads(arguments)}}
-            for name, arguments in found.calls
+            {
+                "id": call.id or call_id(place),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for place, call in zip(free, found.calls, strict=True)
+        ]
+    if found.malformed:
+        no_call = f"error: that is no call of a tool; there are {', '.join(tools)}"
+        message["invalid_tool_calls"] = [
+            {"index": place, "error": f"error: {call.reason}" if call.reason else no_call}
+            for place, call in found.malformed
         ]
     return message
 
 
-def added_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokens behind the one that ends an assistant's turn: ``messages``, and the beginning of the next turn.
+def call_id(place: int) -> str:
+    """Return an id for a call without one: nine letters and digits, as Mistral's templates want it."""
+    return f"call{place:05d}"
 
-    A message's text becomes no special token, whatever it holds.
+
+def added_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: Sequence[Mapping[str, Any]] = ({"role": "user", "content": "?"},),
+) -> list[int]:
+    """Return the tokens after the end-of-sequence token of an assistant's first turn: ``messages``, and the next turn.
+
+    Args:
+        prompt: the conversation before the turn.
 
     Raises:
         ValueError: the template cannot write these messages, or ends no turn with the end-of-sequence token.
     """
-    eos, turn = str(tokenizer.eos_token), MARK.format("turn")
-    marked = [{**message, "content": MARK.format(i)} for i, message in enumerate(messages)]
-    given = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}, *marked]
-    try:
-        text = str(tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False))
-    except Exception as error:
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        said = " ".join(str(error).split())
-        raise ValueError(f"The chat template cannot write messages of {roles} behind an assistant's: {said}") from error
-    end = text.find(eos, text.find(turn))
-    if turn not in text or end < 0 or any(MARK.format(i) not in text[end:] for i in range(len(messages))):
-        raise ValueError(
-            f"The chat template does not end an assistant's turn with the end-of-sequence token {eos!r}, or leaves "
-            "messages behind it out; environments need one that does."
-        )
-    ids: list[int] = []
-    for i, part in enumerate(re.split("\ue000(\\d+)\ue001", text[end + len(eos) :])):
-        said = str(messages[int(part)]["content"]) if i % 2 else part
-        ids += tokenizer(said, add_special_tokens=False, split_special_tokens=bool(i % 2))["input_ids"]
-    return ids
+    talk = Conversation(tokenizer, None, [int(tokenizer.eos_token_id)])
+    turn = {"role": "assistant", "content": "turn"}
+    return talk.grow([*prompt, turn], talk.begin(prompt), messages, int(tokenizer.eos_token_id))[0]

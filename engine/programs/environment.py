@@ -1,7 +1,7 @@
 """Environments: conversations in turns with something that answers, by tools, a game, or your own program.
 
-Each turn of the model goes up to its end-of-sequence token. The environment is told of it beside the sampling, and
-nobody waits for another's. What it says is appended as the tokenizer's chat template writes it, and is not trained on.
+Each turn of the model ends with any of its end-of-sequence tokens. The environment then steps in a thread, while other
+branches keep sampling. Its messages are appended as the tokenizer's chat template writes them, and are not trained on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object, resolve
-from .chat import Message, added_ids, assistant_message, tool_name
+from .chat import Message, assistant_message, find_format, tool_schema
+from .conversation import conversation
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
-from .tool_calls import BEGIN
 from .turns import Observation, ToolBox
 
 
@@ -67,30 +67,34 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {"tools": ToolBox, "game": Game, "
 
 @dataclass
 class _Talk:
-    """What a branch is in the middle of."""
+    """The conversation of a branch."""
 
     environment: Any
     messages: list[Message] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    """The conversation as it was appended; see `Conversation.grow`."""
     reward: float | None = None
+    end: int = -1
+    """The token that ended the last turn."""
     before: Any = None
     """The environment's state when the step under way began; a step that has ended has changed it."""
     asked: bool = False
     """Whether a step is under way."""
 
     def state(self) -> tuple[Any, ...]:
-        """As plain values, with the environment itself where it gives none."""
+        """Return plain values, with the environment itself where it has no ``state_dict()``."""
         state = self.before if self.asked else _state_of(self.environment)
-        return self.environment if state is None else state, self.messages, self.reward
+        return self.environment if state is None else state, self.messages, self.written, self.reward, self.end
 
     def step(self, branch: BranchId, seconds: float) -> Call:
-        """Tell the environment of the last message."""
+        """Return the call that steps the environment with the messages so far."""
         self.before, self.asked = _state_of(self.environment), True
         return Call(branch, _step, (self.environment, list(self.messages), seconds))
 
     def fork(self) -> _Talk:
-        """The same state for another branch."""
+        """Return the same state for another branch."""
         copied = getattr(self.environment, "fork", functools.partial(copy.deepcopy, self.environment))()
-        return _Talk(copied, list(self.messages), self.reward)
+        return _Talk(copied, list(self.messages), list(self.written), self.reward)
 
 
 class EnvironmentTurns(RolloutProgram):
@@ -109,6 +113,8 @@ class EnvironmentTurns(RolloutProgram):
         ways: into how many branches responses divide after their first, second, ... turn, each with a copy of the
             environment's state. Their product divides ``n``.
         timeout_s: of one step of the environment.
+        tool_format: the form in which the model writes calls of tools, one of `FORMATS`; None: the one that the chat
+            template teaches.
 
     Raises:
         ValueError: an argument is out of range.
@@ -124,32 +130,35 @@ class EnvironmentTurns(RolloutProgram):
         turn_tokens: int | None = None,
         ways: Sequence[int] = (),
         timeout_s: float = 60.0,
+        tool_format: str | None = None,
     ) -> None:
         if max_turns < 1 or timeout_s <= 0 or any(way < 1 for way in ways) or (turn_tokens or 1) < 1:
             raise ValueError("environment needs max_turns, turn_tokens and ways >= 1, and timeout_s above 0.")
         self.make = _maker(environment, environment_options or {})
         self.max_turns, self.ways = max_turns, tuple(ways)
         self.segment_tokens, self.call_timeout_s = turn_tokens, timeout_s
+        self.tool_format = tool_format
 
     @property
     def segment_stop_token_ids(self) -> Sequence[int]:  # type: ignore[override]
-        """A turn ends with the end-of-sequence token, behind which the response goes on."""
-        return () if self.tokenizer is None else (int(self.tokenizer.eos_token_id),)
+        """The tokens that end a turn, after which the response goes on: the model's end-of-sequence tokens."""
+        ends = self.end_token_ids or ([] if self.tokenizer is None else [self.tokenizer.eos_token_id])
+        return sorted(ends)
 
     def start(self, group: GroupState) -> int:
         context = self.context or {}
         if self.tokenizer is None or not context.get("messages"):
             raise ValueError("environment needs conversations as prompts; set data.chat to true.")
-        if context["tools"] and BEGIN not in str(self.tokenizer.chat_template):
-            raise ValueError(f"environment with tools needs a chat template that writes calls as {BEGIN}.")
         self._ways = self.ways if group.width > 1 else ()
         begun, rest = divmod(group.width, math.prod(self._ways))
         if rest:
             raise ValueError(
                 f"environment makes a multiple of {math.prod(self._ways)} responses (ways), not {group.width}."
             )
-        self._tools = [tool_name(name) for name in context["tools"]]
-        first = _Talk(self.make(context), [dict(message) for message in context["messages"]])
+        self._prepare()
+        messages = [dict(message) for message in context["messages"]]
+        self._conversation.check(messages, "tool" if context["tools"] else "user")
+        first = _Talk(self.make(context), messages, self._conversation.begin(messages))
         self._talks: dict[BranchId, _Talk] = {(begun - 1,): first}
         self._talks |= {(i,): first.fork() for i in range(begun - 1)}
         return begun
@@ -165,8 +174,11 @@ class EnvironmentTurns(RolloutProgram):
                     yield Finish(segment.branch, LeafStatus.LENGTH)  # the turn was too long
                 continue
             assert self.tokenizer is not None
-            text = self.tokenizer.decode(segment.token_ids[:-1], skip_special_tokens=False)
-            talk.messages.append(assistant_message(text, self._tools))
+            text = self.tokenizer.decode(
+                segment.token_ids[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            talk.messages.append(assistant_message(text, self._tools, self._form))
+            talk.end = int(segment.token_ids[-1])
             yield talk.step(segment.branch, self.call_timeout_s)
 
     def returned(
@@ -181,9 +193,10 @@ class EnvironmentTurns(RolloutProgram):
         if result.done or turns >= self.max_turns:
             yield Finish(branch, LeafStatus.STOP if result.done else LeafStatus.LENGTH)
             return
-        talk.messages += [dict(message) for message in result.messages]
-        assert self.tokenizer is not None
-        given = Given(added_ids(self.tokenizer, result.messages), Origin.OBSERVATION)
+        new = [_as_text(message) for message in result.messages]
+        ids, talk.written = self._conversation.grow(talk.messages, talk.written, new, talk.end)
+        talk.messages += new
+        given = Given(ids, Origin.OBSERVATION)
         children = yield Fork(branch, self._ways[turns - 1] if turns <= len(self._ways) else 1, append=given)
         for child in children[1:]:
             self._talks[child] = talk.fork()
@@ -193,30 +206,46 @@ class EnvironmentTurns(RolloutProgram):
     def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> list[Action]:
         return [self._talks[branch].step(branch, self.call_timeout_s) for branch in branches]
 
+    def _prepare(self) -> None:
+        """Set what follows from the tokenizer and the context."""
+        assert self.tokenizer is not None
+        schemas = [tool_schema(name) for name in self.context["tools"]]
+        self._tools = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
+        self._form = find_format(self.tokenizer, schemas, self.tool_format) if schemas else None
+        self._conversation = conversation(self.tokenizer, schemas, self.segment_stop_token_ids)
+
     def state_dict(self, own: dict[str, Any]) -> dict[str, Any]:
+        own = {name: value for name, value in own.items() if name not in ("_tools", "_form", "_conversation")}
         return own | {"_talks": [(branch, talk.state()) for branch, talk in self._talks.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self._prepare()
         self._talks = {}
-        for branch, (of_environment, messages, reward) in state["_talks"]:
+        for branch, (of_environment, *talk) in state["_talks"]:
             environment = self.make(self.context)
             environment.load_state_dict(of_environment)
-            self._talks[branch] = _Talk(environment, messages, reward)
+            self._talks[branch] = _Talk(environment, *talk)
 
     def _given_turns(self) -> int:
-        """Of the assistant, in the prompt."""
+        """Return the number of the assistant's messages in the prompt."""
         return sum(message["role"] == "assistant" for message in self.context["messages"])
 
 
+def _as_text(message: Mapping[str, Any]) -> Message:
+    """Return a message of the environment with its content as text, where it is no list or mapping of parts."""
+    content = message["content"]
+    return {**message, "content": content if isinstance(content, str | list | dict) else str(content)}
+
+
 def _state_of(environment: Any) -> Any:
-    """None where it gives none."""
+    """Return the environment's ``state_dict()``; None where it has none."""
     give = getattr(environment, "state_dict", None)
     return None if give is None else give()
 
 
 def _maker(environment: str | type, options: Mapping[str, Any]) -> Any:
-    """What makes the environment of a prompt's context, its options checked.
+    """Return a function that makes the environment of a prompt's context, its options checked.
 
     Raises:
         UserError: there is no such class, or it has no such option.
@@ -232,7 +261,7 @@ def _maker(environment: str | type, options: Mapping[str, Any]) -> Any:
 
 
 def _later(environment: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes one, with its parameters."""
+    """Return a function with the parameters of ``environment``."""
 
     def made(context: Mapping[str, Any], **options: Any) -> Any:
         return environment(context, **options)
@@ -242,7 +271,7 @@ def _later(environment: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step(environment: Any, messages: list[Message], seconds: float) -> Observation:
-    """One step, in a thread of its own."""
+    """Step the environment; called in a thread of its own."""
     found = environment.step(messages)
     if inspect.isawaitable(found):
         found = asyncio.run(_within(found, seconds))
@@ -258,5 +287,5 @@ def _step(environment: Any, messages: list[Message], seconds: float) -> Observat
 
 
 async def _within(step: Any, seconds: float) -> Any:
-    """So that a step that is waited for in vain is cancelled, and not only given up."""
+    """Await ``step``, which is cancelled after ``seconds``."""
     return await asyncio.wait_for(step, seconds)

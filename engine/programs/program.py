@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -213,6 +213,8 @@ class RolloutProgram(ABC):
     """What ``generate(..., contexts=...)`` gave for the prompt."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """The engine's, set by it."""
+    end_token_ids: Collection[int] = ()
+    """The model's end-of-sequence tokens, set by the engine."""
 
     def with_verifier(self, verify: Callable[[str, Any], float | None]) -> Self:
         """Return a copy that judges responses with ``verify``, a function of a response's text and the context."""

@@ -1,56 +1,64 @@
-"""Calls of tools that a model writes of its own accord, as the chat templates of most models have it.
+"""What a turn of the model says and which tools it calls.
 
-    text before <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> text after
-
-What stands between the marks and is no call of a tool that was offered stays text.
+What opens as a call and is none stays part of what the turn says. A model's thinking calls nothing: calls are looked
+for after its end, where the turn has one.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+from .call_reading import Found, Malformed, Schemas, ToolCall
+from .tool_formats import FORMATS, ToolFormat
+
+HERMES = FORMATS["hermes"]
+THINKING_END = "</think>"
 
 
 class Written(NamedTuple):
     content: str
     """All that is no call; without the white space at its end where there are calls."""
-    calls: list[tuple[str, str]]
-    """Names and arguments, a JSON object each."""
+    calls: list[ToolCall]
+    """Calls of offered tools."""
+    malformed: list[tuple[int, Malformed]]
+    """What opened as a call and is none, each with its place among all of them."""
 
 
-def written(text: str, tools: Collection[str], most: int | None = None) -> Written:
-    """What an answer says and what it calls; what comes after ``most`` calls stays text."""
-    content, at = "", 0
-    calls: list[tuple[str, str]] = []
-    while (begin := text.find(BEGIN, at)) >= 0 and (end := text.find(END, begin)) >= 0 and len(calls) != most:
-        call = _call(text[begin + len(BEGIN) : end], tools)
-        if call is not None:
-            calls.append(call)
-        end += len(END)
-        content += text[at:begin] if call is not None else text[at:end]
-        at = end
+def written(text: str, tools: Collection[str] | Schemas, most: int | None = None, form: ToolFormat = HERMES) -> Written:
+    """Return what a turn says and calls; what comes after ``most`` calls stays text."""
+    content, at, said = "", 0, Written("", [], [])
+    for number, found in enumerate(_found(text, tools, form)):
+        if isinstance(found.call, Malformed):
+            said.malformed.append((number, found.call))
+        elif most is None or len(said.calls) < most:
+            said.calls.append(found.call)
+            content, at = content + text[at : max(found.begin, at)], found.end
     content += text[at:]
-    return Written(content.rstrip() if calls else content, calls)
+    return said._replace(content=content.rstrip() if said.calls else content)
 
 
-def before_calls(text: str) -> str:
-    """The beginning of an answer that is content, whatever follows: up to a mark, or to what may become one."""
-    begin = text.find(BEGIN)
-    if begin < 0:
-        begin = next((i for i in range(max(len(text) - len(BEGIN) + 1, 0), len(text)) if BEGIN.startswith(text[i:])),
-                     len(text))  # fmt: skip
-    return text[:begin].rstrip()
+def before_calls(text: str, form: ToolFormat = HERMES) -> str:
+    """Return the beginning of a turn that is content, whatever follows: up to a mark, or to what may become one."""
+    ends = [len(text)]
+    for mark in form.marks:
+        begin = text.find(mark)
+        whole = max(len(text) - len(mark) + 1, 0)
+        ends.append(
+            begin if begin >= 0 else next((i for i in range(whole, len(text)) if mark.startswith(text[i:])), len(text))
+        )
+    return text[: min(ends)].rstrip()
 
 
-def _call(text: str, tools: Collection[str]) -> tuple[str, str] | None:
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.get("name") not in list(tools):
-        return None
-    arguments = found.get("arguments", {})
-    return (found["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+def form_of(text: str, tools: Collection[str] | Schemas) -> ToolFormat:
+    """Return the first form in which ``text`` calls one of ``tools``; Hermes' where it calls none."""
+    forms = (form for form in FORMATS.values() if written(text, tools, form=form).calls)
+    return next(forms, HERMES)
+
+
+def _found(text: str, tools: Collection[str] | Schemas, form: ToolFormat) -> Iterator[Found]:
+    thought = text.find(THINKING_END)
+    begin = 0 if thought < 0 else thought + len(THINKING_END)
+    schemas = tools if isinstance(tools, dict) else dict.fromkeys(tools, {})
+    for found in form.find(text[begin:], schemas):
+        yield Found(found.begin + begin, found.end + begin, found.call)

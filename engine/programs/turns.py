@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .chat import Message, find_chat_tool, tool_name
-from .tool_calls import BEGIN
+from .chat import Message, call_id, find_chat_tool, tool_name
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers to a turn."""
+    """The answer of an environment to a turn."""
 
     messages: Sequence[Mapping[str, Any]] = ()
-    """What is said to the model, each a ``role`` and a ``content``."""
+    """The messages to the model, each with a ``role`` and a ``content``."""
     done: bool = False
-    """Whether the conversation ends here; the messages are then not read by anybody."""
+    """Whether the conversation ends here; its messages are then not used."""
     reward: float | None = None
-    """Of this turn; a response's reward is the sum over its turns."""
+    """The reward of this turn; a response's reward is the sum over its turns."""
 
 
 class ToolBox:
@@ -30,22 +29,27 @@ class ToolBox:
         self.tools = {tool_name(name): find_chat_tool(name) for name in context["tools"]}
 
     async def step(self, messages: Sequence[Message]) -> Observation:
-        """Run the calls of the last message, one after the other."""
+        """Run the calls of the last message, one after the other; what is no call is answered by an error."""
         last = messages[-1]
-        calls = last.get("tool_calls", [])
-        if not calls and BEGIN not in last["content"]:
-            return Observation(done=True)
-        if not calls:
-            known = ", ".join(self.tools)
-            return Observation([{"role": "tool", "content": f"error: that is no call of a tool; there are {known}"}])
-        said = [(call["function"]["name"], await self._call(**call["function"])) for call in calls]
-        return Observation([{"role": "tool", "name": name, "content": content} for name, content in said])
+        calls = iter(last.get("tool_calls", []))
+        errors = {bad["index"]: bad["error"] for bad in last.get("invalid_tool_calls", [])}
+        answers = []
+        for place in range(len(last.get("tool_calls", [])) + len(errors)):
+            if place in errors:
+                answers.append({"role": "tool", "tool_call_id": call_id(place), "content": errors[place]})
+                continue
+            call = next(calls)
+            function = call["function"]
+            content = await self._call(function["name"], function["arguments"])
+            known = {"tool_call_id": call.get("id", call_id(place)), "name": function["name"]}
+            answers.append({"role": "tool", **known, "content": content})
+        return Observation(answers, done=not answers)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         try:
             result = self.tools[name](**arguments)
             return str(await result if inspect.isawaitable(result) else result)
-        except Exception as error:  # the model is who has to know
+        except Exception as error:  # for the model to read
             return f"error: {type(error).__name__}: {error}"
 
     def state_dict(self) -> dict[str, Any]:

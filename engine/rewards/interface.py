@@ -58,6 +58,10 @@ class Rewards(ABC):
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """The verdict on every item, in the order given. Any number of threads may ask, unless it is `in_turn`."""
 
+    def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
+        """Return for each problem's entry why no response to it could be judged; None if that is not known."""
+        return [None] * len(entries)
+
     def close(self) -> None:
         """Nothing more is asked; callers that wait get an error. Closing it twice does nothing."""
         return

@@ -52,8 +52,13 @@ class _Job:
     """What one caller wants judged."""
 
     items: Sequence[RewardItem]
-    results: list[RewardResult | None] = field(default_factory=list)
-    left: int = 0
+    check: bool = False
+    """Only their entries are checked."""
+    results: list[RewardResult | None] = field(init=False)
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.results, self.left = [None] * len(self.items), len(self.items)
 
     def settle(self, index: int, result: RewardResult) -> None:
         self.results[index] = result
@@ -108,7 +113,14 @@ class RewardPool(Rewards):
         Raises:
             UserError: a worker had to be replaced and the verifier no longer loads.
         """
-        job = _Job(items, [None] * len(items), len(items))
+        return self._do(_Job(items))
+
+    def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
+        """Let the verifier read the problems: why it could judge no response to one, or None; see `Rewards.check`."""
+        return [result.reason for result in self._do(_Job([RewardItem("", entry) for entry in entries], check=True))]
+
+    def _do(self, job: _Job) -> list[RewardResult]:
+        items = job.items
         size = min(MAX_BATCH, max(1, math.ceil(len(items) / (4 * self._config.workers))))
         with self._turn:
             if self._error is not None:
@@ -250,7 +262,7 @@ class _Worker:
     def give(self, job: _Job, batch: range) -> None:
         self.job, self.pending = job, batch
         self.set_deadline()
-        self._send([(i, job.items[i].response_text, job.items[i].entry) for i in batch])
+        self._send([(i, None if job.check else job.items[i].response_text, job.items[i].entry) for i in batch])
 
     def set_deadline(self) -> None:
         self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf

@@ -20,7 +20,8 @@ from ..errors import UserError
 from ..settings import RewardConfig
 from .interface import RewardItem, RewardResult, Rewards
 
-SCORE = r"(?i:score|rating):\s*(-?\d+(?:\.\d+)?)"
+SCORE = r"(?i:score|rating)[*_`]*\s*(?:\([^)\n]*\)\s*)?(?:[:=：]|is\b)[*_`\s]*(-?\d+(?:\.\d+)?)"
+"""The word, a range in parentheses, a colon and the number, each of them perhaps with Markdown's emphasis."""
 QUESTION = """Problem:
 {problem}
 

@@ -2,8 +2,9 @@
 
 It talks to :class:`RewardPool` over a socket. First comes a *setup* message ``{verifier, tasks, options, timeout_s,
 token}``, answered by ``["ready", note]`` or ``["broken", why]``; then lists of ``(number, response text, entry)``, each
-item answered in order by ``[number, value, reason, named, spans, unparsed, skipped]``. Answers are JSON: nothing that
-user code returns is unpickled.
+item answered in order by ``[number, value, reason, named, spans, unparsed, skipped]``. Without a text (None) the entry
+alone is checked, and ``reason`` says why responses to it could not be judged. Answers are JSON: nothing that user code
+returns is unpickled.
 
 User code shares the process, and may write to any file descriptor. The socket has a high number, closes on ``exec``,
 and each answer is framed by the token of its process and a checksum, so that the pool takes nothing else for one.
@@ -12,7 +13,7 @@ and each answer is framed by the token of its process and a checksum, so that th
 from __future__ import annotations
 
 import fcntl
-import importlib.util
+import importlib
 import json
 import os
 import pickle
@@ -46,7 +47,10 @@ def main(fd: int) -> None:
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     setup = messages.get()
     send = _Sender(connection, setup["token"])
-    verifiers = _load("rolltree_verifiers", Path(__file__).with_name("verifiers.py"))
+    package = ModuleType("rolltree_rewards")  # this folder without its __init__, which imports torch
+    package.__path__ = [str(Path(__file__).parent)]
+    sys.modules[package.__name__] = package
+    verifiers = importlib.import_module("rolltree_rewards.verifiers")
     failure = verifiers.load_file("rolltree_calling", Path(__file__).parents[1] / "parts" / "calling.py").failure
     try:
         verify, note = verifiers.load_verifier(setup["verifier"], setup["tasks"], setup["options"], setup["timeout_s"])
@@ -57,7 +61,11 @@ def main(fd: int) -> None:
     here = os.getpid()
     while True:
         for number, text, entry in messages.get():
-            verdict = _judge(verify, text, entry, failure, verifiers.WORD)
+            verdict = (
+                _judge(verify, text, entry, failure, verifiers.WORD)
+                if text is not None
+                else (None, _check(verify, entry), {}, [], None, None)
+            )
             if os.getpid() != here:
                 os._exit(0)  # the verifier forked, and both came back
             send([number, *verdict])
@@ -68,6 +76,17 @@ def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
         while len(length := stream.read(LENGTH.size)) == LENGTH.size:
             messages.put(pickle.loads(stream.read(LENGTH.unpack(length)[0])))
     os._exit(0)  # the pool was closed, or its process is gone
+
+
+def _check(verify: Callable[..., Any], entry: dict[str, Any]) -> str | None:
+    """Return why responses to a problem could not be judged; None if they can, or the verifier does not say."""
+    check = getattr(verify, "check", None)
+    try:
+        if callable(check):
+            check(entry)
+    except BaseException as error:  # of a library that reads the reference, too
+        return str(error) or type(error).__name__
+    return None
 
 
 def _judge(
@@ -118,13 +137,3 @@ class _Sender:
             self._connection.sendall(HEADER.pack(self._token, len(text), zlib.crc32(text)) + text)
         except OSError:
             os._exit(0)
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -7,7 +7,7 @@ import copy
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ class RolloutEngine(ABC):
 
     loop: Steering
     tokenizer: PreTrainedTokenizerBase | None
+    end_token_ids: Collection[int] = ()
+    """The model's end-of-sequence tokens."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -316,6 +318,18 @@ class RolloutEngine(ABC):
     def longest(self) -> int | None:
         """Positions of the model."""
 
+    @property
+    @abstractmethod
+    def generation_config(self) -> Mapping[str, Any]:
+        """What the model's generation_config.json sets, by the names of Transformers' ``GenerationConfig``."""
+
+    def room(self, prompt_tokens: int) -> int | None:
+        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have at most; None without a limit.
+
+        Not positive where the prompt alone is too long.
+        """
+        return None if self.longest is None else self.longest - prompt_tokens
+
     @abstractmethod
     def _check(self, index: int, request: Request) -> None:
         """Raises ValueError where the backend cannot serve the request of prompt ``index``."""
@@ -358,7 +372,7 @@ class RolloutEngine(ABC):
             tokens = self._token_ids(i, prompt)
             self._check_tokens(i, tokens, own)
             mine = copy.deepcopy(program)
-            mine.tokenizer = self.tokenizer
+            mine.tokenizer, mine.end_token_ids = self.tokenizer, self.end_token_ids
             mine.context = None if contexts is None else contexts[i]
             if self.tokenizer is None and (own.stop or mine.segment_stop):
                 raise ValueError(

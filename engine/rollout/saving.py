@@ -8,7 +8,7 @@ from typing import Any
 from ..programs import RolloutProgram
 from .branch import Branch, Node, Request
 
-GIVEN = ("tokenizer", "context", "verify")
+GIVEN = ("tokenizer", "end_token_ids", "context", "verify")
 """Attributes of a program that the engine or the run sets."""
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from ..errors import UserError
+from ..rewards.references import find_answer
 from .problem import Problem
 
 
 def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list[Problem]:
-    """All rows of ``path`` as problems, other columns kept in their entries.
+    """Return all rows of ``path`` as problems, other columns kept in their entries.
 
     Args:
         key: the configuration key that names the file, for error messages.
@@ -36,16 +37,21 @@ def read_problems(path: str, key: str, prompt_key: str, answer_key: str) -> list
 
 
 def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_key: str, answer_key: str) -> Problem:
-    """A row of ``where`` as a problem.
+    """Return a row of ``where`` as a problem; `find_answer` says which columns hold its reference answer.
 
     Raises:
         UserError: it lacks a column, or its prompt is no text.
     """
-    for option, column in (("data.prompt_key", prompt_key), ("data.answer_key", answer_key)):
-        if column not in row:
+    answer = find_answer(row, answer_key)
+    for option, column, found in (
+        ("data.prompt_key", prompt_key, prompt_key in row),
+        ("data.answer_key", answer_key, answer is not None),
+    ):
+        if not found:
             raise UserError(
                 f"Row {number} of {where} has no column '{column}' ({option}); it has {', '.join(sorted(row))}."
             )
+    assert answer is not None
     text, messages = row[prompt_key], tuple[dict[str, str], ...]()
     if isinstance(text, list):
         messages = _messages(text, f"Row {number} of {where}", prompt_key)
@@ -56,11 +62,11 @@ def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_k
         raise UserError(
             f"Row {number} of {where} holds half a character (a lone surrogate) in column '{prompt_key}'; mend it."
         )
-    return Problem(f"{task}/{number}", task, text, row | {"answer": row[answer_key]}, messages)
+    return Problem(f"{task}/{number}", task, text, row | {"answer": answer[1]}, messages)
 
 
 def _messages(found: list[Any], where: str, prompt_key: str) -> tuple[dict[str, str], ...]:
-    """The messages of a conversation, roles and contents alone."""
+    """Return the messages of a conversation, roles and contents alone."""
     for m in found:
         if not isinstance(m, dict) or not all(isinstance(m.get(key), str) for key in ("role", "content")):
             raise UserError(
@@ -86,7 +92,7 @@ def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
 def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
     rows = []
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside a string too
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028 inside a string too
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The prompts file '{file}' ({key}) cannot be read: {error}.") from error
     for number, line in enumerate(lines, 1):

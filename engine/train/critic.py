@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from rolltree.kernels import TermsLossOutput, value_loss
 
 from ..data.batch import TreeBatch
-from ..data.equal_prefixes import distinct_prefixes
-from ..data.packing import pack
+from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.roles import write_column
@@ -44,9 +43,9 @@ class Critic:
         self.trainer = Trainer(model, config)
 
     def score(self, trees: Sequence[TokenTree], *, max_tokens: int) -> None:
-        """Write the value before every response token into the column ``value``; what leaves have in common once."""
+        """Write the value before every response token into the column ``value``; a prefix is computed once."""
         with torch.no_grad():
-            for waiting in pack([distinct_prefixes(tree) for tree in trees], max_tokens=max_tokens):
+            for waiting in pack(trees, max_tokens=max_tokens):
                 batch = waiting.to(self.model.device)
                 write_column(trees, batch, "value", self._values(batch))
 

@@ -98,11 +98,16 @@ class TokenTerm:
         return tree.loss_length if self.select is None else np.full(tree.num_leaves, -1)
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term:
-        old: Literal["behaviour"] | None = None if on_policy else "behaviour"
+        old = None if on_policy else self._compared_with(batch)
         select = None if self.select is None else self.name
-        return Term(
-            batch.fields(self.objective, old_logprob=old, select=select), self.objective, normalizer, weight, self.name
-        )
+        fields = batch.fields(self.objective, old_logprob=old, select=select)
+        return Term(fields, self.objective, normalizer, weight, self.name)
+
+    def _compared_with(self, batch: TreeBatch) -> Literal["behaviour", "proximal"]:
+        """The column of old log-probs: the proximal policy's if it was scored, unless the objective is defined against
+        the sampler."""
+        scored = any("proximal_logprob" in tree.columns for tree in batch.trees)
+        return "proximal" if scored and not self.objective.weighs_by_sampler else "behaviour"
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,17 @@ from .. import dispatch
 from ..checks import Arguments
 from ..tree_decode import DecodePlan
 from ..tree_decode.api import check_plan
-from . import cpu, reference
+from ..tree_decode.schedule import Nodes
+from . import reference
 
-_ADD_RMS_NORM: Mapping[str, Callable[..., Tensor]] = {"cpu": cpu.add_rms_norm, "reference": reference.add_rms_norm}
+_ADD_RMS_NORM: Mapping[str, Callable[..., Tensor]] = {
+    "cpu": dispatch.compiled_op("cpu", "add_rms_norm"),
+    "reference": reference.add_rms_norm,
+}
 _ROTATE_AND_STORE: Mapping[str, Callable[..., None]] = {
-    "cpu": cpu.rotate_and_store,
+    "cpu": dispatch.compiled_op("cpu", "rotate_and_store"),
     "reference": reference.rotate_and_store,
 }
-_DECODER: Mapping[str, Callable[..., Tensor]] = {"cpu": cpu.decoder, "reference": reference.decoder}
 DTYPES = (torch.float32, torch.float64)
 LONGEST_HEAD = 1024
 
@@ -285,7 +288,27 @@ class Decoder:
     ) -> Tensor:  # [N, H]
         """The same of arguments that are right, for who has made them: they are not looked at."""
         run = _choose("Decoder", _DECODER, self.embedding)
-        return run(self, input_ids, cos, sin, turns, slots, tuple(plan.tensors().values()))
+        return run(self, input_ids, cos, sin, turns, slots, Nodes(*plan.tensors().values()))
+
+
+def _compiled_decoder(
+    of: Decoder,
+    input_ids: Tensor,  # [N] int32
+    cos: Tensor,  # [T, D]
+    sin: Tensor,  # [T, D]
+    turns: Tensor | None,  # [N] int32
+    slots: Tensor,  # [N] int32
+    nodes: Nodes,
+) -> Tensor:  # [N, H]
+    """Like `reference.decoder` in csrc/cpu/decoder_layer.cpp."""
+    step = (cos, sin, turns, slots, *nodes, of.eps, of.scale, of.window_numbers)
+    out: Tensor = torch.ops.rolltree_cpu.decoder(
+        input_ids, of.embedding, of.every_weight, of.norm, of.every_page, *step
+    )
+    return out
+
+
+_DECODER: Mapping[str, Callable[..., Tensor]] = {"cpu": _compiled_decoder, "reference": reference.decoder}
 
 
 def _below(check: Arguments, name: str, index: Tensor, end: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree_decode import reference as attention
+from ..tree_decode.schedule import Nodes, Work
 
 if TYPE_CHECKING:
     from .api import Decoder, LayerWeights
@@ -45,7 +46,7 @@ def decoder(
     sin: Tensor,  # [T, D]
     turns: Tensor | None,  # [N] int32
     slots: Tensor,  # [N] int32
-    nodes: tuple[Tensor, ...],  # of the plan, in its order
+    nodes: Nodes,
 ) -> Tensor:  # [N, H]
     residual = F.embedding(input_ids, of.embedding)
     if turns is not None:
@@ -63,7 +64,7 @@ def _layer(
     slots: Tensor,  # [N] int64
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    nodes: tuple[Tensor, ...],  # of the plan, in its order
+    nodes: Nodes,
     eps: float,
     scale: float,
     window: int | None,
@@ -74,8 +75,7 @@ def _layer(
         F.linear(x, weight, bias).view(N, -1, D) for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
     )
     rotate_and_store(q, k, v, w.q_norm, w.k_norm, eps, cos, sin, slots, k_pages, v_pages)
-    tail: tuple[Any, ...] = *nodes, None, None, 0, scale, window, None
-    seen, _ = attention.tree_decode(q, k_pages, v_pages, *tail)
+    seen, _ = attention.tree_decode(q, k_pages, v_pages, nodes, Work(None, None, 0), scale, window, None)
     x = add_rms_norm(residual, F.linear(seen.flatten(1), w.o, w.o_bias), w.mlp_norm, eps)
     residual += F.linear(F.silu(F.linear(x, w.gate)) * F.linear(x, w.up), w.down)
 

@@ -6,32 +6,29 @@ beside, rows of the inputs' size, is computed again.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, reference
+from . import reference
 
-
-def _triton() -> ModuleType:
-    from . import triton  # optional dependency
-
-    return triton
-
-
-_BACKENDS: Mapping[str, Callable[[], ModuleType]] = {
-    "triton": _triton,
-    "cpu": lambda: cpu,
+OPS = ("rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward")
+_CPU = SimpleNamespace(**{name: dispatch.compiled_op("cpu", name) for name in OPS})  # csrc/cpu/layer_ops.cpp, silu_mul
+_BACKENDS: Mapping[str, Callable[[], Any]] = {
+    "triton": lambda: importlib.import_module(".triton", __package__),  # optional dependency
+    "cpu": lambda: _CPU,
     "reference": lambda: reference,
 }
 _HALF = {name: _BACKENDS[name] for name in ("triton", "reference")}
 
 
 def _backend(op: str, x: Tensor) -> Any:
+    """Return the module or namespace that has `OPS`; their arguments are those of `reference`."""
     if x.dtype == torch.float64:  # the reference alone has it; it exists for gradient checks
         return reference
     return dispatch.choose(op, _BACKENDS if x.dtype == torch.float32 else _HALF, x.device)()
@@ -80,7 +77,7 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, factor: Tensor, need_weight: bool) 
 
 def _setup_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _ = inputs
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -91,7 +88,7 @@ def _rms_norm_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | N
         return None, None, None
     x, weight, factor = ctx.saved_tensors
     need_weight = ctx.needs_input_grad[1]
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         dx, dweight = rms_norm_backward_op(dy, x, weight, factor, need_weight)
     return dx, dweight if need_weight else None, None
 
@@ -141,12 +138,12 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(*inputs[2:])
 
 
 def _rotate_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         return *rotate_backward_op(dq, dk, *ctx.saved_tensors), None, None
 
 
@@ -154,7 +151,7 @@ rotate_op.register_autograd(_rotate_backward, setup_context=_setup_rotate)
 
 
 def _rotate_again(ctx: Any, ddq: Tensor, ddk: Tensor) -> tuple[Tensor | None, ...]:
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         return *rotate_op(ddq, ddk, *ctx.saved_tensors), None, None
 
 
@@ -196,12 +193,12 @@ def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _setup_silu_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(*inputs)
 
 
 def _silu_mul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         return silu_mul_backward_op(dy, *ctx.saved_tensors)
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from .extra import MoreTargets
 from .head import HeadLora
 from .kept import kept_logprob
 from .op import linear_logprob_op
 from .parallel import sharded
+from .targets import MoreTargets
 
 OUTPUTS = ("entropy", "sum_p2")
 

@@ -21,54 +21,58 @@ to the accuracy that ``p = exp(z - lse)`` needs, so the forward keeps what round
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from . import frozen
 from .head import Head, HeadGradient
 from .targets import Targets
 
 
+class RowInputs(NamedTuple):
+    """Logits of C rows, and the targets that are scored in them."""
+
+    logits: Tensor  # [C, V] fp32 (or fp64; a caller's own also bf16, fp16), without bias
+    bias: Tensor  # [V] or [0], in the accumulation dtype like temperature
+    temperature: Tensor  # [C], any stride
+    softcap: float  # 0: none
+    start: Tensor  # [C + 1] int64: the targets of row i are start[i] .. start[i + 1]
+    target: Tensor  # [M] int64; only those of these rows are read
+
+
 class RowKernels(Protocol):
-    """What a backend supplies. Optional inputs and outputs are empty tensors where absent."""
+    """Kernels of a backend that read a tile of logits once. Absent inputs and outputs are empty tensors.
+
+    ``reference`` defines ``statistics(rows, logprob, logsumexp, correction, entropy, sum_p2)``, which fills the tensors
+    after ``rows``, and ``gradient(rows, logsumexp, correction, grad_logprob, constant, per_log, per_p, out)``, which
+    fills ``out``.
+    """
 
     ROW_MULTIPLE: int  # elements; see `new_tiles`
+    statistics: Callable[..., None]
+    gradient: Callable[..., None]
 
-    def statistics(
-        self,
-        logits: Tensor,  # [C, V] fp32 (or fp64): u without bias
-        bias: Tensor,  # [V] or [0], like logits
-        temperature: Tensor,  # [C] (any stride), like logits
-        softcap: float,  # 0: none
-        start: Tensor,  # [C + 1] int64: targets of each row
-        target: Tensor,  # [M] int64
-        logprob: Tensor,  # [M], out: only the targets of these rows
-        logsumexp: Tensor,  # [C], out
-        correction: Tensor,  # [C], out: exact log-sum-exp minus `logsumexp`
-        entropy: Tensor,  # [C] or [0], out
-        sum_p2: Tensor,  # [C] or [0], out
-    ) -> None: ...
 
-    def gradient(
-        self,
-        logits: Tensor,  # [C, V] as above
-        bias: Tensor,
-        temperature: Tensor,
-        softcap: float,
-        start: Tensor,
-        target: Tensor,
-        logsumexp: Tensor,  # [C]
-        correction: Tensor,  # [C]
-        grad_logprob: Tensor,  # [M], in row order: a
-        constant: Tensor,  # [C]: c
-        per_log: Tensor,  # [C] or [0]: b
-        per_p: Tensor,  # [C] or [0]: q
-        out: Tensor,  # [C, V], out: may be `logits`, may have the operands' dtype
-    ) -> None:
-        """``dL/du_j = (sum_m a_m (1[j = y_m] - p_j) + p_j (c - b log p_j + q p_j)) dz/du``; see `coefficients`."""
-        ...
+@dataclass(frozen=True)
+class CompiledRowKernels:
+    """Row kernels of csrc/cpu/linear_logprob.cpp or csrc/cuda/linear_logprob.cu."""
+
+    statistics: Callable[..., None]
+    gradient: Callable[..., None]
+    ROW_MULTIPLE: int = 1  # rows of a tile lie end to end
+
+
+COMPILED = {
+    library: CompiledRowKernels(
+        dispatch.compiled_op(library, "logit_statistics"), dispatch.compiled_op(library, "logit_gradient")
+    )
+    for library in ("cpu", "cuda")
+}
 
 
 def forward(
@@ -99,11 +103,11 @@ def forward(
     for c in chunks(N, C):
         logits = head.logits(hidden[c], kept[c] if len(kept) else tile[: c.stop - c.start])
         start = targets.start[c.start : c.stop + 1]
-        scaling = (head.bias, temperature[c], softcap, start, targets.target)
-        rows.statistics(logits, *scaling, logprob, logsumexp[c], correction[c], entropy[c], sum_p2[c])
+        inputs = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
+        rows.statistics(inputs, logprob, logsumexp[c], correction[c], entropy[c], sum_p2[c])
         if frozen_head:
             d_logits = d_tile[: c.stop - c.start]
-            rows.gradient(logits, *scaling, logsumexp[c], correction[c], towards, constant[c], none, none, d_logits)
+            rows.gradient(inputs, logsumexp[c], correction[c], towards, constant[c], none, none, d_logits)
             head.to_hidden(d_logits, direction[c])
     return logprob, logsumexp, correction, entropy, sum_p2, direction if frozen_head else kept
 
@@ -148,22 +152,11 @@ def backward(
     tile, d_tile = new_tiles(rows, head, C)
     for c in chunks(N, C):
         n = c.stop - c.start
-        d_logits = d_tile[:n]
-        rows.gradient(
-            kept[c] if len(kept) else head.logits(hidden[c], tile[:n]),
-            head.bias,
-            temperature[c],
-            softcap,
-            targets.start[c.start : c.stop + 1],
-            targets.target,
-            logsumexp[c],
-            correction[c],
-            grad_logprob,
-            constant[c],
-            per_log[c],
-            per_p[c],
-            d_logits,
-        )
+        d_logits, start = d_tile[:n], targets.start[c.start : c.stop + 1]
+        logits = kept[c] if len(kept) else head.logits(hidden[c], tile[:n])
+        inputs = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
+        coefficient = constant[c], per_log[c], per_p[c]
+        rows.gradient(inputs, logsumexp[c], correction[c], grad_logprob, *coefficient, d_logits)
         if need_hidden:
             head.to_hidden(d_logits, of_alive[c])
         need.add(d_logits, hidden[c])
@@ -194,13 +187,6 @@ def rows_with_gradient(
 
     Waits for the device.
     """
-    alive = has_gradient(targets, grad_logprob, constant, per_log, per_p)
-    rows = alive.nonzero().flatten()
-    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
-
-
-def has_gradient(targets: Targets, grad_logprob: Tensor, constant: Tensor, per_log: Tensor, per_p: Tensor) -> Tensor:
-    """``[N] bool``: rows of which some gradient is not zero."""
     alive = constant != 0
     for t in (per_log, per_p):
         alive = alive | (t != 0) if len(t) else alive
@@ -209,7 +195,8 @@ def has_gradient(targets: Targets, grad_logprob: Tensor, constant: Tensor, per_l
     else:
         some = torch.cat([alive.new_zeros(1, dtype=torch.int64), (grad_logprob != 0).cumsum(0)])
         alive = alive | (some[targets.start[1:]] > some[targets.start[:-1]])
-    return alive
+    rows = alive.nonzero().flatten()
+    return rows if len(rows) < WORTH_SELECTING * len(alive) else None
 
 
 WORTH_SELECTING = 0.95

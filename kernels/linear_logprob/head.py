@@ -169,13 +169,6 @@ class HeadGradient:
         else:
             self.sums[name] = values
 
-    def weight_sum(self) -> tuple[Tensor, bool]:
-        """Where the gradient of the weight ``[V, H]`` is summed, and whether something is there already."""
-        there = "weight" in self.sums
-        if not there:
-            self.sums["weight"] = self.head.weight.new_empty(self.head.weight.shape, dtype=self.head.accumulator)
-        return self.sums["weight"], there
-
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of weight ``[V, H]``, bias ``[V]``, a ``[r, H]`` and b ``[V, r]``; ``[0]`` if not needed."""
         weight, lora = self.head.weight, self.head.lora

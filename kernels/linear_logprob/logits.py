@@ -108,9 +108,8 @@ def _logprob_from_logits(
     targets = group_by_row(target, row, N)
     logprob = new(len(target))
     of_rows = [new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)]
-    row_kernels(backend_of("logprob_from_logits", logits)).statistics(
-        logits, new(0), temperature, softcap, targets.start, targets.target, logprob, *of_rows
-    )
+    inputs = chunked.RowInputs(logits, new(0), temperature, softcap, targets.start, targets.target)
+    row_kernels(backend_of("logprob_from_logits", logits)).statistics(inputs, logprob, *of_rows)
     if targets.order is not None:
         logprob = torch.empty_like(logprob).index_copy_(0, targets.order, logprob)
     logsumexp, correction, entropy, sum_p2 = of_rows
@@ -119,15 +118,9 @@ def _logprob_from_logits(
 
 @_logprob_from_logits.register_fake
 def _(
-    logits: Tensor,
-    target: Tensor,
-    row: Tensor | None,
-    temperature: Tensor,
-    softcap: float,
-    want_entropy: bool,
-    want_sum_p2: bool,
-    inplace_backward: bool,
+    logits: Tensor, target: Tensor, row: Tensor | None, temperature: Tensor, softcap: float, *wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    want_entropy, want_sum_p2, _ = wanted
     N, new = logits.shape[0], temperature.new_empty
     return new(target.shape[0]), new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
 
@@ -146,81 +139,58 @@ def _gradient(
     grad_logsumexp: Tensor,  # [N]
     grad_entropy: Tensor,  # [N] or [0]
     grad_sum_p2: Tensor,  # [N] or [0]
-    out: Tensor,  # [N, V], out; may be logits
-) -> None:
-    grads = grad_logsumexp, grad_entropy, grad_sum_p2
-    targets = group_by_row(target, row, len(logits))
-    if targets.order is not None:
-        grad_logprob = grad_logprob[targets.order]
-    constant, per_log, per_p = chunked.coefficients(entropy, sum_p2, *grads)
-    row_kernels(backend_of("logprob_from_logits", logits)).gradient(
-        logits,
-        temperature.new_empty(0),
-        temperature,
-        softcap,
-        targets.start,
-        targets.target,
-        logsumexp,
-        correction,
-        grad_logprob,
-        constant,
-        per_log,
-        per_p,
-        out,
-    )
-
-
-@torch.library.custom_op("rolltree::logprob_from_logits_backward", mutates_args=())
-def _backward(
-    logits: Tensor,
-    target: Tensor,
-    row: Tensor | None,
-    temperature: Tensor,
-    softcap: float,
-    logsumexp: Tensor,
-    correction: Tensor,
-    entropy: Tensor,
-    sum_p2: Tensor,
-    grad_logprob: Tensor,
-    grad_logsumexp: Tensor,
-    grad_entropy: Tensor,
-    grad_sum_p2: Tensor,
 ) -> Tensor:
+    """Return the gradient of the logits ``[N, V]``."""
     out = torch.empty_like(logits)
     grads = grad_logprob, grad_logsumexp, grad_entropy, grad_sum_p2
-    _gradient(logits, target, row, temperature, softcap, logsumexp, correction, entropy, sum_p2, *grads, out)
+    _fill_gradient(out, logits, target, row, temperature, softcap, (logsumexp, correction, entropy, sum_p2), grads)
     return out
 
 
-@_backward.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits)
+def _gradient_in_place(*arguments: Any) -> None:
+    logits, target, row, temperature, softcap, *rest = arguments
+    _fill_gradient(logits, logits, target, row, temperature, softcap, rest[:4], rest[4:])
 
 
-@torch.library.custom_op("rolltree::logprob_from_logits_backward_", mutates_args=("logits",))
-def _backward_inplace(
-    logits: Tensor,
-    target: Tensor,
-    row: Tensor | None,
-    temperature: Tensor,
+def _fill_gradient(
+    out: Tensor,  # [N, V], out; may be logits
+    logits: Tensor,  # [N, V]
+    target: Tensor,  # [M] int64
+    row: Tensor | None,  # [M] int64
+    temperature: Tensor,  # [N]
     softcap: float,
-    logsumexp: Tensor,
-    correction: Tensor,
-    entropy: Tensor,
-    sum_p2: Tensor,
-    grad_logprob: Tensor,
-    grad_logsumexp: Tensor,
-    grad_entropy: Tensor,
-    grad_sum_p2: Tensor,
+    found: Sequence[Tensor],  # logsumexp, correction, entropy, sum_p2
+    grads: Sequence[Tensor],  # of logprob, logsumexp, entropy, sum_p2
 ) -> None:
-    grads = grad_logprob, grad_logsumexp, grad_entropy, grad_sum_p2
-    _gradient(logits, target, row, temperature, softcap, logsumexp, correction, entropy, sum_p2, *grads, logits)
+    logsumexp, correction, entropy, sum_p2 = found
+    grad_logprob, *others = grads
+    targets = group_by_row(target, row, len(logits))
+    if targets.order is not None:
+        grad_logprob = grad_logprob[targets.order]
+    coefficients = chunked.coefficients(entropy, sum_p2, *others)
+    absent = temperature.new_empty(0)
+    inputs = chunked.RowInputs(logits, absent, temperature, softcap, targets.start, targets.target)
+    rows = row_kernels(backend_of("logprob_from_logits", logits))
+    rows.gradient(inputs, logsumexp, correction, grad_logprob, *coefficients, out)
+
+
+_SCHEMA = torch.library.infer_schema(_gradient, mutates_args=())
+_backward = torch.library.custom_op(
+    "rolltree::logprob_from_logits_backward", _gradient, mutates_args=(), schema=_SCHEMA
+)
+_backward_in_place = torch.library.custom_op(
+    "rolltree::logprob_from_logits_backward_",
+    _gradient_in_place,
+    mutates_args=("logits",),
+    schema=_SCHEMA.replace("Tensor logits", "Tensor(a!) logits").replace("-> Tensor", "-> ()"),
+)
+_backward.register_fake(lambda logits, *_: torch.empty_like(logits))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.softcap, _, _, ctx.inplace = inputs
     _, logsumexp, correction, entropy, sum_p2 = output
-    ctx.overwritten, ctx.backend = False, dispatch.forced()
+    ctx.overwritten, ctx.backend = False, dispatch.current_override()
     ctx.save_for_backward(*tensors, logsumexp, correction, entropy, sum_p2)
     ctx.mark_non_differentiable(correction)
     ctx.set_materialize_grads(False)
@@ -252,10 +222,10 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
         given(grad_entropy, logsumexp.new_empty(0))[: len(entropy)],
         given(grad_sum_p2, logsumexp.new_empty(0))[: len(sum_p2)],
     )
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         if ctx.inplace:
-            d_logits = logits.detach()  # shares the version counter, so whoever else saved the logits is told
-            _backward_inplace(d_logits, *rest)
+            d_logits = logits.detach()  # shares the version counter, so another graph that saved the logits raises
+            _backward_in_place(d_logits, *rest)
             ctx.overwritten = True
         else:
             d_logits = _backward(logits, *rest)

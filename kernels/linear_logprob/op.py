@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..checks import Arguments
-from . import chunked, cpu, cuda, cute, frozen, reference
+from . import chunked, frozen, reference
 from .head import Head, HeadGradient, HeadLora
 from .targets import group_by_row
 
@@ -39,14 +39,11 @@ def linear_logprob_op(
     head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
     backend = backend_of("linear_logprob", hidden)
     targets = group_by_row(target, row, len(hidden))
-    given = (hidden, head, targets, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
-    if backend in ("reference", "cute"):
-        of = (reference if backend == "reference" else cute).forward(*given)
-    else:
-        of = chunked.forward(row_kernels(backend), *given)
-    if targets.order is None:
-        return of
-    return torch.empty_like(of[0]).index_copy_(0, targets.order, of[0]), *of[1:]
+    run = reference.forward if backend == "reference" else functools.partial(chunked.forward, row_kernels(backend))
+    logprob, *rest = run(hidden, head, targets, temperature, softcap, want_entropy, want_sum_p2, frozen_head)
+    if targets.order is not None:
+        logprob = torch.empty_like(logprob).index_copy_(0, targets.order, logprob)
+    return logprob, *rest  # type: ignore[return-value]
 
 
 def check_values(
@@ -176,7 +173,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, *rest = inputs
     _, _, ctx.frozen_head, ctx.weight_grad = rest
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(hidden, weight, bias, a, b, target, row, temperature, *output)
     ctx.mark_non_differentiable(output[2], output[5])
     ctx.set_materialize_grads(False)
@@ -191,7 +188,7 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
     grads = grad_logprob, grad_logsumexp, grad_entropy if len(entropy) else None, grad_sum_p2 if len(sum_p2) else None
     head = hidden, weight, bias, lora_a, lora_b, ctx.lora_scale
     found = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         gradients = linear_logprob_backward_op(
             *head, target, row, temperature, ctx.softcap, *found, *grads, *need[:4], ctx.weight_grad
         )
@@ -202,28 +199,16 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
 linear_logprob_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-WITH_CUTE = ("linear_logprob", "linear_policy_loss")
-"""Ops that backend cute has products for."""
-
-
 def row_kernels(backend: str) -> chunked.RowKernels:
-    """The row kernels of a backend; those that backend cute, which has none, leaves what it does not take to."""
-    if backend == "cute":
-        return cute.portable()
+    """Return the row kernels of ``backend``."""
     if backend == "triton":
-        from . import triton  # not at the top: triton need not be installed
+        from . import triton  # optional dependency
 
         return triton
-    return {"cpu": cpu, "cuda": cuda, "reference": reference}[backend]
+    return reference if backend == "reference" else chunked.COMPILED[backend]
 
 
 def backend_of(op: str, values: Tensor) -> str:
-    """Name of the backend that runs ``op`` on ``values``; fp64, for checking gradients, is not served by a GPU's."""
+    """Return the name of the backend that runs ``op`` on ``values``; a GPU's backends do not take fp64."""
     names = ("cpu", "reference") if values.dtype == torch.float64 else ("triton", "cuda", "cpu", "reference")
-    if op in WITH_CUTE and values.dtype != torch.float64:
-        names = ("cute", *names)
-
-    def named(name: str) -> Callable[[], str]:
-        return lambda: name
-
-    return dispatch.choose(op, {name: named(name) for name in names}, values.device)()
+    return dispatch.choose(op, {name: functools.partial(str, name) for name in names}, values.device)()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import frozen
+from .chunked import RowInputs, kept_shape
 from .chunked import coefficients as gradient_coefficients
-from .chunked import kept_shape
 from .head import Head, HeadGradient
 from .targets import Targets
 
@@ -47,29 +47,24 @@ def forward(
     N, new = len(hidden), temperature.new_empty
     logprob = new(len(targets.target))
     of_rows = new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
-    statistics(u, head.bias, temperature, softcap, targets.start, targets.target, logprob, *of_rows)
+    statistics(RowInputs(u, head.bias, temperature, softcap, targets.start, targets.target), logprob, *of_rows)
     return logprob, *of_rows, kept
 
 
 def statistics(
-    logits: Tensor,  # [C, V]
-    bias: Tensor,  # [V] or [0]
-    temperature: Tensor,  # [C]
-    softcap: float,
-    start: Tensor,  # [C + 1]
-    target: Tensor,  # [M]
-    logprob: Tensor,  # [M]
-    logsumexp: Tensor,  # [C]
-    correction: Tensor,  # [C]
-    entropy: Tensor,  # [C] or [0]
-    sum_p2: Tensor,  # [C] or [0]
+    rows: RowInputs,
+    logprob: Tensor,  # [M], out: only the targets of these rows
+    logsumexp: Tensor,  # [C], out
+    correction: Tensor,  # [C], out: exact log-sum-exp minus `logsumexp`
+    entropy: Tensor,  # [C] or [0], out
+    sum_p2: Tensor,  # [C] or [0], out
 ) -> None:
-    """As `chunked.RowKernels.statistics`."""
-    z = scaled(logits, bias, temperature, softcap)
+    """Fill the statistics of the rows and the log-probs of their targets."""
+    z = scaled(rows.logits, rows.bias, rows.temperature, rows.softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
-    row, some = _row_of_targets(start)
-    logprob[some] = logp[row, target[some]].to(logprob.dtype)
+    row, here = _row_of_targets(rows.start)
+    logprob[here] = logp[row, rows.target[here]].to(logprob.dtype)
     exact = torch.where(z.amax(-1) == torch.inf, torch.nan, torch.logsumexp(z, dim=-1))
     logsumexp.copy_(exact)
     correction.zero_()
@@ -100,9 +95,9 @@ def backward(
     """Gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
     u = product(hidden, head, temperature)
     coefficients = gradient_coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
-    found = targets.start, targets.target, logsumexp, correction, grad_logprob, *coefficients
     du = torch.empty_like(u)
-    gradient(u, head.bias, temperature, softcap, *found, du)
+    rows = RowInputs(u, head.bias, temperature, softcap, targets.start, targets.target)
+    gradient(rows, logsumexp, correction, grad_logprob, *coefficients, du)
     d_weight = du.T @ hidden.to(du.dtype)  # of the effective weight
     if need.need_weight:
         need.add_sum("weight", d_weight)
@@ -116,40 +111,39 @@ def backward(
 
 
 def gradient(
-    logits: Tensor,  # [C, V]
-    bias: Tensor,  # [V] or [0]
-    temperature: Tensor,  # [C]
-    softcap: float,
-    start: Tensor,  # [C + 1]
-    target: Tensor,  # [M]
+    rows: RowInputs,
     logsumexp: Tensor,  # [C]
     correction: Tensor,  # [C]
-    grad_logprob: Tensor,  # [M]
-    constant: Tensor,  # [C]
-    per_log: Tensor,  # [C] or [0]
-    per_p: Tensor,  # [C] or [0]
-    out: Tensor,  # [C, V]
+    grad_logprob: Tensor,  # [M], in row order: a
+    constant: Tensor,  # [C]: c
+    per_log: Tensor,  # [C] or [0]: b
+    per_p: Tensor,  # [C] or [0]: q
+    out: Tensor,  # [C, V], out: may be the logits, may have the operands' dtype
 ) -> None:
-    """As `chunked.RowKernels.gradient`; what the forward found is found again here."""
-    z = scaled(logits, bias, temperature, softcap)
+    """Fill ``dL/du_j = (sum_m a_m (1[j = y_m] - p_j) + p_j (c - b log p_j + q p_j)) dz/du``; see `coefficients`.
+
+    The definition computes the log-sum-exp again instead of reading it.
+    """
+    z = scaled(rows.logits, rows.bias, rows.temperature, rows.softcap)
     logp = torch.log_softmax(z, dim=-1)
     p = logp.exp()
-    row, some = _row_of_targets(start)
-    a = grad_logprob[some].to(z.dtype)
-    onehot = torch.zeros_like(z).index_put((row, target[some]), a, accumulate=True)
+    row, here = _row_of_targets(rows.start)
+    a = grad_logprob[here].to(z.dtype)
+    onehot = torch.zeros_like(z).index_put((row, rows.target[here]), a, accumulate=True)
     dz = onehot + p * (constant - onehot.sum(-1))[:, None]
     if len(per_p):
         dz += p * p * per_p[:, None]
     if len(per_log):
         dz -= torch.where(p > 0, p * logp, p) * per_log[:, None]
-    du = dz / temperature[:, None]
-    if softcap:
-        du = du * (1 - (z * temperature[:, None] / softcap).square())
+    temperature = rows.temperature[:, None]
+    du = dz / temperature
+    if rows.softcap:
+        du = du * (1 - (z * temperature / rows.softcap).square())
     out.copy_(du)
 
 
 def _row_of_targets(start: Tensor) -> tuple[Tensor, slice]:
-    """Row of each target of these rows, and where they are."""
+    """Return the row of each target of these rows, and the slice of the targets that are theirs."""
     rows = torch.arange(len(start) - 1, device=start.device)
     return torch.repeat_interleave(rows, start.diff()), slice(int(start[0]), int(start[-1]))
 

@@ -1,4 +1,4 @@
-"""Row kernels of the Triton backend. Signatures: `chunked.RowKernels`.
+"""Row kernels of the Triton backend; `reference` defines them.
 
 ``_statistics``: one program a row; the row is read once, blockwise, with running maximum m and sums of exp(z - m),
 (z - m) exp(z - m) and exp(z - m)^2, rescaled when m grows. The maximum starts at -inf, not at 0: rows of logits that
@@ -24,6 +24,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .chunked import RowInputs
 
 MAX_BLOCK = 4096
 ROW_MULTIPLE = 16
@@ -194,20 +196,17 @@ def _gradient(
 
 
 def statistics(
-    logits: Tensor,  # [C, V]
-    bias: Tensor,  # [V] or [0]
-    temperature: Tensor,  # [C]
-    softcap: float,
-    start: Tensor,  # [C + 1]
-    target: Tensor,  # [M]
+    rows: RowInputs,
     logprob: Tensor,  # [M]
     logsumexp: Tensor,  # [C]
     correction: Tensor,  # [C]
     entropy: Tensor,  # [C] or [0]
     sum_p2: Tensor,  # [C] or [0]
 ) -> None:
-    rows, V = logits.shape
-    _statistics[(rows,)](
+    """Like `reference.statistics`."""
+    logits, bias, temperature, softcap, start, target = rows
+    C, V = logits.shape
+    _statistics[(C,)](
         logits,
         _row_stride(logits),
         bias,
@@ -232,12 +231,7 @@ def statistics(
 
 
 def gradient(
-    logits: Tensor,  # [C, V]
-    bias: Tensor,  # [V] or [0]
-    temperature: Tensor,  # [C]
-    softcap: float,
-    start: Tensor,  # [C + 1]
-    target: Tensor,  # [M]
+    rows: RowInputs,
     logsumexp: Tensor,  # [C]
     correction: Tensor,  # [C]
     grad_logprob: Tensor,  # [M]
@@ -246,9 +240,11 @@ def gradient(
     per_p: Tensor,  # [C] or [0]
     out: Tensor,  # [C, V]
 ) -> None:
-    rows, V = logits.shape
+    """Like `reference.gradient`."""
+    logits, bias, temperature, softcap, start, target = rows
+    C, V = logits.shape
     launch = _launch(V)
-    _gradient[(rows, triton.cdiv(V, launch["BLOCK"]))](
+    _gradient[(C, triton.cdiv(V, launch["BLOCK"]))](
         logits,
         _row_stride(logits),
         bias,

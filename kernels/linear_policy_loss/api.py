@@ -1,25 +1,36 @@
-"""`linear_policy_loss`: a policy objective from hidden states, without log-probs of its own pass, logits or waste.
+"""`linear_policy_loss`: a policy objective from hidden states, without a separate pass for log-probs and no logits.
 
-`linear_terms_loss` is the same for the sum of several terms over the same rows, in the matrix products of one.
+`linear_terms_loss` is the same for the sum of several terms over the same rows, in the matrix products of one. The plan
+decides between two ways. Where the gradients can be made in the forward, one op does everything (`op`, `fused`).
+Otherwise `_by_autograd` computes all log-probs first, then the losses, and leaves the gradients to autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from ..linear_logprob import HeadLora
+from ..linear_logprob import HeadLora, linear_logprob
 from ..linear_logprob.api import check_accumulator, prepare
 from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
-from ..policy_loss.api import check
-from .composed import composed
-from .op import Into, encoded, linear_terms_loss_op
+from ..policy_loss.api import Metrics, check, finish, policy_loss_op
+from .op import AccumulatedLoss, encoded, linear_terms_loss_op
 from .plan import ONE_PASS, HeadPlan, plan_everything, plan_terms_loss
-from .terms import AnyTerm, LogprobTerm, Term, TermsLossOutput, common_normalizer, finish_terms, own_normalizers
+from .terms import (
+    AnyTerm,
+    LogprobTerm,
+    Term,
+    TermsLossOutput,
+    common_normalizer,
+    finish_terms,
+    named,
+    own_normalizers,
+)
 
 
 def linear_policy_loss(
@@ -40,25 +51,40 @@ def linear_policy_loss(
     weight_grad: Tensor | None = None,  # [V, H]
     in_forward: bool = False,
 ) -> PolicyLossOutput:
-    """``policy_loss(linear_logprob(...), ...)`` in one op that forms the logits once; same value, gradients, metrics.
+    """Compute ``policy_loss(linear_logprob(...), ...)`` in one op that forms the logits once.
 
-    The gradients are made in the forward, chunk by chunk, and handed to autograd by the one backward they allow.
-    Targets that cannot have a gradient (masked, or of zero advantage in an objective without KL and entropy terms)
-    never reach a matrix product; they count in the normalizer and in the denominators of ``actor/pg_loss`` and the clip
-    fractions, where they are zeros, while the other metrics are means over the targets that were computed.
+    Value, gradients and metrics are the same. The gradients are made in the forward, chunk by chunk, and returned by
+    the one backward that is allowed. Targets that cannot have a gradient (masked, or of zero advantage in an objective
+    without KL and entropy terms) never reach a matrix product. They count as zeros in the normalizer and in the
+    denominators of ``actor/pg_loss`` and the clip fractions; the other metrics are means over the targets that were
+    computed.
 
     Args:
-        hidden, weight, target, row, bias, temperature, softcap, lora: as in `linear_logprob`.
-        fields, objective, normalizer: as in `policy_loss`.
-        tp_group: as in `linear_logprob`; then the two ops run one after the other, and the backward recomputes.
-        weight_grad: an fp32 accumulator (Megatron's ``main_grad``): the backward adds weight's gradient to it in fp32
-            and leaves ``weight.grad`` alone. ``weight`` must require a gradient all the same.
+        hidden: ``[N, H]``, bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its
+            own).
+        weight: ``[V, H]``, the head.
+        target: ``[M]`` vocabulary ids. On a CPU out-of-range ids raise; on a GPU their log-prob is NaN.
+        fields: of the M targets; see `PolicyFields`.
+        objective: the objective; see `Objective`.
+        normalizer: the global denominator of the loss, as in `policy_loss`.
+        row: ``[M]``, row of each target; default ``arange(N)``, then M = N.
+        bias: ``[V]``.
+        temperature: a number, or ``[N]``, one a row; positive, applied after softcap.
+        softcap: ``softcap * tanh(logits / softcap)`` before the temperature.
+        tp_group: a process group over which the vocabulary is split, as in `linear_logprob`; then the two ops run one
+            after the other, and the backward recomputes the logits.
+        lora: a low-rank adapter of the head; weight + scale b a is never formed.
+        plan: from `plan_policy_loss`. If it was made on the host, nothing here waits for a GPU. Default: made here,
+            which waits for the GPU once; without ``row`` and for an objective of tokens it does not wait, and computes
+            every target.
+        weight_grad: ``[V, H]``, an fp32 accumulator (Megatron's ``main_grad``): the backward adds weight's gradient to
+            it in fp32 and leaves ``weight.grad`` alone. ``weight`` must still require a gradient.
         in_forward: add to ``weight_grad`` where the gradients are made, chunk by chunk: for a plan of one pass that is
-            the forward, and one buffer [V, H] less. The loss must then be differentiated once and as it is, with a
-            factor of 1: put others into ``normalizer``. Not in fp16.
-        plan: from `plan_policy_loss`, which may have been made on the host; then nothing here waits for a GPU.
-            Default: made here, which waits for it once, except without ``row`` for an objective of tokens: then every
-            target is computed.
+            the forward, and saves one buffer [V, H]. The loss must then be differentiated once and as it is, with a
+            factor of 1: put other factors into ``normalizer``. Not in fp16.
+
+    Returns:
+        The loss ``[]`` in the accumulation dtype (fp32; fp64 for fp64 inputs), and metrics as in `policy_loss`.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit, or the plan is of another batch or another mask (a
@@ -90,21 +116,25 @@ def linear_terms_loss(
     weight_grad: Tensor | None = None,  # [V, H]
     in_forward: bool = False,
 ) -> TermsLossOutput:
-    """The weighted sum of ``terms`` over the same rows, in one pass: `linear_policy_loss` of each, added up.
+    """Compute the weighted sum of ``terms`` over the same rows: `linear_policy_loss` of each, added up, in one pass.
 
     A target is scored if any term selects it, and counts nothing in a term that does not. `Term`s of tokens and of
-    paths have their gradients made in the forward; with a `LogprobTerm` (preference pairs), or an objective of the
-    whole batch, all log-probs come first and the backward forms the logits again (``plan.explain()`` says what it
-    costs).
+    paths have their gradients made in the forward. With a `LogprobTerm` (preference pairs) or an objective of the whole
+    batch, all log-probs come first and the backward forms the logits again (``plan.explain()`` says what it costs).
 
     Args:
-        terms: `Term` and `LogprobTerm`, each with a name of its own.
+        terms: `Term` and `LogprobTerm` on the M targets, each with a name of its own.
         plan: from `plan_terms_loss`.
         hidden, weight, target, row, bias, temperature, softcap, tp_group, lora, weight_grad, in_forward: as in
             `linear_policy_loss`.
 
+    Returns:
+        The loss, the metrics of all terms, each term's loss, and log-prob and entropy of the targets; see
+        `TermsLossOutput`.
+
     Raises:
         ValueError, IndexError, RuntimeError: as `linear_policy_loss`.
+        TypeError: a term is none, or a `LogprobTerm` does not return a `PolicyLossOutput`.
     """
     hidden, weight, bias, lora, temperature = prepare(
         "linear_policy_loss", hidden, weight, target, row, bias, temperature, softcap, lora
@@ -116,20 +146,20 @@ def linear_terms_loss(
     terms = _checked(call, terms, target, temperature)
     check_accumulator("linear_policy_loss", weight, weight_grad, temperature.dtype)
     if in_forward:
-        call.require(weight_grad is not None, "in_forward says when weight_grad is added to; give weight_grad")
+        call.require(weight_grad is not None, "in_forward adds to weight_grad in the forward; give weight_grad")
     if in_forward and weight_grad is not None:
         call.require(weight_grad.is_contiguous(), "with in_forward=True weight_grad must be contiguous")
         call.require(
-            hidden.dtype != torch.float16, "fp16 does not keep gradients divided by normalizer; leave in_forward out"
+            hidden.dtype != torch.float16, "fp16 cannot hold gradients divided by normalizer; leave in_forward out"
         )
-    for name, given in (("lora", lora), ("weight_grad", weight_grad)):
-        if tp_group is not None and given is not None:
+    for name, option in (("lora", lora), ("weight_grad", weight_grad)):
+        if tp_group is not None and option is not None:
             raise ValueError(f"linear_policy_loss: tp_group does not combine with {name}.")
     head = (weight, bias, *((None, None) if lora is None else lora[:2]))
     options: dict[str, Any] = {"bias": bias, "softcap": softcap}
     if tp_group is not None:
         options |= {"temperature": temperature, "tp_group": tp_group}
-        return composed(hidden, weight, target, terms, M=len(target), place=None, row=row, **options)
+        return _by_autograd(hidden, weight, target, terms, M=len(target), place=None, row=row, **options)
     grad = torch.is_grad_enabled()
     need = [grad and t is not None and t.requires_grad for t in (hidden, *head)]
     if plan is None:
@@ -141,19 +171,19 @@ def linear_terms_loss(
     if plan.row is not None:
         hidden, temperature = hidden.index_select(0, plan.row), temperature[plan.row]
     target = target.long().contiguous() if plan.place is None else target.long()[plan.place]
-    of_tokens = [t for t in terms if isinstance(t, Term)]
-    if plan.schedule not in ONE_PASS or not any(need) or len(of_tokens) < len(terms):
+    policy_terms = [t for t in terms if isinstance(t, Term)]
+    if plan.schedule not in ONE_PASS or not any(need) or len(policy_terms) < len(terms):
         options |= {"temperature": temperature, "lora": lora, "weight_grad": weight_grad}
-        options |= {"M": plan.given[1], "place": plan.place, "row": plan.row_of_target()}
-        return composed(hidden, weight, target, terms, **options)
-    tensors, names, objectives = encoded(of_tokens)
+        options |= {"M": plan.size[1], "place": plan.place, "row": plan.row_of_target()}
+        return _by_autograd(hidden, weight, target, terms, **options)
+    tensors, names, objectives = encoded(policy_terms)
     n, scale = None, None
     if in_forward:
-        n, scale = own_normalizers(of_tokens, temperature)
+        n, scale = own_normalizers(policy_terms, temperature)
     elif len(terms) > 1:
-        n, scale = common_normalizer(of_tokens, temperature)
+        n, scale = common_normalizer(policy_terms, temperature)
     with torch.autocast(hidden.device.type, enabled=False):
-        total, totals, sums, scores, *_ = (Into.apply if in_forward else linear_terms_loss_op)(
+        total, totals, sums, scores, *_ = (AccumulatedLoss.apply if in_forward else linear_terms_loss_op)(
             hidden,
             *head,
             0.0 if lora is None else lora.scale,
@@ -172,14 +202,14 @@ def linear_terms_loss(
             need,
             weight_grad,
         )
-    out = finish_terms(total, totals, sums, n, of_tokens)
+    out = finish_terms(total, totals, sums, n, policy_terms)
     if plan.place is not None:
-        scores = scores.new_full((2, plan.given[1]), torch.nan).index_copy(1, plan.place, scores)
+        scores = scores.new_full((2, plan.size[1]), torch.nan).index_copy(1, plan.place, scores)
     return out._replace(logprob=scores[0], entropy=scores[1])
 
 
 def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperature: Tensor) -> list[AnyTerm]:
-    """The terms with their aggregation folded in."""
+    """Return the checked terms, with their aggregation folded in."""
     if not isinstance(terms, list | tuple) or not all(isinstance(t, Term | LogprobTerm) for t in terms):
         call.wrong_type("terms", "a list of Term and LogprobTerm", terms)
     for t in terms:
@@ -209,7 +239,7 @@ def _plan(
     (N, H), V = hidden.shape, len(weight)
     of_tokens = all(isinstance(t, Term) and t.objective.scope == "token" for t in terms)
     if gradient and hidden.is_cuda and row is None and of_tokens:
-        return plan_everything(N, V, H, hidden.device, frozen, terms)
+        return plan_everything(N, V, H, hidden.device, frozen)
     return plan_terms_loss(
         terms,
         num_rows=N,
@@ -220,3 +250,55 @@ def _plan(
         frozen=frozen,
         gradient=gradient,
     )
+
+
+def _by_autograd(
+    hidden: Tensor,  # [R, H]
+    weight: Tensor,  # [V, H]
+    target: Tensor,  # [P] int
+    terms: Sequence[AnyTerm],  # on M targets
+    *,
+    M: int,
+    place: Tensor | None,  # [P] int64: of each target in the terms; None: the same order
+    row: Tensor | None,  # [P] int
+    **options: Any,
+) -> TermsLossOutput:
+    """Compute the terms from one `linear_logprob`, which takes ``options``, and leave the gradients to autograd.
+
+    For losses of preference pairs, objectives of the whole batch and a vocabulary split over ranks, where every
+    log-prob is needed before any derivative is known. The backward forms the logits again for the rows that have a
+    gradient (`linear_logprob` does not with a frozen head).
+    """
+    out = linear_logprob(hidden, weight, target, row=row, want=("entropy",), **options)
+    assert out.entropy is not None
+    entropy = out.entropy if row is None else out.entropy[row]
+    logprob, scored = out.logprob, None
+    scores = [t.detach() for t in (logprob, entropy)]
+    if place is not None:
+        scores = [t.new_full((M,), torch.nan).index_copy(0, place, t) for t in scores]
+        logprob, entropy = (t.new_zeros(M).index_copy(0, place, t) for t in (logprob, entropy))
+        scored = torch.zeros(M, dtype=torch.bool, device=place.device).index_fill_(0, place, True)
+    loss: Tensor | None = None
+    metrics: Metrics = {}
+    losses = {}
+    for t in terms:
+        if isinstance(t, Term):
+            # detached unless needed: even a gradient of zeros by the entropy would be computed
+            term_entropy = entropy if t.objective.needs_entropy else entropy.detach()
+            mask = scored if t.fields.mask is None or scored is None else scored & t.fields.mask
+            fields = t.fields if mask is None else replace(t.fields, mask=mask)
+            total, _, _, sums = policy_loss_op(logprob, term_entropy, *fields.tensors(), t.objective.encoded)
+            value = finish(total, sums, t.normalizer, t.fields, t.objective, has_entropy=True)
+        else:
+            value = t.loss(logprob)
+            if not isinstance(value, PolicyLossOutput) or value.loss.shape != ():
+                raise TypeError(
+                    f"linear_policy_loss: the loss of term '{t.name}' must return a PolicyLossOutput whose loss is a "
+                    f"single number, got a {type(value).__name__}."
+                )
+        losses[t.name] = value.loss.detach()
+        metrics |= named(value.metrics, t.name)
+        weighted = value.loss if t.weight == 1 else value.loss * t.weight
+        loss = weighted if loss is None else loss + weighted
+    assert loss is not None
+    return TermsLossOutput(loss, metrics, losses, *scores)

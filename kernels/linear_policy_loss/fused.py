@@ -1,9 +1,9 @@
 """Loss, metrics and all gradients of the head in one pass over chunks of rows, for known objectives.
 
 A chunk is a GEMM into a tile of fp32 logits, the row statistics, the objectives on the chunk's targets (which give
-value *and* derivatives), the gradient of the logits, and two GEMMs: the logits are formed once. On a CPU rows that turn
-out to have no gradient (clipped) leave before the last two GEMMs; a GPU would have to be waited for, and multiplies
-them. Rows on paths of several chunks are scored before all chunks and get their gradient after them.
+value *and* derivatives), the gradient of the logits, and two GEMMs: the logits are formed once. On a CPU, rows that
+have no gradient (all clipped) are left out of the last two GEMMs; on a GPU that would take a host synchronisation, so
+it multiplies them. Rows on paths of several chunks are scored before all chunks and get their gradient after them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..linear_logprob import chunked
-from ..linear_logprob.chunked import RowKernels
+from ..linear_logprob.chunked import RowInputs, RowKernels
 from ..linear_logprob.head import Head, HeadGradient
 from ..linear_logprob.targets import Targets, sum_by_row
-from .judge import Judge
+from .terms import TermEvaluator
 
 
 class Cuts(NamedTuple):
-    """See `plan.HeadPlan`."""
+    """Where chunks begin and end; see `plan.HeadPlan`."""
 
     row: list[int]
     target: list[int]
@@ -29,7 +29,7 @@ class Cuts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is scored, and how."""
+    """The rows to score, and how their logits are scaled."""
 
     hidden: Tensor  # [R, H]
     head: Head
@@ -39,49 +39,50 @@ class Inputs(NamedTuple):
 
 
 def one_pass(
-    rows: RowKernels, given: Inputs, judge: Judge, cuts: Cuts, need_hidden: bool, need: HeadGradient
+    rows: RowKernels, inputs: Inputs, terms: TermEvaluator, cuts: Cuts, need_hidden: bool, need: HeadGradient
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of hidden ``[R, H]``, or ``[0]``, and log-prob and entropy of the targets ``[2, P]``.
+    """Return the gradient of hidden ``[R, H]``, or ``[0]``, and log-prob and entropy of the targets ``[2, P]``.
 
-    Gradients of the head are added to ``need``, the loss to ``judge``.
+    Gradients of the head are added to ``need``, values and metrics to ``terms``.
     """
-    hidden, head, targets, temperature, softcap = given
+    hidden, head, targets, temperature, softcap = inputs
     sizes = [b - a for a, b in zip(cuts.row, cuts.row[1:], strict=False)]
     tile, d_tile = chunked.new_tiles(rows, head, max(sizes, default=0))
     scores, nothing = tile.new_empty(2, len(targets.target)), tile.new_empty(0)
     logprob = scores[0]
     d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
-    shared = SharedRows(rows, given, cuts) if cuts.row[0] else None
+    shared = SharedRows(rows, inputs, cuts) if cuts.row[0] else None
     if shared is not None:
-        shared.know(judge, scores)
+        shared.record(terms, scores)
     for k, n in enumerate(sizes):
-        c, own = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
+        c, here = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
         logits = head.logits(hidden[c], tile[:n])
         start = targets.start[c.start : c.stop + 1]
         logsumexp, correction, entropy = tile.new_empty(3, n)
-        scaling = (head.bias, temperature[c], softcap)
-        rows.statistics(logits, *scaling, start, targets.target, logprob, logsumexp, correction, entropy, nothing)
+        tile_rows = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
+        rows.statistics(tile_rows, logprob, logsumexp, correction, entropy, nothing)
 
-        local = Targets(start - own.start, targets.target[own], None, targets.one_a_row)
-        paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else own
-        scores[1, own] = of_targets(entropy, local)
-        a, of_entropy = judge.derivatives(own, paths, logprob[own], scores[1, own], add_paths=shared is None)
+        local = Targets(start - here.start, targets.target[here], None, targets.one_a_row)
+        paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else here
+        scores[1, here] = of_targets(entropy, local)
+        a, b_of_target = terms.derivatives(here, paths, logprob[here], scores[1, here], add_paths=shared is None)
         b, constant = nothing, torch.zeros_like(entropy)
-        if of_entropy is not None:
-            b = sum_by_row(local, of_entropy)
+        if b_of_target is not None:
+            b = sum_by_row(local, b_of_target)
             constant, _, _ = chunked.coefficients(entropy, nothing, constant, b, nothing)
 
-        counted = hidden.device.type == "cpu"
-        alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if counted else None
-        x, out = hidden[c], d_tile[:n]
+        on_cpu = hidden.device.type == "cpu"
+        alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if on_cpu else None
+        x, row_temperature, out = hidden[c], temperature[c], d_tile[:n]
         if alive is not None:
             alive = to_front(logits, alive)
-            local, of_alive = local.of_rows(alive)
+            local, place = local.of_rows(alive)
             logits, x, out = logits[: len(alive)], x[alive], out[: len(alive)]
-            a, constant, logsumexp, correction = a[of_alive], constant[alive], logsumexp[alive], correction[alive]
+            a, constant, logsumexp, correction = a[place], constant[alive], logsumexp[alive], correction[alive]
             b = b[alive] if len(b) else b
-            scaling = (head.bias, temperature[c][alive], softcap)
-        rows.gradient(logits, *scaling, local.start, local.target, logsumexp, correction, a, constant, b, nothing, out)
+            row_temperature = row_temperature[alive]
+        tile_rows = RowInputs(logits, head.bias, row_temperature, softcap, local.start, local.target)
+        rows.gradient(tile_rows, logsumexp, correction, a, constant, b, nothing, out)
         if need_hidden:
             d_x = d_hidden[c] if alive is None else torch.empty_like(x)
             head.to_hidden(out, d_x)
@@ -89,14 +90,14 @@ def one_pass(
                 d_hidden[c].index_copy_(0, alive, d_x)
         need.add(out, x)
     if shared is not None:
-        shared.learn(judge, need_hidden, need, d_hidden)
+        shared.add_gradient(terms, need_hidden, need, d_hidden)
     return d_hidden, scores
 
 
 def to_front(tile: Tensor, rows: Tensor) -> Tensor:
-    """Make ``rows [K]``, ascending, of ``tile [C, V]`` its first K; returns which row each of these is now.
+    """Make ``rows [K]``, ascending, of ``tile [C, V]`` its first K; return which row each of these is now.
 
-    Rows that are among the first K stay, the others fill the gaps: as few as can be are copied, into memory in use.
+    Rows that are among the first K stay and the others fill the gaps, so that as few as possible are copied.
     """
     K = len(rows)
     order = torch.arange(K, device=rows.device)
@@ -108,35 +109,37 @@ def to_front(tile: Tensor, rows: Tensor) -> Tensor:
 class SharedRows:
     """The first rows, which are on paths of several chunks."""
 
-    def __init__(self, rows: RowKernels, given: Inputs, cuts: Cuts) -> None:
+    def __init__(self, rows: RowKernels, inputs: Inputs, cuts: Cuts) -> None:
         S, P = cuts.row[0], cuts.target[0]
-        hidden, head, targets, temperature, softcap = given
-        of = Targets(targets.start[: S + 1], targets.target[:P], None, targets.one_a_row)
-        self.rows, self.given = rows, Inputs(hidden[:S], head, of, temperature[:S], softcap)
+        hidden, head, targets, temperature, softcap = inputs
+        first = Targets(targets.start[: S + 1], targets.target[:P], None, targets.one_a_row)
+        self.rows, self.inputs = rows, Inputs(hidden[:S], head, first, temperature[:S], softcap)
         self.logprob, self.logsumexp, self.correction, self.entropy, self.sum_p2, self.kept = chunked.forward(
-            rows, *self.given, want_entropy=True, want_sum_p2=False, frozen_head=False
+            rows, *self.inputs, want_entropy=True, want_sum_p2=False, frozen_head=False
         )
 
-    def know(self, judge: Judge, scores: Tensor) -> None:
-        """Tell ``judge`` their log-probs and entropies, and put these into ``scores [2, P]``."""
-        judge.know(*self._known())
-        scores[:, : len(self.logprob)] = torch.stack(self._known()[1:])
+    def record(self, terms: TermEvaluator, scores: Tensor) -> None:
+        """Record their log-probs and entropies in ``terms`` and in ``scores [2, P]``."""
+        terms.record(*self._scores())
+        scores[:, : len(self.logprob)] = torch.stack(self._scores()[1:])
 
-    def learn(self, judge: Judge, need_hidden: bool, need: HeadGradient, d_hidden: Tensor) -> None:
-        """Their gradient, once every other target is known to ``judge``; that of hidden into ``d_hidden [R, H]``."""
-        own, logprob, entropy = self._known()
-        a, b = judge.derivatives(own, judge.everything, logprob, entropy)
-        per_row = self.sum_p2 if b is None else sum_by_row(self.given.targets, b)  # which is empty
-        found = self.logsumexp, self.correction, self.entropy, self.sum_p2, self.kept
+    def add_gradient(self, terms: TermEvaluator, need_hidden: bool, need: HeadGradient, d_hidden: Tensor) -> None:
+        """Make their gradient, once ``terms`` has every other score; that of hidden goes into ``d_hidden [R, H]``."""
+        here, logprob, entropy = self._scores()
+        a, b = terms.derivatives(here, terms.everything, logprob, entropy)
+        per_row = self.sum_p2 if b is None else sum_by_row(self.inputs.targets, b)  # sum_p2 is empty
+        statistics = self.logsumexp, self.correction, self.entropy, self.sum_p2, self.kept
         zero = torch.zeros_like(self.logsumexp)
-        gradient = chunked.backward(self.rows, *self.given, *found, a, zero, per_row, self.sum_p2, need_hidden, need)
+        gradient = chunked.backward(
+            self.rows, *self.inputs, *statistics, a, zero, per_row, self.sum_p2, need_hidden, need
+        )
         if need_hidden:
             d_hidden[: len(gradient)] = gradient
 
-    def _known(self) -> tuple[slice, Tensor, Tensor]:
-        return slice(0, len(self.logprob)), self.logprob, of_targets(self.entropy, self.given.targets)
+    def _scores(self) -> tuple[slice, Tensor, Tensor]:
+        return slice(0, len(self.logprob)), self.logprob, of_targets(self.entropy, self.inputs.targets)
 
 
 def of_targets(entropy: Tensor, targets: Targets) -> Tensor:
-    """``[R] -> [P]``: what each target's row has."""
+    """Return the entropy of each target's row: ``[R] -> [P]``."""
     return entropy if targets.one_a_row else entropy[targets.row]

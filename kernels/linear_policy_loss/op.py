@@ -1,4 +1,4 @@
-"""`linear_terms_loss` as a differentiable op of torch: its forward makes the gradients, its backward hands them on."""
+"""`linear_terms_loss` as a differentiable op of torch: its forward makes the gradients, its backward returns them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
-from . import cute, fused
-from .judge import Judge
-from .terms import Term
+from . import fused
+from .terms import Term, TermEvaluator
 
 
 def encoded(terms: Sequence[Term]) -> tuple[list[Tensor], str, str]:
-    """The terms' tensors, and their names and objectives a line a term: ops of torch take no objects."""
+    """Return the terms' tensors, and their names and objectives, a line a term: ops of torch take no objects."""
     tensors, names = zip(*(t.fields.tensors() for t in terms), strict=True)
-    return [t for some in tensors for t in some], "\n".join(names), "\n".join(t.objective.encoded for t in terms)
+    flat = [tensor for of_term in tensors for tensor in of_term]
+    return flat, "\n".join(names), "\n".join(t.objective.encoded for t in terms)
 
 
 def _decoded(tensors: Sequence[Tensor], names: str, objectives: str) -> list[tuple[PolicyFields, Objective]]:
@@ -55,25 +55,23 @@ def _one_pass(
     need: Sequence[bool],  # [5], gradients of hidden, weight, bias, a, b
     weight_grad: Tensor | None,  # [V, H], to which weight's gradient is added
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], log-prob and
-    entropy of the targets [2, P], gradients of hidden, weight, bias, a, b)``.
+    """Return ``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], log-prob
+    and entropy of the targets [2, P], gradients of hidden, weight, bias, a, b)``.
 
-    Gradients of the head are in the accumulation dtype; what is not needed, or added to ``weight_grad``, is empty.
+    Gradients of the head are in the accumulation dtype. A gradient that is not needed, or that is added to
+    ``weight_grad``, is empty.
     """
     check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
     lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
     head = Head(weight, bias, lora, temperature.dtype)
     gradient = HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
     targets = Targets(start, target, None, place is None and len(target) == len(hidden))
-    judge = Judge(_decoded(fields, names, objectives), scale, place, temperature)
+    terms = TermEvaluator(_decoded(fields, names, objectives), scale, place, temperature)
     cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
-    backend = backend_of("linear_policy_loss", hidden)
-    given = fused.Inputs(hidden, head, targets, temperature, softcap)
-    if backend == "cute":
-        d_hidden, scores = cute.one_pass(given, judge, cuts, need[0], gradient)
-    else:
-        d_hidden, scores = fused.one_pass(row_kernels(backend), given, judge, cuts, need[0], gradient)
-    total, totals, sums = judge.result()
+    rows = row_kernels(backend_of("linear_policy_loss", hidden))
+    inputs = fused.Inputs(hidden, head, targets, temperature, softcap)
+    d_hidden, scores = fused.one_pass(rows, inputs, terms, cuts, need[0], gradient)
+    total, totals, sums = terms.result()
     d_weight, d_bias, d_a, d_b = gradient.results()
     d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight
     return total.to(temperature.dtype), totals, sums, scores, d_hidden, d_weight, d_bias, d_a, d_b
@@ -104,11 +102,13 @@ def _fake(
 _SCHEMA = torch.library.infer_schema(_one_pass, mutates_args=())
 
 
-def _apart(*given: Any) -> tuple[Tensor, ...]:
-    return _one_pass(*(*given[:-1], None))
+def _without_accumulator(*arguments: Any) -> tuple[Tensor, ...]:
+    return _one_pass(*(*arguments[:-1], None))
 
 
-linear_terms_loss_op = torch.library.custom_op("rolltree::linear_terms_loss", _apart, mutates_args=(), schema=_SCHEMA)
+linear_terms_loss_op = torch.library.custom_op(
+    "rolltree::linear_terms_loss", _without_accumulator, mutates_args=(), schema=_SCHEMA
+)
 """`_one_pass` whose backward adds weight's gradient, times that of the loss, to ``weight_grad``."""
 
 linear_terms_loss_into_op = torch.library.custom_op(
@@ -117,32 +117,32 @@ linear_terms_loss_into_op = torch.library.custom_op(
     mutates_args=("weight_grad",),
     schema=_SCHEMA.replace("Tensor? weight_grad", "Tensor(a!)? weight_grad"),
 )
-"""`_one_pass` itself; `Into` differentiates it."""
+"""`_one_pass`, which adds weight's gradient to ``weight_grad`` itself; `AccumulatedLoss` differentiates it."""
 
-linear_terms_loss_op.register_fake(lambda *given: _fake(*given[:-1], None))
+linear_terms_loss_op.register_fake(lambda *arguments: _fake(*arguments[:-1], None))
 linear_terms_loss_into_op.register_fake(_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.dtype, ctx.weight_grad = inputs[1].dtype, inputs[-1]
-    # what autograd expects for a constant: a list for a list of tensors (of which an empty list is one), else None
+    # Autograd expects a list as the gradient of a list of tensors (of which an empty list is one), else None.
     ctx.constants = [
         [None] * len(x) if isinstance(x, list | tuple) and all(isinstance(t, Tensor) for t in x) else None
         for x in inputs[5:]
     ]
-    # Not `save_for_backward`: that would hold the gradients while autograd takes them over, and so make it copy them.
+    # Not by `save_for_backward`, which would keep a second reference, so that autograd would copy the gradients.
     ctx.gradients = list(output[4:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _handed_on(ctx: Any) -> list[Any]:
+def _take_gradients(ctx: Any) -> list[Any]:
     gradients: list[Any]
     gradients, ctx.gradients = ctx.gradients, []
     if not gradients:
         raise RuntimeError(
-            "linear_policy_loss: its gradients were handed on by an earlier backward; call it again, or linear_logprob "
-            "and policy_loss, which allow several."
+            "linear_policy_loss: an earlier backward has used its gradients; call it again, or use linear_logprob and "
+            "policy_loss, which allow several backwards."
         )
     return gradients
 
@@ -150,11 +150,11 @@ def _handed_on(ctx: Any) -> list[Any]:
 def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad is None:
         return *(None,) * 5, *ctx.constants
-    gradients = _handed_on(ctx)
+    gradients = _take_gradients(ctx)
     result: list[Tensor | None] = []
     for i, needed in enumerate(ctx.needs_input_grad[:5]):
         gradient = gradients[i]
-        gradients[i] = None  # nobody but autograd holds it from here on
+        gradients[i] = None  # autograd then has the only reference
         if not needed:
             result.append(None)
             continue
@@ -175,12 +175,12 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
 linear_terms_loss_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-class Into(torch.autograd.Function):
-    """`linear_terms_loss_into_op` with its backward: torch takes none for an op that writes to an argument."""
+class AccumulatedLoss(torch.autograd.Function):
+    """`linear_terms_loss_into_op` with a backward: torch registers none for an op that writes to an argument."""
 
     @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = linear_terms_loss_into_op(*given)
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = linear_terms_loss_into_op(*arguments)
         return out
 
     setup_context = staticmethod(_setup_context)
@@ -195,6 +195,6 @@ class Into(torch.autograd.Function):
             "with in_forward=True weight's gradient is in weight_grad before the backward, so the loss must be "
             "differentiated as it is; put other factors into normalizer",
         )
-        d_hidden, _, *others = _handed_on(ctx)
+        d_hidden, _, *others = _take_gradients(ctx)
         gradients = d_hidden, None, *(d.to(ctx.dtype) for d in others)
         return *(d if need else None for d, need in zip(gradients, ctx.needs_input_grad, strict=False)), *none

@@ -1,32 +1,27 @@
-"""What a loss on the head will multiply, and in which order: decided before the forward from what is known then.
+"""The plan of a loss on the head: which rows are multiplied, in which order, decided before the forward.
 
     schedule          when                                                           FLOP, in N H V
     logprob_only      no gradient is asked for                                       2
     fused_forward     a target's loss depends on that target alone                   2 + 4 f (frozen head: 2 + 2 f)
     sequence_aligned  it depends on the whole path: chunks of whole paths            2 + 4 f (frozen head: 2 + 2 f)
     frozen_head       it does, paths of two chunks meet, head not trained            4
-    two_phase         it depends on the whole batch, or on what is not a path        2 + 6 f
+    two_phase         it depends on the whole batch, or on something else than a path   2 + 6 f
 
 Rows on paths of two chunks (the last of a prompt with its siblings' first tokens, the trunk of a tree) are *shared*:
 `sequence_aligned` scores them first, makes their gradient last, and multiplies them once more for it, 2 f.
 
 With several terms the one that needs most decides. Targets that cannot have a gradient from any (masked, or of zero
 advantage without a KL or entropy term) are left out before the first product: N counts the rows that remain. f is the
-share of these that turn out not to be clipped; they are known after the log-sum-exp, so a CPU leaves the others out of
-the last two products. A GPU would have to be waited for, and multiplies them: f = 1.
+share of these that turn out not to be clipped. They are known after the log-sum-exp, so a CPU leaves the others out of
+the last two products; on a GPU that would take a host synchronisation, so it multiplies them: f = 1.
 
-Backend cute (`linear_logprob.exponentials`) multiplies a row for each of its targets, and rows in multiples of 128, and
-keeps 2 bytes a logit instead of 4 and their gradient. A plan says whether it expects it: for a bf16 head without bias,
-softcap and adapter, of the sizes and on the device it is made for.
-
-Planning looks at the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
+Planning reads the data. On a GPU that waits for it, once: make the plan where the batch is made, from tensors on the
 host (``torch.from_numpy`` of arrays), move it with ``to``, and the loss itself never waits.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -36,8 +31,6 @@ from torch import Tensor
 
 from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
-from ..linear_logprob.cute import expected, rescaled
-from ..linear_logprob.exponentials import padded
 from ..policy_loss import Objective, PolicyFields
 from .align import align
 from .terms import AnyTerm, Term, live
@@ -50,9 +43,9 @@ Schedule = Literal["logprob_only", "fused_forward", "sequence_aligned", "frozen_
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
-    """See the module's description; `plan_policy_loss` makes it, ``explain()`` says what it is.
+    """The rows and targets to compute, in order; `plan_policy_loss` makes it, ``explain()`` describes it.
 
-    P targets in R rows are computed, of M targets in N rows given.
+    P targets in R rows are computed, of M targets in N rows given. See the module's description for the schedules.
     """
 
     schedule: Schedule
@@ -63,33 +56,30 @@ class HeadPlan:
     target_cuts: tuple[int, ...]  # and of their targets
     path_cuts: tuple[int, ...]  # of the caller's targets: (first, last) of the trees a chunk is in; or empty
     shared: int  # the first so many of the R rows are on paths of several chunks
-    given: tuple[int, int]  # (N, M)
+    size: tuple[int, int]  # (N, M)
     head: tuple[int, int]  # (V, H)
     frozen: bool
     gradient_share: float
     batch: int | None  # `fingerprint` of the batch; None: every target is computed, whatever the batch
-    exponentials: bool  # whether backend cute is expected to run it
-    rescaled: bool  # and scales them in a pass of its own, as on Blackwell, and for the gradient of an entropy
 
     def row_of_target(self) -> Tensor | None:  # [P] int64
-        """Row of each target among the R; None: one a row, in order."""
+        """Return the row of each target among the R; None: one a row, in order."""
         if self.place is None:
             return None
         rows = torch.arange(len(self.start) - 1, device=self.start.device)
         return torch.repeat_interleave(rows, self.start.diff(), output_size=len(self.place))
 
     def flop(self) -> float:
-        """Of the matrix products, expected."""
+        """Return the expected FLOP of the matrix products."""
         V, H = self.head
-        rows = self.row_cuts[-1] + self.padding()
-        return (self._of_schedule() * rows + 2 * self.gradient_share * self.shared) * V * H
+        return (self._of_schedule() * self.row_cuts[-1] + 2 * self.gradient_share * self.shared) * V * H
 
     def products(self) -> float:
-        """FLOP in N H V, N being the rows computed."""
+        """Return the FLOP in units of N H V, N being the rows computed."""
         return self._of_schedule() + 2 * self.gradient_share * self.shared / max(self.row_cuts[-1], 1)
 
     def _of_schedule(self) -> float:
-        """FLOP of a row, in H V, but for what is shared."""
+        """Return the FLOP of a row in units of H V, without the extra products of shared rows."""
         f = self.gradient_share
         products = {
             "logprob_only": 2.0,
@@ -100,62 +90,46 @@ class HeadPlan:
         }
         return products[self.schedule]
 
-    def padding(self) -> int:
-        """Rows that are multiplied beside those computed: for further targets of a row, and to full tiles."""
-        return sum(self._multiplied()) - (self.row_cuts[-1] - self.row_cuts[0])
-
-    def _multiplied(self) -> list[int]:
-        """Rows of the chunks as they are multiplied."""
-        cuts = self.target_cuts if self.exponentials and self.schedule in ONE_PASS else self.row_cuts
-        rows = [b - a for a, b in itertools.pairwise(cuts)]
-        return [padded(n) for n in rows] if self.exponentials else rows
-
     def traffic(self) -> float:
-        """Bytes that tiles of logits and the head's gradient move, beside what the products themselves read.
+        """Return the bytes that tiles of logits and the head's gradient move, besides the products' own operands.
 
-        A tile of fp32 is written, read by the statistics, and with a gradient read again and written; of bf16
-        exponentials, where a gradient follows, written, and on Blackwell or with an entropy scaled in its place. The
-        fp32 gradient of the head is read and written once a chunk.
+        A tile of fp32 is written, read by the statistics, and with a gradient read again and written. The fp32 gradient
+        of the head is read and written once a chunk.
         """
         V, H = self.head
         scored = self.schedule == "logprob_only"
-        tiles = (sum(self._multiplied()) * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
-        if self.exponentials:
-            own = 0 if scored else 6 if self.rescaled else 2
-            tiles = (sum(self._multiplied()) * own + self.shared * (4 + 2) * 4) * V
+        own = self.row_cuts[-1] - self.row_cuts[0]
+        tiles = (own * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
         chunks = len(self.row_cuts) - 1 + (-(-self.shared // self._most()) if self.shared else 0)
         head = 0 if self.frozen or scored else chunks * V * H * 8
         return float(tiles + head)
 
     def memory(self, itemsize: int = 4) -> int:
-        """Bytes beside inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another dtype; or one
-        of bf16 exponentials.
+        """Return the bytes besides inputs, outputs and gradients: a tile of fp32 logits, and its gradient in another
+        dtype.
 
         Args:
             itemsize: bytes of an element of hidden.
         """
         V, H = self.head
         gathered = 0 if self.row is None else len(self.row) * H * itemsize
-        if self.exponentials and not self.shared:
-            scored = self.schedule == "logprob_only"
-            return max(self._multiplied(), default=0) * V * (0 if scored else 2) + gathered
         return self._most() * V * (4 if itemsize == 4 else 4 + itemsize) + gathered
 
     def _most(self) -> int:
-        """Rows of the largest chunk."""
+        """Return the rows of the largest chunk."""
         return max((b - a for a, b in zip(self.row_cuts, self.row_cuts[1:], strict=False)), default=self.shared)
 
     def check(self, terms: Sequence[AnyTerm], row: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
-        """Refuse another batch. Sizes are compared on the host, targets and paths where they are: nothing waits.
+        """Refuse another batch. Sizes are compared on the host, targets and paths on their device: nothing waits.
 
         Raises:
             ValueError: another number of rows or targets, another head, other targets that can learn, or other rows or
                 paths of them (these on a GPU: a device-side assertion).
         """
         N, M = len(hidden), len(live(terms[0]))
-        if self.given != (N, M) or self.head != tuple(weight.shape):
+        if self.size != (N, M) or self.head != tuple(weight.shape):
             raise ValueError(
-                f"linear_policy_loss: the plan is for {self.given[0]} rows, {self.given[1]} targets and a head of "
+                f"linear_policy_loss: the plan is for {self.size[0]} rows, {self.size[1]} targets and a head of "
                 f"{list(self.head)}; here are {N}, {M} and {list(weight.shape)}: plan this batch."
             )
         if self.batch is not None:
@@ -165,15 +139,10 @@ class HeadPlan:
             )
 
     def explain(self) -> str:
-        """The choice, FLOP and memory, in a few lines."""
-        N, M = self.given
+        """Return the schedule, FLOP and memory in a few lines."""
+        N, M = self.size
         V, H = self.head
         rows, targets = self.row_cuts[-1], self.target_cuts[-1]
-        tiles = "fp32 logits"
-        if self.exponentials:
-            scaled = ", scaled in a pass of their own" if self.rescaled and self.schedule != "logprob_only" else ""
-            tiles = f"bf16 exponentials (backend cute){scaled}"
-            tiles += f", {self.padding()} rows for further targets and to full tiles"
         return "\n".join(
             [
                 f"schedule {self.schedule}{' (frozen head)' if self.frozen else ''}: {rows} of {N} rows, "
@@ -181,14 +150,14 @@ class HeadPlan:
                 + (f", {self.shared} rows shared by chunks" if self.shared else ""),
                 f"{self.flop() / 1e12:.3g} TFLOP, {self.products():.2f} N H V of the rows computed; plain PyTorch "
                 f"{6.0 * N * H * V / 1e12:.3g} TFLOP",
-                f"tiles of {tiles}",
+                "tiles of fp32 logits",
                 f"{self.traffic() / 2**30:.3g} GiB moved outside the products",
-                f"{self.memory() / 2**20:.0f} MiB beside gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
+                f"{self.memory() / 2**20:.0f} MiB besides gradients; plain PyTorch {2 * 4 * N * V / 2**20:.0f} MiB",
             ]
         )
 
     def to(self, device: torch.device | str) -> HeadPlan:
-        """The same plan with its tensors on ``device``."""
+        """Return the same plan with its tensors on ``device``."""
 
         def move(t: Tensor | None) -> Tensor | None:
             return None if t is None else t.to(device, non_blocking=True)
@@ -197,7 +166,15 @@ class HeadPlan:
 
 
 def plan_policy_loss(fields: PolicyFields, objective: Objective, **options: Any) -> HeadPlan:
-    """Plan `linear_policy_loss`: `plan_terms_loss` of its only term."""
+    """Plan `linear_policy_loss`: `plan_terms_loss` of a single term.
+
+    Args:
+        fields, objective: as in `linear_policy_loss`; the tensors may be on the host.
+        options: the keyword arguments of `plan_terms_loss`.
+
+    Raises:
+        ValueError, IndexError: as `plan_terms_loss`.
+    """
     return plan_terms_loss([Term(fields, objective, 1.0)], **options)
 
 
@@ -216,12 +193,12 @@ def plan_terms_loss(
     """Plan `linear_terms_loss` for a batch.
 
     Args:
-        terms: of the batch, their tensors on any one device; see the module's description for where to have them.
+        terms: of the batch, their tensors on any one device; on the host nothing waits for a GPU.
         num_rows, vocabulary, hidden_size: N, V and H.
-        device: where the loss will run: it decides how large chunks are.
-        row: row of each target, on the device of ``terms``; default: one target a row.
-        frozen: the head takes no gradient.
-        gradient: whether any gradient is wanted.
+        device: where the loss will run; it decides the size of chunks.
+        row: ``[M]``, row of each target, on the device of ``terms``; default: one target a row.
+        frozen: True if the head takes no gradient.
+        gradient: False if no gradient is wanted.
         gradient_share: share of rows that had a gradient in the last step (1 - the share clipped), for ``explain``.
 
     Raises:
@@ -264,7 +241,7 @@ def plan_terms_loss(
         schedule = "fused_forward"
     elif gradient:
         aligned = None if "batch" in scopes else align(terms, place, rank, C)
-        if frozen and not _of_entropy(terms) and (aligned is None or aligned.shared):
+        if frozen and not _need_entropy(terms) and (aligned is None or aligned.shared):
             schedule = "frozen_head"
         elif aligned is None:
             schedule = "two_phase"
@@ -287,18 +264,16 @@ def plan_terms_loss(
         target_cuts=tuple(start[list(row_cuts)].tolist()),
         path_cuts=path_cuts,
         shared=shared,
-        given=(num_rows, M),
+        size=(num_rows, M),
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=gradient_share,
         batch=int(fingerprint(terms, row)),
-        exponentials=_exponentials(schedule, vocabulary, hidden_size, device),
-        rescaled=_of_entropy(terms) or rescaled(torch.device(device)),
     )
 
 
 def fingerprint(terms: Sequence[AnyTerm], row: Tensor | None) -> Tensor:  # [] int64
-    """A hash of what a plan looks at: the targets that are needed, their rows, and their paths where these matter."""
+    """Return a hash of the data that a plan depends on: the targets needed, their rows, and paths where they matter."""
     alive = functools.reduce(torch.logical_or, map(live, terms))
     x = place = torch.arange(len(alive), device=alive.device)
     paths = [t.fields.paths for t in terms if isinstance(t, Term) and t.objective.scope == "path"]
@@ -314,9 +289,8 @@ def plan_everything(
     hidden_size: int,
     device: torch.device,
     frozen: bool,
-    terms: Sequence[AnyTerm],
 ) -> HeadPlan:
-    """Every target, one a row, for terms of tokens: the plan that needs no look at the data."""
+    """Return the plan that reads no data: every target, one a row, for terms of tokens."""
     cuts = even_cuts(num_rows, chunk_rows(num_rows, vocabulary, device))
     return HeadPlan(
         schedule="fused_forward",
@@ -327,23 +301,18 @@ def plan_everything(
         target_cuts=cuts,
         path_cuts=(),
         shared=0,
-        given=(num_rows, num_rows),
+        size=(num_rows, num_rows),
         head=(vocabulary, hidden_size),
         frozen=frozen,
         gradient_share=1.0,
         batch=None,
-        exponentials=_exponentials("fused_forward", vocabulary, hidden_size, device),
-        rescaled=_of_entropy(terms) or rescaled(device),
     )
 
 
-def _of_entropy(terms: Sequence[AnyTerm]) -> bool:
+def _need_entropy(terms: Sequence[AnyTerm]) -> bool:
     return any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
 
 
-def _exponentials(schedule: Schedule, V: int, H: int, device: torch.device | str) -> bool:
-    return schedule in (*ONE_PASS, "logprob_only") and expected(V, H, torch.device(device))
-
-
 def even_cuts(rows: int, chunk: int) -> tuple[int, ...]:
+    """Return the boundaries of chunks of ``chunk`` rows."""
     return (*range(0, rows, max(chunk, 1)), rows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from . import reference
+from .elements import SUMS
 from .evaluate import evaluate
 from .fields import PolicyFields
 from .objective import Objective
@@ -114,7 +114,7 @@ def finish(
     """Loss and metrics from sums. Targets that were left out because they cannot have a gradient count where they are
     zeros: in the denominators of the surrogate and its clip fractions.
     """
-    of = dict(zip(reference.SUMS, sums.unbind(), strict=True))
+    of = dict(zip(SUMS, sums.unbind(), strict=True))
     weight = fields.weight if fields.mask is None else torch.where(fields.mask, fields.weight, 0)
     everything, count, known = weight.sum(dtype=torch.float64), of["tokens"], of["behaviour_count"]
     metrics = {
@@ -130,7 +130,7 @@ def finish(
     if fields.behaviour_logprob is not None:
         metrics["training/mismatch_k3_kl"] = (of["mismatch_k3"], known)
         metrics["training/rollout_probs_diff_mean"] = (of["mismatch_probability"], known)
-    if objective.mismatch != "none" and objective.mismatch_level == "token" and objective.surrogate != "vespo":
+    if objective.token_mismatch != "none":
         metrics["training/rollout_is_mean"] = (of["mismatch_weight"], count)
         metrics["training/rollout_is_rejected"] = (of["mismatch_rejected"], count)
     return PolicyLossOutput(normalized(total, normalizer), metrics)
@@ -165,7 +165,7 @@ def _(
         logprob.new_empty(()),
         logprob.new_empty(logprob.shape[0]),
         logprob.new_empty(0 if entropy is None else logprob.shape[0]),
-        logprob.new_empty(len(reference.SUMS), dtype=torch.float64),
+        logprob.new_empty(len(SUMS), dtype=torch.float64),
     )
 
 

@@ -7,8 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .elements import Elements, Kind
-from .reference import SUMS
+from .elements import SUMS, Elements, Kind
 from .surrogates import Spec
 
 ELEMENTS_A_BLOCK = 1024
@@ -27,7 +26,7 @@ def knows(x: Elements, kind: Kind) -> bool:
 
 
 def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.terms`, in fp32."""
+    """Like `elements.terms`, in fp32."""
     M, absent = len(x.logprob), x.logprob[:0]
     d_logprob = torch.empty_like(x.logprob, memory_format=torch.contiguous_format)
     d_entropy = d_logprob.new_empty(0 if x.entropy is None else M)

@@ -1,16 +1,50 @@
-"""The definition of the policy loss on elements, in the words of `elementwise`: PyTorch runs it (`reference`), Triton
-compiles it (`triton`), CUDA C++ has its clipped-ratio case by hand (csrc/cuda/policy_loss.cu).
+"""The definition of the policy loss on elements, written with the functions of `elementwise`.
+
+PyTorch runs it (`terms`; on a CPU it is also the fast one), Triton compiles it (`triton`), and csrc/cuda/policy_loss.cu
+has its clipped-ratio case in CUDA C++.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .elementwise import MAX_LOG_RATIO, clamp, exp, expm1, isfinite, ratio, where, zeros_like
-from .kl import Estimator
-from .surrogates import Formula, Spec, Token
+from .elementwise import MAX_LOG_RATIO, clamp, exp, expm1, isfinite, minimum, ratio, sign, where, zeros_like
+from .surrogates import SURROGATES, Formula, Spec, Token
+
+Estimator = Callable[[Tensor], tuple[Tensor, Tensor | float]]
+"""An estimator of KL(policy, reference) from a sampled token: from ``x = ref - logprob`` to the estimate and its
+derivative by the log-prob."""
+
+
+def k1(x: Tensor) -> tuple[Tensor, Tensor | float]:
+    return -x, 1.0
+
+
+def k2(x: Tensor) -> tuple[Tensor, Tensor | float]:
+    return 0.5 * x * x, -x
+
+
+def k3(x: Tensor) -> tuple[Tensor, Tensor]:
+    inside = abs(x) <= MAX_LOG_RATIO
+    x = clamp(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    growth = expm1(x)
+    return growth - x, where(inside, -growth, 0.0)
+
+
+def low_var(x: Tensor) -> tuple[Tensor, Tensor | float]:
+    value, derivative = k3(x)
+    return minimum(value, 10.0), where(value <= 10.0, derivative, 0.0)
+
+
+def absolute(x: Tensor) -> tuple[Tensor, Tensor | float]:
+    return abs(x), -sign(x)
+
+
+ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_var": low_var, "abs": absolute}
 
 
 class Elements(NamedTuple):
@@ -31,11 +65,11 @@ class Elements(NamedTuple):
     entropy: Tensor | None = None
     pos_weight: Tensor | None = None  # both or none
     neg_weight: Tensor | None = None
-    mask: Tensor | None = None  # bool; what is not masked in never reaches a formula's result
+    mask: Tensor | None = None  # bool; False: the element reaches no result
 
 
 class Kind(NamedTuple):
-    """What the elementwise kernels are compiled for."""
+    """Options that the elementwise kernels are compiled for."""
 
     surrogate: str
     kl: str
@@ -44,8 +78,10 @@ class Kind(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is added up over the elements: the loss, and what metrics are made of. Backends hand the sums on by these
-    names. All but the first are weighted by S_1, those of the mismatch where a behaviour log-prob is known.
+    """Values that are added up over the elements: the loss, and the sums that metrics are made of.
+
+    Backends return the sums under these names. All but the first are weighted by S_1; those of the mismatch count only
+    elements whose behaviour log-prob is known.
     """
 
     loss: Tensor | float
@@ -61,6 +97,10 @@ class Sums(NamedTuple):
     mismatch_rejected: Tensor | float
     behaviour_count: Tensor | float
     tokens: Tensor | float
+
+
+SUMS = Sums._fields[1:]
+"""The sums over elements that metrics are made of, in the order of `Evaluation.sums`."""
 
 
 class _Surrogate(NamedTuple):
@@ -83,7 +123,7 @@ def losses(
     x: Elements,
     n: Spec,
     surrogate: Formula,
-    signed: bool,  # these three: what the surrogate has
+    signed: bool,  # these three are properties of the surrogate
     of_all: bool,
     bounded: bool,
     kl: Estimator,
@@ -91,7 +131,7 @@ def losses(
     kl_importance: bool,
     mismatch: str,
 ) -> tuple[Tensor, Tensor | float, Sums]:
-    """``(d/dlogprob, d/dentropy, what is to be added up)``, of each element; numbers stand for all of them."""
+    """Return ``(d/dlogprob, d/dentropy, sums)`` of each element; a number holds for all of them."""
     old = x.logprob if x.old_logprob is None else x.old_logprob
     d = zeros_like(x.logprob) if x.log_ratio is None else x.log_ratio
     g = _surrogate(x, n, d, surrogate, signed, of_all, bounded)
@@ -147,7 +187,7 @@ def _surrogate(
         value = weight * g.all
         derivative = weight * g.d_all
     if bounded:
-        # A shared token counts as clipped for the leaves of the side that is.
+        # A shared token counts as clipped only for the leaves of the clipped side.
         if x.pos_weight is None or x.neg_weight is None:
             size = x.adv_pos - x.adv_neg
             size = where(size > 0, size, 1.0)
@@ -199,3 +239,34 @@ def _kl(
             derivative = r * derivative + dr * estimate
             estimate = r * estimate
         return estimate, derivative
+
+
+def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(sum of the losses [], d/dlogprob [M], d/dentropy [M] or [0], sums [len(SUMS)] fp64)``, by PyTorch."""
+    surrogate = SURROGATES[kind.surrogate]
+    grad, d_entropy, parts = losses(
+        x,
+        spec,
+        surrogate.formula,
+        surrogate.signed,
+        surrogate.of_all,
+        surrogate.bounded,
+        ESTIMATORS[kind.kl.removesuffix("+")],
+        kind.kl.endswith("+"),
+        kind.kl_importance,
+        kind.mismatch,
+    )
+    zero = torch.zeros_like(x.logprob)
+    absent = torch.zeros((), dtype=torch.float64, device=zero.device)
+
+    def live(values: Tensor | float) -> Tensor:
+        values = values if isinstance(values, Tensor) else torch.full_like(zero, values)
+        return values if x.mask is None else torch.where(x.mask, values, 0)
+
+    sums = [live(row).sum(dtype=torch.float64) if isinstance(row, Tensor) else absent for row in parts]
+    return (
+        sums[0].to(zero.dtype),
+        live(grad),
+        x.logprob.new_empty(0) if x.entropy is None else live(d_entropy),
+        torch.stack(sums[1:]),
+    )

@@ -1,8 +1,8 @@
-"""The words that formulas on elements are written in, as torch has them; `triton` has the same words in its language.
+"""The functions that formulas on elements are written with, as torch has them; `triton` maps them to Triton's.
 
-A function of these, of arithmetic and comparisons, of ``abs`` and of tests against None or an option's name has one
-text that PyTorch runs and Triton compiles (`triton.compiled`). Conditions on elements are joined by ``&`` and ``|``;
-what must not be compiled where an ``if`` returns stands in its ``else``.
+A formula that uses only these, arithmetic, comparisons, ``abs``, and tests against None or an option's name has one
+text, which PyTorch runs and Triton compiles (`triton.compiled`). Conditions on elements are joined by ``&`` and ``|``.
+Where an ``if`` returns, code that must not be compiled with it stands in its ``else``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""|log-ratios| are clamped here: exp stays finite and a runaway token gets no gradient."""
+"""Log-ratios are clamped to +- this: exp stays finite, and a token beyond it gets no gradient."""
 TINY = 1e-8
 
 exp, expm1, log, sigmoid = torch.exp, torch.expm1, torch.log, torch.sigmoid
@@ -30,7 +30,7 @@ def where(condition: Tensor, yes: Tensor | float, no: Tensor | float) -> Tensor:
 
 
 def minimum(x: Tensor, high: Tensor | float) -> Tensor:
-    """NaN stays NaN, here and below."""
+    """Return ``min(x, high)``; NaN stays NaN, here and in `clamp`."""
     return x.clamp(max=high)
 
 
@@ -39,6 +39,6 @@ def clamp(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def ratio(d: Tensor) -> tuple[Tensor, Tensor]:
-    """``r`` and ``dr/dlogprob`` of a log-ratio: both e^d, the latter 0 where d was clamped."""
+    """Return ``r = e^d`` and ``dr/dlogprob`` of a log-ratio; the latter is 0 where d was clamped."""
     r = exp(clamp(d, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return r, where(abs(d) <= MAX_LOG_RATIO, r, 0.0)

@@ -1,13 +1,13 @@
 """Value and derivatives of an objective on given log-probs: no autograd, no host synchronisation.
 
-What looks beyond a single token is first turned into constants of single tokens (`selection`: of the whole batch,
-`paths`: of each path) and averaged ratios; then one elementwise kernel does the rest, and what a ratio was averaged
-over gets its share of the derivative back.
+Rules that look beyond a single token run first: they become constants of single tokens (choices from the batch, weights
+of paths) and averaged ratios. Then one elementwise kernel computes the loss, and the targets over which a ratio was
+averaged get their share of its derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cuda, paths, reference, selection
-from .elements import Elements, Kind
+from . import cuda, elements, paths
+from .elements import SUMS, Elements, Kind
 from .elementwise import MAX_LOG_RATIO
 from .fields import PolicyFields
 from .objective import Objective
-from .reference import SUMS
+from .rules import Side, Targets
+from .subsets import live_of, only, top_share, weighed
 from .surrogates import Spec
 
-OF_THE_SURROGATE = ("pg_loss", "clipped", "clipped_lower", "mismatch_weight", "mismatch_rejected")
+SURROGATE_SUMS = ("pg_loss", "clipped", "clipped_lower", "mismatch_weight", "mismatch_rejected")
 
 
 class Evaluation(NamedTuple):
     total: Tensor  # [], sum of the losses
     d_logprob: Tensor  # [M]
     d_entropy: Tensor | None  # [M]
-    sums: Tensor  # [len(SUMS)] fp64, what the metrics are made of
+    sums: Tensor  # [len(SUMS)] fp64, which the metrics are made of
 
 
 def evaluate(
@@ -39,7 +40,7 @@ def evaluate(
     fields: PolicyFields,  # [M], aggregation folded in
     objective: Objective,
 ) -> Evaluation:
-    """The objective on targets that are whole paths, or any targets where its scope is "token"."""
+    """Evaluate the objective on targets that are whole paths, or on any targets if its scope is "token"."""
     fields = fields.to(logprob.dtype)
     if objective.ratio_base in ("proximal", "current"):
         fields = replace(fields, old_logprob=fields.proximal_logprob if objective.ratio_base == "proximal" else None)
@@ -47,11 +48,11 @@ def evaluate(
     d = torch.zeros_like(logprob)
     if fields.old_logprob is not None and objective.ratio_base != "self":
         d = logprob - fields.old_logprob
-    everywhere = fields  # KL and entropy terms are for every token, whatever was chosen for the surrogate
-    fields = selection.apply(logprob, entropy, d, fields, objective)
+    everywhere = fields  # KL and entropy terms are for every token, whichever are chosen for the surrogate
+    fields = _chosen(logprob, entropy, d, fields, objective)
     fields = paths.apply_leaf_weights(logprob, d, fields, objective)
     if fields.token_weight is not None:
-        fields = selection.weighed(fields, fields.token_weight)
+        fields = weighed(fields, fields.token_weight)
     if objective.pos_weight != 1 or objective.neg_weight != 1:
         fields = _weighted_by_sign(fields, objective.pos_weight, objective.neg_weight)
     if objective.ratio_level == "token":
@@ -64,17 +65,36 @@ def evaluate(
     result = _elements(logprob, entropy, d, tokens, replace(of_tokens, mismatch="none"))
     total, d_logprob, sums = result.total, result.d_logprob, result.sums
     chosen = torch.zeros_like(sums, dtype=torch.bool)
-    for name in OF_THE_SURROGATE:
+    for name in SURROGATE_SUMS:
         chosen[SUMS.index(name)] = True
     sums = torch.where(chosen, 0, sums)
-    for of_side, side, inside in _sides(over.fields, d, objective):
-        at = over.mean(side)
-        scored = logprob if len(at) == len(logprob) else at
-        of = _elements(scored, None, at, of_side, surrogate)
-        total = total + of.total
-        d_logprob = d_logprob + torch.where(inside, over.back(of.d_logprob), 0)
-        sums = sums + torch.where(chosen, of.sums, 0)
+    for side in _sides(logprob, d, over.fields, objective):
+        mean = over.mean(side.log_ratio)
+        scored = logprob if len(mean) == len(logprob) else mean
+        part = _elements(scored, None, mean, side.fields, surrogate)
+        total = total + part.total
+        d_logprob = d_logprob + torch.where(side.inside, over.back(part.d_logprob), 0)
+        sums = sums + torch.where(chosen, part.sums, 0)
     return Evaluation(total, d_logprob, result.d_entropy, sums)
+
+
+def _chosen(
+    logprob: Tensor,  # [M]
+    entropy: Tensor | None,  # [M]
+    d: Tensor,  # [M]
+    fields: PolicyFields,
+    objective: Objective,
+) -> PolicyFields:
+    """Return fields in which a choice of tokens from the whole batch is turned into weights."""
+    if not len(logprob):
+        return fields
+    if objective.entropy_share < 1:
+        assert entropy is not None
+        fields = only(fields, top_share(entropy, live_of(fields), objective.entropy_share))
+    if objective.rule is not None and objective.rule.kind == "token_choice":
+        chosen: PolicyFields = objective.rule.function(Targets(logprob, d, fields), objective.rule_options)
+        return chosen
+    return fields
 
 
 def _weighted_by_sign(fields: PolicyFields, pos: float, neg: float) -> PolicyFields:
@@ -85,15 +105,12 @@ def _weighted_by_sign(fields: PolicyFields, pos: float, neg: float) -> PolicyFie
     return replace(fields, adv_pos=fields.adv_pos * pos, adv_neg=fields.adv_neg * neg, paths=index)
 
 
-def _sides(fields: PolicyFields, d: Tensor, objective: Objective) -> Iterator[tuple[PolicyFields, Tensor, Tensor]]:
-    """Fields, log-ratios to average, and where these have a derivative: once, or once a sign for "geo_mean"."""
-    if objective.surrogate != "geo_mean":
-        yield fields, d, torch.ones_like(d, dtype=torch.bool)
-        return
-    none = torch.zeros_like(fields.adv_pos)
-    high, low = objective.eps_high, -objective.eps_low
-    yield replace(fields, adv_neg=none), d.clamp(max=high), d <= high
-    yield replace(fields, adv_pos=none), d.clamp(min=low), d >= low
+def _sides(logprob: Tensor, d: Tensor, fields: PolicyFields, objective: Objective) -> Iterable[Side]:
+    """Return the parts of the loss whose log-ratios are averaged: those of a path_ratio rule, or one of all."""
+    if objective.rule is not None and objective.rule.kind == "path_ratio":
+        sides: Iterable[Side] = objective.rule.function(Targets(logprob, d, fields), objective.rule_options)
+        return sides
+    return [Side(fields, d, torch.ones_like(d, dtype=torch.bool))]
 
 
 def _elements(
@@ -103,8 +120,6 @@ def _elements(
     if objective.dynamic_clip and fields.old_logprob is not None:
         low, high = dynamic_bounds(fields.old_logprob, objective.eps_low, objective.eps_high)
         high = high.clamp(max=objective.dynamic_cap)
-    in_tokens = objective.mismatch_level == "token" and objective.surrogate != "vespo"
-    of_tokens = objective.mismatch if in_tokens else "none"
     extra = objective.formula.extra
     x = Elements(
         logprob=logprob,
@@ -124,12 +139,12 @@ def _elements(
         neg_weight=fields.neg_weight,
         mask=fields.mask,
     )
-    kind = Kind(objective.elementwise, objective.kl, objective.kl_importance, of_tokens)
+    kind = Kind(objective.elementwise, objective.kl, objective.kl_importance, objective.token_mismatch)
     on_gpu = logprob.dtype == torch.float32
     serve = {"triton": on_gpu, "cuda": on_gpu and cuda.knows(x, kind)}
     table = {b: f for b, f in _TERMS.items() if serve.get(b, True)}
-    of = dispatch.choose("policy_loss", table, logprob.device)(x, kind, _spec(objective))
-    return Evaluation(of[0], of[1], None if entropy is None else of[2], of[3])
+    total, d_logprob, d_entropy, sums = dispatch.choose("policy_loss", table, logprob.device)(x, kind, _spec(objective))
+    return Evaluation(total, d_logprob, None if entropy is None else d_entropy, sums)
 
 
 def _spec(objective: Objective) -> Spec:
@@ -148,7 +163,7 @@ def _spec(objective: Objective) -> Spec:
 
 
 def dynamic_bounds(old_logprob: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    """Bounds of the ratio ``[M]`` each where ``|r - 1| p = eps``, p = r q: wide for unlikely tokens (DCPO).
+    """Return bounds of the ratio, ``[M]`` each, at which ``|r - 1| p = eps``, p = r q: wide for unlikely tokens (DCPO).
 
     high = (1 + sqrt(1 + 4 eps_high / q)) / 2, low = (1 + sqrt(max(1 - 4 eps_low / q, 0))) / 2, q = exp(old_logprob).
     """
@@ -157,15 +172,9 @@ def dynamic_bounds(old_logprob: Tensor, eps_low: float, eps_high: float) -> tupl
     return low, 0.5 + 0.5 * (1 + 4 * eps_high * inverse).sqrt()
 
 
-def _triton_terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from . import triton  # not at the top: triton need not be installed
-
-    return triton.terms(x, kind, spec)
-
-
-_TERMS: dict[str, Callable[[Elements, Kind, Spec], tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+_TERMS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]] = {
     "cuda": cuda.terms,
-    "triton": _triton_terms,
-    "cpu": reference.terms,
-    "reference": reference.terms,
+    "triton": dispatch.imported(__package__, "triton", "terms"),
+    "cpu": elements.terms,
+    "reference": elements.terms,
 }

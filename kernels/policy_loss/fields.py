@@ -1,4 +1,4 @@
-"""Per-token inputs of `policy_loss`, and sums along the paths of a tree."""
+"""Per-token inputs of `policy_loss`, and the weight that its aggregation gives them."""
 
 from __future__ import annotations
 
@@ -11,108 +11,25 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from .objective import aggregation_weight
-
-
-@dataclass(frozen=True)
-class PathIndex:
-    """Which targets lie on which leaf's path, for targets in depth-first order.
-
-    Target i is on the path of target j iff ``i <= j < target_end[i]``. For flat sequences ``target_end`` is the end of
-    the own sequence and ``leaf_target`` its last target. On a tree a leaf may learn from the end of its path alone,
-    what comes before being its prompt: from the target after ``leaf_start`` on.
-    """
-
-    target_end: Tensor  # [M] int: end of the subtree of targets
-    leaf_target: Tensor  # [L] int: last target of the leaf's path; -1: the leaf has none
-    leaf_length: Tensor  # [L]: masked logical tokens of the path
-    leaf_weight: Tensor | None  # [L]: w_l, contains the aggregation iff the fields do; None: differs within a leaf
-    leaf_advantage: Tensor | None  # [L]; None: differs within a leaf
-    sequence: Tensor | None = None  # [M] int: the leaf of each target, for flat sequences; None: a tree
-    leaf_start: Tensor | None = None  # [L] int: last target before the leaf's own; -1, or None for all: there is none
-
-    def check(self, check: Arguments, M: int) -> None:
-        """Shapes, and that every target and leaf named exists, among ``M`` targets on the device of ``check``.
-
-        Raises:
-            ValueError, IndexError: they do not; see `Arguments`.
-        """
-        end = check.integers("paths.target_end", self.target_end, (M,), " like the targets")
-        L = len(check.integers("paths.leaf_target", self.leaf_target, ("L",)))
-        check.numbers("paths.leaf_length", self.leaf_length, (L,), ", one a leaf")
-        for name in ("leaf_weight", "leaf_advantage"):
-            if (value := getattr(self, name)) is not None:
-                check.floats(f"paths.{name}", value, (L,), ", one a leaf")
-        place = torch.arange(M, device=end.device)
-        message = f"paths.target_end must lie after its target and at most at {M}"
-        check.look(message, end, lambda: (end > place) & (end <= M), on_device=True)
-        check.index("paths.leaf_target", self.leaf_target, M, low=-1)
-        if self.sequence is not None:
-            check.integers("paths.sequence", self.sequence, (M,), " like the targets")
-            check.index("paths.sequence", self.sequence, L)
-        if self.leaf_start is not None:
-            check.integers("paths.leaf_start", self.leaf_start, (L,), ", one a leaf")
-            check.index("paths.leaf_start", self.leaf_start, M, low=-1)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """``[M] -> [L]``: sum of ``values`` along each leaf's path, in fp64 inside. Differentiable."""
-        result: Tensor = _PathSum.apply(values, self.target_end.long(), self.leaf_target.long(), self.leaf_start)
-        return result
-
-    def spread(self, values: Tensor) -> Tensor:
-        """``[L] -> [M]``, the adjoint of ``sum``: at each target the sum of ``values`` over the leaves below it."""
-        return _spread(values, self.target_end.long(), self.leaf_target.long(), self.leaf_start)
-
-
-class _PathSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, target_end: Tensor, leaf_target: Tensor, leaf_start: Tensor | None) -> Tensor:
-        ctx.save_for_backward(target_end, leaf_target, leaf_start)
-        x = values.double()
-        # +x enters at the target, -x where its subtree ends; the running sum at target j is then the sum over j's path.
-        # Sorted accumulation (index_put), not atomic: the order of the sum is fixed.
-        steps = torch.cat([x, x.new_zeros(1)]).index_put((target_end,), -x, accumulate=True)
-        along = torch.cat([steps.cumsum(0)[:-1], x.new_zeros(1)])
-        total = along[leaf_target]  # -1 takes the zero
-        if leaf_start is not None:
-            total = total - along[leaf_start.long()]
-        return total.to(values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _spread(grads[0], *ctx.saved_tensors), None, None, None
-
-
-def _spread(values: Tensor, target_end: Tensor, leaf_target: Tensor, leaf_start: Tensor | None) -> Tensor:
-    total = _below(values.double(), target_end, leaf_target, leaf_start)
-    if leaf_start is not None:  # a sum of nothing is 0, not what rounding leaves of a leaf that came and went
-        some = _below((values != 0).double(), target_end, leaf_target, leaf_start)
-        total = torch.where(some > 0, total, 0)
-    return total.to(values.dtype)
-
-
-def _below(values: Tensor, target_end: Tensor, leaf_target: Tensor, leaf_start: Tensor | None) -> Tensor:
-    M = len(target_end)
-    at_leaf = values.new_zeros(M + 1).index_put((leaf_target,), values, accumulate=True)
-    if leaf_start is not None:
-        at_leaf = at_leaf.index_put((leaf_start.long(),), -values, accumulate=True)
-    before = torch.cat([at_leaf.new_zeros(1), at_leaf[:M].cumsum(0)])  # -1 fell into the slot left out
-    return before[target_end] - before[:M]
+from .path_index import PathIndex
 
 
 @dataclass(frozen=True)
 class PolicyFields:
     """Constants of the loss, one value a target (a token to learn from); none of them takes a gradient.
 
-    ``aggregation`` names the aggregation that adv_pos, adv_neg and weight already contain (trees fold it when they
-    merge tokens); None: not folded yet, `policy_loss` does it.
+    ``aggregation`` names the aggregation that adv_pos, adv_neg and weight already contain (trees fold it in when they
+    merge tokens). None: not yet; `policy_loss` folds it in.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or a field requires a gradient.
     """
 
     adv_pos: Tensor  # [M] S_pos >= 0
     adv_neg: Tensor  # [M] S_neg <= 0
     weight: Tensor  # [M] S_1: for plain tokens the number of leaves that share it
     mask: Tensor | None = None  # [M] bool: False: no part of loss or metrics
-    old_logprob: Tensor | None = None  # [M] policy before the update; None: ratio 1
+    old_logprob: Tensor | None = None  # [M] policy that ratios are against; None: ratio 1
     ref_logprob: Tensor | None = None  # [M] reference policy
     behaviour_logprob: Tensor | None = None  # [M] as sampled; NaN where not recorded
     teacher_logprob: Tensor | None = None  # [M] for distillation
@@ -123,10 +40,8 @@ class PolicyFields:
     all_weight: Tensor | None = None  # [M] weight of what does not depend on advantages; None: `weight`
     pos_weight: Tensor | None = None  # [M] weight of the leaves of positive advantage, for clip fractions
     neg_weight: Tensor | None = None  # [M] of negative advantage; both or none: in proportion to adv_pos and -adv_neg
-    proximal_logprob: Tensor | None = None  # [M] proximal policy, where old_logprob is another's: decoupled PPO
-    token_weight: Tensor | None = (
-        None  # [M] times the surrogate: a selection of tokens (0: not chosen), weights of data
-    )
+    proximal_logprob: Tensor | None = None  # [M] policy before the update, for ratio_base "proximal"
+    token_weight: Tensor | None = None  # [M] factor of the surrogate: 0 leaves a token out, others weigh data
     paths: PathIndex | None = None
     aggregation: str | None = None
 
@@ -147,7 +62,7 @@ class PolicyFields:
                 check.require(False, f"{name} is a constant of the loss but requires grad; detach it")
 
     def tensors(self) -> tuple[list[Tensor], str]:
-        """The tensors there are and their names, for `from_tensors`: ops of torch take no objects."""
+        """Return the tensors that are given and their names, for `from_tensors`: ops of torch take no objects."""
         values = {name: getattr(self, name) for name in PER_TARGET}
         if self.paths is not None:
             values |= {f.name: getattr(self.paths, f.name) for f in dataclasses.fields(self.paths)}
@@ -156,6 +71,7 @@ class PolicyFields:
 
     @staticmethod
     def from_tensors(tensors: Sequence[Tensor], names: str, aggregation: str | None) -> PolicyFields:
+        """Return the fields that `tensors` was called on, with ``aggregation``."""
         given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
         values: dict[str, Any] = {name: given.get(name) for name in PER_TARGET}
         index: dict[str, Any] = {f.name: given.get(f.name) for f in dataclasses.fields(PathIndex)}
@@ -163,17 +79,20 @@ class PolicyFields:
         return PolicyFields(**values, paths=paths, aggregation=aggregation)
 
     def to(self, dtype: torch.dtype) -> PolicyFields:
-        """With all floating-point values in ``dtype``."""
+        """Return these fields with all floating-point values in ``dtype``."""
         tensors, names = self.tensors()
         cast = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
         return PolicyFields.from_tensors(cast, names, self.aggregation)
 
     def take(self, index: Tensor) -> PolicyFields:
-        """These targets ``[P] int64`` alone, without the paths they lie on."""
+        """Return the fields of the targets ``index [P] int64``, without paths."""
         return self._each(lambda t: t.index_select(0, index), None)
 
     def slice(self, first: int, last: int) -> PolicyFields:
-        """Targets ``first .. last - 1``, which must be whole paths where paths matter; other leaves become empty."""
+        """Return the fields of targets ``first .. last - 1``, which must be whole paths where paths matter.
+
+        The other leaves become empty.
+        """
         paths = self.paths
         if paths is not None:
             inside = (paths.leaf_target >= first) & (paths.leaf_target < last)
@@ -210,9 +129,15 @@ class PolicyFields:
         weight: Tensor | None = None,  # [M] or [S]
         cu_seqlens: Tensor | None = None,  # [S + 1] int: boundaries of the sequences, from 0 to M
     ) -> PolicyFields:
-        """Fields of flat sequences, laid end to end. ``cu_seqlens`` is needed for sequence-level ratios and means.
+        """Return the fields of flat sequences, laid end to end.
 
-        Without any ``[M]`` tensor to tell M, it is read from ``cu_seqlens``, which waits for the device.
+        Args:
+            advantage: ``[M]``, one a target, or ``[S]``, one a sequence, together with ``cu_seqlens``.
+            weight: factor of every term of the loss, one a target or a sequence; 1 if None.
+            cu_seqlens: boundaries of the sequences; needed for ratios and means of sequences. If no ``[M]`` tensor is
+                given, M is read from it, which waits for the device.
+            old_logprob, ref_logprob, behaviour_logprob, proximal_logprob, teacher_logprob, token_weight, clip_low,
+                clip_high, pass_rate, segment, mask: fields of that name, one value a target.
 
         Raises:
             ValueError: shapes, dtypes or devices do not fit, or cu_seqlens does not rise from 0 to M.
@@ -275,10 +200,10 @@ class PolicyFields:
         return PolicyFields(pos, neg, one, **of_targets, paths=paths)
 
     def folded(self, aggregation: str) -> PolicyFields:
-        """These fields with ``aggregation`` folded into the weights.
+        """Return these fields with ``aggregation`` folded into the weights.
 
         Raises:
-            ValueError: another aggregation is folded in already, or sequences are needed and not known.
+            ValueError: another aggregation is folded in already, or the aggregation needs sequences that are not known.
         """
         if self.aggregation == aggregation:
             return self
@@ -318,3 +243,18 @@ def _shifted(start: Tensor | None, inside: Tensor, first: int) -> Tensor | None:
 def _signed(advantage: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     weight = torch.ones_like(advantage) if weight is None else weight
     return weight * advantage.clamp(min=0), weight * advantage.clamp(max=0), weight
+
+
+def aggregation_weight(aggregation: str, leaf_length: Tensor) -> Tensor:
+    """Return the weight of a leaf's tokens ``[L]``: 1 / leaf_length for ``seq_mean_token_mean``, otherwise 1.
+
+    A leaf without tokens to learn from has weight 0 in the former. Dtype of ``leaf_length``, fp32 for integers.
+
+    Args:
+        aggregation: as in `Objective`.
+        leaf_length: ``[L]``, tokens of each leaf that count.
+    """
+    length = leaf_length if leaf_length.is_floating_point() else leaf_length.float()
+    if aggregation == "seq_mean_token_mean":
+        return torch.where(length > 0, 1 / length.clamp(min=1), 0)
+    return torch.ones_like(length)

@@ -1,29 +1,31 @@
-"""What a policy objective is: names and numbers.
+"""A policy objective as names and numbers.
 
 The loss of a token shared by leaves l with weights w_l and advantages A_l, minimised and exact where clipping acts, is
 
     S_pos g_pos + |S_neg| g_neg + S_1 (g_all + kl_coef KL - entropy_coef H),
     S_pos = sum w_l max(A_l, 0),  S_neg = sum w_l min(A_l, 0),  S_1 = sum w_l.
 
-`surrogates` has the formulas of g, `paths` and `selection` what looks beyond a token, `presets` the published methods.
+`surrogates` has the formulas of g, `rules` the methods that look beyond a token, `presets` the published methods.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..checks import shown
-from .runs import RunSum
+from .fields import OPTIONAL, PolicyFields
+from .path_index import SegmentSum
+from .presets import ADVANTAGES_ALONE, OPTIONS
+from .rules import RULES, Rule
+from .subsets import live_of
 from .surrogates import SURROGATES, Surrogate
-
-if TYPE_CHECKING:
-    from .fields import PolicyFields
 
 RatioLevel = Literal["token", "segment", "sequence", "sequence_token"]
 RatioBase = Literal["old", "proximal", "current", "self"]
@@ -31,9 +33,7 @@ KL = Literal["k1", "k2", "k3", "low_var", "abs", "k1+", "k3+", "low_var+", "abs+
 Mismatch = Literal["none", "truncate", "mask"]
 MismatchLevel = Literal["token", "sequence", "geometric"]
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-
-ELEMENTWISE = {"topr": "reinforce", "vespo": "reinforce", "geo_mean": "unclipped", "clip_cov": "ppo"}
-"""Surrogates that are another one after `paths` and `selection` have changed the weights."""
+OptionValue = float | str | bool
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,8 @@ class Objective:
     """A policy objective; see ``Objective.preset`` for the named ones.
 
     Args:
-        surrogate: a function in `surrogates`, whose docstring has the formula, or made of one by what looks beyond a
-            token: ``topr``: reinforce, sequences of negative advantage times sg(min(r_sequence, 1)). ``vespo``:
-            reinforce times sg(e^lam W^k e^(-lam W)), W the ratio of the sequence (times the corrected mismatch of its
-            tokens), (k, lam) by sign. ``geo_mean``: unclipped r of the sequence, from log-ratios clamped to
-            [-eps_low, eps_high] on the side that acts. ``clip_cov``: ppo without a random ``covariance_share`` of the
-            tokens whose covariance of advantage and log-prob is in (covariance_low, covariance_high). ``kl_cov``: its
-            penalty is for the ``covariance_share`` of largest covariance.
+        surrogate: a function of `surrogates` or of `rules`, whose docstring has the formula.
+        options: of a rule that has options of its own, by name.
         ratio_level: r of the ``token``; of the ``segment`` or ``sequence``: the exponential of the mean token
             log-ratio; ``sequence_token``: the sequence's value with the token's derivative (and advantage).
         ratio_base: ``old``: r against ``old_logprob`` (against the current policy, r = 1, where that is None).
@@ -70,10 +65,12 @@ class Objective:
         off_policy_delta: sequences of negative advantage count 0 where mean(behaviour - logprob) exceeds this (old
             log-probs where there are no behaviour ones).
         entropy_share: only this share of the tokens, of highest entropy, enters the surrogate.
-        needs: optional fields without which the loss would be that of another objective, beside those that the other
+        needs: optional fields without which the loss would be that of another objective, besides those that the other
             options need; fields that lack one are refused.
-        aggregation: over what the loss is a mean; ``aggregation_weight`` has the formula. The denominator itself is the
-            caller's ``normalizer``: logical tokens for ``token_mean``, 1 for ``token_sum``, sequences for
+        vespo_pos, vespo_neg, covariance_share, covariance_low, covariance_high: of the rules that name them.
+        clip_ratio_c, tau_pos, tau_neg, beta: of the surrogates that name them.
+        aggregation: which tokens the loss is a mean over; `aggregation_weight` has the formula. The denominator itself
+            is the caller's ``normalizer``: logical tokens for ``token_mean``, 1 for ``token_sum``, sequences for
             ``seq_mean_token_mean`` and ``seq_mean_token_sum``, sequences times the length limit for
             ``seq_mean_token_sum_norm``.
 
@@ -110,6 +107,7 @@ class Objective:
     off_policy_delta: float | None = None
     entropy_share: float = 1.0
     needs: tuple[str, ...] = ()
+    options: Mapping[str, OptionValue] | tuple[tuple[str, OptionValue], ...] = ()
     aggregation: Aggregation = "token_mean"
     encoded: str = field(init=False, repr=False, compare=False)  # for ops of torch, which take no objects
 
@@ -119,7 +117,7 @@ class Objective:
             _require(isinstance(value, list | tuple), f"{name} must be a tuple, got {shown(value)}")
             object.__setattr__(self, name, tuple(value))
         for name, names in (
-            ("surrogate", (*SURROGATES, *ELEMENTWISE)), ("ratio_level", get_args(RatioLevel)),
+            ("surrogate", tuple(SURROGATES | RULES)), ("ratio_level", get_args(RatioLevel)),
             ("ratio_base", get_args(RatioBase)),
             ("kl", get_args(KL)), ("mismatch", get_args(Mismatch)), ("mismatch_level", get_args(MismatchLevel)),
             ("aggregation", get_args(Aggregation)),
@@ -127,6 +125,7 @@ class Objective:
             _one_of(name, getattr(self, name), names)
         self._check_numbers()
         self._check_combinations()
+        self._check_options()
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "encoded", json.dumps(named))
 
@@ -157,8 +156,6 @@ class Objective:
             0 <= self.mismatch_low < self.mismatch_cap,
             f"mismatch_low must be in [0, mismatch_cap), got {self.mismatch_low} with mismatch_cap {self.mismatch_cap}",
         )
-        from .fields import OPTIONAL  # which needs this class
-
         for name in self.needs:
             _one_of("needs", name, OPTIONAL)
         _require(0 < self.entropy_share <= 1, f"entropy_share must be in (0, 1], got {self.entropy_share}")
@@ -168,50 +165,84 @@ class Objective:
             _require(not condition, f"{one} does not combine with {other}")
 
         surrogate, level = f"surrogate '{self.surrogate}'", f"ratio_level '{self.ratio_level}'"
-        reads, changed = self.formula.reads, self.surrogate in ELEMENTWISE
-        of_ratio = self.formula.of_ratio if not changed else self.surrogate == "geo_mean"
+        rule, reads = self.rule, self.formula.reads
+        changed = rule is not None and rule.on is not None
+        of_ratio = rule.kind == "path_ratio" if rule is not None and changed else self.formula.of_ratio
         exclude(self.clip_ratio_c is not None and "clip_ratio_c" not in reads, "clip_ratio_c", surrogate)
         exclude(self.ratio_level != "token" and not of_ratio, level, surrogate)
-        exclude(self.surrogate == "geo_mean" and self.ratio_level != "sequence", surrogate, level)
+        allowed = None if rule is None else rule.levels
+        exclude(allowed is not None and self.ratio_level not in allowed, surrogate, level)
         exclude(self.ratio_level != "token" and self.dynamic_clip, level, "dynamic_clip")
         exclude(self.dynamic_clip and ("low" not in reads or changed), "dynamic_clip", surrogate)
         own = self.ratio_base in ("self", "current")
         exclude(self.dynamic_clip and own, "dynamic_clip", f"ratio_base '{self.ratio_base}'")
         exclude(self.weighs_by_sampler and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'")
         of_sequences = self.mismatch != "none" and self.mismatch_level != "token"
-        exclude(self.surrogate == "vespo" and of_sequences, surrogate, f"mismatch_level '{self.mismatch_level}'")
+        corrects = rule is not None and rule.corrects_tokens
+        exclude(corrects and of_sequences, surrogate, f"mismatch_level '{self.mismatch_level}'")
+
+    def _check_options(self) -> None:
+        options = self.options
+        _require(isinstance(options, Mapping | list | tuple), f"options must be a mapping, got {shown(options)}")
+        given = dict(options)
+        known = [name for name in ([] if self.rule is None else self.rule.option_names) if name not in _FIELD_NAMES]
+        for name, value in given.items():
+            has = f"it has {', '.join(known)}" if known else "it has none of its own"
+            _require(name in known, f"surrogate '{self.surrogate}' has no option '{name}'; {has}")
+            fits = isinstance(value, bool | str) or _is_number(value)
+            _require(fits, f"option '{name}' must be a number, a text, True or False, got {shown(value)}")
+        object.__setattr__(self, "options", tuple(sorted(given.items())))
+        missing = "" if self.rule is None else ", ".join(n for n in self.rule.required if n in known and n not in given)
+        _require(not missing, f"surrogate '{self.surrogate}' needs options {missing}")
+        _ = self.rule_options  # whose dataclass may check their values
 
     @staticmethod
     def preset(name: str, **overrides: Any) -> Objective:
-        """The objective of a published method (`presets`), with fields replaced by ``overrides``.
+        """Return the objective of a published method (`presets`), with fields replaced by ``overrides``.
 
-        ``kl_coef`` and ``entropy_coef`` are 0 in every preset.
+        ``kl_coef`` and ``entropy_coef`` are 0 in every preset. `presets.RECONSTRUCTED` names the options that are not
+        read from a paper or a public trainer.
 
         Raises:
             ValueError: no such preset, or an override is wrong.
         """
-        from .presets import ADVANTAGES_ALONE, PRESETS  # which need this class
-
         same = ADVANTAGES_ALONE.get(name)
         _require(
             same is None, f"preset '{name}' is '{same}' with advantages of its own; choose '{same}' and give it those"
         )
         _one_of("preset", name, tuple(PRESETS))
-        known = [f.name for f in fields(Objective) if f.init]
-        unknown = ", ".join(sorted(overrides.keys() - set(known)))
-        _require(not unknown, f"no field is called {unknown}; there are {', '.join(known)}")
+        unknown = ", ".join(sorted(overrides.keys() - set(_FIELD_NAMES)))
+        _require(not unknown, f"no field is called {unknown}; there are {', '.join(_FIELD_NAMES)}")
         return replace(PRESETS[name], **overrides)
 
     @staticmethod
     @functools.cache
     def decode(text: str) -> Objective:
-        """The objective whose ``encoded`` this is."""
+        """Return the objective whose ``encoded`` is ``text``."""
         return Objective(**json.loads(text))
 
     @property
+    def rule(self) -> Rule | None:
+        """The rule of ``surrogate``'s name in `rules`, if there is one."""
+        return RULES.get(self.surrogate)
+
+    @functools.cached_property
+    def rule_options(self) -> Any:
+        """The options that the rule's function reads: an instance of its dataclass, or None where it has none.
+
+        Raises:
+            ValueError: the dataclass refuses a value.
+        """
+        if self.rule is None or self.rule.options is None:
+            return None
+        own = dict(self.options)
+        read = {n: getattr(self, n) for n in self.rule.option_names if n in _FIELD_NAMES}
+        return self.rule.options(**read, **own)
+
+    @property
     def elementwise(self) -> str:
-        """The surrogate that is left when `paths` and `selection` have done their part, a key of ``SURROGATES``."""
-        return ELEMENTWISE.get(self.surrogate, self.surrogate)
+        """The surrogate that runs on elements after the rule, a key of ``SURROGATES``."""
+        return self.surrogate if self.rule is None or self.rule.on is None else self.rule.on
 
     @property
     def formula(self) -> Surrogate:
@@ -220,19 +251,28 @@ class Objective:
     @property
     def scope(self) -> Literal["token", "path", "batch"]:
         """What the loss of a target depends on: that target alone, its whole path, or every target."""
-        if self.surrogate in ("clip_cov", "kl_cov") or self.entropy_share < 1:
+        if self._has("token_choice") or self.entropy_share < 1:
             return "batch"
         return "path" if self.ratio_level != "token" or self.weighs_leaves else "token"
 
+    def _has(self, kind: str) -> bool:
+        return self.rule is not None and self.rule.kind == kind
+
     @property
     def weighs_leaves(self) -> bool:
-        """Whether sequences get weights of their own."""
+        """True if sequences get weights of their own."""
         of_sequences = self.mismatch != "none" and self.mismatch_level != "token"
-        return of_sequences or self.off_policy_delta is not None or self.surrogate in ("topr", "vespo")
+        return of_sequences or self.off_policy_delta is not None or self._has("leaf_weight")
+
+    @property
+    def token_mismatch(self) -> Mismatch:
+        """The mismatch correction that the elementwise kernels apply."""
+        corrects = self.rule is not None and self.rule.corrects_tokens
+        return "none" if corrects or self.mismatch_level != "token" else self.mismatch
 
     def live(self, fields: PolicyFields) -> Tensor:
-        """``[M] bool``: targets whose gradient can be other than zero, as known before any forward."""
-        everyone = torch.ones_like(fields.weight, dtype=torch.bool) if fields.mask is None else fields.mask
+        """Return ``[M] bool``: targets whose gradient can be other than zero, as known before any forward."""
+        everyone = live_of(fields)
         if self.scope == "batch":
             return everyone
         live = torch.zeros_like(everyone)
@@ -249,24 +289,27 @@ class Objective:
         live = live & everyone
         together = fields.segment if fields.paths is None else fields.paths.sequence
         if self.scope == "path" and together is not None:  # a ratio is averaged over tokens without advantage too
-            live = (RunSum(together)(live.double()) > 0) & everyone
+            live = (SegmentSum(together)(live.double()) > 0) & everyone
         return live
 
     @property
     def needs_old(self) -> bool:
-        """Whether ``old_logprob``, when given, changes the loss."""
-        ratio = "d" in self.formula.reads or self.surrogate in ("topr", "vespo")
+        """True if ``old_logprob``, when given, changes the loss."""
+        ratio = "d" in self.formula.reads or (self.rule is not None and self.rule.reads_ratio)
         mismatch = self.mismatch != "none"
         return {"old": ratio or mismatch, "self": mismatch}.get(self.ratio_base, False)
 
     @property
     def weighs_by_sampler(self) -> bool:
-        """Whether its weights are by definition against what sampled, whatever the ratios of other objectives are."""
-        return self.surrogate == "topr"
+        """True if its weights are by definition against the sampler, whatever other objectives compare with.
+
+        Its ``old_logprob`` is then the log-prob recorded at sampling, also where a proximal policy's is known.
+        """
+        return self.rule is not None and self.rule.against_sampler
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss depends on the entropy."""
+        """True if the loss depends on the entropy."""
         return self.entropy_coef != 0 or self.entropy_share < 1
 
     @property
@@ -279,8 +322,9 @@ class Objective:
             need["ref_logprob"] = "kl_coef is not 0"
         if self.mismatch != "none":
             need["behaviour_logprob"] = f"mismatch is '{self.mismatch}'"
-        if self.formula.extra is not None:
-            need[self.formula.extra] = f"surrogate is '{self.surrogate}'"
+        rule_needs = () if self.rule is None else self.rule.needs
+        for name in (*rule_needs, *(() if self.formula.extra is None else (self.formula.extra,))):
+            need[name] = f"surrogate is '{self.surrogate}'"
         return need
 
 
@@ -299,12 +343,5 @@ def _one_of(field: str, value: str, known: tuple[str, ...]) -> None:
     _require(value in known, f"{field} '{value}' is not known; choose one of {', '.join(known)}")
 
 
-def aggregation_weight(aggregation: str, leaf_length: Tensor) -> Tensor:
-    """Weight of a leaf's tokens ``[L]``: 1 / leaf_length for ``seq_mean_token_mean``, otherwise 1.
-
-    A leaf without tokens to learn from has weight 0 in the former. Dtype of ``leaf_length``, fp32 for integers.
-    """
-    length = leaf_length if leaf_length.is_floating_point() else leaf_length.float()
-    if aggregation == "seq_mean_token_mean":
-        return torch.where(length > 0, 1 / length.clamp(min=1), 0)
-    return torch.ones_like(length)
+_FIELD_NAMES = tuple(f.name for f in fields(Objective) if f.init)
+PRESETS: dict[str, Objective] = {name: Objective(**options) for name, options in OPTIONS.items()}

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from ..checks import Arguments
 from .api import PolicyLossOutput, normalized
-from .fields import PathIndex
+from .path_index import PathIndex
 
 PairLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"]
 WITHOUT_REFERENCE = ("simpo", "orpo")

@@ -1,4 +1,4 @@
-"""What an objective takes from a whole path: ratios averaged over it, and weights of sequences.
+"""Ratios averaged over a whole path, and weights of sequences.
 
 On flat sequences both live on tokens. On a tree a token belongs to several leaves, whose ratios differ, so the
 surrogate runs on leaves (tokens of a leaf share its ratio, and its weight is w_l len_l) and a token's derivative is the
@@ -7,7 +7,6 @@ sum over the leaves below it. Everything is linear time in tokens: sums along pa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,16 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .elementwise import MAX_LOG_RATIO, TINY
-from .fields import PathIndex, PolicyFields
+from .elementwise import MAX_LOG_RATIO
+from .fields import PolicyFields
 from .objective import Objective
-from .runs import RunSum
-
-LOG_TINY = math.log(TINY)
+from .path_index import PathIndex, SegmentSum
+from .rules import Targets, corrected
+from .subsets import live_of
 
 
 class Averaging(NamedTuple):
-    """Means of M token values over K sequences, segments or leaves."""
+    """Takes means of M token values over K sequences, segments or leaves."""
 
     fields: PolicyFields  # [K], on which the surrogate is evaluated
     mean: Callable[[Tensor], Tensor]  # [M] -> [K]
@@ -32,7 +31,7 @@ class Averaging(NamedTuple):
 
 
 def averaging(fields: PolicyFields, objective: Objective) -> Averaging:
-    """For a ratio level other than "token".
+    """Return how the objective's ratio level, which is not "token", averages.
 
     Raises:
         ValueError: the fields do not tell what belongs together.
@@ -45,7 +44,7 @@ def averaging(fields: PolicyFields, objective: Objective) -> Averaging:
     paths = fields.paths
     if paths is not None and paths.sequence is not None:
         of_runs = _over_runs(fields, paths.sequence)
-        # each token its own derivative, at its sequence's ratio (Zheng et al. 2025, eq. 13)
+        # each token has its own derivative, at its sequence's ratio (Zheng et al. 2025, eq. 13)
         return of_runs._replace(back=lambda v: v) if level == "sequence_token" else of_runs
     if fields.token_weight is not None:
         raise ValueError(f"policy_loss: on trees ratio_level '{level}' does not combine with token_weight.")
@@ -65,9 +64,8 @@ def averaging(fields: PolicyFields, objective: Objective) -> Averaging:
 
 
 def _over_runs(fields: PolicyFields, label: Tensor) -> Averaging:
-    """Means over runs of equal labels; what is masked does not count."""
-    run_sum = RunSum(label)
-    live = torch.ones_like(fields.weight, dtype=torch.bool) if fields.mask is None else fields.mask
+    """Average over runs of equal labels, without the masked targets."""
+    run_sum, live = SegmentSum(label), live_of(fields)
     count = run_sum(live.to(fields.weight.dtype)).clamp(min=1)
 
     def mean(values: Tensor) -> Tensor:
@@ -82,7 +80,7 @@ def _over_runs(fields: PolicyFields, label: Tensor) -> Averaging:
 def _over_leaves(fields: PolicyFields, paths: PathIndex) -> Averaging:
     assert paths.leaf_advantage is not None
     assert paths.leaf_weight is not None
-    live = torch.ones_like(fields.weight, dtype=torch.bool) if fields.mask is None else fields.mask
+    live = live_of(fields)
     length = paths.leaf_length.clamp(min=1)
     tokens, advantage = paths.leaf_weight * paths.leaf_length, paths.leaf_advantage
     of_leaves = PolicyFields(tokens * advantage.clamp(min=0), tokens * advantage.clamp(max=0), tokens)
@@ -98,14 +96,13 @@ def _over_leaves(fields: PolicyFields, paths: PathIndex) -> Averaging:
 
 def apply_leaf_weights(
     logprob: Tensor,  # [M]
-    d: Tensor,  # [M]
+    log_ratio: Tensor,  # [M]
     fields: PolicyFields,
     objective: Objective,
 ) -> PolicyFields:
-    """The fields with each leaf's advantage weighted by what its path says, without gradient.
+    """Return fields with each leaf's advantage weighted by what its path says, without gradient.
 
-    Mismatch correction of sequences (truncated or masked importance weights), the off-policy mask, and the surrogates
-    "vespo" and "topr", which are "reinforce" with such weights.
+    The weights are those of a mismatch correction of sequences, of the off-policy mask, and of a leaf_weight rule.
 
     Raises:
         ValueError: the fields do not tell sequences or leaves.
@@ -118,50 +115,31 @@ def apply_leaf_weights(
             "policy_loss: weights of sequences need to know these, or the advantages and weights of a tree's leaves; "
             "give flat() cu_seqlens."
         )
-    live = torch.ones_like(fields.weight, dtype=torch.bool) if fields.mask is None else fields.mask
+    targets = Targets(logprob, log_ratio, fields)
     length = paths.leaf_length.clamp(min=1)
-
-    def total(values: Tensor) -> Tensor:  # [M] -> [L]
-        return paths.sum(torch.where(live, values, 0))
-
     one = torch.ones_like(length)
     pos, neg, both = one, one, one
     if objective.mismatch != "none" and objective.mismatch_level != "token":
         assert fields.behaviour_logprob is not None
         old = logprob if fields.old_logprob is None else fields.old_logprob
-        gap = total(torch.where(fields.behaviour_logprob.isfinite(), old - fields.behaviour_logprob, 0))
+        gap = targets.total(torch.where(fields.behaviour_logprob.isfinite(), old - fields.behaviour_logprob, 0))
         gap = gap / length if objective.mismatch_level == "geometric" else gap
-        both = _corrected(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), objective)
+        both = corrected(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), objective)
     if objective.off_policy_delta is not None:
         sampler = fields.old_logprob if fields.behaviour_logprob is None else fields.behaviour_logprob
         assert sampler is not None
         known = sampler.isfinite()
-        drift = total(torch.where(known, sampler - logprob, 0)) / total(known.to(length.dtype)).clamp(min=1)
+        count = targets.total(known.to(length.dtype)).clamp(min=1)
+        drift = targets.total(torch.where(known, sampler - logprob, 0)) / count
         neg = torch.where(drift > objective.off_policy_delta, 0, neg)
-    if objective.surrogate == "vespo":
-        log_w = total(d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        if objective.mismatch != "none":
-            assert fields.behaviour_logprob is not None
-            old = logprob if fields.old_logprob is None else fields.old_logprob
-            w = torch.where(fields.behaviour_logprob.isfinite(), (old - fields.behaviour_logprob).exp(), 1)
-            log_w = log_w + total(_corrected(w, objective).log().clamp(LOG_TINY, MAX_LOG_RATIO))
-        log_w = log_w.clamp(LOG_TINY, MAX_LOG_RATIO)
-        pos, neg = (
-            side * (lam + k * log_w - lam * log_w.exp()).exp()
-            for side, (k, lam) in ((pos, objective.vespo_pos), (neg, objective.vespo_neg))
-        )
-    elif objective.surrogate == "topr":
-        neg = neg * total(d).clamp(-MAX_LOG_RATIO, 0).exp()
+    if objective.rule is not None and objective.rule.kind == "leaf_weight":
+        factor = objective.rule.function(targets, objective.rule_options)
+        pos, neg = pos * factor.pos, neg * factor.neg
     return _reweighted(fields, paths, both * pos, both * neg, both)
 
 
-def _corrected(w: Tensor, objective: Objective) -> Tensor:
-    low, cap = objective.mismatch_low, objective.mismatch_cap
-    return torch.where((w < low) | (w > cap), 0, w) if objective.mismatch == "mask" else w.clamp(low, cap)
-
-
 def _reweighted(fields: PolicyFields, paths: PathIndex, pos: Tensor, neg: Tensor, both: Tensor) -> PolicyFields:
-    """S_pos, S_neg and the weight of g_all anew, from weights of the leaves ``[L]``."""
+    """Return fields whose S_pos, S_neg and weight of g_all are multiplied by factors ``[L]`` of the leaves."""
     if paths.sequence is not None:
         of_all = fields.weight if fields.all_weight is None else fields.all_weight
         fields = replace(

@@ -1,63 +1,83 @@
-"""Published methods by name. Advantages are the caller's: a preset says what is done with them.
+"""Published methods by name, as options of `Objective`. Advantages are the caller's: a preset says how they are used.
 
-Defaults are those of the papers or, where a paper gives none, of public trainers; [inf] marks numbers that are
-reconstructed and should be checked against the paper before they are relied on. A surrogate that is a method by itself
-has its preset beside its formula (`surrogates`); here are those that combine options. Where a method differs from
-another in what the fields hold, its preset names the fields (``needs``), so that it is refused where it would silently
-be the other.
+Defaults are those of the papers or, where a paper gives none, of public trainers; ``RECONSTRUCTED`` names those that
+are neither. A surrogate or rule that is a method by itself has its preset with its function (`surrogates`, `rules`);
+here are those that combine options. Where a method differs from another only in what the fields hold, its preset names
+the fields (``needs``), so that fields without them are refused instead of giving the other method's loss.
 """
 
 from __future__ import annotations
 
-from .objective import Aggregation, Objective
+from typing import Any
+
+from .rules import RULES
 from .surrogates import SURROGATES
 
-_SEQUENCE_MEAN: Aggregation = "seq_mean_token_mean"
+_SEQUENCE_MEAN = "seq_mean_token_mean"
 
-PRESETS: dict[str, Objective] = {
-    name: Objective(surrogate=name, **of.preset) for name, of in SURROGATES.items() if of.preset is not None
+OPTIONS: dict[str, dict[str, Any]] = {
+    name: {"surrogate": name, **entry.preset}
+    for name, entry in (*SURROGATES.items(), *RULES.items())
+    if entry.preset is not None
 } | {
-    "rloo": Objective(surrogate="reinforce", aggregation="seq_mean_token_sum"),  # with leave-one-out advantages
-    "grpo": Objective(aggregation=_SEQUENCE_MEAN),
-    "dual_clip": Objective(clip_ratio_c=3.0),
-    "dapo": Objective(eps_high=0.28),
-    "dr_grpo": Objective(aggregation="seq_mean_token_sum_norm"),
-    "luspo": Objective(ratio_level="sequence", eps_low=3e-4, eps_high=4e-4, aggregation="seq_mean_token_sum"),
-    "gspo": Objective(ratio_level="sequence", eps_low=3e-4, eps_high=4e-4, aggregation=_SEQUENCE_MEAN),  # eps [inf]
-    "gspo_token": Objective(ratio_level="sequence_token", eps_low=3e-4, eps_high=4e-4, aggregation=_SEQUENCE_MEAN),
-    "gmpo": Objective(
-        surrogate="geo_mean", ratio_level="sequence", eps_low=0.4, eps_high=0.4, aggregation=_SEQUENCE_MEAN
-    ),  # eps [inf]; verl 0.2
-    "segment_ratio": Objective(ratio_level="segment"),  # [inf]
-    "clip_cov": Objective(surrogate="clip_cov"),
-    "vespo": Objective(surrogate="vespo"),
-    "topr": Objective(surrogate="topr"),
-    "decoupled_ppo": Objective(ratio_base="proximal", mismatch="truncate"),
-    "rollout_is": Objective(mismatch="truncate"),
-    "off_policy_mask": Objective(off_policy_delta=0.1),  # delta [inf]
-    "on_policy_pg": Objective(ratio_base="self"),
-    "dcpo_clip": Objective(dynamic_clip=True),  # cap [inf]
-    "clip_tensor": Objective(needs=("clip_low", "clip_high")),
-    "ngrpo": Objective(eps_low=0.16, eps_high=0.24, aggregation=_SEQUENCE_MEAN),  # eps [inf]
-    "w_reinforce": Objective(surrogate="reinforce", pos_weight=0.1),  # [inf]; pos_weight 0 learns from failures alone
-    "token_entropy_mask": Objective(eps_high=0.28, entropy_share=0.2),
-    "sft": Objective(surrogate="nll", needs=("token_weight",)),  # which tokens are demonstrations
-    "pear": Objective(
-        surrogate="nll", ratio_base="current", mismatch="truncate", mismatch_level="sequence", needs=("token_weight",)
-    ),  # weights from the current policy against the demonstrations' own; level, cap [inf]
-    "opd": Objective(surrogate="distill_reverse"),
-    "opd_forward": Objective(surrogate="distill_forward", clip_ratio_c=10.0),
-}
+    "rloo": {"surrogate": "reinforce", "aggregation": "seq_mean_token_sum"},  # with leave-one-out advantages
+    "grpo": {"aggregation": _SEQUENCE_MEAN},
+    "dual_clip": {"clip_ratio_c": 3.0},
+    "dapo": {"eps_high": 0.28},
+    "dr_grpo": {"aggregation": "seq_mean_token_sum_norm"},
+    "luspo": {"ratio_level": "sequence", "eps_low": 3e-4, "eps_high": 4e-4, "aggregation": "seq_mean_token_sum"},
+    "gspo": {"ratio_level": "sequence", "eps_low": 3e-4, "eps_high": 4e-4, "aggregation": _SEQUENCE_MEAN},
+    "gspo_token": {
+        "ratio_level": "sequence_token", "eps_low": 3e-4, "eps_high": 4e-4, "aggregation": _SEQUENCE_MEAN
+    },
+    "gmpo": {
+        "surrogate": "geo_mean", "ratio_level": "sequence", "eps_low": 0.4, "eps_high": 0.4,
+        "aggregation": _SEQUENCE_MEAN,
+    },
+    "segment_ratio": {"ratio_level": "segment"},
+    "decoupled_ppo": {"ratio_base": "proximal", "mismatch": "truncate"},
+    "rollout_is": {"mismatch": "truncate"},
+    "off_policy_mask": {"off_policy_delta": 0.1},
+    "on_policy_pg": {"ratio_base": "self"},
+    "dcpo_clip": {"dynamic_clip": True},
+    "clip_tensor": {"needs": ("clip_low", "clip_high")},
+    "ngrpo": {"eps_low": 0.16, "eps_high": 0.24, "aggregation": _SEQUENCE_MEAN},
+    "w_reinforce": {"surrogate": "reinforce", "pos_weight": 0.1},  # pos_weight 0 learns from failures alone
+    "token_entropy_mask": {"eps_high": 0.28, "entropy_share": 0.2},
+    "sft": {"surrogate": "nll", "needs": ("token_weight",)},  # which tokens are demonstrations
+    "pear": {
+        "surrogate": "nll", "ratio_base": "current", "mismatch": "truncate", "mismatch_level": "sequence",
+        "needs": ("token_weight",),
+    },  # weights from the current policy against the demonstrations' own
+    "opd": {"surrogate": "distill_reverse"},
+    "opd_forward": {"surrogate": "distill_forward", "clip_ratio_c": 10.0},
+}  # fmt: skip
 
 ALIASES: dict[str, tuple[str, str]] = {
     "bnpo": ("ppo", "with the tokens of a micro-batch as its normalizer"),
     "gpg": ("reinforce", "with advantages alpha (R - mean R), alpha = rollouts / rollouts of non-zero reward"),
     "weighted_nll": ("sft", "with token_weight the weights of the data"),
     "raft": ("sft", "with token_weight 1 on the rollouts kept, 0 on the others"),
-    "aux_nll": ("sft", "on tokens of its own beside another objective, with its own normalizer"),
+    "aux_nll": ("sft", "on tokens of its own, added to another objective, with its own normalizer"),
 }
-"""Presets that are another one on purpose: the methods differ in what the caller hands over."""
-PRESETS |= {name: PRESETS[of] for name, (of, _) in ALIASES.items()}
+"""Presets that are another one on purpose: the methods differ in the fields that the caller gives."""
+OPTIONS |= {name: OPTIONS[other] for name, (other, _) in ALIASES.items()}
 
 ADVANTAGES_ALONE = {"reinforce_pp": "ppo"}
 """Methods that are an objective with advantages of their own, by that objective: no presets."""
+
+RECONSTRUCTED: dict[str, tuple[str, ...]] = {
+    "gspo": ("eps_low", "eps_high"),
+    "gspo_token": ("eps_low", "eps_high"),
+    "luspo": ("eps_low", "eps_high"),
+    "gmpo": ("eps_low", "eps_high"),  # verl has 0.2
+    "segment_ratio": ("ratio_level",),
+    "off_policy_mask": ("off_policy_delta",),
+    "dcpo_clip": ("dynamic_cap",),
+    "ngrpo": ("eps_low", "eps_high"),
+    "w_reinforce": ("pos_weight",),
+    "pear": ("mismatch_level", "mismatch_cap"),
+    "nft": ("beta",),
+    "prob_shaping": ("beta",),
+}
+"""Options of presets that are reconstructed, not read: check them against the paper before relying on them."""

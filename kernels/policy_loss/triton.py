@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .elements import Elements, Kind, Sums, losses
-from .kl import ESTIMATORS
+from .elements import ESTIMATORS, Elements, Kind, Sums, losses
 from .surrogates import SURROGATES, Spec
 
 BLOCK = 1024
@@ -211,7 +210,7 @@ def _terms(
 
 
 def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.terms`, in fp32."""
+    """Like `elements.terms`, in fp32."""
     M = len(x.logprob)
     blocks = triton.cdiv(M, BLOCK)
     d_logprob = torch.empty_like(x.logprob, memory_format=torch.contiguous_format)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from ..dispatch import choose
-from .cpu import sample_cpu
+from ..dispatch import choose, compiled_op, imported
 from .reference import sample_reference
 
 
@@ -126,7 +125,7 @@ def kept_tokens(logits: Tensor, last_kept: Tensor) -> tuple[Tensor, Tensor]:  # 
 
 
 def _sample(
-    logits: Tensor,
+    logits: Tensor,  # shapes and dtypes as in `sample_rows`
     temperature: Tensor,
     top_k: Tensor | None,
     top_p: Tensor | None,
@@ -135,35 +134,36 @@ def _sample(
     step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = choose("sample_tokens", _BACKENDS, logits.device)
-    return run(logits, temperature, top_k, top_p, min_p, seed, step)
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(logits, temperature, top_k, top_p, min_p, seed, step)
+    return found
 
 
 _sample_op = torch.library.custom_op("rolltree::sample_tokens", _sample, mutates_args=())
 
 
 @_sample_op.register_fake
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seed: Tensor,
-    step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    per_row = [torch.empty_like(temperature) for _ in range(3)]
-    return torch.empty_like(seed), *per_row, torch.empty_like(seed)  # type: ignore[return-value]
+def _(logits: Tensor, temperature: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+    *_, seed, _ = rest
+    assert seed is not None
+    return torch.empty_like(seed), *(torch.empty_like(temperature) for _ in range(3)), torch.empty_like(seed)
 
 
-def _sample_triton(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from .triton import sample_triton  # imported late: triton is absent on some platforms
-
-    return sample_triton(*arguments)  # type: ignore[arg-type]
+_compiled = compiled_op("cpu", "sample_tokens")
 
 
-_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]] = {
-    "triton": _sample_triton,
-    "cpu": sample_cpu,
+def _sample_cpu(logits: Tensor, temperature: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+    """Like `sample_reference` in csrc/cpu/sampling.cpp, which fills tensors: the stable ABI makes them more slowly."""
+    seed = rest[-2]
+    assert seed is not None
+    token, last_kept = torch.empty_like(seed), torch.empty_like(seed)
+    out = token, *(torch.empty_like(temperature) for _ in range(3)), last_kept
+    _compiled(logits, temperature, *rest, out)
+    return out
+
+
+_BACKENDS: dict[str, Callable[..., Any]] = {
+    "triton": imported(__package__, "triton", "sample_triton"),
+    "cpu": _sample_cpu,
     "reference": sample_reference,
 }
 

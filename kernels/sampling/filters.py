@@ -3,7 +3,7 @@
 The scan leaves the largest logit of each strip of 32 tokens. Every token above a value lies in a strip whose peak is
 above it, so a search among the peaks, a 32nd of the row, finds a value with at most CHOSEN strips above it. Those
 strips alone are read again, in the order of their tokens. If the last token that is kept lies above that value, they
-hold every token that is: the cut is searched, and the token drawn, among them. Else the row is left to :mod:`.narrow`.
+hold every token that is: the cut is searched, and the token drawn, among them. Else :mod:`.strip_select` takes the row.
 
 A search halves an interval of the logits' bit patterns, ordered as the values are: 16 rounds at most for 16-bit logits,
 32 for float32. Masses are sums over the candidates in their order.

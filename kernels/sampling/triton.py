@@ -3,7 +3,7 @@
     scan    a block: largest logit, sums of w and w log2 w; the race of its tokens, or the peaks of its strips
     select  a row with filters: its candidates, the last token that is kept, and the draw (:mod:`.filters`)
     bracket, gather, settle    a row whose candidates do not hold that token; and race, over those that are kept
-            (:mod:`.narrow`)
+            (:mod:`.strip_select`)
     finish  a row: its blocks put together
 
 The logits are read once, 4 bytes a token of fp32 and 2 of bf16, 16 bytes a thread at a time; a block writes a few
@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .filters import BY_COUNT, DRAWN, JUDGED, select_kernel
-from .narrow import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 from .noise import arrival, least_bounds, log2_bound, uniforms, words_at, words_of
 from .row import (
     INFINITY,
@@ -43,6 +42,7 @@ from .row import (
     rescale,
     scale_of,
 )
+from .strip_select import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 
 BLOCK = 4096  # tokens of a program; part of the summation order, so not tuned by shape
 GROUPS = 16  # of a block's tokens, each with a bound of its own
@@ -169,7 +169,7 @@ def finish_kernel(
     logits, temperature, top_p, min_p, seed, step,  # as in `sample_triton`
     best, mass, moment, raw,  # [N, C], of `scan_kernel`
     mode, drawn,  # [N], how far a row has come, the mass it is drawn from if it was found; None without filters
-    cut, cut_index, kept,  # of rows that are not drawn by `select_kernel`, of :mod:`.narrow`, or None
+    cut, cut_index, kept,  # of rows that are not drawn by `select_kernel`, of :mod:`.strip_select`, or None
     least, bound,  # of it or of `scan_kernel`
     token, logprob, raw_logprob, entropy, last_kept,  # [N] out
     row_stride, vocab, blocks,

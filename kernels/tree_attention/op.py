@@ -12,43 +12,19 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cpu, reference
-
-
-def _flash_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    from . import flash  # optional dependency
-
-    return flash.tree_attention_forward(*args)
-
-
-def _flash_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from . import flash  # optional dependency
-
-    return flash.tree_attention_backward(*args)
-
-
-def _triton_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    from . import triton  # optional dependency
-
-    return triton.tree_attention_forward(*args)
-
-
-def _triton_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from . import triton  # optional dependency
-
-    return triton.tree_attention_backward(*args)
-
+from . import reference
+from .reference import Scoring
 
 _FORWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "flash": _flash_forward,
-    "triton": _triton_forward,
-    "cpu": cpu.tree_attention_forward,
+    "flash": dispatch.imported(__package__, "flash", "tree_attention_forward"),
+    "triton": dispatch.imported(__package__, "triton", "tree_attention_forward"),
+    "cpu": dispatch.compiled_op("cpu", "tree_attention"),
     "reference": reference.tree_attention_forward,
 }
 _BACKWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
-    "flash": _flash_backward,
-    "triton": _triton_backward,
-    "cpu": cpu.tree_attention_backward,
+    "flash": dispatch.imported(__package__, "flash", "tree_attention_backward"),
+    "triton": dispatch.imported(__package__, "triton", "tree_attention_backward"),
+    "cpu": dispatch.compiled_op("cpu", "tree_attention_backward"),
     "reference": reference.tree_attention_backward,
 }
 
@@ -69,21 +45,12 @@ def tree_attention_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, Hq, D] and the log-sum-exp [Hq, T], both contiguous. No gradient flows from the latter."""
-    return _choose(_FORWARD, q)(q, k, v, subtree_end, position, scale, window, softcap)
+    """Return out [T, Hq, D] and the log-sum-exp [Hq, T], both contiguous. No gradient flows from the latter."""
+    return _choose(_FORWARD, q)(q, k, v, Scoring(subtree_end, position, scale, window, softcap))
 
 
 @tree_attention_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    subtree_end: Tensor,
-    position: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
@@ -102,38 +69,27 @@ def tree_attention_backward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v, contiguous."""
+    """Return the gradients of q, k and v, contiguous."""
     if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of a sum
         grad_out = grad_out.contiguous()
-    return _choose(_BACKWARD, q)(grad_out, q, k, v, out, lse, subtree_end, position, scale, window, softcap)
+    scoring = Scoring(subtree_end, position, scale, window, softcap)
+    return _choose(_BACKWARD, q)(grad_out, q, k, v, out, lse, scoring)
 
 
 @tree_attention_backward_op.register_fake
-def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    subtree_end: Tensor,
-    position: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, subtree_end, position, ctx.scale, ctx.window, ctx.softcap = inputs
-    ctx.backend = dispatch.forced()
+    ctx.backend = dispatch.current_override()
     ctx.save_for_backward(q, k, v, *output, subtree_end, position)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, subtree_end, position = ctx.saved_tensors
-    with dispatch.again(ctx.backend):
+    with dispatch.restored_backend(ctx.backend):
         grads = tree_attention_backward_op(
             grad_out, q, k, v, out, lse, subtree_end, position, ctx.scale, ctx.window, ctx.softcap
         )

@@ -13,9 +13,20 @@ float64, everything else in float32. ``tree_attention_forward`` is differentiabl
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Scoring(NamedTuple):
+    """Says which keys a row sees and how its scores are formed, for N keys of which the last T are the rows' own."""
+
+    subtree_end: Tensor  # [N] int32, exclusive end of each token's subtree
+    position: Tensor | None  # [N] int32, depth of each token along its path; None without a window
+    scale: float
+    window: int | None
+    softcap: float | None
 
 
 def visible_keys(
@@ -24,7 +35,7 @@ def visible_keys(
     window: int | None,
     rows: int,
 ) -> Tensor:
-    """[rows, N] bool: whether row i of the last ``rows`` sees key j."""
+    """Return [rows, N] bool: row i of the last ``rows`` sees key j."""
     key = torch.arange(subtree_end.numel(), device=subtree_end.device)
     row = key[len(key) - rows :]
     seen = (key[None, :] <= row[:, None]) & (row[:, None] < subtree_end[None, :])
@@ -38,15 +49,11 @@ def tree_attention_forward(
     q: Tensor,  # [T, Hq, D]
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D]
-    subtree_end: Tensor,  # [N] int32
-    position: Tensor | None,  # [N] int32
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, Hq, D] in q's dtype and the log-sum-exp [Hq, T] in float32 (float64 for float64)."""
-    seen = visible_keys(subtree_end, position, window, len(q))
-    scores, _ = _scores(q, k, scale, softcap)
+    """Return out [T, Hq, D] in q's dtype and the log-sum-exp [Hq, T] in float32 (float64 for float64)."""
+    seen = visible_keys(scoring.subtree_end, scoring.position, scoring.window, len(q))
+    scores, _ = _scores(q, k, scoring.scale, scoring.softcap)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)  # [Hq, T]
     probability = _probability(scores, lse)
@@ -61,19 +68,16 @@ def tree_attention_backward(
     v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
     lse: Tensor,  # [Hq, T]
-    subtree_end: Tensor,  # [N] int32
-    position: Tensor | None,  # [N] int32
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtypes."""
-    seen = visible_keys(subtree_end, position, window, len(q))
-    scores, slope = _scores(q, k, scale, softcap)
+    """Return the gradients of q, k and v, in their dtypes."""
+    seen = visible_keys(scoring.subtree_end, scoring.position, scoring.window, len(q))
+    scores, slope = _scores(q, k, scoring.scale, scoring.softcap)
     probability = _probability(scores.masked_fill(~seen, -math.inf), lse)
     grad = _accumulate(grad_out)
     delta = (grad * _accumulate(out)).sum(-1).transpose(0, 1)  # [Hq, T]
-    dscores = probability * (torch.einsum("ihd,jhd->hij", grad, _per_query_head(v, q)) - delta[..., None]) * scale
+    dscores = probability * (torch.einsum("ihd,jhd->hij", grad, _per_query_head(v, q)) - delta[..., None])
+    dscores = dscores * scoring.scale
     if slope is not None:
         dscores = dscores * slope
     dq = torch.einsum("hij,jhd->ihd", dscores, _per_query_head(k, q))
@@ -96,7 +100,7 @@ def _sum_group(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Scores [Hq, T, N] and the slope of the softcap there."""
+    """Return the scores [Hq, T, N] and the slope of the softcap there, None without one."""
     scores = torch.einsum("ihd,jhd->hij", _accumulate(q), _per_query_head(k, q)) * scale
     if softcap is None:
         return scores, None

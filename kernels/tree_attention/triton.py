@@ -1,8 +1,8 @@
 """Triton backend: tiles, lists of visible blocks and launches of the kernels in `triton_forward`, `triton_backward`.
 
 Row i sees key j iff j <= i < subtree_end[j]. The T rows of q are the last of N: the first ``offset`` = N - T keys
-belong to an earlier piece of the tree. A block of rows (dK/dV: of keys) walks the list of blocks that it sees wholly
-without a mask, then of those it sees in part with a compare (`visible`). All heads of the heaviest block start first.
+belong to an earlier piece of the tree. A block of rows (dK/dV: of keys) walks the list of wholly visible blocks without
+a mask, then the list of partly visible ones with a compare (`visible`). All heads of the heaviest block start first.
 
 T and N are run-time values; compiled once for each head size, dtype, group and set of options.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..dispatch import interpreting
 from .blocks import LARGEST, Tiles, padded_width, tiles_for
+from .reference import Scoring
 from .triton_backward import add_kernel, dkdv_kernel, dq_kernel
 from .triton_forward import forward_kernel
 from .triton_tiles import LN2, log2_scores
@@ -31,7 +32,7 @@ def _tiles(q: Tensor, softcap: float | None) -> Tiles:
 
 
 def aligned(t: Tensor) -> Tensor:  # [T, Hq, D]
-    """Itself, or a copy if the rows of its heads could begin at a multiple of 16 bytes and do not."""
+    """Return ``t``, or a copy if the rows of its heads could begin at a multiple of 16 bytes and do not."""
     unit = 16 // t.element_size()
     if t.shape[2] % unit or (t.data_ptr() % 16 == 0 and t.stride(0) % unit == 0 and t.stride(1) % unit == 0):
         return t
@@ -39,7 +40,7 @@ def aligned(t: Tensor) -> Tensor:  # [T, Hq, D]
 
 
 def _bf16_interpreted(q: Tensor) -> bool:
-    """Triton's interpreter multiplies the bit patterns of bf16 operands; there the kernels run in fp32."""
+    """Return True where the kernels run in fp32: Triton's interpreter multiplies the bit patterns of bf16 operands."""
     return interpreting() and q.dtype == torch.bfloat16
 
 
@@ -47,18 +48,16 @@ def tree_attention_forward(
     q: Tensor,  # [T, Hq, D]
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D]
-    subtree_end: Tensor,  # [N] int32
-    position: Tensor | None,  # [N] int32
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
+    """Like `reference.tree_attention_forward`; float32, bfloat16 or float16."""
     if _bf16_interpreted(q):
         wide = q.float(), k.float(), v.float()
-        out, lse = tree_attention_forward(*wide, subtree_end, position, scale, window, softcap)
+        out, lse = tree_attention_forward(*wide, scoring)
         return out.to(q.dtype), lse
+    subtree_end, position, scale, window, softcap = scoring
     if scale < 0:  # the kernel takes the largest score before it scales
-        return tree_attention_forward(-q, k, v, subtree_end, position, -scale, window, softcap)
+        return tree_attention_forward(-q, k, v, scoring._replace(scale=-scale))
     rows, heads, dim = q.shape
     tokens, offset = len(k), len(k) - rows
     out = q.new_empty(q.shape)
@@ -84,16 +83,14 @@ def tree_attention_backward(
     v: Tensor,  # [N, Hkv, D]
     out: Tensor,  # [T, Hq, D]
     lse: Tensor,  # [Hq, T]
-    subtree_end: Tensor,  # [N] int32
-    position: Tensor | None,  # [N] int32
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Like `reference.tree_attention_backward`; float32, bfloat16 or float16."""
     if _bf16_interpreted(q):
         wide = grad_out.float(), q.float(), k.float(), v.float(), out.float()
-        grads = tree_attention_backward(*wide, lse, subtree_end, position, scale, window, softcap)
+        grads = tree_attention_backward(*wide, lse, scoring)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
+    subtree_end, position, scale, window, softcap = scoring
     rows, heads, dim = q.shape
     tokens, offset, kv_heads = len(k), len(k) - rows, k.shape[1]
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -10,20 +10,23 @@ from torch import Tensor
 
 from .. import dispatch
 from ..checks import Arguments
-from . import cpu, cuda, reference
+from . import cuda, reference
 from .plan import DecodePlan
+from .schedule import Nodes, Work
+
+_compiled = dispatch.compiled_op("cpu", "tree_decode")
 
 
-def _triton(*args: Any) -> tuple[Tensor, Tensor]:
-    from . import triton  # optional dependency
-
-    return triton.tree_decode(*args)
+def _cpu(q: Tensor, k_pages: Tensor, v_pages: Tensor, nodes: Nodes, work: Work, *scoring: Any) -> tuple[Tensor, Tensor]:
+    """Like `reference.tree_decode` in csrc/cpu/tree_decode.cpp, which walks the nodes without items."""
+    found: tuple[Tensor, Tensor] = _compiled(q, k_pages, v_pages, nodes, *scoring)
+    return found
 
 
 _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "triton": _triton,
+    "triton": dispatch.imported(__package__, "triton", "tree_decode"),
     "cuda": cuda.tree_decode,
-    "cpu": cpu.tree_decode,
+    "cpu": _cpu,
     "reference": reference.tree_decode,
 }
 
@@ -47,39 +50,23 @@ def _decode(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
-    plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
+    """Return out [N, Hq, D] and the log-sum-exp [N, Hq], both contiguous. For generation only: it has no gradient."""
+    nodes = Nodes(
+        page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position
+    )  # fmt: skip
     # Only the reference has float64; it exists for checks.
     if q.dtype == torch.float64:
         run = _BACKENDS["reference"]
     else:
         run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
-    return run(q, k_pages, v_pages, *plan, partial_begin, items, partials, scale, window, softcap)
+    return run(q, k_pages, v_pages, nodes, Work(partial_begin, items, partials), scale, window, softcap)
 
 
 tree_decode_op = torch.library.custom_op("rolltree::tree_decode_attention", _decode, mutates_args=())
 
 
 @tree_decode_op.register_fake
-def _(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_indptr: Tensor,
-    page_ids: Tensor,
-    node_offset: Tensor,
-    node_length: Tensor,
-    node_position: Tensor,
-    row_begin: Tensor,
-    row_end: Tensor,
-    query_position: Tensor,
-    partial_begin: Tensor | None,
-    items: Tensor | None,
-    partials: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
 
@@ -123,11 +110,11 @@ def tree_decode_attention(
     scale = float(q.shape[-1] ** -0.5 if scale is None else check.number("scale", scale))
     # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small step.
     op: Callable[..., tuple[Tensor, Tensor]] = tree_decode_op if torch.compiler.is_compiling() else _decode
-    schedule: tuple[Tensor | None, Tensor | None, int] = None, None, 0
+    work = Work(None, None, 0)
     if plan.schedule is not None:
         items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
-        schedule = plan.schedule.partial_begin, items, plan.schedule.partials
-    return op(q, k_pages, v_pages, *plan.tensors().values(), *schedule, scale, window, softcap)
+        work = Work(plan.schedule.partial_begin, items, plan.schedule.partials)
+    return op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
 
 
 def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .schedule import QUERIES, SAME_STRIDES, make_schedule, programs
+from .schedule import QUERIES, SAME_STRIDES, Nodes, Work, make_schedule, programs
 
 DIMS = (64, 128, 256)
 
@@ -15,22 +15,17 @@ def tree_decode(
     q: Tensor,  # [N, Hq, D]
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    page_indptr: Tensor,  # [K + 1] int32
-    page_ids: Tensor,  # [*] int32
-    node_offset: Tensor,  # [K] int32
-    node_length: Tensor,  # [K] int32
-    node_position: Tensor,  # [K] int32
-    row_begin: Tensor,  # [K] int32
-    row_end: Tensor,  # [K] int32
-    query_position: Tensor,  # [N] int32
-    partial_begin: Tensor | None,  # [N + 1] int32
-    items: Tensor | None,  # [1 + I, FIELDS] int32
-    partials: int,
+    nodes: Nodes,
+    work: Work,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Raises ValueError for a dtype, head dimension, group or alignment that it does not know."""
+    """Like `reference.tree_decode`.
+
+    Raises:
+        ValueError: the kernels do not take the dtype, head dimension, group, page size or alignment.
+    """
     rows, heads, dim = q.shape
     kv_heads, page = k_pages.shape[2], k_pages.shape[1]
     group = heads // kv_heads
@@ -47,19 +42,19 @@ def tree_decode(
     if k_pages.stride() != v_pages.stride():
         raise ValueError(SAME_STRIDES)
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
-    if rows == 0 or len(node_length) == 0:
+    if rows == 0 or len(nodes.node_length) == 0:
         return out.zero_(), lse.fill_(-float("inf"))
-    if partial_begin is None or items is None:
-        plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
-        partial_begin, items, partials = make_schedule(plan, group)
+    if work.partial_begin is None or work.items is None:
+        work = make_schedule(nodes, group)
+    partial_begin, items, partials = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     torch.ops.rolltree_cuda.tree_decode(
         q,
         k_pages,
         v_pages,
-        page_ids,
-        query_position,
+        nodes.page_ids,
+        nodes.query_position,
         partial_begin,
         items,
         scale,

@@ -12,27 +12,21 @@ import math
 import torch
 from torch import Tensor
 
+from .schedule import Nodes, Work
+
 
 def tree_decode(
     q: Tensor,  # [N, Hq, D]
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    page_indptr: Tensor,  # [K + 1] int32
-    page_ids: Tensor,  # [*] int32
-    node_offset: Tensor,  # [K] int32
-    node_length: Tensor,  # [K] int32
-    node_position: Tensor,  # [K] int32
-    row_begin: Tensor,  # [K] int32
-    row_end: Tensor,  # [K] int32
-    query_position: Tensor,  # [N] int32
-    partial_begin: Tensor | None,  # [N + 1] int32
-    items: Tensor | None,  # [1 + I, FIELDS] int32
-    partials: int,
+    nodes: Nodes,
+    work: Work,  # not used here
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [N, Hq, D] in q's dtype and the log-sum-exp [N, Hq] in float32 (float64 for float64)."""
+    """Return out [N, Hq, D] in q's dtype and the log-sum-exp [N, Hq] in float32 (float64 for float64)."""
+    page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position = nodes
     length = node_length.long()
     node = torch.repeat_interleave(torch.arange(length.numel(), device=q.device), length)  # [X], one entry a key
     index = torch.arange(node.numel(), device=q.device) - (length.cumsum(0) - length)[node]  # key x of its node

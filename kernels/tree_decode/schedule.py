@@ -33,6 +33,27 @@ FIELDS = 8
 how far its partials are from the first of each row, 0. 32 bytes, aligned."""
 
 
+class Nodes(NamedTuple):
+    """The tensors of a `DecodePlan`, which says what they are: K nodes, N rows, all int32 and contiguous."""
+
+    page_indptr: Tensor  # [K + 1]
+    page_ids: Tensor  # [*]
+    node_offset: Tensor  # [K]
+    node_length: Tensor  # [K]
+    node_position: Tensor  # [K]
+    row_begin: Tensor  # [K]
+    row_end: Tensor  # [K]
+    query_position: Tensor  # [N]
+
+
+class Work(NamedTuple):
+    """The items of a step for one number of query heads a key head; None where the backend has to make them."""
+
+    partial_begin: Tensor | None  # [N + 1] int32, where each row's partials begin
+    items: Tensor | None  # [1 + I, FIELDS] int32; I is the first number of the first
+    partials: int  # room for partials; at least their number
+
+
 class Schedule(NamedTuple):
     """On the device of the queries; N rows."""
 
@@ -119,14 +140,15 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """row_begin of a plan -> query heads a key head -> its schedule here: the layers of a step ask for the same one."""
 
 
-def make_schedule(plan: Sequence[Tensor], group: int) -> tuple[Tensor, Tensor, int]:
-    """Partials' begins, items and the number of partials of a plan on a device, which is waited for once."""
-    known = _made.setdefault(plan[5], {})
+def make_schedule(nodes: Nodes, group: int) -> Work:
+    """Return the work of nodes on a device, for ``group`` query heads a key head; waits for the device once a plan."""
+    known = _made.setdefault(nodes.row_begin, {})
     if group not in known:
-        arrays = [x.cpu().numpy() for x in plan]
+        arrays = [x.cpu().numpy() for x in nodes]
         partial_begin, before = partials_of_rows(arrays[3], arrays[5], arrays[6], len(arrays[7]))
-        made = (torch.from_numpy(x).to(plan[5].device) for x in (partial_begin, items_of(arrays, before, group)))
-        known[group] = (*made, int(partial_begin[-1]))
+        device = nodes.row_begin.device
+        made = (torch.from_numpy(x).to(device) for x in (partial_begin, items_of(arrays, before, group)))
+        known[group] = Work(*made, int(partial_begin[-1]))
     return known[group]
 
 

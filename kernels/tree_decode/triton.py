@@ -24,7 +24,7 @@ from torch import Tensor
 from ..dispatch import interpreting
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
-from .schedule import FIELDS, SAME_STRIDES, make_schedule, programs, queries_of
+from .schedule import FIELDS, SAME_STRIDES, Nodes, Work, make_schedule, programs, queries_of
 
 
 @triton.jit
@@ -148,42 +148,37 @@ def tree_decode(
     q: Tensor,  # [N, Hq, D]
     k_pages: Tensor,  # [P, page, Hkv, D]
     v_pages: Tensor,  # [P, page, Hkv, D]
-    page_indptr: Tensor,  # [K + 1] int32
-    page_ids: Tensor,  # [*] int32
-    node_offset: Tensor,  # [K] int32
-    node_length: Tensor,  # [K] int32
-    node_position: Tensor,  # [K] int32
-    row_begin: Tensor,  # [K] int32
-    row_end: Tensor,  # [K] int32
-    query_position: Tensor,  # [N] int32
-    partial_begin: Tensor | None,  # [N + 1] int32
-    items: Tensor | None,  # [1 + I, FIELDS] int32
-    partials: int,
+    nodes: Nodes,
+    work: Work,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    plan = (page_indptr, page_ids, node_offset, node_length, node_position, row_begin, row_end, query_position)
+    """Like `reference.tree_decode`; float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: keys and values have different strides.
+    """
     if interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
-        schedule = (partial_begin, items, partials)
-        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), *plan, *schedule, scale, window, softcap)
+        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), nodes, work, scale, window, softcap)
         return out.to(q.dtype), lse
     rows, heads, dim = q.shape
     kv_heads = k_pages.shape[2]
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
-    if rows == 0 or len(node_length) == 0:
+    if rows == 0 or len(nodes.node_length) == 0:
         return out.zero_(), lse.fill_(-float("inf"))
     if k_pages.stride() != v_pages.stride():
         raise ValueError(SAME_STRIDES)
     group = heads // kv_heads
-    if partial_begin is None or items is None:
-        partial_begin, items, partials = make_schedule(plan, group)
+    if work.partial_begin is None or work.items is None:
+        work = make_schedule(nodes, group)
+    partial_begin, items, partials = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     width, queries = padded_width(dim), queries_of(group)
     keys, warps = tile_of(width, queries, q.dtype)
     partial_kernel[(kv_heads, programs(q.device, kv_heads))](
-        q, k_pages, v_pages, page_ids, query_position, partial_begin, items, partial_out, partial_lse,
+        q, k_pages, v_pages, nodes.page_ids, nodes.query_position, partial_begin, items, partial_out, partial_lse,
         *q.stride()[:2], *k_pages.stride()[:3], scale, window or 0, softcap or 0.0,
         PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=queries,
         KEYS=keys, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,

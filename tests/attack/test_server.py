@@ -68,7 +68,7 @@ def expect_well(client: httpx.Client, answer: httpx.Response) -> None:
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("/v1/completions", {"top_k": 3_000_000_000}, "top_k is 3000000000"),
-    ("/v1/completions", {"top_k": -1}, "top_k is -1"),
+    ("/v1/completions", {"top_k": -2}, "top_k is -2"),
     ("/v1/completions", {"n": 1_000_000}, "`n`"),
     ("/v1/completions", {"n": 1000, "prompt": [[5]] * 10}, "more than 4096 responses"),
     ("/v1/completions", {"stop": "\ud800"}, "Invalid JSON"),
@@ -130,6 +130,76 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(client: httpx.Client, path
 def test_other_paths_and_methods_are_refused_in_the_same_form(client: httpx.Client) -> None:
     for answer, code in ((client.get("/v1/none"), 404), (client.get("/v1/completions"), 405)):
         assert answer.status_code == code
+        expect_well(client, answer)
+
+
+# what clients of vLLM and OpenAI send without wanting anything by it
+NO_OPS: dict[str, list[Any]] = {
+    "frequency_penalty": [0, 0.0], "presence_penalty": [0, 0.0], "repetition_penalty": [1, 1.0], "length_penalty": [1],
+    "top_k": [0, -1], "top_p": [1, 1.0], "min_p": [0, 0.0], "n": [1], "best_of": [1], "use_beam_search": [False],
+    "early_stopping": [False], "min_tokens": [0], "bad_words": [[]], "stop": [[]], "stop_token_ids": [[]],
+    "logit_bias": [{}], "ignore_eos": [False], "skip_special_tokens": [True],
+    "spaces_between_special_tokens": [True, False], "include_stop_str_in_output": [False],
+    "truncate_prompt_tokens": [None], "prompt_logprobs": [None], "priority": [0], "stream": [False],
+    "response_format": [{"type": "text"}], "user": ["me"], "guided_json": [None], "vllm_xargs": [{}],
+}  # fmt: skip
+OF_CHAT: dict[str, list[Any]] = {
+    "echo": [False], "add_generation_prompt": [True], "continue_final_message": [False], "add_special_tokens": [False],
+    "documents": [[], None], "chat_template": [None], "store": [False], "service_tier": ["auto", "default"],
+    "modalities": [["text"]], "reasoning_effort": [None], "logprobs": [False], "top_logprobs": [0],
+}  # fmt: skip
+OF_COMPLETIONS: dict[str, list[Any]] = {"echo": [False], "suffix": [""], "add_special_tokens": [True]}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_options_that_change_nothing_are_accepted(client: httpx.Client, path: str) -> None:
+    def say(**changes: Any) -> tuple[int, Any]:
+        answer = post(client, path, {**PATHS[path], "seed": 3, **changes})
+        return answer.status_code, [
+            {k: v for k, v in choice.items() if k != "logprobs"} for choice in answer.json().get("choices", [])
+        ]
+
+    plain = say()
+    assert plain[0] == 200
+    own = OF_CHAT if "chat" in path else OF_COMPLETIONS
+    for name, values in (NO_OPS | own).items():
+        for value in values:
+            assert say(**{name: value}) == plain, f"{name}={value!r}"
+
+
+WANTED: list[tuple[str, Any]] = [
+    ("repetition_penalty", 1.2), ("repetition_penalty", True), ("presence_penalty", -0.5), ("frequency_penalty", False),
+    ("min_tokens", 3), ("use_beam_search", True), ("length_penalty", 0.8), ("early_stopping", True),
+    ("bad_words", ["no"]), ("skip_special_tokens", False), ("spaces_between_special_tokens", "no"),
+    ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 8), ("prompt_logprobs", 0), ("priority", -1),
+    ("guided_regex", "a+"), ("structured_outputs", {"regex": "a"}), ("cache_salt", "s"), ("vllm_xargs", {"a": 1}),
+    ("return_tokens_as_token_ids", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("name", "value"), WANTED)
+def test_options_that_it_does_not_have_are_refused_by_name(
+    client: httpx.Client, path: str, name: str, value: Any
+) -> None:
+    answer = post(client, path, {**PATHS[path], name: value})
+    assert answer.status_code == 400, answer.text
+    assert f"`{name}`: This server does not have it; leave it out" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [-2, 1.5, True, "50"])
+def test_top_k_is_a_number_of_tokens_or_no_limit(client: httpx.Client, value: Any) -> None:
+    answer = post(client, "/v1/completions", {**PATHS["/v1/completions"], "top_k": value})
+    assert answer.status_code == 400
+    assert "top_k" in answer.json()["error"]["message"]
+
+
+def test_a_model_is_shown_by_its_name_and_no_other_is(client: httpx.Client) -> None:
+    (listed,) = client.get("/v1/models").json()["data"]
+    assert client.get(f"/v1/models/{listed['id']}").json() == listed
+    for other in ("gpt-4o", "org/model", f"{listed['id']}/x", "%20", "..%2f.."):
+        answer = client.get(f"/v1/models/{other}")
+        assert answer.status_code == 404
         expect_well(client, answer)
 
 

@@ -1,4 +1,4 @@
-"""What the machine code of flash-attn 4's and quack's kernels for sm_100a says: it is read, not modelled.
+"""What the machine code of flash-attn 4's kernels for sm_100a says: it is read, not modelled.
 
 ``python -m tests.kernels.blackwell_figures FOLDER`` writes bench/results/static-sm_100/ from what
 `make hopper ARGS=--basetemp=FOLDER` left there.
@@ -15,10 +15,9 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from rolltree.kernels.linear_logprob.exponentials import TILES
 from rolltree.kernels.tree_attention.flash_lists import TILES as FLASH_TILES
 
-from . import cute_figures, flash_figures
+from . import flash_figures
 from .aot import harness, machine_code
 
 FOLDER = harness.STATIC.parent / "static-sm_100"
@@ -77,7 +76,7 @@ def check(case: str, kernel: machine_code.Kernel) -> None:
         assert loop.instructions <= old.instructions
 
 
-PAGE = """# flash-attn 4 and quack on sm_100a
+PAGE = """# flash-attn 4 on sm_100a
 
 Machine code of {versions}. Nothing here was run on a GPU, and
 nothing is modelled. Written by `tests/kernels/blackwell_figures.py`. Every product is tcgen05's (UTCHMMA); no kernel
@@ -94,7 +93,7 @@ has a tensor instruction of earlier GPUs.
 
 
 def page(rows: list[Figures]) -> str:
-    versions = " and ".join(f"{name} {version(name)}" for name in ("flash-attn-4", "quack-kernels"))
+    versions = f"flash-attn-4 {version('flash-attn-4')}"
     lines = []
     for row in rows:
         others = [loop for loop in row.loops if not loop.products]
@@ -116,9 +115,6 @@ def every(code: Path) -> Iterator[Figures]:
         for option in flash_figures.OPTIONS:
             for direction, kernel in sorted(flash_figures.read(code, 10, dim, option).items()):
                 yield figures(flash_figures.case_of(direction, dim, option), kernel)
-    for tile in TILES:
-        for name, kernel in sorted(cute_figures.read(code, 10, tile).items()):
-            yield figures(cute_figures.case_of(name, tile), kernel)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The kernels of flash-attn 4 and quack compiled for GPUs that are not there, by `ahead`, in processes of their own.
+"""The kernels of flash-attn 4 compiled for GPUs that are not there, by `ahead`, in processes of their own.
 
 One process imports CuTe DSL, which takes as long as a kernel or two, and forks another for each job, as CuTe DSL and
 flash-attn 4 ask once in a process which GPU it has.
@@ -7,27 +7,24 @@ flash-attn 4 ask once in a process which GPU it has.
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rolltree.kernels.linear_logprob.exponentials import ROWS, TILES
 from rolltree.kernels.tree_attention.flash_lists import TILES as FLASH_TILES
 
 PROGRAM = """
 import gc, json, os, pathlib, sys
 gc.disable()  # a kernel's program is made of millions of objects, which go with the process
 from rolltree.kernels import ahead
-from rolltree.kernels.linear_logprob import cute_kernels
 from rolltree.kernels.tree_attention import flash_kernels, triton  # imported once, for all jobs
 from cutlass.cutlass_dsl import CuTeDSL
 
-def build(name, arch, dim, vocab, softcap, window, steps, everything, code):
+def build(name, arch, dim, softcap, window, steps, everything, code):
     target = ahead.TARGETS[arch]
-    model = ahead.Model(heads=8, kv_heads=4, head_dim=dim, vocab=vocab, softcap=softcap, window=window)
+    model = ahead.Model(heads=8, kv_heads=4, head_dim=dim, vocab=1, softcap=softcap, window=window)
     os.environ["CUTE_DSL_ARCH"] = settings.arch = target.arch
     if code is not None:
         settings.keep_cubin, settings.dump_dir = True, code + "/written"
@@ -59,8 +56,7 @@ class Job:
 
     name: str
     arch: str
-    dim: int = 1  # of attention's heads; flash-attn has nothing for 1
-    vocab: int = 1  # the head's products have nothing for 1
+    dim: int  # of attention's heads
     softcap: float | None = None  # of attention
     window: bool = False  # some of its layers have one
     steps: tuple[str, ...] = ()  # of `ahead.build_hopper`; none: all
@@ -71,19 +67,13 @@ class Job:
 SOFTCAP = ("attention, flash, forward, window", "attention, flash, backward, window")
 
 
-def vocabulary(tile: int) -> int:
-    """One that this tile of `exponentials.TILES` divides, and none before it."""
-    return 5 * math.lcm(tile, ROWS)
-
-
 def all_jobs(code: Path) -> list[Job]:
-    """Attention in all head dimensions, without and with softcap and window, and the head in all tiles for both GPUs;
-    with one of them Triton's kernels too. Machine code goes below ``code``."""
+    """Attention in all head dimensions, without and with softcap and window, for both GPUs; with one of them Triton's
+    kernels too. Machine code goes below ``code``."""
     jobs = []
     for arch, dims in (("90a", FLASH_TILES[9]), ("100a", FLASH_TILES[10])):
         jobs += [Job(f"{arch}-{dim}", arch, dim, everything=(arch, dim) == ("90a", 128)) for dim in dims]
         jobs += [Job(f"{arch}-{dim}-softcap", arch, dim, softcap=30.0, window=True, steps=SOFTCAP) for dim in dims]
-        jobs += [Job(f"{arch}-tile-{tile}", arch, vocab=vocabulary(tile)) for tile in TILES]
     return [replace(job, code=str(code / job.name)) for job in jobs]
 
 

@@ -1,7 +1,7 @@
 """What the machine code of sampling on sm_90 says of a row: instructions a token, and the share of copy bandwidth that
 issuing them allows.
 
-``python -m tests.kernels.sampling_figures`` prints the figures of each kernel as JSON; with ``make aot`` they are
+``python -m tests.kernels.sampling_figures`` prints the figures of each kernel as JSON; with ``make aot-write`` they are
 written to bench/results/static-sm_90, where :func:`section` puts them together.
 """
 

@@ -23,6 +23,7 @@ from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective, ahead
 from rolltree.kernels.sampling import sample_tokens
 from rolltree.kernels.tree_attention import triton as attention
+from rolltree.kernels.tree_attention.reference import Scoring
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 asked = set()
@@ -39,9 +40,9 @@ def asks(step):
 def attend(rows, window):
     q, k = torch.empty(rows, 4, 64).bfloat16(), torch.empty(rows, 2, 64).bfloat16()
     ends, position = torch.full((rows,), rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    options = ends, position if window else None, 1.0, window, None
-    out, lse = attention.tree_attention_forward(q, k, k, *options)
-    attention.tree_attention_backward(q, q, k, k, out, lse, *options)
+    scoring = Scoring(ends, position if window else None, 1.0, window, None)
+    out, lse = attention.tree_attention_forward(q, k, k, scoring)
+    attention.tree_attention_backward(q, q, k, k, out, lse, scoring)
 
 def decode(rows, window):
     numbers = [0, 40], range(40), [3], [600], [0], [0], [rows], [700] * rows

@@ -1,10 +1,11 @@
-"""tree_attention's flash backend up to its kernels: lists, mask, memory, what goes to Triton, the first-use check."""
+"""tree_attention's flash backend up to its kernels: lists, mask, memory, refused arguments, the first-use check."""
 
 from __future__ import annotations
 
 import itertools
 import tomllib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,11 +18,12 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from rolltree.kernels import dispatch
-from rolltree.kernels.tree_attention import flash, flash_lists, reference, tree_attention
+from rolltree.kernels.tree_attention import flash, flash_lists, op, reference, tree_attention
 from rolltree.kernels.tree_attention.blocks import Tile
 from rolltree.kernels.tree_attention.flash_lists import TILES, BlockLists, block_lists, list_bytes, mask_tensors, sees
+from rolltree.kernels.tree_attention.reference import Scoring
 
-from .on_device import needs_interpreter
+from .on_device import needs_interpreter, needs_triton
 from .test_tree_attention import Case, error, in_pieces, make, plain, run
 from .trees import ancestors_mask, random_trees
 
@@ -172,7 +174,7 @@ class Walked:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: BlockLists, tile: Tile, mask: tuple[Tensor, ...],
                 scale: float, window: bool, softcap: float | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         def forward(ends: Tensor) -> tuple[Tensor, Tensor]:
-            return reference.tree_attention_forward(q, k, v, ends, None, scale, None, softcap)
+            return reference.tree_attention_forward(q, k, v, Scoring(ends, None, scale, None, softcap))
 
         return self._run(False, q, k, blocks, tile, mask, window, forward)
 
@@ -180,7 +182,8 @@ class Walked:
                  tile: Tile, mask: tuple[Tensor, ...], scale: float, window: bool, softcap: float | None
                  ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         def backward(ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return reference.tree_attention_backward(grad, q, k, v, out, lse, ends, None, scale, None, softcap)
+            scoring = Scoring(ends, None, scale, None, softcap)
+            return reference.tree_attention_backward(grad, q, k, v, out, lse, scoring)
 
         dq, dk, dv = self._run(True, q, k, blocks, tile, mask, window, backward)
         return dq, dk * 1.02 if self.wrong == "dk" else dk, dv
@@ -207,13 +210,12 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> Walked:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, kernels: Walked) -> Walked:
-    """The flash backend chosen for CPU tensors, on a GPU of 9.0 whose kernels are ``kernels``."""
+    """The flash backend usable on CPU tensors, on a GPU of 9.0 whose kernels are ``kernels``."""
     monkeypatch.setattr(flash, "_kernels", lambda: kernels)
     monkeypatch.setattr(flash, "triton", Twin())
     monkeypatch.setattr(flash, "_major", lambda device: 9)
     monkeypatch.setattr(flash, "_checked", {})
-    monkeypatch.setattr(dispatch, "_package_unusable", lambda name, device: None)
-    monkeypatch.setitem(dispatch._PREFERENCE, "cpu", ("flash", "triton", "reference"))
+    monkeypatch.setattr(dispatch, "_flash_unusable", lambda device: None)
     dispatch.log_once.cache_clear()
     return kernels
 
@@ -226,11 +228,11 @@ def inputs(rows: int, keys: int, dtype: torch.dtype = torch.bfloat16, dim: int =
     return SimpleNamespace(q=q, k=k, v=v, end=end, position=position, grad=torch.randn(q.shape, generator=generator))
 
 
-def through(x: SimpleNamespace, backend: str | None = None, **options: object) -> list[Tensor]:
+def through(x: SimpleNamespace, backend: str = "flash", **options: object) -> list[Tensor]:
     """out, dq, dk, dv by the public op."""
     P = len(x.k) - len(x.q)
     prefix = (x.k[:P], x.v[:P]) if P else None
-    with dispatch.again(backend):
+    with dispatch.use_backend(backend):  # type: ignore[arg-type]
         out = tree_attention(x.q, x.k[P:], x.v[P:], x.end, position=x.position, prefix_kv=prefix, **options)
         return [out.detach(), *torch.autograd.grad(out, (x.q, x.k, x.v), x.grad.to(out.dtype))]
 
@@ -275,66 +277,54 @@ def test_kernels_that_disagree_are_not_used(
             raise ImportError("no such name")
 
         monkeypatch.setattr(flash, "_kernels", fail)
-    got, calls = through(x), kernels.calls
-    assert through(x)[0].equal(got[0])
-    assert kernels.calls == calls  # never again
-    assert [r.message.split(": ")[0] for r in caplog.records] == [
-        "tree_attention runs on 'triton' instead of 'flash'",
-        "tree_attention's backward pass runs on 'triton' instead of 'flash'",
-    ]
-    assert all(said in r.message for r in caplog.records)
-    assert flash.triton.calls[-4:] == ["forward", "backward"] * 2
-    for mine, twin in zip(got, through(x, "reference"), strict=True):
-        assert torch.equal(mine, twin)
-    with pytest.raises(dispatch.BackendError, match="Backend 'flash' cannot run tree_attention: its"):
-        through(x, "flash")
+    calls = set()
+    for _ in range(2):
+        with pytest.raises(dispatch.BackendError, match="Backend 'flash' cannot run tree_attention: its") as refused:
+            through(x)
+        assert said in str(refused.value)
+        calls.add(kernels.calls)
+    assert len(calls) == 1  # the check is made once
+    assert not caplog.records
 
 
 @needs_interpreter
-def test_what_the_kernels_do_not_take_runs_on_triton_and_is_said(
-    walked: Walked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_arguments_that_the_kernels_do_not_take_are_refused(walked: Walked, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(300, 300)
-    with pytest.raises(dispatch.BackendError, match="has no 'flash' backend"), dispatch.use_backend("flash"):
-        dispatch.choose("another", {"triton": print}, torch.device("cpu"))
     for shape, options, said in (
         (inputs(260, 260, torch.float32), {}, "not torch.float32"),
         (inputs(260, 260, dim=80), {}, "not 80"),
         (inputs(256, 256), {}, "fewer than 257 rows"),
         (x, {"scale": 0.0}, "the scale is not positive"),
     ):
-        through(shape, **options)  # type: ignore[arg-type]
-        assert said in caplog.records[-1].message
+        with pytest.raises(dispatch.BackendError, match=f"{said}.*; use backend 'triton'"):
+            through(shape, **options)  # type: ignore[arg-type]
     monkeypatch.setattr(flash, "LIST_BYTES", list_bytes(300, 300, TILES[9][64]) - 1)
-    through(x)
-    assert "the lists of blocks of 300 rows and 300 keys take" in caplog.records[-1].message
+    with pytest.raises(dispatch.BackendError, match="the lists of blocks of 300 rows and 300 keys take"):
+        through(x)
     assert walked.calls == 0
+    assert flash.triton.calls == []
 
 
 @needs_interpreter
-def test_deterministic_algorithms_take_tritons_backward_pass(
-    walked: Walked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_deterministic_algorithms_refuse_its_backward_pass(walked: Walked, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(300, 300)
-    with_flash = through(x)
+    through(x)
     calls = walked.calls
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    got = through(x)
+    with pytest.raises(dispatch.BackendError, match="backward pass: deterministic algorithms are wanted"):
+        through(x)
     assert walked.calls == calls + 1  # the forward pass alone
-    assert flash.triton.calls == ["forward", "backward", "backward"]
-    assert got[0].equal(with_flash[0])
-    assert "deterministic algorithms are wanted" in caplog.records[-1].message
 
 
 def test_why_flash_cannot_run_here() -> None:
     with pytest.raises(dispatch.BackendError, match="Backend 'flash' cannot run tree_attention on a cpu tensor"):
-        through(inputs(2, 2), "flash")
+        through(inputs(2, 2))
 
 
 def test_why_a_gpu_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked of the package's own name, as flash-attn 2 has the same module; then of the GPU."""
-    why, gpu = dispatch._package_unusable.__wrapped__, torch.device("cuda", 0)
-    installed = {"flash-attn-4": "4.0", "quack-kernels": "0.6.5"}
+    why, gpu = dispatch._flash_unusable.__wrapped__, torch.device("cuda", 0)
+    installed = {"flash-attn-4": "4.0"}
 
     def version(name: str) -> str:
         if name not in installed:
@@ -349,41 +339,52 @@ def test_why_a_gpu_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
         ((12, 0), "it needs a Hopper or Blackwell GPU"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert (why("flash", gpu), why("cute", gpu)) == (reason, reason)
+        assert why(gpu) == reason
     installed.clear()
-    assert "Hopper" in why("flash", gpu)  # the GPU first: on another one no package would help
+    assert "Hopper" in why(gpu)  # the GPU first: on another one no package would help
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert "flash-attn-4 is not installed; `pip install --pre rolltree[hopper]`" in why("flash", gpu)
-    assert "quack-kernels is not installed" in why("cute", gpu)
+    assert "flash-attn-4 is not installed; `pip install --pre rolltree[hopper]`" in why(gpu)
 
 
-@pytest.mark.parametrize(("major", "said"), [(9, 1), (10, 1), (8, 0)])
-def test_a_missing_package_is_named_once_on_a_gpu_that_it_is_for(
-    major: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(name: str) -> str:
-        raise dispatch.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(dispatch.importlib.metadata, "version", missing)
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> torch.device:
+    """A GPU of that capability, with flash-attn 4 and the compiled CUDA kernels installed."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
-    for cached in (dispatch._package_unusable, dispatch._say_missing, dispatch.log_once):
-        cached.cache_clear()
-    try:
-        for _ in range(2):
-            assert dispatch.choose("an_op", {"flash": print, "triton": repr}, torch.device("cuda", 0)) is repr
-    finally:
-        dispatch._package_unusable.cache_clear()
-    assert [r.message for r in caplog.records] == [
-        "an_op runs on 'triton' instead of 'flash': flash-attn-4 is not installed; `pip install --pre "
-        "rolltree[hopper]` brings it."
-    ] * said
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: dispatch.FLASH_VERSION)
+    monkeypatch.setattr(dispatch, "load_library", lambda name: True)
+    monkeypatch.setattr(dispatch, "_flash_unusable", dispatch._flash_unusable.__wrapped__)
+    return torch.device("cuda", 0)
+
+
+@needs_triton
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_flash_is_never_chosen_by_default(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with everything installed, tree attention runs on Triton in both directions."""
+    gpu = pretend_gpu(monkeypatch, major)
+    monkeypatch.delenv("ROLLTREE_BACKEND", raising=False)
+    for table in (op._FORWARD, op._BACKWARD):
+        assert {"flash", "triton"} <= set(table)
+        assert dispatch.choose("tree_attention", table, gpu) is table["triton"]
+
+
+@needs_triton
+@pytest.mark.parametrize("by", ["use_backend", "ROLLTREE_BACKEND"])
+def test_flash_is_tree_attentions_alone(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is named, other ops run on their default backend."""
+    gpu, other = pretend_gpu(monkeypatch, 9), {"triton": print, "reference": repr}
+    if by == "ROLLTREE_BACKEND":
+        monkeypatch.setenv(by, "flash")
+    with dispatch.use_backend("flash") if by == "use_backend" else nullcontext():
+        assert dispatch.choose("tree_attention", op._FORWARD, gpu) is op._FORWARD["flash"]
+        assert dispatch.choose("another", other, gpu) is print
+        assert dispatch.usable("triton", gpu)
+        with pytest.raises(dispatch.BackendError, match="has no 'cuda' backend"), dispatch.use_backend("cuda"):
+            dispatch.choose("another", other, gpu)
 
 
 def test_versions_are_those_of_the_extra() -> None:
     extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     asked = [Requirement(line) for line in extra["optional-dependencies"]["hopper"]]
-    for package in dispatch.HOPPER.values():
-        assert package.version in next(r for r in asked if r.name == package.name).specifier
+    assert dispatch.FLASH_VERSION in next(r for r in asked if r.name == dispatch.FLASH_PACKAGE).specifier
 
 
 ON_GPU = [

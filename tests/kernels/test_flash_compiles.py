@@ -16,7 +16,7 @@ from rolltree.kernels.tree_attention.flash_lists import TILES, mask_tensors
 from . import blackwell_figures, flash_figures
 from .aot import harness
 from .flash_figures import table_file
-from .hopper_builds import SOFTCAP, Hopper, Job, build, vocabulary
+from .hopper_builds import SOFTCAP, Hopper, Job, build
 from .trees import ancestors_mask, random_trees
 
 pytest.importorskip("flash_attn.cute", reason="flash-attn 4 is not installed: `make hopper`")
@@ -72,14 +72,13 @@ def test_machine_code(hopper: Hopper, dim: int) -> None:
 
 
 def test_a_second_process_compiles_nothing(hopper: Hopper) -> None:
-    """Attention in all head dimensions for both GPUs and the head in all tiles; with D = 128 Triton's kernels of both,
-    decoding and sampling too. Losses, which need the engine, are in test_ahead.py."""
+    """Attention in all head dimensions for both GPUs; with D = 128 also Triton's kernels of attention, the head,
+    decoding and sampling. Losses, which need the engine, are in test_ahead.py."""
     assert {job: list(steps) for job, steps in hopper.first.items()} == {
         job: list(steps) for job, steps in hopper.second.items()
     }
-    again = {"attention, flash, another length", "head, cute, another size", "head, cute, gradients",
-             "head, cute, gradients with an entropy"}  # fmt: skip
-    assert all(count for steps in hopper.first.values() for name, count in steps.items() if name not in again)
+    again = "attention, flash, another length"
+    assert all(count for steps in hopper.first.values() for name, count in steps.items() if name != again)
     assert {"head", "decode attention", "sampling, top_k, top_p"} <= set(hopper.first["90a-128"])
     assert {count for steps in hopper.second.values() for count in steps.values()} == {0}
 
@@ -90,9 +89,9 @@ def test_spoilt_entries_are_compiled_again(hopper: Hopper, tmp_path: Path) -> No
     entries = list(cache.glob("**/*.o"))
     for entry in entries:
         entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
-    assert {"flash", "quack"} <= {part for entry in entries for part in entry.parts}
-    steps = ("head, cute, scores", "attention, flash, forward")
-    jobs = [Job(name, "90a", 64, vocabulary(128), steps=steps) for name in ("first", "again")]
+    assert "flash" in {part for entry in entries for part in entry.parts}
+    steps = ("attention, flash, forward",)
+    jobs = [Job(name, "90a", 64, steps=steps) for name in ("first", "again")]
     assert build(jobs, cache) == {"first": dict.fromkeys(steps, 1), "again": dict.fromkeys(steps, 0)}
 
 

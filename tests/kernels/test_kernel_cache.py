@@ -19,7 +19,7 @@ from rolltree.kernels import dispatch, kernel_cache
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("ROLLTREE_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR"):
+    for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # so that it is taken away again
         monkeypatch.delenv(name)
     kernel_cache.used.cache_clear()
@@ -80,12 +80,11 @@ def test_kernels_of_other_versions_are_named(
     assert len(caplog.records) == 1
 
 
-def test_packages_are_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_keeps_its_kernels_there(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_cache.use_for_flash()
-    kernel_cache.use_for_quack()
     environment = kernel_cache.os.environ
+    assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(kernel_cache.directory() / "flash")
-    assert environment["QUACK_CACHE_DIR"] == str(kernel_cache.directory() / "quack")
 
 
 def test_a_folder_that_cannot_be_written_is_read_from_a_copy(

@@ -196,7 +196,8 @@ def test_rows_without_gradient_are_zero_whatever_their_logits(backend: Backend) 
     logits, nothing = torch.full((1, 40), torch.nan, device=DEVICE), torch.zeros(0, device=DEVICE)
     zero, out = torch.zeros(1, device=DEVICE), torch.empty_like(logits)
     index = torch.tensor([0, 1], device=DEVICE)
-    rows.gradient(logits, nothing, zero + 1, 0.0, index, index[:1], zero, zero, zero, zero, nothing, nothing, out)
+    given = chunked.RowInputs(logits, nothing, zero + 1, 0.0, index, index[:1])
+    rows.gradient(given, zero, zero, zero, zero, nothing, nothing, out)
     assert out.equal(torch.zeros_like(out))
 
 
@@ -216,8 +217,9 @@ def test_what_lies_between_the_rows_of_a_tile_does_not_matter(backend: Backend) 
     results = []
     for logits in (tile, whole):
         outputs = [torch.empty(C, device=DEVICE) for _ in range(5)]
-        rows.statistics(logits, absent, one, 0.0, start, target, *outputs)
-        rows.gradient(logits, absent, one, 0.0, start, target, *outputs[1:3], one, one, one, one, logits)
+        given = chunked.RowInputs(logits, absent, one, 0.0, start, target)
+        rows.statistics(given, *outputs)
+        rows.gradient(given, *outputs[1:3], one, one, one, one, logits)
         results.append([*outputs, logits])
     for padded, dense in zip(*results, strict=True):
         assert padded.isfinite().all()
@@ -229,7 +231,8 @@ def test_a_row_of_a_larger_tensor_is_written_alone(backend: Backend) -> None:
     rows, wide = op.row_kernels(backend), torch.ones(2, 50, device=DEVICE)
     logits, one, absent = wide[:1, :37], torch.ones(1, device=DEVICE), torch.zeros(0, device=DEVICE)
     index = torch.tensor([0, 1], device=DEVICE)
-    rows.gradient(logits, absent, one, 0.0, index, index[:1], one, one, 2 * one, one, absent, absent, logits)
+    given = chunked.RowInputs(logits, absent, one, 0.0, index, index[:1])
+    rows.gradient(given, one, one, 2 * one, one, absent, absent, logits)
     assert wide[:, 37:].eq(1).all()
     assert wide[:1, :37].ne(1).all()
 
@@ -249,9 +252,10 @@ def test_row_kernels_do_not_see_the_batch(backend: Backend) -> None:
         T, a, b, c, q = (values[k, which].contiguous() for k in range(5))
         bias = torch.zeros(0, device=DEVICE)
         tile = logits[which].contiguous()
-        rows.statistics(tile, bias, T, 0.0, start, target, *outputs)
+        given = chunked.RowInputs(tile, bias, T, 0.0, start, target)
+        rows.statistics(given, *outputs)
         d = torch.empty_like(tile)
-        rows.gradient(tile, bias, T, 0.0, start, target, outputs[1], outputs[2], a, c, b, q, d)
+        rows.gradient(given, outputs[1], outputs[2], a, c, b, q, d)
         return [*outputs, d]
 
     everything = compute(torch.arange(C, device=DEVICE))

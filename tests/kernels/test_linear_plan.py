@@ -25,9 +25,8 @@ from rolltree.kernels import (
     use_backend,
 )
 from rolltree.kernels.linear_logprob import api as logprob_api
-from rolltree.kernels.linear_logprob import cute
 from rolltree.kernels.linear_logprob import op as logprob_op
-from rolltree.kernels.linear_policy_loss import api, composed, fused, op, plan
+from rolltree.kernels.linear_policy_loss import api, fused, op, plan
 from rolltree.kernels.linear_policy_loss.terms import AnyTerm
 from rolltree.kernels.policy_loss import api as policy_loss_api
 
@@ -65,25 +64,14 @@ def away(x: Any) -> Any:
     return x
 
 
-def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton", hopper: bool = True) -> list[str]:
+def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
     """What `linear_terms_loss`, forward and backward, makes the host wait for with a plan from the host."""
     patch.setattr(plan, "chunk_rows", lambda N, V, device: 9)
     given, terms, made = planned(names, V=128)
     no_kernel = SimpleNamespace(ROW_MULTIPLE=16, statistics=lambda *_: None, gradient=lambda *_: None)
     for module in (op, logprob_op):
         patch.setattr(module, "row_kernels", lambda backend: no_kernel)
-        patch.setattr(module, "backend_of", lambda name, values: backend)
-    launched: list[str] = []
-    products = SimpleNamespace(
-        scale_operands=lambda device: hopper,
-        **{
-            name: lambda *_, name=name: launched.append(name)
-            for name in ("exponentials", "apply_entropy", "to_hidden", "to_weight")
-        },
-    )
-    patch.setattr(cute, "kernels", lambda: products)
-    patch.setattr(cute, "portable", lambda: no_kernel)
-    patch.setattr(cute, "refusal", lambda *_, **__: None)
+        patch.setattr(module, "backend_of", lambda name, values: "triton")
     patch.setattr(torch, "is_autocast_enabled", lambda device: False)  # neither knows the meta device
     patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     ran: list[str] = []
@@ -117,7 +105,7 @@ def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton", h
         patch.setattr(module, name, call)
 
     body(api, "linear_terms_loss_op", op._setup_context, op._autograd_backward)
-    body(composed, "policy_loss_op", policy_loss_api._setup_context, policy_loss_api._autograd_backward)
+    body(api, "policy_loss_op", policy_loss_api._setup_context, policy_loss_api._autograd_backward)
     body(logprob_api, "linear_logprob_op", logprob_op._setup_context, logprob_op._autograd_backward)
     patch.setattr(logprob_op, "linear_logprob_backward_op", logprob_op.linear_logprob_backward_op._init_fn)
     patch.setattr(checks, "WITHOUT_VALUES", ())  # here they stand for a GPU's
@@ -131,7 +119,6 @@ def host_waits(names: str, patch: pytest.MonkeyPatch, backend: str = "triton", h
 
     seen = waits(step)
     assert ran
-    assert bool(launched) == (backend == "cute")
     return seen
 
 
@@ -141,14 +128,6 @@ CASES = ["policy", "policy+nll+kl+entropy", "sequence", "sequence+kl", "cov", "p
 @pytest.mark.parametrize("names", CASES)
 def test_the_host_never_waits(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_waits(names, monkeypatch) == []
-
-
-@pytest.mark.parametrize(
-    ("names", "hopper"),
-    [("policy", True), ("policy", False), ("sequence+kl", True), ("cov", True), ("policy+nll+kl+entropy", True)],
-)
-def test_the_host_never_waits_with_epilogues(names: str, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_waits(names, monkeypatch, "cute", hopper) == []
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def test_a_second_backward_is_refused() -> None:
     given["hidden"].requires_grad_()
     loss = fused(fields, Objective.preset("dapo"), 7.0, **given).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed on by an earlier backward"):
+    with pytest.raises(RuntimeError, match="an earlier backward has used its gradients"):
         loss.backward()
 
 

@@ -256,7 +256,7 @@ def test_opcheck() -> None:
 def test_opcheck_in_place() -> None:
     given, T, none = made(4, 33), torch.ones(4, device=DEVICE), torch.empty(0, device=DEVICE)
     args = (given["logits"], given["target"], None, T, 0.0, T, T * 0, none, none, T, T, none, none)
-    torch.library.opcheck(module._backward_inplace, args)
+    torch.library.opcheck(module._backward_in_place, args)
 
 
 def test_compile() -> None:

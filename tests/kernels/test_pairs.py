@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolltree.kernels.policy_loss.fields import PathIndex
+from rolltree.kernels.policy_loss import PathIndex
 from rolltree.kernels.policy_loss.pairs import pair_loss
 
 LENGTHS = [4, 1, 6, 3]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PathIndex, PolicyFields, dispatch, policy_loss, use_backend
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.policy_loss import ALIASES, PRESETS, aggregation_weight, api, elementwise, reference
+from rolltree.kernels.policy_loss import ALIASES, PRESETS, SUMS, aggregation_weight, api, elementwise
 from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
 HAS_GPU = torch.cuda.is_available()
@@ -934,4 +934,4 @@ def test_a_formula_uses_the_words_alone() -> None:
 
 
 def test_sums_are_named_once() -> None:
-    assert len(set(reference.SUMS)) == len(reference.SUMS)
+    assert len(set(SUMS)) == len(SUMS)

@@ -1,4 +1,4 @@
-"""What the machine code of decode attention and sampling executes on sm_90, although no GPU is there."""
+"""Instructions that decode attention and sampling execute on sm_90, read from machine code (`make aot`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .aot import machine_code
 from .aot.harness import AotResult, table_file, worse
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.aot
 
 
 def run(*arguments: str) -> Any:
@@ -28,7 +29,6 @@ def run(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow  # each `make test` holds these loops to the table of test_aot.py
 def test_triton_decode() -> None:
     """Two tiles are in flight while one is multiplied, and enough blocks fit on a processor to hide the rest."""
     found = {
@@ -44,7 +44,6 @@ def test_triton_decode() -> None:
         assert loop.instructions <= instructions
 
 
-@pytest.mark.slow
 def test_sampling() -> None:
     """Logits come 16 bytes a thread, several programs fit, and no kernel has more instructions a token than written.
 

@@ -195,7 +195,7 @@ def test_nodes_of_many_chunks_and_tiles(
         monkeypatch.setattr(schedules, name, small)
     step = forest(seed=48, roots=1, chunk=chunk, longest=100)
     q, k, v = tensors(step, heads, kv_heads, 16)
-    partial_begin, items, _ = schedules.make_schedule(list(step.plan.tensors().values()), heads // kv_heads)
+    partial_begin, items, _ = schedules.make_schedule(schedules.Nodes(*step.plan.tensors().values()), heads // kv_heads)
     assert partial_begin.diff().max() > 5
     assert items[0, 0] > 2 * len(step.plan.node_length)
     assert (items[1:, 2].diff() <= 0).all(), "the longest come first"
@@ -224,7 +224,7 @@ def test_items_cover_every_row_and_key_once(group: int) -> None:
     step = forest(seed=13, roots=2, chunk=9, longest=1300, page=16)
     plan = on_host(step.plan)
     indptr, _, offset, length, position, row_begin, row_end, query_position = plan
-    begin, items, partials = schedules.make_schedule(list(step.plan.tensors().values()), group)
+    begin, items, partials = schedules.make_schedule(schedules.Nodes(*step.plan.tensors().values()), group)
     assert int(begin[-1]) == partials == schedules.count_partials(length, row_begin, row_end)
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for first_page, slot, keys, first, row, rows, before, _ in items[1:].tolist():

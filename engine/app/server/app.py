@@ -1,4 +1,4 @@
-"""The endpoints: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/health``.
+"""The endpoints: ``/v1/models``, ``/v1/models/NAME``, ``/v1/completions``, ``/v1/chat/completions``, ``/health``.
 
 Requests of all clients share the engine's batch and its cached prefixes, so the turns of a conversation are computed
 once. A client that hangs up aborts its request. Every error has OpenAI's form.
@@ -36,6 +36,8 @@ Body = TypeVar("Body", bound=Sampling)
 T = TypeVar("T")
 MOST_BYTES = 16 << 20
 """Of a body: its text is parsed and tokenised before anything is known of its length in tokens."""
+MOST_TOKENS = 4096
+"""Of a chat's answer where neither the request nor the engine has a limit."""
 LOOK_S = 0.5  # between looks whether a client is still there
 
 
@@ -75,9 +77,17 @@ def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0)
         well, known = service.driver.health()
         return JSONResponse(known, 200 if well else 503)
 
+    card = {"id": name, "object": "model", "created": 0, "owned_by": "rolltree"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rolltree"}]}
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}")  # a name may have slashes, as on the Hub
+    async def model(model: str) -> dict[str, Any]:
+        if model != name:
+            raise RefusedError(f"There is no model '{model}' here; this is '{name}'.", 404)
+        return card
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
@@ -146,10 +156,12 @@ class Service:
         if body.top_logprobs and not body.logprobs:
             raise ValueError("`top_logprobs` needs `logprobs` to be true.")
         prompt = chat_prompt(self.tokenizer, body)
-        asked = body.max_completion_tokens or body.max_tokens
-        most = asked or max((self.engine.longest or len(prompt) + 4096) - len(prompt), 1)
+        room = self.engine.room(len(prompt))
+        most = body.max_completion_tokens or body.max_tokens or max(MOST_TOKENS if room is None else room, 1)
         top = (body.top_logprobs or 0) if body.logprobs else None
         n = body.n or 1
+        if body.best_of not in (None, n):
+            raise ValueError(f"`best_of` is {body.best_of}, but a chat gives all {n} of its `n` choices; leave it out.")
         seen = offered_tools(self.tokenizer, body)
         return self._task(body, [prompt], top, n, n, most, chat=True, tool=forced_tool(body), tools=seen)
 

@@ -17,9 +17,10 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from ...data.tree import LeafStatus
-from ...programs.tool_calls import Written, before_calls, written
+from ...programs.tool_calls import before_calls, written
 from ...rollout import Completion
 from ...rollout.branch import top_logprobs
+from .prompts import Offered
 from .schema import Sampling
 
 Array = npt.NDArray[Any]
@@ -76,7 +77,7 @@ class Form:
         chat: bool,
         logprobs: bool,
         tool: str | None = None,
-        tools: Sequence[str] = (),
+        tools: Offered | None = None,
         most_calls: int | None = None,
     ) -> None:
         self.body, self.chat, self.logprobs, self.tool = body, chat, logprobs, tool
@@ -101,7 +102,7 @@ class Form:
         whole = self._cut(text)
         if len(whole) == len(text):
             whole = self._unstopped(text)
-        return before_calls(whole) if self._tools else whole
+        return before_calls(whole, self._tools.form) if self._tools else whole
 
     def _unstopped(self, text: str) -> str:
         held = max((len(stop) for stop in self._stop), default=1) - 1
@@ -212,7 +213,10 @@ class Form:
     def _message(self, text: str, completion: Completion) -> tuple[str, list[dict[str, Any]]]:
         """What an answer of the chat says, and the tools it calls."""
         if self.tool is None:
-            content, calls = written(text, self._tools, self._most_calls) if self._tools else Written(text, [])
+            if self._tools is None:
+                return text, []
+            content, found, _ = written(text, self._tools.schemas, self._most_calls, self._tools.form)
+            calls = [(call.name, json.dumps(call.arguments)) for call in found]
         elif completion.status is not LeafStatus.STOP:
             return text, []
         elif self.tool:

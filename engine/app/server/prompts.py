@@ -9,12 +9,13 @@ import contextlib
 import copy
 import inspect
 import json
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from ...programs.tool_calls import BEGIN
+from ...programs.chat import find_format
+from ...programs.tool_formats import ToolFormat
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
 
 MOST_RESPONSES = 4096  # of one HTTP request
@@ -100,11 +101,23 @@ def forced_tool(body: ChatBody) -> str | None:
     return names[0] if len(names) == 1 else ""
 
 
-def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[str]:
-    """The tools that the answer may call or not; none where the model's template has no calls that could be told."""
-    if body.tools is None or body.tool_choice not in (None, "auto") or BEGIN not in str(tokenizer.chat_template):
-        return []
-    return [tool.function.name for tool in body.tools]
+class Offered(NamedTuple):
+    """The tools that an answer may call or not, and the form in which the model writes calls."""
+
+    schemas: dict[str, Any]
+    """The JSON schema of the parameters of each, by name."""
+    form: ToolFormat
+
+
+def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Offered | None:
+    """Return the tools of a request; None where it has none, or the model's template writes calls in no known form."""
+    if not body.tools or body.tool_choice not in (None, "auto"):
+        return None
+    try:
+        form = find_format(tokenizer, [tool.model_dump(exclude_none=True) for tool in body.tools])
+    except ValueError:
+        return None
+    return Offered({tool.function.name: tool.function.parameters or {} for tool in body.tools}, form)
 
 
 def answer_schema(body: Sampling) -> str | None:

@@ -1,13 +1,16 @@
 """Bodies of requests, as OpenAI names them. A field that is not here is refused: nothing is silently ignored.
 
-Types are strict, as JSON has them; ``null`` stands for a field's default.
+Types are strict, as JSON has them; ``null`` stands for a field's default. Clients of vLLM and of OpenAI also send
+options that this server does not have, with the values that change nothing: `only` accepts these values alone.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from ...rollout import SamplingParams
 
@@ -15,8 +18,22 @@ Text = Annotated[str, Field(max_length=1024)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Count = Annotated[int, Field(ge=1, le=1024)]
 Length = Annotated[int, Field(ge=1, lt=2**31)]
-NoPenalty = Annotated[float, Field(ge=0, le=0)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def only(*values: Any) -> BeforeValidator:
+    """Return the check of an option that this server does not have: ``values`` (none of which changes an answer) and
+    null are accepted, and any other value is refused."""
+    shown = " or ".join(json.dumps(v) for v in values) or "null"
+
+    def check(value: Any) -> Any:
+        same = [v for v in values if v == value and isinstance(v, bool) == isinstance(value, bool)]
+        if value is None or same:
+            return value
+        what = "This server does not have it; leave it out or give {shown}"
+        raise PydanticCustomError("unsupported", what, {"shown": shown})
+
+    return BeforeValidator(check)
 
 
 class Strict(BaseModel):
@@ -25,6 +42,8 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[Any, only(False)] = None
+    include_obfuscation: Annotated[Any, only(False)] = None
 
 
 class JsonSchema(Strict):
@@ -51,8 +70,8 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class Sampling(Strict):
-    """What both endpoints share. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``, ``allowed_token_ids`` and
-    ``return_token_ids`` are extensions, spelt as vLLM does."""
+    """The fields of both endpoints. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``, ``allowed_token_ids`` and
+    ``return_token_ids`` are extensions, spelt as vLLM does; a ``top_k`` of 0 or -1 is no limit there and here."""
 
     model: Text | None = None
     n: Count | None = None
@@ -71,8 +90,36 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None  # who asks; of no consequence here
-    frequency_penalty: NoPenalty | None = None
-    presence_penalty: NoPenalty | None = None
+    safety_identifier: Text | None = None  # likewise
+    prompt_cache_key: Text | None = None  # equal prefixes are found without it
+
+    # options of OpenAI and vLLM that this server does not have
+    frequency_penalty: Annotated[Any, only(0)] = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    repetition_penalty: Annotated[Any, only(1)] = None
+    length_penalty: Annotated[Any, only(1)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    early_stopping: Annotated[Any, only(False)] = None
+    min_tokens: Annotated[Any, only(0)] = None
+    bad_words: Annotated[Any, only([])] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True, False)] = (
+        None  # without special tokens there is nothing between them
+    )
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+    priority: Annotated[Any, only(0)] = None
+    cache_salt: Annotated[Any, only()] = None
+    logits_processors: Annotated[Any, only([])] = None
+    structured_outputs: Annotated[Any, only()] = None
+    guided_json: Annotated[Any, only()] = None
+    guided_regex: Annotated[Any, only()] = None
+    guided_choice: Annotated[Any, only()] = None
+    guided_grammar: Annotated[Any, only()] = None
+    kv_transfer_params: Annotated[Any, only()] = None
+    vllm_xargs: Annotated[Any, only({})] = None
 
     def sampling_params(self, *, n: int, most: int, top_logprobs: int, seed: int, grammar: Any) -> SamplingParams:
         """Raises ValueError where a value makes no sense."""
@@ -81,7 +128,7 @@ class Sampling(Strict):
             n=n,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k,
+            top_k=None if self.top_k in (0, -1) else self.top_k,
             min_p=self.min_p,
             max_new_tokens=most,
             stop=tuple(stop),
@@ -101,7 +148,8 @@ class CompletionBody(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Count | None = None
-    suffix: Literal["", None] = None
+    suffix: Annotated[Any, only("")] = None
+    add_special_tokens: Annotated[Any, only(True)] = None
 
 
 class ToolFunction(Strict):
@@ -164,3 +212,21 @@ class ChatBody(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[Name, str | int | float | bool | None] | None = None
+    best_of: Count | None = None
+
+    # options of OpenAI and vLLM that this server does not have
+    echo: Annotated[Any, only(False)] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
+    documents: Annotated[Any, only([])] = None
+    chat_template: Annotated[Any, only()] = None
+    mm_processor_kwargs: Annotated[Any, only({})] = None
+    include_reasoning: Annotated[Any, only(True)] = None
+    reasoning_effort: Annotated[Any, only()] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    store: Annotated[Any, only(False)] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    verbosity: Annotated[Any, only("medium")] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none")] = None

@@ -95,6 +95,8 @@ class NativeEngine(RolloutEngine):
             host_tokens=self.config.host_kv_tokens,
             debug=self.config.debug,
         )
+        stops = Stops(model, tokenizer)
+        self.end_token_ids = stops.eos
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -105,7 +107,7 @@ class NativeEngine(RolloutEngine):
                 fused=not self.config.debug,
                 cuda_graphs=self.config.cuda_graphs and not self.config.debug,
             ),
-            Stops(model, tokenizer),
+            stops,
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
             drafts=Drafts(self.config.drafts) if self.config.drafts else None,
@@ -160,9 +162,9 @@ class NativeEngine(RolloutEngine):
     def remember(self, texts: Iterable[Text]) -> None:
         """Draft from texts that were sampled before a restart, or elsewhere. This changes no sampled token."""
         with self._lock:
-            if self.loop.drafts is not None:
+            if self.loop.scheduler.drafts is not None:
                 for text in texts:
-                    self.loop.drafts.remember(text)
+                    self.loop.scheduler.drafts.remember(text)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.
@@ -217,6 +219,24 @@ class NativeEngine(RolloutEngine):
     @property
     def longest(self) -> int | None:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        own = self.model.generation_config
+        return {} if own is None else own.to_dict()
+
+    def room(self, prompt_tokens: int) -> int:
+        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have: what the model's positions and
+        the KV cache leave. Not positive where the prompt alone is too long.
+
+        An eighth of the free pages stays out of it: a prompt whose prefixes other requests left in the cache in pieces
+        takes up to a page more for each piece.
+        """
+        free = self.cache.tree.num_pages - -(-prompt_tokens // self.config.page_size)
+        spare = -(-free // 8) if free > 1 else 0
+        cached = (free - spare) * self.config.page_size
+        positions = super().room(prompt_tokens)
+        return cached if positions is None else min(cached, positions)
 
     def _check(self, index: int, request: Request) -> None:
         size, ids, most = self.config.page_size, request.prompt, request.params.max_new_tokens

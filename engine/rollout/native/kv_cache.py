@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ except ImportError:  # installed without a compiler: all but the rollouts works
     class KvExhaustedError(RuntimeError):  # type: ignore[no-redef]
         """Stands in for the compiled module's."""
 
+
+Array = npt.NDArray[Any]
 
 __all__ = ["KvCache", "KvExhaustedError", "KvTree"]
 
@@ -98,6 +102,56 @@ class KvCache:
     def pages(self) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Keys and values of the layers that have their pages; another object when they have been given back."""
         return self._pages
+
+    # -- keys of branches -------------------------------------------------------------------------------------------
+
+    def start(self, key: int, tokens: Array) -> int:  # [n] int32
+        """Return the node that ends a path of ``tokens``, found or made; a new holder has it.
+
+        Args:
+            key: of the weights that compute the keys; paths of different weights share nothing.
+        """
+        return int(self.tree.insert(key, tokens))
+
+    def resume(self, key: int, tokens: Array) -> int:  # [n] int32
+        """Return an open node that holds the last token of a path, below the node that ends the rest of it."""
+        return self.append(self.start(key, tokens[:-1]), tokens[-1:])
+
+    def fork(self, node: int, n: int) -> list[int]:
+        """Return ``n`` open nodes below ``node``, whose holder they take the place of."""
+        return list(self.tree.fork(node, n))
+
+    def append(self, node: int, tokens: Array) -> int:  # [n] int32
+        """Return an open node below ``node`` that holds ``tokens``; a step computes their keys."""
+        (below,) = self.tree.fork(node, 1)
+        self.tree.extend_by(below, tokens)
+        return int(below)
+
+    def extend(self, node: int, tokens: Sequence[int]) -> None:
+        """Let an open node hold further tokens, whose keys are missing."""
+        self.tree.extend_by(node, tokens)
+
+    def length(self, node: int) -> int:
+        """Return the number of tokens on the path to the end of ``node``."""
+        return int(self.tree.end(node))
+
+    def rewind(self, node: int, position: int) -> int:
+        """Return a node that ends the first ``position`` tokens of the path of ``node``; a new holder has it."""
+        return int(self.tree.rewind(node, position))
+
+    def truncate(self, nodes: Array, positions: Array) -> None:  # [n] int64 each
+        """Drop the tokens of open nodes from ``positions`` on."""
+        self.tree.truncate(nodes, positions)
+
+    def release(self, node: int) -> None:
+        """Give up a holder; the keys stay until their pages are wanted."""
+        self.tree.release(node)
+
+    def evict_all(self) -> None:
+        """Drop every key that can be computed again."""
+        self.tree.evict_others(np.zeros(0, np.int64), self.tree.num_pages)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
         self._slots, self._plan = slots, plan

@@ -18,7 +18,7 @@ from ...data.segment import LeafStatus, Origin
 from ..branch import Branch, Node, Request, given, join
 from ..seeds import child_seed
 from ..steering import Steering
-from .drafts import Drafts, cut, on_path, up_to_end
+from .drafts import Drafts, on_path, up_to_end
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .runner import Runner
@@ -44,14 +44,18 @@ class NativeLoop(Steering):
         drafts: Drafts | None = None,
     ) -> None:
         super().__init__(runner.vocabulary)
-        self.drafts = drafts
-        self.tree = cache.tree
         self.cache = cache
         self.runner = runner
         self.stops = stops
         self.rows = RowTable()
         self.scheduler = Scheduler(
-            cache, self.rows, self.requests, max_batch_rows=max_batch_rows, max_prefill_tokens=max_prefill_tokens
+            cache,
+            self.rows,
+            stops,
+            self.requests,
+            drafts,
+            max_batch_rows=max_batch_rows,
+            max_prefill_tokens=max_prefill_tokens,
         )
 
     @property
@@ -78,7 +82,9 @@ class NativeLoop(Steering):
         self._collect_calls()
         step = None
         try:
-            step = self.scheduler.schedule(self._start, self._propose if self.drafts is not None else None)
+            while (request := self.scheduler.admit()) is not None:
+                self._start(request)
+            step = self.scheduler.schedule()
             if step is not None:
                 self._compute(step)
         except TooLargeError as error:
@@ -123,21 +129,16 @@ class NativeLoop(Steering):
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts["idle_row_steps"] += unfinished - branches
         if ends.any():
-            if self.drafts is not None:
-                self.drafts.sampled(self.rows, targets[ends != GO_ON])
+            if self.scheduler.drafts is not None:
+                self.scheduler.drafts.sampled(self.rows, targets[ends != GO_ON])
             self._end_segments(targets, ends, sampled, texts or {})
-
-    def _propose(self, slots: Array, others: int, room: int) -> tuple[Array, Array]:
-        assert self.drafts is not None
-        counts, tokens = self.drafts.propose(self.rows, slots, others, room)
-        return cut(self.rows, self.stops, slots, counts, tokens, room) if len(tokens) else (counts, tokens)
 
     def _rewind_rejected(self, slots: Array, queried: Array) -> None:
         """Forget the keys of drafted tokens behind those that were sampled: ``slots`` has one entry a sample, and
         ``queried`` counts each slot's queries."""
         sampled = np.bincount(slots, minlength=len(queried))
         some = np.flatnonzero((sampled > 0) & (sampled < queried))
-        self.tree.truncate(self.rows.kv_node[some], self.rows.position[some] + sampled[some])
+        self.cache.truncate(self.rows.kv_node[some], self.rows.position[some] + sampled[some])
 
     def _give_up(self, step: Step | None, error: BaseException) -> None:
         """A step has failed as a whole: its requests fail, and no key is left that it may not have computed."""
@@ -167,7 +168,7 @@ class NativeLoop(Steering):
     def preempt_all(self) -> None:
         for slot in np.flatnonzero(self.rows.running).tolist():
             self.scheduler.preempt(self._branch(slot))
-        self.tree.evict_others(np.zeros(0, np.int64), self.tree.num_pages)
+        self.cache.evict_all()
 
     def _attach(self, request: Request) -> None:
         self.requests.append(request)
@@ -175,11 +176,9 @@ class NativeLoop(Steering):
             assert branch.saved is not None
             tokens = branch.node.column("token")
             if branch.node.sealed:
-                branch.kv = self.tree.insert(self._key(request), tokens)
+                branch.kv = self.cache.start(self._key(request), tokens)
             else:  # the last node is open: it goes on
-                above = self.tree.insert(self._key(request), tokens[:-1])
-                (branch.kv,) = self.tree.fork(above, 1)
-                self.tree.extend_by(branch.kv, tokens[-1:])
+                branch.kv = self.cache.resume(self._key(request), tokens)
             table = self.stops.table(request, self.rows)
             branch.slot = self.rows.restore(branch, {**branch.saved, "stop_table": table})
             branch.saved = None
@@ -197,16 +196,15 @@ class NativeLoop(Steering):
 
     # -- events of the loop -----------------------------------------------------------------------------------------
 
-    def _start(self, request: Request) -> Branch | None:
+    def _start(self, request: Request) -> None:
         with self._alone(request):
-            return self._first(request)
-        return None
+            self.scheduler.resume(self._first(request))
 
     def _first(self, request: Request) -> Branch:
         request.started = True
         root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
         branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
-        branch.kv = self.tree.insert(self._key(request), request.prompt)
+        branch.kv = self.cache.start(self._key(request), request.prompt)
         request.sampling[branch.id] = branch
         end = self.segment_end(request, 0, request.program.segment_tokens)
         return self._add(branch, 0, end, request.forks)
@@ -263,7 +261,7 @@ class NativeLoop(Steering):
         if not parent.node.sealed:
             self._take_records(parent)
         children = self.children(parent, n)
-        below = self.tree.fork(parent.kv, n)
+        below = self.cache.fork(parent.kv, n)
         del sampling[parent.id]
         for child, kv in zip(children, below, strict=True):
             child.kv = kv
@@ -348,13 +346,12 @@ class NativeLoop(Steering):
         if branch.node.sealed:
             return
         self._take_records(branch)
-        if branch.status is None and self.tree.end(branch.kv) == self.rows.position[branch.slot]:
-            self.tree.extend_by(branch.kv, [self.rows.last_token[branch.slot]])
+        if branch.status is None and self.cache.length(branch.kv) == self.rows.position[branch.slot]:
+            self.cache.extend(branch.kv, [self.rows.last_token[branch.slot]])
 
     def _append(self, branch: Branch, node: Node) -> None:
         slot, tokens = branch.slot, node.records["token"]
-        (branch.kv,) = self.tree.fork(branch.kv, 1)
-        self.tree.extend_by(branch.kv, tokens)
+        branch.kv = self.cache.append(branch.kv, tokens)
         self.rows.kv_node[slot] = branch.kv
         self.rows.position[slot] += len(tokens)
         self.rows.length[slot] += len(tokens)
@@ -363,9 +360,9 @@ class NativeLoop(Steering):
     def _open(self, branch: Branch, source: Branch, length: int) -> None:
         position = len(branch.request.prompt) + length
         if source.kv >= 0:
-            branch.kv = self.tree.rewind(source.kv, position)
+            branch.kv = self.cache.rewind(source.kv, position)
         else:
-            branch.kv = self.tree.insert(self._key(branch.request), source.node.column("token")[:position])
+            branch.kv = self.cache.start(self._key(branch.request), source.node.column("token")[:position])
         self._add(branch, length, 0, 0)
 
     def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
@@ -388,7 +385,7 @@ class NativeLoop(Steering):
             self.rows.remove(branch.slot)
             branch.slot = -1
         if branch.kv >= 0:
-            self.tree.release(branch.kv)
+            self.cache.release(branch.kv)
             branch.kv = -1
 
     def _branch(self, slot: int) -> Branch:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..branch import Branch, Request
+from .drafts import Drafts, cut
 from .kv_cache import KvCache, KvExhaustedError
 from .rows import RowTable
+from .stops import Stops
 
 Array = npt.NDArray[Any]
-Propose = Callable[[Array, int, int], tuple[Array, Array]]
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,26 @@ class TooLargeError(KvExhaustedError):  # type: ignore[misc, unused-ignore]
 
 
 class Scheduler:
-    """The only one who allocates and drops keys."""
+    """Decides which rows a step computes, and whose keys are dropped when pages run short.
+
+    It calls nothing above it: `admit` returns a request that may begin, `schedule` returns a step.
+    """
 
     def __init__(
         self,
         cache: KvCache,
         rows: RowTable,
+        stops: Stops,
         requests: list[Request],
+        drafts: Drafts | None = None,
         *,
         max_batch_rows: int,
         max_prefill_tokens: int,
     ) -> None:
         self.cache = cache
         self.rows = rows
+        self.stops = stops
+        self.drafts = drafts
         self.max_batch_rows = max_batch_rows
         self.max_prefill_tokens = max_prefill_tokens
         self.queue: deque[Request] = deque()
@@ -106,18 +114,23 @@ class Scheduler:
         if branch in self.waiting:
             self.waiting.remove(branch)
 
-    def schedule(self, start: Callable[[Request], Branch | None], propose: Propose | None = None) -> Step | None:
-        """The next step; None where nothing can run.
+    def admit(self) -> Request | None:
+        """Return the next queued request to start, while the branches there are leave rows of the batch free."""
+        if not self.queue:
+            return None
+        tips = sum(max(1, int(n)) for branch, n in zip(self.rows.branch, self.rows.forks, strict=True) if branch)
+        if tips + self.queue[0].forks > self.max_batch_rows and self.requests:
+            return None
+        request = self.queue.popleft()
+        self.requests.append(request)
+        return request
 
-        Args:
-            start: makes a queued request's first branch, or fails it.
-            propose: drafts for running branches, given their slots [R] int64, the other rows of the step and how many
-                there may be: the tokens' counts [R] int64, and the tokens one branch after the other.
+    def schedule(self) -> Step | None:
+        """Return the next step; None where nothing can run.
 
         Raises:
             TooLargeError: not even one branch fits.
         """
-        self._admit(start)
         self._adapter = self._next_adapter()
         slots = self._running()
         # a branch takes a page at most; which of them do is asked where it matters
@@ -129,7 +142,7 @@ class Scheduler:
         fills: list[Fill] = []
         if self.waiting:
             fills, pages = self._fill(pages, idle=not self.rows.running.any())
-        drafts = self._draft(slots, fills, pages, propose) if propose is not None and len(slots) else None
+        drafts = self._draft(slots, fills, pages) if self.drafts is not None and len(slots) else None
         self.cache.save_dropped()
         return self._assemble(slots, fills, drafts) if len(slots) or fills else None
 
@@ -178,18 +191,6 @@ class Scheduler:
         return TooLargeError(branch, self.cache.tree.num_pages * self.cache.tree.page_size)
 
     # -- waiting branches -------------------------------------------------------------------------------------------
-
-    def _admit(self, start: Callable[[Request], Branch | None]) -> None:
-        """Start queued requests while the branches there are leave rows of the batch free."""
-        if not self.queue:
-            return
-        tips = sum(max(1, int(n)) for branch, n in zip(self.rows.branch, self.rows.forks, strict=True) if branch)
-        while self.queue and (tips + self.queue[0].forks <= self.max_batch_rows or not self.requests):
-            request = self.queue.popleft()
-            self.requests.append(request)
-            if (branch := start(request)) is not None:
-                insort(self.waiting, branch, key=_order)
-                tips += request.forks
 
     def _fill(self, taken: int, *, idle: bool) -> tuple[list[Fill], int]:
         """Chunks of waiting branches, oldest first, beside ``taken`` pages and for the budget of tokens; and the pages
@@ -271,10 +272,14 @@ class Scheduler:
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
-    def _draft(self, slots: Array, fills: list[Fill], taken: int, propose: Propose) -> tuple[Array, Array] | None:
+    def _draft(self, slots: Array, fills: list[Fill], taken: int) -> tuple[Array, Array] | None:
         """Drafts of the running branches, where pages are left when all else has its own; ``taken`` 0: if all fits."""
         others, tree = sum(fill.count for fill in fills), self.cache.tree
-        counts, tokens = propose(slots, others, self.max_batch_rows - len(slots))
+        assert self.drafts is not None
+        room = self.max_batch_rows - len(slots)
+        counts, tokens = self.drafts.propose(self.rows, slots, others, room)
+        if len(tokens):
+            counts, tokens = cut(self.rows, self.stops, slots, counts, tokens, room)
         if not len(tokens):
             return None
         nodes = self.rows.kv_node[slots]

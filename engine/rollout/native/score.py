@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.packing import pack
+from ...data.pack import pack
 from ...data.tree import TokenTree
 from ...model.decoder import batch_logprob, decode
 from ..branch import sample_dtype

@@ -23,14 +23,14 @@ class Stops:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._eos = eos_token_ids(model.generation_config, model.config.get_text_config(), tokenizer)
+        self.eos = eos_token_ids(model.generation_config, model.config.get_text_config(), tokenizer)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._known: dict[tuple[frozenset[int], frozenset[int]], int] = {}
         self._tables = np.zeros((16, self._vocabulary), np.int8)
 
     def table(self, request: Request, rows: RowTable) -> int:
         """The number of the request's table of tokens. Tables that no row of ``rows`` has are used again."""
-        ends = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
+        ends = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self.eos)
         key = frozenset(ends), frozenset(request.program.segment_stop_token_ids)
         if key not in self._known:
             row = np.zeros((1, self._vocabulary), np.int8)

@@ -128,8 +128,8 @@ class VllmEngine(RolloutEngine):
         with _without_odd_modules():
             self.llm = LLM(model=model, **arguments)
         config = self.llm.model_config
-        eos = eos_token_ids(config.try_get_generation_config(), config.hf_text_config, tokenizer)
-        self.loop = VllmLoop(self.llm, eos, raw_logprobs=raw_logprobs)
+        self.end_token_ids = eos_token_ids(config.try_get_generation_config(), config.hf_text_config, tokenizer)
+        self.loop = VllmLoop(self.llm, self.end_token_ids, raw_logprobs=raw_logprobs)
         self._stopped: list[Request] = []  # in flight when it went to sleep
 
     def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
@@ -183,6 +183,10 @@ class VllmEngine(RolloutEngine):
     @property
     def longest(self) -> int | None:
         return self.llm.model_config.max_model_len
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        return self.llm.model_config.try_get_generation_config()
 
     def _check(self, index: int, request: Request) -> None:
         name = type(request.program).__name__

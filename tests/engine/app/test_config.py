@@ -155,6 +155,15 @@ def test_every_wrong_override_is_one_sentence(good: Path, overrides: list[str], 
         assert part in message, message
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(good: Path) -> None:
+    plain = load_config(good)
+    good.write_bytes(b"\xef\xbb\xbf" + good.read_bytes())
+    assert load_config(good) == plain
+    good.write_bytes(b"\xef\xbb\xbf" + good.read_bytes())
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(good)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "There is no configuration file" in sentence(tmp_path / "absent.toml")
     assert "cannot be read: Is a directory" in sentence(tmp_path)

@@ -130,3 +130,12 @@ def test_a_failure_inside_restores_the_terminal() -> None:
         fail()
     assert "\x1b[?25h" in out.getvalue()
     console.close()
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.0, ""), (0.05, ""), (0.06, "6% UNPARSED"), (1.0, "100% UNPARSED")])
+def test_many_responses_without_an_answer_are_in_the_line(clock: Clock, share: float, shown: str) -> None:
+    console, out = make(terminal=False)
+    console.start(1)
+    console.step(1, METRICS | {"reward/unparsed_ratio": share})
+    assert ("UNPARSED" in out.getvalue()) == bool(shown)
+    assert shown in out.getvalue()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from starlette.testclient import TestClient
 
 from rolltree.engine.app.server import make_app
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
@@ -130,6 +133,40 @@ def test_a_client_that_hangs_up_frees_its_rows(client: openai.OpenAI, engine: Na
         time.sleep(0.05)
     assert not engine.loop.busy
     engine.cache.tree.check()
+
+
+def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here; this is 'tiny'"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_tokens", "page"), [(4096, 512, 4), (64, 512, 16), (4096, 100, 16), (96, 96, 16), (4096, 48, 1)]
+)
+def test_a_chat_without_a_length_goes_on_as_far_as_positions_and_cache_reach(
+    positions: int, kv_tokens: int, page: int
+) -> None:
+    tokenizer = letters()
+    tokenizer.chat_template = TEMPLATE
+    small = copy.deepcopy(model("qwen3"))
+    small.config.max_position_embeddings = positions
+    engine = NativeEngine(small, tokenizer, EngineConfig(page_size=page, kv_tokens=kv_tokens))
+    with TestClient(make_app(engine, "tiny")) as http:
+        for said in ("ab", "abcdefghijklmnop", "abcdefghijklmnopq"):
+            body = {"messages": [{"role": "user", "content": said}], "ignore_eos": True}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            prompt = len(said) + 1
+            free = kv_tokens // page - -(-prompt // page)
+            expected = min(positions - prompt, (free - -(-free // 8)) * page)
+            assert answer.json()["usage"]["completion_tokens"] == expected
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        whole = min(positions, kv_tokens // page * page)
+        body = {"messages": [{"role": "user", "content": "b" * (whole - 1)}]}
+        refused = http.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert re.search("exceed the model's|cannot fit into the KV cache", refused.json()["error"]["message"])
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(directory)
     (directory / "mine.py").write_text(MINE)
     (directory / "exits.py").write_text(EXITS)
+    for name, answers in (("missing", ["3", None]), ("unread", ["3", "\\frac{1}{2", "\\sqrt{2}"])):
+        rows = [{"prompt": f"1 + {i}?", "answer": answer} for i, answer in enumerate(answers)]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.copytree(directory / "model", directory / "bare")
     for file in (directory / "bare").glob("*token*"):
         file.unlink()
@@ -110,6 +113,12 @@ MISTAKES = [
     (["--data.tasks=[{name='chain_sum', options={min_terms=0}}]"], "The task 'chain_sum' in data.tasks cannot be"),
     (["--data.tasks=[]", "--data.path=/nowhere/p.jsonl"], "no prompts file '/nowhere/p.jsonl'"),
     (["--data.tasks=[]", "--data.path={home}/mine.py"], "neither .parquet nor .jsonl"),
+    (["--data.tasks=[]", "--data.path={home}/missing.jsonl"], "The row of 'missing/1' cannot be judged by reward.ver"),
+    (
+        ["--data.tasks=[]", "--data.path={home}/unread.jsonl", "--reward.verifier=math"],
+        "1 of 3 problems cannot be judged, such as 'unread/1': math-verify cannot read the reference answer",
+    ),
+    (["--data.tasks=[]", "--data.path={home}/unread.jsonl", "--reward.verifier=code"], "2 of 3 problems cannot be jud"),
     (["--model.path={home}/bare"], "holds no tokenizer (tokenizer.json)"),
     (["--output_dir={home}/mine.py"], "is no directory; choose another --output_dir"),
     (["--output_dir={home}/mine.py/a/b"], "is no directory; choose another --output_dir"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -126,6 +127,68 @@ def test_a_file_is_shuffled_anew_in_each_epoch(tmp_path: Path, tokenizer: PreTra
     assert [p.problem for p in resumed.next(11)] == texts[10:]
     with pytest.raises(UserError, match="7 training rows"):
         source(tokenizer, path=path).load_state_dict(middle.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "wanted", "first", "last"),
+    [
+        ("AABC", 3, "ABC", "ABC"),
+        ("ABAC", 2, "AB", "AC"),
+        ("ABCCC", 3, "ABC", "ABC"),
+        ("ABCAD", 3, "ABC", "CAD"),
+        ("AAAAB", 2, "AB", "AB"),
+        ("ABCD", 2, "AB", "CD"),
+        ("AABBC", 1, "A", "C"),
+    ],
+)
+def test_held_out_rows_that_repeat_count_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, prompts: str, wanted: int, first: str, last: str
+) -> None:
+    path = jsonl(tmp_path / "p.jsonl", [{"prompt": p, "answer": str(i)} for i, p in enumerate(prompts)])
+    found = held_out_of(tokenizer, wanted, path=path, eval_path=path)
+    assert "".join(p.problem for p in found) == first
+    assert [p.entry["answer"] for p in found] == [str(prompts.index(p)) for p in first]
+    assert "".join(p.problem for p in held_out_of(tokenizer, wanted, path=path)) == last
+    different = len(set(prompts))
+    with pytest.raises(UserError, match=f"only {different} different problems were found"):
+        held_out_of(tokenizer, different + 1, path=path, eval_path=path)
+
+
+TEMPLATES = [
+    ("{{ raise_exception('no ' + messages[0].content) }}", "no c"),
+    ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+    ("{{ messages[0].nothing.at_all }}", "has no attribute 'nothing'"),
+    ("{{ 1 / 0 }}", "division by zero"),
+    ("{% for %}", "Expected an expression"),
+]
+
+
+@pytest.mark.parametrize(("template", "said"), TEMPLATES)
+def test_what_a_chat_template_cannot_write_is_told_by_its_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, said: str
+) -> None:
+    rows = [{"prompt": p, "answer": "1"} for p in "abc"]
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% if messages[0].content == 'c' %}" + template + "{% endif %}x" if "for" not in template else template
+    )
+    with pytest.raises(
+        UserError, match=rf"chat template cannot write the prompt 'p/{0 if 'for' in template else 2}'.*{said}"
+    ):
+        source(own, path=jsonl(tmp_path / "p.jsonl", rows), chat=True)
+
+
+@pytest.mark.parametrize("text", ["{}\n", "\n{}\n", "{}\r\n{}", "{}", '{{"prompt": "\ufeff", "answer": 1}}\n{}'])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    text = text.format(*[json.dumps({"prompt": "a", "answer": "1"})] * 2)
+    contents = []
+    for begin in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "p.jsonl").write_bytes(begin + text.encode())
+        contents.append(source(tokenizer, path=str(tmp_path / "p.jsonl")).next(2))
+    assert contents[0] == contents[1]
+    (tmp_path / "p.jsonl").write_bytes(text.encode("utf-16"))
+    with pytest.raises(UserError, match="cannot be read"):
+        source(tokenizer, path=str(tmp_path / "p.jsonl"))
 
 
 def test_a_repeated_row_of_a_held_out_problem_is_held_out_too(

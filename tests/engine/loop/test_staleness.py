@@ -26,6 +26,7 @@ from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.cores import Cores
 from rolltree.engine.loop.metrics import Sums
 from rolltree.engine.model.roles import Role
+from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective
 
 from ..tiny import write_run
@@ -258,7 +259,7 @@ def test_weights_of_toprs_own_are_against_the_sampler_in_several_updates(toml: P
         tree.set("proximal_logprob", np.where(tree.loss_mask, tree.behaviour_logprob - 1, np.nan))
     (batch,) = pack(trees, max_tokens=4096)
     for name, shift in (("dapo", -1), ("topr", 0)):
-        old = batch.fields(Objective.preset(name), old_logprob="behaviour").old_logprob
+        old = TokenTerm(Objective.preset(name)).on(batch, 1.0, on_policy=False, weight=1.0).fields.old_logprob
         assert old is not None
         assert batch.behaviour_logprob is not None
         assert torch.equal(old[batch.loss_mask], (batch.behaviour_logprob + shift)[batch.loss_mask])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.model.loading import load_model
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
 from rolltree.engine.rewards.judge import ProgramVerifier
-from rolltree.engine.rewards.remote import filled
+from rolltree.engine.rewards.remote import SCORE, filled
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
 
@@ -272,3 +273,17 @@ def test_the_programs_rewards_are_taken_and_the_rest_is_skipped() -> None:
     with make_rewards(RewardConfig(verifier="program")) as rewards:
         found = rewards.score([RewardItem("a", {}, given=0.5), RewardItem("b", {})])
     assert found == [RewardResult(0.5, None), RewardResult(None, None, skipped="no_reward")]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("Score: 8", "8"), ("**Score:** 8", "8"), ("**Score**: 8", "8"), ("Score: **8**", "8"),
+        ("**Score: 8.5/10**", "8.5"),
+        ("Score = 8", "8"), ("The score is 8.", "8"), ("Rating (0-10): `8`", "8"), ("Score：8", "8"), ("score 8", None),
+        ("Scores vary", None), ("Score: high", None),
+    ],
+)  # fmt: skip
+def test_scores_are_found_in_usual_writing(said: str, score: str | None) -> None:
+    found = re.search(SCORE, said)
+    assert (found and found[1]) == score

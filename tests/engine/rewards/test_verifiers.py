@@ -12,8 +12,8 @@ from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
+from rolltree.engine.rewards.code_verifier import extract_code
 from rolltree.engine.rewards.verdicts import put_rewards
-from rolltree.engine.rewards.verifiers import extract_code
 from rolltree.engine.settings import RewardConfig, TaskConfig
 
 
@@ -117,12 +117,58 @@ def test_problems_without_tests_are_failures() -> None:
         ("```python\na\n```", "a\n"),
         ("```\na\n```\n```bash\nls\n```", "a\n"),
         ("```python\na", None),
-        ("    ```python\n    a\n    ```", None),
+        ("    ```python\n    a\n    ```", "a\n"),
         ("``` py \na\n```\n```python3\nb\n```", "b\n"),
+        ("Run\n```bash\nls\n```\nwhere a.py is\n```python\na\n```", "a\n"),
+        ("```json\n3\n```\nand\n```Python\na\n```\nprints\n```text\n6\n```", "a\n"),
+        ("```cpp\nint a;\n```\n```PYTHON3\na\n```", "a\n"),
+        ("```python\na\n```\nprints\n```\n6\n```", "a\n"),
+        ("```python\r\na\r\nb\r\n```\r\n", "a\nb\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("~~~~py\na\n```\nb\n~~~\n~~~~", "a\n```\nb\n~~~\n"),
+        ("1. Do\n   ```python\n   if a:\n       b\n   ```\n2. Run", "if a:\n    b\n"),
+        ("- one\n  - two\n\n    ```py\n    a\n    ```", "a\n"),
+        ("1. Sloppy:\n   ```python\na\nb\n   ```\nend", "a\nb\n"),
+        ("> ```python\n> a\n> ```", "a\n"),
+        ("<think>\nhm\n</think>\n```python\na\n```", "a\n"),
+        ("<answer>\n```python\na\n```\n</answer>", "a\n"),
+        ("```{.python}\na\n```", "a\n"),
+        ("```python title=a.py\na\n```", "a\n"),
+        ('```python\ns = """\n    ```\n"""\n```', 's = """\n    ```\n"""\n'),
+        ("```python\na\n```\n```python\nb", "a\n"),
+        ("```python\n```", ""),
+        ("```bash\nls\n```", None),
+        ("`python a`", None),
+        ("no code", None),
     ],
 )
-def test_the_last_closed_block_counts(text: str, code: str | None) -> None:
+def test_the_last_closed_block_of_python_is_the_program(text: str, code: str | None) -> None:
     assert extract_code(text) == code
+
+
+def test_a_program_after_other_blocks_is_run() -> None:
+    program = "```python\nprint(int(input()) * 2)\n```\n"
+    texts = [
+        program,
+        f"Run it by\n```bash\npython a.py\n```\nwhere a.py is\n{program}",
+        f"Input:\n```json\n3\n```\nProgram:\n{program}Output:\n```\n6\n```\n",
+        program.replace("python", "Python"),
+        program.replace("\n", "\r\n"),
+        program.replace("```", "~~~"),
+        program.replace("* 2", "* 3"),
+    ]
+    tests = [{"input": "3", "output": "6"}]
+    assert judged("code", texts, tests) == [(1, None)] * 6 + [(0, None)]
+    assert judged("code", texts[:1], {"ground_truth": '{"inputs": ["3"], "outputs": ["6"]}'}) == [(1, None)]
+
+
+def test_exact_answers_are_compared_without_what_surrounds_them() -> None:
+    texts = ["Answer: **yes**", "<answer>yes.</answer>", "\\boxed{yes}", "The answer is yes.", "#### yes", "yes"]
+    wrong = ["Answer: yes or no", "<answer>no</answer>", "Answer: yes\nAnswer: no", "Answer: yes, sir"]
+    assert judged("exact", texts, "yes") == [(1, None)] * 6
+    assert judged("exact", wrong, "yes") == [(0, None)] * 4
+    assert judged("exact", ["#### Yes it is\nyes or so", "yes!"], "yes") == [(0, NO)] * 2
+    assert judged("exact", ["Answer: 72"], "48 + 24 = 72\n#### 72") == [(1, None)]
 
 
 @pytest.mark.parametrize(

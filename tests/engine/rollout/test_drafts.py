@@ -80,7 +80,7 @@ class Forbidden(Told):
 
 
 def drafting(native: NativeEngine, drafts: Any) -> NativeEngine:
-    native.loop.drafts = drafts
+    native.loop.scheduler.drafts = drafts
     return native
 
 
@@ -368,7 +368,7 @@ def test_the_rule_of_two_numbers(most_rows: int, most_tokens: int, monkeypatch: 
 
 
 def test_no_drafts_by_default_and_numbers_that_make_no_sense() -> None:
-    assert engine().loop.drafts is None
+    assert engine().loop.scheduler.drafts is None
     for numbers, sentence in (
         ({"rows": 0}, "rows"),
         ({"rows": 8, "tokens": 0}, "tokens"),
@@ -386,7 +386,7 @@ def test_texts_are_indexed_also_if_no_step_drafts(program: str) -> None:
     params = SamplingParams(n=4, max_new_tokens=40, temperature=0.05)
     for rows in (1, 4096):
         native = drafting_engine(rows)
-        drafts = native.loop.drafts
+        drafts = native.loop.scheduler.drafts
         assert drafts is not None
         requests = finished(native, native.submit(PROMPTS, params, PROGRAMS[program], seeds=[0] * len(PROMPTS)))
         sampled = sum(
@@ -403,7 +403,7 @@ def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
     """From earlier texts: the same responses, and more tokens accepted the longer the prompts are known."""
     params = SamplingParams(n=4, max_new_tokens=40, temperature=0.1, ignore_eos=True)
     native, accepted = drafting_engine(4096), []
-    plain, drafts = engine(), native.loop.drafts
+    plain, drafts = engine(), native.loop.scheduler.drafts
     assert drafts is not None
     for epoch in range(4):
         for each in (plain, native):

@@ -81,7 +81,7 @@ def test_a_fork_beyond_any_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             for segment in finished:
                 yield Fork(segment.branch, 10**6)
 
-    from rolltree.engine.rollout.native.engine import loop
+    from rolltree.engine.rollout.native import loop
 
     monkeypatch.setattr(loop, "MOST_LOGITS_BYTES", 10_000)
     native = engine()

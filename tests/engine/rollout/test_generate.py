@@ -42,8 +42,108 @@ def test_several_samples_of_each_prompt() -> None:
     torch.testing.assert_close(out[::3, : ids.shape[1]], ids)
     with pytest.raises(ValueError, match="does not know 'num_beams' = 4"):
         generate(engine(), ids, mask, max_new_tokens=8, num_beams=4)
-    with pytest.raises(ValueError, match="needs max_new_tokens"):
-        generate(engine(), ids, mask)
+    assert generate(engine(), ids, mask).shape[1] <= ids.shape[1] + 20
+
+
+def own_model(**settings: Any) -> Any:
+    """The tiny model with a generation_config of its own."""
+    net = copy.deepcopy(model("qwen3"))
+    net.generation_config.update(**settings)
+    return net
+
+
+GREEDY: list[tuple[dict[str, Any], dict[str, Any]]] = [  # the model's generation_config, and the options of the call
+    ({}, {}),
+    ({"max_new_tokens": 7}, {}),
+    ({"max_length": 50}, {}),
+    ({"max_length": 50}, {"max_new_tokens": 4}),
+    ({"max_new_tokens": 5}, {"max_new_tokens": 9}),
+    ({"eos_token_id": [EOS, 30, 31, 32, 33, 34]}, {"max_new_tokens": 24}),
+    ({"eos_token_id": EOS}, {"max_new_tokens": 24, "eos_token_id": list(range(20, 40))}),
+    ({"eos_token_id": list(range(20, 40))}, {"max_new_tokens": 12, "eos_token_id": None}),
+    ({"temperature": 0.3, "top_k": 2, "top_p": 0.5, "typical_p": 0.9, "length_penalty": 0.5}, {"max_new_tokens": 6}),
+    ({"do_sample": True, "top_k": 3}, {"do_sample": False, "max_new_tokens": 6}),
+    (
+        {},
+        {"max_new_tokens": 6, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "use_cache": True},
+    ),
+    ({}, {"max_new_tokens": 6, "cache_implementation": "static", "disable_compile": True}),
+]
+
+
+@pytest.mark.parametrize(("own", "options"), GREEDY)
+@pytest.mark.parametrize("masked", [True, False])
+def test_settings_come_from_the_call_then_the_model_then_transformers(
+    own: dict[str, Any], options: dict[str, Any], masked: bool
+) -> None:
+    net = own_model(**{"pad_token_id": 0, "eos_token_id": EOS, **own})
+    ids, mask = padded()
+    expected = net.generate(ids, attention_mask=mask if masked else None, **options)
+    mine = NativeEngine(net, config=engine().config)
+    torch.testing.assert_close(generate(mine, ids, mask if masked else None, **options), expected)
+    if None not in options.values():
+        config = GenerationConfig(**options)
+        torch.testing.assert_close(generate(mine, ids, mask if masked else None, config), expected)
+
+
+SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"do_sample": True}),
+    ({"do_sample": True, "top_k": 5}, {}),
+    ({"do_sample": True, "top_k": 5}, {"top_k": 9}),
+    ({"do_sample": True}, {"top_k": 0}),
+    ({"do_sample": True}, {"top_k": None}),
+    ({"do_sample": True, "top_k": 0, "top_p": 0.2}, {}),
+    ({"do_sample": True, "top_k": 0, "min_p": 0.02}, {}),
+    ({"do_sample": True, "top_k": 0, "temperature": 0.2}, {"temperature": None}),
+    ({"do_sample": True, "top_k": 100_000, "temperature": 2.0}, {}),
+]
+
+
+@pytest.mark.parametrize(("own", "options"), SAMPLED)
+def test_the_first_token_is_drawn_from_the_distribution_of_transformers(
+    own: dict[str, Any], options: dict[str, Any]
+) -> None:
+    net = own_model(pad_token_id=0, **own)
+    draws = 2000
+    torch.manual_seed(0)
+    ids = torch.tensor([PROMPTS[3]]).repeat(draws, 1)
+    theirs = net.generate(ids, max_new_tokens=1, **options)[:, -1]
+    ours = generate(NativeEngine(net, config=engine().config), ids, max_new_tokens=1, **options)[:, -1]
+    vocabulary = net.config.vocab_size
+    p, q = (torch.bincount(x, minlength=vocabulary) / draws for x in (theirs, ours))
+    # the expected distance of two samples of one distribution is 0.8 standard errors, summed over the tokens
+    bound = 1.5 * (2 * p.clamp(min=1 / draws) * (1 - p) / draws).sqrt()[(p + q) > 0].sum()
+    assert (p - q).abs().sum() < bound
+    assert len(theirs.unique()) > 1
+    assert abs(len(theirs.unique()) - len(ours.unique())) <= 0.15 * len(theirs.unique())
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "said"),
+    [
+        ({"repetition_penalty": 1.05}, {}, "'repetition_penalty' = 1.05"),
+        ({}, {"repetition_penalty": 1.3}, "'repetition_penalty' = 1.3"),
+        ({}, {"no_repeat_ngram_size": 3}, "'no_repeat_ngram_size' = 3"),
+        ({"suppress_tokens": [5]}, {}, "'suppress_tokens'"),
+        ({}, {"min_new_tokens": 4}, "'min_new_tokens' = 4"),
+        ({}, {"bad_words_ids": [[7]]}, "'bad_words_ids'"),
+        ({}, {"do_sample": True, "typical_p": 0.5}, "'typical_p' = 0.5"),
+        ({}, {"guidance_scale": 1.5}, "'guidance_scale' = 1.5"),
+        ({}, {"output_scores": True, "return_dict_in_generate": True}, "'output_scores' = True"),
+        ({}, {"max_time": 3.0}, "'max_time' = 3.0"),
+        ({}, {"logits_processor": [len]}, "'logits_processor'"),
+        ({}, {"beam_with": 3}, "'beam_with'"),
+        ({}, {"do_sample": True, "temperature": 0.0}, "temperature"),
+        ({}, {"max_length": 3}, "max_length is 3"),
+        ({}, {"num_return_sequences": 3}, "num_return_sequences"),
+    ],
+)
+def test_what_would_sample_otherwise_is_refused_by_name(
+    own: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    ids, mask = padded()
+    with pytest.raises(ValueError, match=said):
+        generate(NativeEngine(own_model(**own), config=engine().config), ids, mask, **options)
 
 
 @pytest.fixture

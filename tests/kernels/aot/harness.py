@@ -32,6 +32,19 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a bloc
 OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "harness", "machine_code"))
 
 
+SAMPLE = (
+    "decode merge D128",
+    "decode partial D64 bf16",
+    "gradient fp32 bf16 options V=151936",
+    "norm gradient 128 bf16",
+    "ppo k3 mask",
+    "sample scan bf16",
+    "statistics fp32 V=151936",
+    "tree forward D64 bf16",
+)
+"""Cases that the default tests compile, for sm_90; `make aot` compiles all."""
+
+
 @dataclass(frozen=True)
 class AotCase:
     """One kernel with the arguments that one launch of it would have.
@@ -51,7 +64,6 @@ class AotCase:
     needs_wgmma: bool = False
     multiply_adds: int | None = None  # one round of a main loop needs; if given, loops must have no `faults`
     elements: int = 0  # of vectors that a round copies, for `faults`
-    ci: bool = True  # compiled by the tests too, not by `make aot` alone
     archs: tuple[int, ...] = tuple(SHARED_LIMIT)  # those it is launched on
 
 
@@ -182,17 +194,15 @@ def _compile_by_index(op: str, index: int, arch: int) -> AotResult:
     return compile_case(cases(op)[index], arch)
 
 
-def compile_all(ops: list[str], archs: list[int], ci: bool = False) -> list[AotResult]:
-    """Every case of ``ops`` for every architecture, compiled in parallel processes.
-
-    With ``ci`` those marked so alone.
+def compile_all(ops: list[str], archs: list[int], sample: bool = False) -> list[AotResult]:
+    """Compile every case of ``ops``, or with ``sample`` those of `SAMPLE`, for every architecture, in parallel.
 
     Raises:
         ValueError: an op has none.
     """
     from triton.runtime.cache import triton_key
 
-    chosen = [(op, i, case) for op in ops for i, case in enumerate(cases(op)) if case.ci or not ci]
+    chosen = [(op, i, case) for op in ops for i, case in enumerate(cases(op)) if not sample or case.name in SAMPLE]
     if none := set(ops) - {op for op, _, _ in chosen}:
         raise ValueError(f"tests/kernels/aot lists no kernel of {', '.join(sorted(none))}.")
     triton_key()  # hashes the whole compiler: here, and not in each process
@@ -236,7 +246,7 @@ PAGE = """# The main loops of attention and decoding on sm_90
 
 Machine code of the kernels in bf16, groups of 4 query heads, without window and softcap: a round of the loop over
 wholly visible tiles, and that over masked ones where there is one. Nothing here was measured on a GPU. Written by
-`make aot`; `tests/kernels/aot/machine_code.py` says what the columns count, and how the modelled clocks are made.
+`make aot-write`; `tests/kernels/aot/machine_code.py` says what the columns count, and how the modelled clocks are made.
 
 - *tensor*: clocks of the tensor cores a round, and those that its products need. They differ where the operands of a
   narrow product take longer to read than to multiply, and for mma.sync; no product is computed twice. Of dK/dV of
@@ -254,7 +264,7 @@ wholly visible tiles, and that over masked ones where there is one. Nothing here
 PAGE_100 = """# The main loops of attention and decoding on sm_100
 
 Machine code of the Triton kernels in bf16, as in [static-sm_90](../static-sm_90/table.md). Nothing here was run on a
-GPU, and nothing is modelled. Written by `make aot`.
+GPU, and nothing is modelled. Written by `make aot-write`.
 
 - *tensor*: instructions of a round. UTCHMMA is tcgen05's product of whole tiles, whose size is not in its name, and is
   issued by one thread; HMMA is mma.sync's of a warp.
@@ -331,7 +341,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels for GPUs that are not there.")
     parser.add_argument("ops", nargs="*", help=f"which of: {', '.join(OPS)} (default: all)")
     parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT), help="default: all")
-    parser.add_argument("--ci", action="store_true", help="only the cases that the tests compile")
+    parser.add_argument("--sample", action="store_true", help="only the cases that the default tests compile")
     parser.add_argument("--write", action="store_true", help=f"write the figures below {RESULTS}")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of a table")
     args = parser.parse_args()
@@ -339,7 +349,7 @@ def main() -> int:
         parser.error("TRITON_INTERPRET is set; unset it, the interpreter replaces the compiler.")
     if unknown := set(args.ops) - set(OPS):
         parser.error(f"no case module named {', '.join(sorted(unknown))} in {HERE.name}/")
-    results = compile_all(args.ops or OPS, args.arch or sorted(SHARED_LIMIT), args.ci)
+    results = compile_all(args.ops or OPS, args.arch or sorted(SHARED_LIMIT), args.sample)
     if args.write:
         from .. import sampling_figures
 

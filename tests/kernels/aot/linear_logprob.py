@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolltree.kernels.linear_logprob import entropy_factor, triton
-from rolltree.kernels.linear_logprob.exponentials import BLOCK, TILES
+from rolltree.kernels.linear_logprob import triton
 
 from .harness import AotCase
 
@@ -49,14 +48,7 @@ def _gradient(V: int, options: bool, out: str, logits: str = "fp32") -> AotCase:
     return _case(name, triton._gradient, signature, V, **flags)
 
 
-def _entropy_factor(tile: int) -> AotCase:
-    signature = {"e": "*bf16", "at_one": "*fp32", "slope": "*fp32", "V": "i32:16"}
-    sizes = {"TILE": tile, "BLOCK": BLOCK, "BLOCKS": entropy_factor.BLOCKS}
-    return AotCase(f"entropy factor tile {tile}", entropy_factor._apply, signature, sizes, num_warps=4)
-
-
 CASES = [
-    *map(_entropy_factor, TILES),
     _statistics(151936, False),
     _statistics(151936, True),
     _statistics(50257, True),

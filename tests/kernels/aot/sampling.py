@@ -1,11 +1,10 @@
 """The sampling kernels: what every row runs, and what filters add."""
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from rolltree.kernels.sampling.filters import select_kernel
-from rolltree.kernels.sampling.narrow import bracket_kernel, gather_kernel, race_kernel, settle_kernel
+from rolltree.kernels.sampling.strip_select import bracket_kernel, gather_kernel, race_kernel, settle_kernel
 from rolltree.kernels.sampling.triton import (
     BLOCK,
     CHOSEN,
@@ -43,18 +42,13 @@ def case(name: str, kernel: Any, dtype: str, absent: Collection[str] = (), warps
     return AotCase(f"sample {name}", kernel, signature, constants, num_warps=warps)
 
 
-def narrow(dtype: str, mass: bool) -> list[AotCase]:
+def strip_select(dtype: str, mass: bool) -> list[AotCase]:
     by = f"{dtype} {'mass' if mass else 'count'}"
     return [
         case(f"bracket {by}", bracket_kernel, dtype, MASS=mass),
         case(f"gather {by}", gather_kernel, dtype, MASS=mass),
         case(f"settle {by}", settle_kernel, dtype, warps=16, MASS=mass, ROUND=WHOLE),
     ]
-
-
-def beside(case: AotCase) -> AotCase:
-    """Not compiled in CI: of another that is, it differs by little."""
-    return replace(case, ci=False)
 
 
 def selects(dtype: str, *filters: str) -> AotCase:
@@ -67,9 +61,9 @@ CASES = [
     *(case(f"scan {dtype} race", scan_kernel, dtype, (*FILTERS, "peaks")) for dtype in DTYPES),
     *(case(f"scan {dtype}", scan_kernel, dtype) for dtype in DTYPES),
     *(selects(dtype, *FILTERS) for dtype in DTYPES),
-    *(beside(selects(dtype, name)) for dtype in DTYPES for name in FILTERS),
-    *(part for dtype in DTYPES for part in narrow(dtype, mass=True)),
-    *(beside(part) for dtype in DTYPES for part in narrow(dtype, mass=False)),
+    *(selects(dtype, name) for dtype in DTYPES for name in FILTERS),
+    *(part for dtype in DTYPES for part in strip_select(dtype, mass=True)),
+    *(part for dtype in DTYPES for part in strip_select(dtype, mass=False)),
     *(case(f"race {dtype}", race_kernel, dtype) for dtype in DTYPES),
     case("finish", finish_kernel, "fp32", ("top_p", "min_p", "mode", "drawn", "cut", "cut_index", "kept")),
     case("finish filtered", finish_kernel, "fp32"),

@@ -58,7 +58,6 @@ def _cases(dim: int, dtype: str, window: bool, softcap: bool, archs: tuple[int, 
             else None,
             # subtree_end where masked, and positions; lse and delta where dK/dV has no room to copy them by 16 bytes
             elements=(1 + window) * tile.keys if name != "dkdv" else 2 * (parts - 1) * tile.rows,
-            ci=dtype == "bf16" and not option and (dim == 128 or (dim == 64 and archs == (90,))),
             archs=archs,
         )
         for name, kernel, signature, more, tile, products in [

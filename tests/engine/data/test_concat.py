@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rolltree.engine import TokenTree
-from rolltree.engine.data.side_by_side import side_by_side
+from rolltree.engine.data.concat import side_by_side
 
 
 def some_trees(seed: int) -> list[TokenTree]:

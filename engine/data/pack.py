@@ -1,0 +1,290 @@
+"""Packing: `pack` chooses the trees, parts of trees or leaves of each batch, `assemble` makes its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import checks
+from .batch import TreeBatch
+from .columns import COLUMNS, Array
+from .concat import side_by_side
+from .cost import CostModel
+from .pieces import cut
+from .rows import Rows, distinct_rows
+from .tree import TokenTree
+
+WORTH_SHARING = 1.1
+"""A tree is computed as a tree if the flat batch needs at least this many times its FLOP."""
+
+CREDIT = ("token_advantage", "node_advantage", "path_advantage")
+"""Columns of credit finer than a leaf's."""
+
+
+class Part(NamedTuple):
+    """A tree of the list given to `pack`, or some of its leaves."""
+
+    index: int  # of the tree in that list
+    tree: TokenTree
+    leaves: Array  # [L], the part's leaves among the tree's
+    rows: Rows
+
+
+def pack(
+    trees: Sequence[TokenTree],
+    *,
+    max_tokens: int,
+    device: torch.device | str | None = None,
+    in_pieces: bool = False,
+    flat: bool = False,
+    unshare: CostModel | None = None,
+) -> list[TreeBatch]:
+    """Pack trees into batches of at most ``max_tokens`` rows: distinct prefixes, whatever was recorded of their tokens.
+
+    Trees stay whole and go to the fullest batch they fit (best-fit decreasing; deterministic). A larger tree is split
+    by its leaves, each part repeating the ancestors it needs; losses and gradients of the parts add up to the tree's.
+
+    Args:
+        max_tokens: rows a batch, or a piece, may have.
+        device: where the tensors are made; default: the host.
+        in_pieces: a larger tree becomes a batch of its own, to be computed in pieces of ``max_tokens`` that repeat
+            nothing (:func:`rolltree.engine.backward`, :func:`batch_logprob`); a single path may then be longer.
+        flat: nothing is shared. Every leaf is a sequence of its own, in ordinary padded batches of at most
+            ``max_tokens`` places without tree attention, for models whose layers no tree mask fits.
+        unshare: trees that save less than a tenth of the flat batch's FLOP are packed as plain sequences, apart from
+            the others, for an attention kernel that is faster on those.
+
+    Raises:
+        ValueError: one root-to-leaf path exceeds ``max_tokens`` without ``in_pieces``; or ``max_tokens`` is below 1.
+    """
+    checks.all_of("trees", trees, TokenTree)
+    checks.size("max_tokens", max_tokens)
+    if flat:
+        return _pack_flat(trees, max_tokens, device)
+    parts: list[Part] = []
+    oversized: list[TreeBatch] = []
+    for index, tree in enumerate(trees):
+        whole = Part(index, tree, np.arange(tree.num_leaves), distinct_rows(tree))
+        if in_pieces and whole.rows.count > max_tokens:
+            oversized.append(replace(assemble([whole], device), pieces=cut(tree, max_tokens, device)))
+        else:
+            parts.extend(_split(whole, max_tokens))
+    plain: list[Part] = []
+    if unshare is not None:
+        losing = [unshare.flat(part.tree) < WORTH_SHARING * unshare.shared(part.tree) for part in parts]
+        plain = [leaf for part, loses in zip(parts, losing, strict=True) if loses for leaf in _sequences(part)]
+        parts = [part for part, loses in zip(parts, losing, strict=True) if not loses]
+    return oversized + _best_fit(parts, max_tokens, device) + _best_fit(plain, max_tokens, device)
+
+
+def _part(index: int, tree: TokenTree, leaves: Array) -> Part:
+    return Part(index, tree, leaves, distinct_rows(tree))
+
+
+def _sequences(part: Part) -> list[Part]:
+    """Every leaf of ``part`` as a part of its own."""
+    tree = part.tree
+    return [_part(part.index, tree.chain(i), part.leaves[i : i + 1]) for i in range(tree.num_leaves)]
+
+
+def _best_fit(parts: list[Part], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
+    order = sorted(range(len(parts)), key=lambda i: (-parts[i].rows.count, i))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        size = parts[i].rows.count
+        fitting = [b for b in range(len(bins)) if room[b] >= size]
+        if fitting:
+            best = min(fitting, key=lambda b: room[b])
+        else:
+            bins.append([])
+            room.append(max_tokens)
+            best = len(bins) - 1
+        bins[best].append(i)
+        room[best] -= size
+    return [assemble([parts[i] for i in sorted(members)], device) for members in bins]
+
+
+def _pack_flat(trees: Sequence[TokenTree], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
+    """Batches of single leaves, longest first, each padded to its longest."""
+    leaves = [
+        (index, leaf, int(length)) for index, tree in enumerate(trees) for leaf, length in enumerate(tree.path_length)
+    ]
+    leaves.sort(key=lambda known: -known[2])
+    batches: list[TreeBatch] = []
+    while leaves:
+        index, leaf, longest = leaves[0]
+        if longest > max_tokens:
+            raise ValueError(_too_long(leaf, index, longest, max_tokens))
+        taken, leaves = leaves[: max_tokens // longest], leaves[max_tokens // longest :]
+        batch = assemble([_part(i, trees[i].chain(j), np.array([j])) for i, j, _ in taken], device)
+        lengths = np.array([length for _, _, length in taken])
+        place = np.arange(lengths.sum()) + np.repeat(
+            np.arange(len(taken)) * longest - (np.cumsum(lengths) - lengths), lengths
+        )
+        batches.append(replace(batch, padded=(len(taken), longest), place=torch.from_numpy(place).to(device)))
+    return batches
+
+
+def _too_long(leaf: int, tree: int, length: int, max_tokens: int) -> str:
+    return (
+        f"Leaf {leaf} of tree {tree} is {length} tokens long with its prompt, over the budget of "
+        f"max_tokens={max_tokens}; raise max_tokens or shorten prompts and responses."
+    )
+
+
+def _split(whole: Part, max_tokens: int) -> list[Part]:
+    """Parts of ``whole`` of at most ``max_tokens`` rows, each with consecutive leaves in depth-first order of rows."""
+    tree, rows = whole.tree, whole.rows
+    if rows.count <= max_tokens:
+        return [whole]
+    path = tree.path_length
+    if path.max() > max_tokens:
+        worst = int(path.argmax())
+        raise ValueError(_too_long(worst, whole.index, int(path[worst]), max_tokens))
+    last = rows.of_token[tree.row_at(path - 1)]  # the row in which each leaf ends
+    order = np.argsort(last, kind="stable")
+    groups: list[list[int]] = []
+    size, before = max_tokens + 1, -1
+    for leaf, row in zip(order.tolist(), last[order].tolist(), strict=True):
+        # a leaf adds its rows below those that it shares with the one before it
+        added = int(rows.position[row] - rows.position[before + 1 : row + 1].min(initial=rows.position[row] + 1)) + 1
+        if size + added > max_tokens:
+            groups.append([])
+            size, added = 0, int(path[leaf])
+        groups[-1].append(leaf)
+        size, before = size + added, row
+    parts = []
+    for group in groups:
+        drop = np.ones(tree.num_leaves, bool)
+        drop[group] = False
+        part = tree.without_leaves(drop)
+        assert part is not None
+        parts.append(_part(whole.index, part, whole.leaves[~drop]))
+    return parts
+
+
+def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBatch:
+    """``parts`` as one batch: a row for every distinct prefix of a part, a target for every token after its prompt."""
+    trees = [part.tree for part in parts]
+    all_of = side_by_side(trees)
+    rows = distinct_rows(all_of)
+    node = np.repeat(np.arange(all_of.num_nodes), all_of.length)
+    response = all_of.parent[node] >= 0
+    before = np.append(0, np.cumsum(response))  # targets before each token
+    order = all_of.leaf_order
+    row = rows.of_token[all_of.parent_row[response]]
+    head_row, head_index = np.unique(row, return_inverse=True)
+    loss_mask = (all_of.loss_mask & (all_of.response_leaves > 0))[response]
+    copies = np.bincount(rows.of_token, weights=(all_of.last_leaf - all_of.first_leaf + 1)[node])
+    bounds = np.cumsum([0, *(tree.num_tokens for tree in trees)])
+
+    def target_of(token: Array) -> Array:
+        return np.where(response[token], before[token], -1)
+
+    def tensor(values: Array, dtype: type = np.int64) -> Tensor:
+        return torch.from_numpy(values.astype(dtype)).to(device)
+
+    leaf_start = target_of(all_of.row_at(all_of.leaf_prompt - 1)[order])
+    paths = _paths(all_of, trees, before) if any(_along_paths(tree) for tree in trees) else {}
+    along = {name: torch.from_numpy(values).to(device) for name, values in paths.items()}
+    return TreeBatch(
+        trees=tuple(trees),
+        tree_index=tuple(part.index for part in parts),
+        leaf_index=tuple(part.leaves for part in parts),
+        input_ids=tensor(all_of.token_id[rows.token]),
+        position_ids=tensor(rows.position),
+        subtree_end=tensor(rows.end, np.int32),
+        row=tensor(row),
+        target=tensor(all_of.token_id[response]),
+        head_row=tensor(head_row),
+        head_index=tensor(head_index.reshape(-1)),
+        loss_mask=tensor(loss_mask, np.bool_),
+        columns={name: torch.from_numpy(values).to(device) for name, values in _columns(all_of, response, loss_mask)},
+        target_end=tensor(before[all_of.subtree_end[response]]),
+        leaf_target=tensor(target_of(all_of.row_at(all_of.path_length - 1)[order])),
+        leaf_start=tensor(leaf_start) if (leaf_start >= 0).any() else None,
+        leaf_length=tensor(all_of.loss_length[order]),
+        segment=tensor(node[response]),
+        copies=tensor(copies),
+        leaf_advantage=tensor(all_of.advantage[order], np.float64),
+        mixed=any(_has_credit(tree) and tree.num_leaves > 1 for tree in trees) or _mixed(all_of),
+        path_target=along.get("path_target"),
+        path_leaf=along.get("path_leaf"),
+        path_advantage=along.get("path_advantage"),
+        cu_seqlens=tensor(bounds, np.int32) if all(tree.num_leaves == 1 for tree in trees) else None,
+        longest=int(all_of.path_length.max()),
+        padded=None,
+        place=torch.arange(rows.count, device=device),
+        pieces=(),
+    )
+
+
+def _along_paths(tree: TokenTree) -> bool:
+    """Tell if ``tree`` has values for every response token of every leaf."""
+    return any(COLUMNS[name].to_device and COLUMNS[name].per == "path" for name in tree.columns) or _has_credit(tree)
+
+
+def _has_credit(tree: TokenTree) -> bool:
+    return any(name in tree.columns for name in CREDIT)
+
+
+def _paths(all_of: TokenTree, trees: Sequence[TokenTree], before: Array) -> dict[str, Array]:
+    """Target, leaf and credit of every response token of every leaf, leaves in depth-first order."""
+    in_order = _depth_first(all_of)
+    rank = np.empty(all_of.num_leaves, np.int64)
+    rank[all_of.leaf_order] = np.arange(all_of.num_leaves)
+    found = {
+        "path_target": before[all_of.path_tokens[in_order]],
+        "path_leaf": np.repeat(rank, all_of.response_length)[in_order],
+    }
+    if any(map(_has_credit, trees)):
+        found["path_advantage"] = np.concatenate([_path_credit(tree) for tree in trees])[in_order]
+    return found
+
+
+def _path_credit(tree: TokenTree) -> Array:  # [P] float64
+    """The finest credit the tree carries, for every response token of every leaf."""
+    credit = np.repeat(tree.advantage.astype(np.float64), tree.response_length)
+    if "path_advantage" in tree.columns:
+        credit = tree.path_advantage
+    elif "token_advantage" in tree.columns:
+        credit = tree.token_advantage[tree.path_tokens]
+    elif "node_advantage" in tree.columns:
+        credit = np.repeat(tree.node_advantage, tree.length)[tree.path_tokens]
+    return credit.astype(np.float64)
+
+
+def _depth_first(tree: TokenTree) -> Array:  # [P]
+    """Indices that put the values of a ``path`` column into depth-first order of leaves."""
+    first, length = np.cumsum(tree.response_length) - tree.response_length, tree.response_length[tree.leaf_order]
+    return np.repeat(first[tree.leaf_order] - np.cumsum(length) + length, length) + np.arange(length.sum())
+
+
+def _columns(all_of: TokenTree, response: Array, loss_mask: Array) -> Iterator[tuple[str, Array]]:
+    """The columns that training reads, except token columns that are NaN for a token in the loss."""
+    for name, values in all_of.columns.items():
+        column = COLUMNS[name]
+        if not column.to_device or name in ("advantage", *CREDIT):
+            continue
+        if column.per == "leaf":
+            yield name, values[all_of.leaf_order]
+        elif column.per == "path":
+            yield name, values[_depth_first(all_of)]
+        else:
+            values = (values if column.per == "token" else np.repeat(values, all_of.length))[response]
+            if not (values.dtype.kind == "f" and np.isnan(values[loss_mask]).any()):
+                yield name, values
+
+
+def _mixed(tree: TokenTree) -> bool:
+    """Tell if leaves of one node below a prompt differ in the sign of their advantage."""
+    sign = np.sign(tree.advantage)[tree.leaf_order]
+    changes = np.append(0, np.cumsum(sign[1:] != sign[:-1]))
+    below = tree.parent >= 0
+    return bool((changes[tree.last_leaf[below]] != changes[tree.first_leaf[below]]).any())

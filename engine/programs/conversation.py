@@ -1,0 +1,272 @@
+"""What a conversation grows by: the tokens that the chat template writes after an assistant's turn.
+
+The whole conversation is rendered, messages so far, the new ones and the generation prompt, and what follows the
+assistant's last turn is tokenised. Sampled tokens stay as they are. So that nothing depends on how the template would
+write the model's own turns again (it may drop their thinking, or write their calls with other white space), a marker
+stands for what the model said. Everything else of the conversation must appear in each rendering as it was appended
+before; a template that rewrites it is refused.
+
+    prompt | turn 1 </s> | [user] no [/user] [model] | turn 2 </s> | ...
+    given  | sampled     | appended                  | sampled     |
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count, takewhile
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .literal import literal
+
+Message = Mapping[str, Any]
+STYLES = [(False, False), (True, False), (False, True), (True, True)]
+"""How a turn with calls may be given to templates: its arguments as a JSON text or an object, and with content or not.
+
+Some templates write the content after the tools' answers, some write no calls, some want arguments as texts.
+"""
+
+
+class Conversation:
+    """The growth of conversations that one chat template writes.
+
+    Args:
+        tokenizer: with the chat template.
+        tools: their JSON schemas, as the prompt offered them.
+        ends: ids of the tokens that end a turn of the model.
+
+    Raises:
+        ValueError: the tokenizer is no fast one.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None, ends: Collection[int]
+    ) -> None:
+        self.tokenizer, self.tools, self.ends = tokenizer, list(tools or []) or None, frozenset(ends)
+        self._literal = literal(tokenizer)
+        self._end_texts = {text for end in self.ends if (text := self._literal.text(end))}
+        self._complete: set[tuple[str, ...]] = set()
+        self._style: tuple[bool, bool] | None = None
+        self._checked: set[tuple[str, ...]] = set()
+
+    def begin(self, messages: Sequence[Message]) -> list[str]:
+        """Return what is known of a conversation of a prompt alone, to be passed to `grow`.
+
+        Raises:
+            ValueError: the template cannot write the messages.
+        """
+        # without the generation prompt, or what is written in its place: the turn may begin otherwise in history
+        return [_common(self._render(messages), self._render(messages, generation=False))]
+
+    def grow(
+        self, messages: Sequence[Message], written: Sequence[str], new: Sequence[Message], end: int
+    ) -> tuple[list[int], list[str]]:
+        """Return the tokens to append after an assistant's turn, and what is known of the conversation with them.
+
+        Args:
+            messages: the conversation; the last one is the assistant's turn.
+            written: what `begin` or the last call returned.
+            new: what the environment answers to the turn.
+            end: the token that ended the turn.
+
+        Raises:
+            ValueError: the template cannot write the messages, leaves one out, writes earlier ones otherwise than
+                before, or ends the turn with no token that ends the model's turns.
+        """
+        if any(message.get("role") == "assistant" for message in new):
+            raise ValueError("An environment cannot speak for the assistant; let it answer in another role.")
+        said, marks = self._marked(messages, new, len(written))
+        mark = marks[-1]
+        text = self._render([*said, *new])
+        self._check_same(text, marks, written)
+        self._check_complete(said, mark, new)
+        after = _after(text, mark)
+        disguise = self._literal.disguise(text)
+        spoken = disguise.put(list(new))
+        hidden = _after(self._render([*self._marked(messages, spoken, len(written))[0], *spoken]), mark)
+        if disguise.lift(hidden) != after:
+            raise ValueError(
+                f"The chat template writes messages of {_roles(new)} otherwise where their text holds control tokens; "
+                "let the environment leave these out."
+            )
+        skipped = self._turn_end(said, mark, hidden, end)
+        fixed = _after(_common(text, self._render([*said, *new], generation=False)), mark)
+        return self._literal.ids(end, hidden[skipped:], disguise), [*written, fixed]
+
+    def check(self, messages: Sequence[Message], role: str) -> None:
+        """Try three turns of the prompt ``messages``, each answered by a message of ``role``.
+
+        Prompts whose messages have the same roles are tried once.
+
+        Raises:
+            ValueError: `grow` would refuse them.
+        """
+        roles = (role, *(str(message["role"]) for message in messages))
+        if roles in self._checked:
+            return
+        name = self.tools[0]["function"]["name"] if self.tools else "tool"
+        talk, written = list(messages), self.begin(messages)
+        end = next(iter(sorted(self.ends)))
+        for turn in range(3):
+            answer = {"role": role, "content": f"answer {turn}"} | ({"name": name} if role == "tool" else {})
+            talk.append({"role": "assistant", "content": f"turn {turn}"})
+            _, written = self.grow(talk, written, [answer], end)
+            talk.append(answer)
+        self._checked.add(roles)
+
+    def _render(self, messages: Sequence[Message], *, generation: bool = True) -> str:
+        return render(self.tokenizer, messages, self.tools, generation=generation)
+
+    def _marked(self, messages: Sequence[Message], new: Sequence[Message], turns: int) -> tuple[list[Any], list[str]]:
+        """Return the messages with a marker for each of the last ``turns`` assistant's, and the markers.
+
+        A turn that messages of the role ``tool`` answer gets as many calls, since templates look for them.
+        """
+        taken = json.dumps([*messages, *new], ensure_ascii=False, default=str)
+        number = next(number for number in count() if f"\ue000{number}." not in taken)
+        marks = [f"\ue000{number}.{turn}\ue001" for turn in range(turns)]
+        mine = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-turns:]
+        following = [[*messages, *new][i + 1 :] for i in mine]
+        answers = [list(takewhile(lambda message: message["role"] == "tool", after)) for after in following]
+
+        def marked(style: tuple[bool, bool]) -> list[Any]:
+            talk = [dict(message) for message in messages]
+            for i, mark, some in zip(mine, marks, answers, strict=True):
+                talk[i] = {"role": "assistant"} | (_calls(some, mark, *style) if some else {"content": mark})
+            return talk
+
+        if self._style is None and any(answers):
+            for style in STYLES:
+                with suppress(ValueError):
+                    text = self._render([*marked(style), *new])
+                    if all(mark in text for mark in marks):
+                        self._style = style
+                        break
+        return marked(self._style or STYLES[0]), marks
+
+    def _check_same(self, text: str, marks: Sequence[str], written: Sequence[str]) -> None:
+        begin, before = 0, "the prompt"
+        for part, mark in zip(written, marks, strict=True):
+            end = text.rfind(mark)
+            if end < 0:
+                raise ValueError("The chat template leaves out what the assistant says; environments need it there.")
+            if not text.startswith(part, begin):
+                old, now = part, text[begin : begin + len(part)]
+                at = len(os.path.commonprefix([old, now]))
+                raise ValueError(
+                    f"The chat template rewrites {before} once the conversation goes on: {old[at : at + 40]!r} becomes "
+                    f"{now[at : at + 40]!r}; use a template that only adds, such as TRL's training templates."
+                )
+            begin, before = end + len(mark), "earlier messages"
+
+    def _check_complete(self, said: Sequence[Message], mark: str, new: Sequence[Message]) -> None:
+        """Look for the text of each message, once for every sequence of roles."""
+        roles = tuple(str(message["role"]) for message in new)
+        if roles in self._complete:
+            return
+        texts = [f"\ue000answer {i}\ue001" for i in range(len(new))]
+        named = [{**message, "content": text} for message, text in zip(new, texts, strict=True)]
+        after = _after(self._render([*said, *named]), mark)
+        if not all(text in after for text in texts):
+            raise ValueError(
+                f"The chat template leaves out messages of {_roles(new)} after an assistant's turn; choose another "
+                "template, or an environment that answers in another role."
+            )
+        self._complete.add(roles)
+
+    def _turn_end(self, said: Sequence[Message], mark: str, hidden: str, end: int) -> int:
+        """Return the length of what ``hidden`` begins with that belongs to the turn, its end token included.
+
+        The template writes an end token after a turn whatever follows. The one that was sampled stands in its place,
+        also if it is another one (``<|endoftext|>`` for ``<|im_end|>``). Where a turn has no end of its own and the
+        next message begins with an end token (``<|observation|>``), it is left out if it is the one that was sampled.
+        """
+        alone = _after(self._render(said), mark)
+        common = _common(hidden, alone)
+        first = next(self._ends_in(hidden), None)
+        if first is not None and common.startswith(hidden[: first[1]]):
+            return first[1]
+        if first is not None and common.startswith(hidden[: first[0]]):
+            same = hidden[slice(*first)] == self._literal.text(end)
+            return first[1] if same else first[0]
+        last = _after(self._render(said, generation=False), mark)
+        if (other := next(self._ends_in(last), None)) and common.startswith(last[: other[0]]):
+            # the last turn of a conversation may end otherwise: <|return|> where it is <|end|> with others after it
+            if closing := self._literal.controls.match(common, other[0]):
+                return closing.end()
+        ends = ", ".join(sorted(self._end_texts)) or "none"
+        raise ValueError(
+            f"The chat template ends an assistant's turn with none of the model's end-of-sequence tokens ({ends}); set "
+            "eos_token_id in the model's generation_config.json."
+        )
+
+    def _ends_in(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where the end tokens of ``text`` begin and end."""
+        return (found.span() for found in self._literal.controls.finditer(text) if found[0] in self._end_texts)
+
+
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None, ends: Collection[int]
+) -> Conversation:
+    """Return the `Conversation` of these arguments, made once."""
+    return _made(tokenizer, len(tokenizer), str(tokenizer.chat_template), json.dumps(tools), frozenset(ends))
+
+
+@functools.lru_cache(maxsize=8)
+def _made(
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str, tools: str, ends: frozenset[int]
+) -> Conversation:
+    return Conversation(tokenizer, json.loads(tools), ends)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    generation: bool,
+) -> str:
+    """Return what the chat template writes.
+
+    Raises:
+        ValueError: it cannot write these messages.
+    """
+    talk, given = [dict(message) for message in messages], None if tools is None else [dict(tool) for tool in tools]
+    try:
+        return str(tokenizer.apply_chat_template(talk, tools=given, add_generation_prompt=generation, tokenize=False))
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"The chat template cannot write messages of {_roles(messages)}: {said}") from error
+
+
+def _calls(answers: Sequence[Message], mark: str, as_text: bool, with_content: bool) -> dict[str, Any]:
+    """Return the content and the calls of a turn that ``answers`` answer."""
+    given: Any = {"argument": mark}
+    given = json.dumps(given, ensure_ascii=False) if as_text else given
+    calls = [
+        {
+            **({"id": answer["tool_call_id"]} if "tool_call_id" in answer else {}),
+            "type": "function",
+            "function": {"name": answer.get("name") or "tool", "arguments": given},
+        }
+        for answer in answers
+    ]
+    return {"content": mark if with_content else "", "tool_calls": calls}
+
+
+def _after(text: str, mark: str) -> str:
+    """Return what follows the last ``mark``."""
+    return text[text.rfind(mark) + len(mark) :] if mark in text else ""
+
+
+def _common(a: str, b: str) -> str:
+    return os.path.commonprefix([a, b])
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))

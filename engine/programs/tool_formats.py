@@ -1,0 +1,279 @@
+"""The forms in which models write calls of tools, one parser each.
+
+A parser finds the calls of a turn in the order they were written. What opens as a call and cannot be read is a
+`Malformed`, never silence; what opens no call is text. Arguments that a form writes as bare text get the type that the
+tool's JSON schema gives them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .call_reading import Found, Malformed, MalformedError, Schemas, ToolCall, checked, enclosed, json_at, read, typed
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A form of calls.
+
+    Args:
+        marks: texts that open a call; a turn that holds none of them calls nothing.
+        find: finds the calls of a text, in their order.
+        taught: a pattern that holds for the prompts of templates that teach this form and no other.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    find: Callable[[str, Schemas], Iterator[Found]]
+    taught: str
+
+
+def _hermes(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
+    """``{"name": "f", "arguments": {"x": 1}}``."""
+    found, end = json_at(text, at)
+    return checked(found, tools, "arguments"), end
+
+
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
+FUNCTION_END = re.compile(r"\s*</function>")
+
+
+def _qwen_xml(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
+    """``<function=f> <parameter=x> 1 </parameter> </function>``, each on lines of their own."""
+    head = FUNCTION.match(text, at)
+    if head is None:
+        raise MalformedError
+    at, texts = head.end(), {}
+    while (parameter := PARAMETER.match(text, at)) is not None:
+        texts[parameter[1].strip()] = _line(parameter[2])
+        at = parameter.end()
+    closing = FUNCTION_END.match(text, at)
+    if closing is None:
+        raise MalformedError
+    return typed(head[1].strip(), texts, tools), closing.end()
+
+
+def _line(text: str) -> str:
+    """Return ``text`` without the line ends that set it apart."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+GLM_NAME = re.compile(r"\s*([^\s<]+)")
+GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL
+)
+
+
+def _glm_xml(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
+    """``f <arg_key>x</arg_key> <arg_value>1</arg_value>``."""
+    head = GLM_NAME.match(text, at)
+    if head is None:
+        raise MalformedError
+    at, texts = head.end(), {}
+    while (argument := GLM_ARGUMENT.match(text, at)) is not None:
+        texts[argument[1].strip()] = argument[2]
+        at = argument.end()
+    return typed(head[1], texts, tools), at
+
+
+DEEPSEEK = re.compile(r"\s*(?:function<｜tool▁sep｜>([^\n<]+)\n\s*```json|([^<\n]+)<｜tool▁sep｜>)")
+FENCE = re.compile(r"\s*```")
+
+
+def _deepseek(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
+    """``function<｜tool▁sep｜>f`` and JSON in a fence (V3, R1), or ``f<｜tool▁sep｜>{...}`` (V3.1)."""
+    head = DEEPSEEK.match(text, at)
+    if head is None:
+        raise MalformedError
+    arguments, end = json_at(text, head.end())
+    if head[1] is not None:
+        fence = FENCE.match(text, end)
+        if fence is None:
+            raise MalformedError
+        end = fence.end()
+    return checked({"name": (head[1] or head[2]).strip(), "arguments": arguments}, tools, "arguments"), end
+
+
+GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
+GEMMA_HEAD = re.compile(r"\s*call:([^\s{]+)\s*")
+GEMMA_QUOTE = '<|"|>'
+
+
+def _gemma(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
+    """``call:f{x:1,y:<|"|>text<|"|>}``: JSON with bare keys and its own quotation marks."""
+    head = GEMMA_HEAD.match(text, at)
+    closed = text.find("<tool_call|>", at)
+    while closed >= 0 and text.count(GEMMA_QUOTE, at, closed) % 2:  # it stands in a text
+        closed = text.find("<tool_call|>", closed + 1)
+    if head is None or closed < 0:
+        raise MalformedError
+    parts = text[head.end() : closed].split(GEMMA_QUOTE)
+    spelt = "".join(json.dumps(part) if i % 2 else GEMMA_KEY.sub(r'\1"\2":', part) for i, part in enumerate(parts))
+    return checked({"name": head[1], "arguments": json.loads(spelt)}, tools, "arguments"), closed
+
+
+INVOKE = re.compile(r'\s*<atem:invoke name="([^"]+)">')
+ATEM = re.compile(
+    r'\s*<atem:parameter name="([^"]+)"[^>]*>(.*?)</atem:parameter>(?=\s*(?:<atem:parameter|</atem:invoke>))', re.DOTALL
+)
+INVOKE_END = re.compile(r"\s*</atem:invoke>")
+
+
+def _atem(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
+    """``<atem:invoke name="f"> <atem:parameter name="x">1</atem:parameter> </atem:invoke>``."""
+    head = INVOKE.match(text, at)
+    if head is None:
+        raise MalformedError
+    at, texts = head.end(), {}
+    while (parameter := ATEM.match(text, at)) is not None:
+        texts[parameter[1]] = parameter[2]
+        at = parameter.end()
+    closing = INVOKE_END.match(text, at)
+    if closing is None:
+        raise MalformedError
+    return typed(head[1], texts, tools), closing.end()
+
+
+# -- forms of their own -----------------------------------------------------------------------------------------------
+
+LLAMA = re.compile(r'<\|python_tag\|>|\{\s*"name"\s*:')
+
+
+def _llama(text: str, tools: Schemas) -> Iterator[Found]:
+    """``{"name": "f", "parameters": {...}}`` with nothing around it; an object without parameters is an answer."""
+    at = 0
+    while (opened := LLAMA.search(text, at)) is not None:
+        begin = opened.end() if opened[0].startswith("<") else opened.start()
+        try:
+            found, end = json_at(text, begin)
+        except (ValueError, RecursionError):
+            yield Found(opened.start(), len(text), Malformed())
+            return
+        at = end
+        if opened[0].startswith("<") or "parameters" in found or "arguments" in found:
+            call = read(partial(checked, found, tools, "parameters", "arguments"))
+            yield Found(opened.start(), end, call)
+
+
+MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?")
+
+
+def _mistral(text: str, tools: Schemas) -> Iterator[Found]:
+    """``[TOOL_CALLS] [{"name": "f", "arguments": {...}}]``, or ``[TOOL_CALLS]f[ARGS]{...}`` for each call."""
+    at, mark = 0, "[TOOL_CALLS]"
+    while (begun := text.find(mark, at)) >= 0:
+        inside = begun + len(mark)
+        head = MISTRAL_HEAD.match(text, inside)
+        try:
+            found, at = json_at(text, head.end() if head else inside)
+        except (ValueError, RecursionError):
+            again = text.find(mark, inside)
+            at = again if again >= 0 else len(text)
+            yield Found(begun, at, Malformed())
+            continue
+        if head:
+            listed: Any = [{"name": head[1], "arguments": found, "id": head[2]}]
+        else:
+            listed = found if isinstance(found, list) and found else [found]
+        for one in listed:
+            yield Found(begun, at, read(partial(checked, one, tools, "arguments")))
+
+
+HARMONY = re.compile(r"to=(?:functions\.)?([\w.-]+)([^\n]*?)<\|message\|>")
+
+
+def _harmony(text: str, tools: Schemas) -> Iterator[Found]:
+    """``to=functions.f <|constrain|>json<|message|>{...}``, the recipient before or after the channel."""
+    at = 0
+    while (head := HARMONY.search(text, at)) is not None:
+        closed = text.find("<|call|>", head.end())
+        at = len(text) if closed < 0 else closed
+
+        def one(head: re.Match[str] = head, end: int = at) -> ToolCall:
+            arguments = json.loads(text[head.end() : end])
+            return checked({"name": head[1], "arguments": arguments}, tools, "arguments")
+
+        yield Found(head.start(), at, read(one))
+
+
+def _pythonic(text: str, tools: Schemas) -> Iterator[Found]:
+    """``<|tool_call_start|>[f(x=1), g()]<|tool_call_end|>``: a list of Python calls, literals as arguments."""
+    begin, end, at = "<|tool_call_start|>", "<|tool_call_end|>", 0
+    while (begun := text.find(begin, at)) >= 0:
+        closed = text.find(end, begun)
+        inside, at = text[begun + len(begin) : closed if closed >= 0 else None], closed + len(end)
+        at = len(text) if closed < 0 else at
+        try:
+            listed: Any = ast.parse(inside.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            listed = None
+        if closed < 0 or not isinstance(listed, ast.List) or not listed.elts:
+            yield Found(begun, at, Malformed())
+            continue
+        for node in listed.elts:
+            yield Found(begun, at, read(partial(_python_call, node, tools)))
+
+
+def _python_call(node: Any, tools: Schemas) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
+        raise MalformedError
+    arguments = {str(word.arg): _literal(word.value) for word in node.keywords}
+    return checked({"name": ast.unparse(node.func), "arguments": arguments}, tools, "arguments")
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a Python literal, JSON's names for true, false and null included."""
+    names = {"true": True, "false": False, "null": None}
+    for inner in ast.walk(node):
+        for field, value in ast.iter_fields(inner):
+            if isinstance(value, ast.Name) and value.id in names:
+                setattr(inner, field, ast.Constant(names[value.id]))
+            elif isinstance(value, list):
+                value[:] = [
+                    ast.Constant(names[v.id]) if isinstance(v, ast.Name) and v.id in names else v for v in value
+                ]
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    return ast.literal_eval(node)
+
+
+# -- which one ----------------------------------------------------------------------------------------------------------
+
+
+def _between(begin: str, end: str, read: Callable[[str, int, Schemas], tuple[ToolCall, int]]) -> Any:
+    return lambda text, tools: enclosed(text, tools, begin, end, read)
+
+
+FORMATS: dict[str, ToolFormat] = {
+    made.name: made
+    for made in (
+        ToolFormat("qwen_xml", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _qwen_xml), "<function="),
+        ToolFormat("glm_xml", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _glm_xml), "<arg_key>"),
+        ToolFormat(
+            "deepseek",
+            ("<｜tool▁call▁begin｜>",),
+            _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek),
+            "<｜tool▁call▁begin｜>",
+        ),
+        ToolFormat("gemma", ("<|tool_call>",), _between("<|tool_call>", "<tool_call|>", _gemma), r"<\|tool_call>"),
+        ToolFormat(
+            "atem",
+            ("<atem:function_calls>",),
+            _between("<atem:function_calls>", "</atem:function_calls>", _atem),
+            "<atem:function_calls>",
+        ),
+        ToolFormat("harmony", ("to=",), _harmony, r"<\|channel\|>.*commentary"),
+        ToolFormat("mistral", ("[TOOL_CALLS]",), _mistral, r"\[TOOL_CALLS\]"),
+        ToolFormat("pythonic", ("<|tool_call_start|>",), _pythonic, r"<\|tool_call_start\|>"),
+        ToolFormat("hermes", ("<tool_call>",), _between("<tool_call>", "</tool_call>", _hermes), "<tool_call>"),
+        ToolFormat("llama", ("{", "<|python_tag|>"), _llama, r'\{"name": function name, "parameters"'),
+    )
+}
+"""The forms by name; the first whose parser reads what a template writes is the template's."""

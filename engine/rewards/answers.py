@@ -1,0 +1,149 @@
+r"""The answer that a response gives, by the marks it sets on it.
+
+Candidates come in a fixed order, and a verifier takes the first that it can read:
+
+1. ``<answer>...</answer>``, ``\boxed{...}`` (``\fbox``; braces balanced), a line ``Answer: ...``, the line below a
+   heading ``Answer``, and ``#### ...`` on the last line. The last in the text comes first.
+2. A sentence "the answer is ...", and ``#### ...`` before a number or formula on any other line; the last comes first.
+
+A mark with nothing in it is no mark. ``Answer`` is read in the languages of `WORDS` and `SAID`, in capitals or not,
+with Markdown's emphasis around it. Boxes that stand together (``\boxed{2} or \boxed{3}``) are one answer with several
+parts.
+
+Imports nothing of rolltree, as `verifiers.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+WORDS = "|".join(
+    (
+        r"answers?", "antwort", r"r[ée]ponse", "respuesta", "resposta", "risposta", "ответ", "答案", "答え", "答",
+        "解答", "回答", "정답", "답", "jawaban", "cevap", "đáp án", "jibu", "odpowiedź", "antwoord", "उत्तर", "الجواب",
+        "الإجابة", "উত্তর", "คำตอบ", "సమాధానం",
+    )
+)  # fmt: skip
+"""The word "answer", as it stands before a colon."""
+SAID = "|".join(
+    (
+        r"(?<!\w)answers?(?!\w)[^.:=\n]{0,60}?(?<!\w)(?:is|are|equals|will be|would be|must be|comes out to)(?!\w)",
+        r"(?<!\w)(?:correct|right|best)\s+(?:option|choice|statement)\s+is(?!\w)",
+        r"(?<!\w)antwort\s+(?:ist|lautet)(?!\w)", r"(?<!\w)r[ée]ponse(?:\s+finale)?\s+est(?!\w)",
+        r"(?<!\w)respuesta(?:\s+final)?\s+es(?!\w)", r"(?<!\w)resposta(?:\s+final)?\s+é(?!\w)",
+        r"(?<!\w)risposta(?:\s+finale)?\s+è(?!\w)", r"ответ\s*[—–-]", "答案[是为為]", "答えは", "정답은", "답은",
+        r"jawabannya adalah", r"jibu ni", r"คำตอบคือ", r"উত্তর হল", r"đáp án là", r"उत्तर है",
+    )
+)  # fmt: skip
+"""The words before an answer in a sentence."""
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_LINE = re.compile(rf"(?<![\w<])(?:{WORDS})[*_\s]{{0,4}}[:：]", re.IGNORECASE)
+_HEADING = re.compile(
+    rf"^[ \t]*(?:#{{1,6}}[ \t]*|[*_]{{2}})[*_]*(?:the[ \t]+)?(?:final[ \t]+)?(?:{WORDS})[*_ \t]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_BOX = re.compile(r"\\f?boxed[ \t]*")
+_HASHES = re.compile(r"(?<!#)####(?!#)")
+_SENTENCE = re.compile(rf"(?:{SAID})[ \t]*[:：]?", re.IGNORECASE)
+_VALUE = re.compile(r"[*_]*(?!\d+[.):]\s)(?:[-+−]?[$€£¥]?\s?[-+−]?\.?\d|\$|\\[(\[a-zA-Z]|[-+−]?[√π∞(\[{])")
+_TOGETHER = re.compile(r"\s*\$?[\s,;]*(?:(?:and|or|und|oder|et|ou|y|o|和|或)\b|[,;、])?[\s,;]*\$?\s*", re.IGNORECASE)
+_OPEN = ("$$", "\\["), ("$$", "\\]")
+
+
+def extract_answer(text: str) -> str | None:
+    """Return the answer that a response marks: the first candidate, trimmed; None if nothing is marked."""
+    return next(candidates(text), None)
+
+
+def candidates(text: str) -> Iterator[str]:
+    """Yield what ``text`` may give as its answer, in the order in which it is to be believed."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    strong = [(match.start(), match[1]) for match in _TAGGED.finditer(text)]
+    strong += [(match.start(), _line_after(text, match.end())) for match in _LINE.finditer(text)]
+    strong += [(match.start(), _line_after(text, match.end())) for match in _HEADING.finditer(text)]
+    strong += _boxes(text)
+    weak = [(match.start(), _sentence_after(text, match.end())) for match in _SENTENCE.finditer(text)]
+    for match in _HASHES.finditer(text):
+        line = _line_after(text, match.end())
+        if not text[match.end() :].strip().partition("\n")[2].strip():
+            strong.append((match.start(), line))
+        elif _VALUE.match(text[match.end() :].lstrip(" \t")):
+            weak.append((match.start(), line))
+    for found in (strong, weak):
+        for _, answer in sorted(found, key=lambda mark: mark[0], reverse=True):
+            if (answer := answer.strip()).strip("*_ "):
+                yield answer
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty; a formula set off by ``\\[`` or ``$$`` counts as one line."""
+    text = text.rstrip()
+    for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
+        if text.rstrip(".").endswith(closing) and (start := text.rfind(opening, 0, text.rfind(closing))) >= 0:
+            return text[start:]
+    return text.rpartition("\n")[2]
+
+
+def tidy(answer: str) -> str:
+    r"""Return ``answer`` without emphasis, ``$`` or ``\( \)``, quotation marks and a full stop around it."""
+    previous = None
+    while previous != answer:
+        previous = answer
+        answer = answer.strip().strip("*_`").strip()
+        answer = re.sub(r"(?<!\\right)(?<!\\left)(?<!\\)[.,;:。，；]+$|\\\\$", "", answer)
+        for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("“", "”")):
+            inside = answer[len(opening) : -len(closing)]
+            around = (
+                len(answer) >= len(opening) + len(closing) and answer.startswith(opening) and answer.endswith(closing)
+            )
+            if around and not re.search(r"(?<!\\)" + re.escape(closing), inside):
+                answer = inside
+    return answer
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Return the index of the brace that closes one opened before ``start``; -1 if none does."""
+    depth = 1
+    for index in range(start, len(text)):
+        if text[index] in "{}" and text[index - 1] != "\\":
+            depth += 1 if text[index] == "{" else -1
+        if depth == 0:
+            return index
+    return -1
+
+
+def _boxes(text: str) -> list[tuple[int, str]]:
+    """Return where each answer in boxes begins, and what it says; boxes that stand together are one answer."""
+    found: list[tuple[int, int, str]] = []  # begin, end, content
+    for match in _BOX.finditer(text):
+        if text[match.end() : match.end() + 1] == "{":
+            if (end := closing_brace(text, match.end() + 1)) < 0:
+                continue
+            content, end = text[match.end() + 1 : end], end + 1
+        elif token := re.compile(r"[^\s{}$a-zA-Z][^\s$]*|[a-zA-Z](?=[\s.,$]|$)").match(text, match.end()):
+            content, end = token[0], token.end()
+        else:
+            continue
+        if found and _TOGETHER.fullmatch(text, found[-1][1], match.start()):
+            begin, _, before = found.pop()
+            content = before if before.strip() == content.strip() else f"{before}, {content}"
+            found.append((begin, end, content))
+        else:
+            found.append((match.start(), end, content))
+    return [(begin, content) for begin, _, content in found if not _BOX.search(content)]
+
+
+def _line_after(text: str, start: int) -> str:
+    """Return the rest of the line, or the next that is not empty; a formula set off from the text is taken whole."""
+    rest = text[start:].lstrip("*_ \t").lstrip()
+    for opening, closing in zip(*_OPEN, strict=True):
+        if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
+            return rest[: end + len(closing)]
+    return re.split(r"</answer>|\n", rest, maxsplit=1, flags=re.IGNORECASE)[0]
+
+
+def _sentence_after(text: str, start: int) -> str:
+    """Return the rest of the sentence: to a full stop before a blank, or the end of the line."""
+    return re.split(r"[.!?](?=\s|$)|。", _line_after(text, start), maxsplit=1)[0]
