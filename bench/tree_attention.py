@@ -96,7 +96,7 @@ def rolltree(x: Inputs) -> Calls:
 
 
 def flash(x: Inputs) -> Calls:
-    """flash-attn 4's kernels under the tree's mask, which run only where they are named."""
+    """Time flash-attn 4's kernels with the tree's mask, which run only if they are asked for."""
     if not dispatch.usable("flash", x.q.device):
         raise UnsupportedError("flash-attn 4 does not run here")
 
