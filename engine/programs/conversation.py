@@ -24,7 +24,7 @@ from .literal import literal
 
 Message = Mapping[str, Any]
 STYLES = [(False, False), (True, False), (False, True), (True, True)]
-"""The ways to give a turn with calls to a template: whether arguments are a JSON text, whether the turn has content too.
+"""The ways to give a turn with calls to a template: are its arguments a JSON text, and has it content as well?
 
 Some templates want arguments as texts, some write content after the tools' answers, some write no calls.
 """
