@@ -1,7 +1,7 @@
-"""What samples for a training run: jobs go in, trees come out, all of it plain data.
+"""The interface through which a training run samples: it submits jobs and receives trees, both plain data.
 
-The loop knows this interface alone, so what samples may be an engine of this process (`LocalSampler`), engines of other
-processes, or canned answers in a test.
+The loop uses only this interface, so the sampler may be an engine of this process (`LocalSampler`), engines of other
+processes, or a list of fixed answers in a test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TALLIED = ("steps", "row_steps", "call_wait_us")
 
 
 class LostError(RuntimeError):
-    """What sampled a job does not know it any more; the job may begin anew."""
+    """The sampler has lost a job, for example in a restart; the job may begin again."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Flight:
 
 
 class Kept(NamedTuple):
-    """What a checkpoint keeps of an unfinished job: its state as plain values, or a word why there is none.
+    """The checkpoint of an unfinished job: its state as plain values, or a word for the reason that it has none.
 
     Both are None for a job that has not begun.
     """
@@ -76,7 +76,7 @@ class Kept(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Where a sampler gets new weights from."""
+    """A source of new weights for a sampler."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all parameters by the names of the model's."""
