@@ -74,7 +74,7 @@ class SamplingParts:
         callback_name: the configured name, for messages.
         max_dropped_batches: most groups that the callback may drop for one step, in batches.
         on_failure: treatment of a response whose verifier failed: drop, zero or raise.
-        overlaps: sampling goes on in a thread of its own while the policy is updated.
+        overlaps: sample in another thread while the policy is updated.
         on_cpu: sampling and training share the cores of one CPU.
         keep_keys: continue with keys that older weights computed.
         seed: seed of the run; a group's seed follows from it and the ticket.
