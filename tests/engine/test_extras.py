@@ -105,6 +105,15 @@ terms = [Weighted(TokenTerm(Objective.preset("grpo")), normalizer=2.0)]
 trainer.forward_backward(batch, terms, tokens=4, temperature=1.0, on_policy=False)
 trainer.optim_step()
 assert not torch.equal(before, model.lm_head.weight)
+
+import rolltree.engine
+absent = set()
+for name in rolltree.engine.__all__:
+    try:
+        getattr(rolltree.engine, name)
+    except ModuleNotFoundError:
+        absent.add(name)
+assert absent == {"Orchestrator", "build", "load_config"}, absent  # whole runs are what [train] is for
 """,
     ("train",): RUN.format(["train", "file.toml", "--dry-run"]),
     ("train", "tasks"): RUN.format(["train", "tiny.toml", "--dry-run", "--reward.verifier", "math"]),
