@@ -90,7 +90,7 @@ class TreePO(RolloutProgram):
             self._leaves.append(segment)
             self._finished_now += 1
         if group.sampling:
-            return actions  # the round goes on
+            return actions  # the round continues
         if self._resting:
             return actions + self._next_round(group.width)
         if len(self._leaves) < group.width:
