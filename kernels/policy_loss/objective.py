@@ -184,7 +184,10 @@ class Objective:
     def _check_options(self) -> None:
         options = self.options
         _require(isinstance(options, Mapping | list | tuple), f"options must be a mapping, got {shown(options)}")
-        given = dict(options)
+        try:
+            given = dict(options)
+        except (TypeError, ValueError):
+            raise ValueError(f"Objective: options must be a mapping, got {shown(options)}.") from None
         known = [name for name in ([] if self.rule is None else self.rule.option_names) if name not in _FIELD_NAMES]
         for name, value in given.items():
             has = f"it has {', '.join(known)}" if known else "it has none of its own"
