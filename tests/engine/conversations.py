@@ -69,7 +69,7 @@ class Leisurely(Steady):
         return open(self.log).read().count("\\n")
 
     async def step(self, messages):
-        before, patience = self.rows(), 100
+        before, patience = self.rows(), 300
         while self.turns == 1 and self.seed > 6 and self.seed % 6 in (3, 4) and self.rows() == before and patience:
             patience -= 1
             await asyncio.sleep(0.01)
