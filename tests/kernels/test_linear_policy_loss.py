@@ -455,7 +455,7 @@ def test_what_was_added_in_the_forward_takes_no_factor() -> None:
     out = fused(**options, **given, weight_grad=into)
     with pytest.raises(ValueError, match="the loss must be differentiated as it is; put other factors into normalizer"):
         (3 * out.loss).backward()
-    with pytest.raises(ValueError, match="in_forward says when weight_grad is added to; give weight_grad"):
+    with pytest.raises(ValueError, match="in_forward adds to weight_grad in the forward; give weight_grad"):
         fused(**options, **given)
     with pytest.raises(ValueError, match="weight_grad must be contiguous"):
         fused(**options, **given, weight_grad=into.T.contiguous().T)
