@@ -31,7 +31,7 @@ HOST = 150e-6  # seconds of a step that the host adds and no graph replay hides;
 
 
 class Load(NamedTuple):
-    """What a decode step computes."""
+    """The work of one decode step."""
 
     rows: int
     """Rows that sample a token."""
@@ -45,7 +45,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What an engine samples."""
+    """A batch of groups for an engine to sample."""
 
     prompt: int
     """Tokens of each prompt."""

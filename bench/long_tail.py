@@ -45,7 +45,7 @@ class Inputs:
     updates: int
     """Updates of one timed call."""
     idle: dict[str, float] = field(default_factory=dict)
-    """By provider, the share of the decoder's rows that sampled nothing."""
+    """Share of the decoder's rows that sampled nothing, by provider."""
 
 
 class _Prompts:

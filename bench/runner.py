@@ -71,7 +71,7 @@ class Bench:
     warmup: int = WARMUP_CALLS
     """Untimed calls after the first call, which is never timed."""
     work: Callable[[Any], Mapping[str, tuple[float, float]]] | None = None
-    """By direction, the FLOP and bytes of an implementation that repeats nothing, for the roofline."""
+    """Returns the FLOP and bytes of an implementation without repeated work, by direction, for the roofline."""
     shares: Callable[[Any], Mapping[str, float]] | None = None
     """Returns rows of metric "share" by name, from what providers recorded in a case's inputs."""
 

@@ -1,6 +1,6 @@
-"""How sequences and nodes become the arrays of a tree.
+"""Builds the arrays of a tree from sequences or nodes.
 
-In the order in which `TokenTree.from_sequences` uses them: `merge` checks the sequences, `prefix_tree` finds their
+`TokenTree.from_sequences` uses them in this order: `merge` checks the sequences, `prefix_tree` finds their
 common prefixes in time linear in their tokens, and `order_nodes` puts the nodes into depth-first order.
 
 Two response tokens merge only where their ids and all columns that must be equal agree, bit for bit: a token of a tree

@@ -35,7 +35,7 @@ class Column:
     meaning: str
     fill: float = 0
     merge: Literal["equal", "first", "sum"] = "equal"
-    """How to merge a token column when two sequences share a token: require equality, keep the first value, or add."""
+    """Rule for a token that two sequences share: require equal values, keep the first value, or add them."""
     to_device: bool = False
     """Training reads it, so `TreeBatch.columns` holds it."""
 

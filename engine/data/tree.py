@@ -390,7 +390,7 @@ def of_runs(
     leaf_nodes: Seq[int],
     status: Array,  # [L] int8
 ) -> TokenTree:
-    """As :meth:`TokenTree.from_nodes` without its checks, from the concatenated tokens of nodes of ``lengths``."""
+    """Make a tree like :meth:`TokenTree.from_nodes`, unchecked, from the joined tokens of nodes of ``lengths``."""
     new: list[int] = []  # an empty node is replaced by its nearest non-empty ancestor
     kept = 0
     for node_parent, node_length in zip(parents, lengths, strict=True):

@@ -1,10 +1,10 @@
-"""Groups through their states: admits prompts, samples, judges each group as it finishes, and hands out batches.
+"""Moves groups through their states: admits prompts, samples, requests verdicts, and hands out batches.
 
-At staleness 0 all of it happens in the caller's thread while it waits for a batch, and nothing is open between steps.
-Above, where sampling overlaps, a thread samples with a copy of the weights while the caller trains; elsewhere sampling
-rests meanwhile, and what is unfinished goes on afterwards. Verdicts are waited for in threads of their own.
+At staleness 0 all work happens in the caller's thread while it waits for a batch, and no group is open between steps.
+At a higher staleness with overlap, a thread samples with a copy of the weights while the caller trains; without
+overlap, sampling pauses during training, and unfinished groups continue afterwards. Other threads wait for verdicts.
 
-The state of a group changes under one lock, in the thread that samples; the caller takes batches and ends steps.
+One lock guards the states of the groups. The sampling thread changes them; the caller takes batches and ends steps.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .runtime import Cores, Progress
 from .unfinished import group_state
 
 MOST_ATTEMPTS = 64
-"""Requests made for one group beside its first, after which it is dropped."""
+"""Most further requests for one group; one more drops it."""
 LOOK_S = 0.05
-"""Between looks at the sampling while only verdicts are outstanding."""
+"""Seconds between checks of the sampler while only verdicts are outstanding."""
 
 
 class Controller:
     """Samples, judges and hands out the batches of a run.
 
     Args:
-        parts: what it samples and judges with.
+        parts: the sampler, the prompts and the settings.
         buffer: holds the groups.
         watch: accounts for the caller's time.
-        console: shows what goes on.
-        trace: records when the sampler and the verifier worked.
+        console: shows the progress.
+        trace: records the times at which the sampler and the verifier worked.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class Controller:
     ) -> None:
         self.parts, self.buffer, self.watch, self.console, self.trace = parts, buffer, watch, console, trace
         self.sampler, self.source = parts.sampler, parts.source
-        self._params = parts.params  # of the step that is sampled for
+        self._params = parts.params  # of the step for which the sampler works
         self._sampling: dict[Group, Flight] = {}
         self._changed = threading.Condition(threading.RLock())
         self.judging = Judging(parts.tokenizer, self._notify, on_failure=parts.on_failure, trace=trace)
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
-        self.restarted: Counter[str] = Counter()  # unfinished groups that were begun anew, by reason
-        self._dropped_before = 0  # groups dropped when the step began
-        self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets, and theirs
+        self.restarted: Counter[str] = Counter()  # unfinished groups that began again, by reason
+        self._dropped_before = 0  # groups dropped before the step began
+        self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets and their seeds
         self.cores = Cores(shared=parts.overlaps and parts.on_cpu)
 
     @contextmanager
     def running(self, rewards: Rewards) -> Iterator[None]:
-        """While it may be asked for batches; ``rewards`` judges."""
+        """Allow `next_batch` within the block; ``rewards`` judges the responses."""
         with self.judging.running(rewards), self.cores.left_to_caller():
             try:
                 yield
@@ -88,16 +88,20 @@ class Controller:
                     self._thread.join()
 
     def next_batch(self, params: SamplingParams | None = None) -> list[Group]:
-        """Return the groups of the next update, judged, as soon as they are there.
+        """Wait for the judged groups of the next update and return them.
 
         Args:
-            params: of what is sampled from now on; as before where None.
+            params: sampling parameters from now on; None to keep the present ones.
+
+        Raises:
+            UserError: the sampler cannot serve a request, or the group callback gave an invalid answer.
+            RunError: the program or a verifier failed, or the group callback dropped too many groups.
         """
         if params is not None:
             with self._changed:
                 self._params = params
         if self.buffer.budget.staleness == 0:
-            self.sampler.forget_prefixes()  # so that what is sampled follows from this step alone
+            self.sampler.forget_prefixes()  # so that the samples follow from this step alone
         if self.parts.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
@@ -110,7 +114,7 @@ class Controller:
                 self._advance() if self._thread is None else self._await_change()
 
     def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
-        """End the step in which ``batch`` was trained; ``weights`` are the policy's, None where it did not change."""
+        """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change."""
         with self.watch.part("sync"), self.paused():
             if weights is not None:
                 self.sampler.load(weights, version, keep_keys=self.parts.keep_keys)
@@ -120,7 +124,7 @@ class Controller:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While nothing is sampled, but for what the caller asks of the engine."""
+        """Stop sampling within the block, except for the caller's own requests to the engine."""
         with self._changed:
             self._pauses += 1
             self._changed.notify_all()
@@ -139,12 +143,12 @@ class Controller:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> tuple[dict[str, Tensor], list[Any]]:
-        """Every open group: prompts, responses judged or not, and unfinished ones with their tokens.
+        """Return tensors and plain values of every open group: prompt, responses, tokens of unfinished responses.
 
-        What cannot be kept of an unfinished one, as a call under way, makes it begin anew when the run is resumed.
+        An unfinished group with state that cannot be stored, such as a running call, begins again in a resumed run.
 
         Raises:
-            RunError: what the verifier is given with a prompt cannot be kept.
+            RunError: an entry of a prompt cannot be stored.
         """
         archive = Archive()
         with self.paused(), self._changed:
@@ -159,7 +163,7 @@ class Controller:
         return archive.tensors, groups
 
     def load_state_dict(self, tensors: dict[str, Tensor], groups: Sequence[Any]) -> None:
-        """Take over what :meth:`state_dict` gave; the buffer's counts and the engine's weights must be there."""
+        """Restore the state that :meth:`state_dict` returned; load the buffer's counts and the weights before."""
         archive = Archive(tensors)
         for packed in groups:
             values = archive.unpack(packed)
@@ -192,7 +196,7 @@ class Controller:
                 self._changed.notify_all()
 
     def _may_go_on(self) -> bool:
-        """Wait while there is a pause; False at the end."""
+        """Wait until no pause is requested; return False when the controller closes."""
         with self._changed:
             while self._pauses and not self._closing:
                 self._resting = True
@@ -202,7 +206,7 @@ class Controller:
             return not self._closing
 
     def _await_change(self) -> None:
-        """Let the thread work, and account for what is waited for."""
+        """Wait for the sampling thread, and account for the time; raise the thread's error if it failed."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -211,14 +215,14 @@ class Controller:
                 self._changed.wait(LOOK_S)
 
     def _synchronize(self) -> None:
-        """Let work of one thread on shared weights and keys end before that of the other begins."""
+        """Finish the work of one thread on shared weights and keys before the other thread begins."""
         if self._thread is not None:
             self.sampler.settle()
 
     # -- one round --------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Do what can be done: take what has finished, admit, and sample a step, or wait a little for a verdict."""
+        """Take finished groups, admit new ones, and sample a step, or wait briefly for a verdict."""
         with self._changed:
             self._collect()
             self._settle()
@@ -243,7 +247,7 @@ class Controller:
 
     @contextmanager
     def _timed(self, phase: str | None, part: str) -> Iterator[None]:
-        """The caller's time is accounted for; a thread of the sampling's own is no part of it."""
+        """Account for the caller's time; time in a sampling thread is not counted."""
         if self._thread is not None:
             yield
             return
@@ -253,7 +257,7 @@ class Controller:
             yield
 
     def _admit(self) -> None:
-        """Groups for the room there is, and requests for those that have none."""
+        """Admit groups while there is room, and submit the queued ones."""
         if (room := self.buffer.room) > 0:
             with self._timed(None, "prompts"):
                 prompts = self.source.next(room)
@@ -265,7 +269,7 @@ class Controller:
     def _submit(
         self, groups: Sequence[Group], n: int | None = None, kept: Mapping[str, Any] | None = None
     ) -> list[Flight]:
-        """Begin jobs of ``n`` responses, or of as many as a group's prompt is to have, or go on from what was kept."""
+        """Submit jobs of ``n`` responses (None: the prompt's own or the usual number), or continue from ``kept``."""
         now = self._params
         jobs = [
             Job(
@@ -285,7 +289,7 @@ class Controller:
         self._sampling[group] = flight
 
     def _collect(self) -> None:
-        """Let finished groups be judged, and begin lost ones anew."""
+        """Request verdicts on finished groups, and queue lost ones again."""
         finished = []
         for group in [group for group, flight in self._sampling.items() if flight.done]:
             flight = self._sampling.pop(group)
@@ -308,9 +312,9 @@ class Controller:
             self._changed.notify_all()
 
     def _settle(self) -> None:
-        """Groups whose verdicts have come are ready, or what the group callback says.
+        """Make judged groups ready, or follow the answer of the group callback.
 
-        At staleness 0 they are looked at in rounds, so that what is sampled next does not depend on who was faster.
+        At staleness 0 it waits for all groups of a round, so that the next samples do not depend on their speed.
         """
         in_rounds = self.buffer.budget.staleness == 0
         if not (in_rounds and self._sampling):
@@ -357,7 +361,7 @@ class Controller:
             )
 
     def _seed(self, group: Group) -> int:
-        """What a group samples follows from the run's seed and its ticket."""
+        """Return the seed of a group, which follows from the run's seed, the ticket and the attempt."""
         block, index = divmod(group.ticket, self.buffer.budget.batch)
         if group.attempt:
             sequence = np.random.SeedSequence([self.parts.seed, block + 1, index, group.attempt])

@@ -1,4 +1,4 @@
-"""The held-out problems: answered greedily before a run, after it, and between if asked."""
+"""Evaluation on held-out problems, answered greedily: before a run, after it, and every few steps if set."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .parts import EvaluationParts
 from .runtime import Progress
 
 SOLVED = 1.0 - 1e-6
-"""A reward from here on counts as a correct answer."""
+"""Smallest reward that counts as a correct answer."""
 
 
 class Evaluation:
     """Answers held-out problems with the sampler's weights.
 
     Attributes:
-        first, last: the accuracies of the first and the latest time; None before.
+        first, last: the first and the latest accuracy; None before there is one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Evaluation:
         return step == steps or (every > 0 and step % every == 0)
 
     def run(self, step: int, rewards: Rewards) -> dict[str, float]:
-        """The metrics of all problems; none where there are no problems."""
+        """Answer all problems and return the metrics; empty if there are no problems."""
         if not self.problems:
             return {}
         self.console.phase("evaluating")

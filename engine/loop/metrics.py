@@ -1,4 +1,4 @@
-"""Records of a run: metrics as sums and counts, an account of each step's time, and metrics.jsonl.
+"""Records of a run: metrics as sums and counts, the times of each step's parts, and metrics.jsonl.
 
 A mean of means is wrong if the parts differ in size, so every metric is accumulated as (sum, count) and divided once,
 at the end of a step. Names follow verl's and TRL's spelling.

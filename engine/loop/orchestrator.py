@@ -1,8 +1,8 @@
-"""The loop of a run: a batch of judged groups, one update, and again; and all it keeps in its directory.
+"""The loop of a run: take a batch of judged groups, make one update, repeat; and the files in the run's directory.
 
-`Controller` brings the batches and `Learner` learns from them. At staleness 0 every batch is sampled by the weights it
-updates, and whatever is random follows from the seed and a group's number, never from time or order, so a resumed run
-repeats the uninterrupted one.
+`Controller` returns the batches, and `Learner` updates the policy with them. At staleness 0 every batch is sampled by
+the weights that it updates, and all randomness follows from the seed and a group's ticket, never from time or order, so
+a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .unfinished import RESTARTED
 from .utilization import GpuMonitor
 
 OPEN, PROMPTS = "open/", "prompts/"
-"""Begin the names of the tensors of open groups and of the prompts' source in a checkpoint."""
+"""Name prefixes in a checkpoint: tensors of open groups, tensors of the prompts' source."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run achieved."""
+    """The results of a run."""
 
     steps: int
     accuracy_before: float | None
@@ -58,14 +58,14 @@ class RunSummary:
     seconds: float
     export: Path
     failures: list[str]
-    """What could not be sampled or judged, a line each."""
+    """One line for each kind of failure: responses that could not be sampled or judged."""
 
 
 class Orchestrator:
     """A training run in its directory; see the module's description.
 
     Args:
-        parts: what the run is made of, as `rolltree.engine.build` makes it of a configuration.
+        parts: the parts of the run, as `rolltree.engine.build` makes them from a configuration.
 
     Raises:
         UserError: a replay cannot be read, or the run asks for staleness with it.
@@ -103,20 +103,24 @@ class Orchestrator:
         self.evaluation = Evaluation(parts.evaluation, self.sampler, self.tokenizer, console)
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
-        self._dropped: Counter[str] = Counter()  # groups dropped when it ended, by reason
+        self._dropped: Counter[str] = Counter()  # groups dropped up to the last step, by reason
         self._saved_step = -1
         self._best: tuple[float, int] | None = None  # value of `checkpoint.best`, and the step
 
     @property
     def step(self) -> int:
-        """Steps that have ended."""
+        """Number of steps that have ended."""
         return self.buffer.steps
 
     def run(self) -> RunSummary:
-        """Train to the last step, then evaluate and export."""
+        """Train to the last step, then evaluate and export.
+
+        Raises:
+            KeyboardInterrupt: a signal stopped the run; its last step is saved.
+        """
         begin = time.perf_counter()
         self.console.start(self.options.steps)
-        # The directory is made not before everything has loaded: an early mistake leaves nothing behind.
+        # Everything has loaded before the directory is made, so an early mistake leaves no files.
         with self.parts.rewards:
             self.console.phase("reading the reference answers")
             if note := self.parts.check_rewards():
@@ -160,7 +164,7 @@ class Orchestrator:
         (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
         self.watch.restart()
         row = self._evaluate() | self.watch.read()
-        self._save(row)  # from here on there is something to resume
+        self._save(row)  # from now on the run can be resumed
         self.log.append(0, row)
         self.trackers.log(0, row)
 
@@ -169,7 +173,7 @@ class Orchestrator:
     def _step(self) -> None:
         step = self.step + 1
         sums = Sums()
-        self.model.eval()  # here, and not at every step of the engine: it takes as long as a layer
+        self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
         params = self.learner.sampling(step, self.parts.sampling.params)
         batch = self.controller.next_batch(params)
         trees = [group.tree for group in batch]
@@ -202,7 +206,7 @@ class Orchestrator:
         self._row = row
         if step % self.options.save_every == 0 or step == self.options.steps or self.stopping.asked:
             self.console.phase("saving a checkpoint")
-            with self.watch.part("checkpoint"):  # its time is the next step's: this row is part of what is saved
+            with self.watch.part("checkpoint"):  # counted in the next step: the checkpoint holds this row
                 self._save(row)
         self.log.append(step, row)
         self.trackers.log(step, row)
@@ -210,7 +214,7 @@ class Orchestrator:
         self.console.step(step, row)
 
     def _record(self, batch: Sequence[Group], sums: Sums) -> None:
-        """Rewards and failures of a batch."""
+        """Record the rewards and failures of a batch."""
         for group in batch:
             for verdict in group.verdicts:
                 if verdict.value is not None:
@@ -228,7 +232,7 @@ class Orchestrator:
         self.failures["reward"].record(reasons, len(verdicts), sums, self.console, skipped=skipped)
 
     def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
-        """How old a batch is, in steps, and how much of it was sampled by several policies."""
+        """Record the age of a batch in steps and the share of responses that several policies sampled."""
         if self.buffer.budget.staleness == 0:
             return
         for group in batch:
@@ -280,7 +284,7 @@ class Orchestrator:
         self._saved_step = self.step
 
     def _better(self, row: dict[str, float]) -> tuple[float, int] | None:
-        """The best checkpoint so far, this one included, by `checkpoint.best`."""
+        """Return the best checkpoint so far by `checkpoint.best`, including the present one."""
         name = self.options.best
         if name is None or (value := row.get(name.removeprefix("-"))) is None or not math.isfinite(value):
             return self._best
@@ -310,7 +314,7 @@ class Orchestrator:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         there = self.log.rewind(saved.step, self.options.directory / f"metrics.before-resume-{stamp}.jsonl")
         if saved.step not in there:
-            self.log.append(saved.step, state["metrics"])  # killed between the checkpoint and its row
+            self.log.append(saved.step, state["metrics"])  # the run was killed between the checkpoint and its row
         if lost := set(range(saved.step)) - there:
             self.console.note(f"'{self.log.path}' lacks the rows of {len(lost)} steps before step {saved.step}.")
         checkpoint.restore_generators(*saved.generators)
@@ -319,7 +323,7 @@ class Orchestrator:
             self.console.note(f"{count} unfinished groups are begun anew: {RESTARTED.get(reason, reason)}.")
 
     def _remember_rollouts(self, step: int) -> None:
-        """Let a resumed run draft from what it sampled up to ``step``: the latest files that fit."""
+        """Let the sampler draft from the rollouts up to ``step``: the latest files that fit."""
         room, files = self.options.remembered_tokens, []
         while room > 0 and step > 0:
             path = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
@@ -331,7 +335,7 @@ class Orchestrator:
             self.sampler.remember(texts)
 
     def _export(self) -> Path:
-        """A Hugging Face directory that plain transformers loads."""
+        """Write a Hugging Face directory that plain transformers loads, and return its path."""
         target = self.options.directory / "export"
         temporary = target.with_name("export.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -349,8 +353,8 @@ def _named(tensors: Mapping[str, Tensor], beginning: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    """Meanwhile collections pass over what was there before: a look through all objects of the imported libraries is a
-    noticeable part of a small step."""
+    """Freeze existing objects so that garbage collection skips them within the block; scanning the imported libraries
+    slows small steps."""
     by_caller = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -362,7 +366,7 @@ def _only_new_garbage() -> Iterator[None]:
 
 
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
-    """Lengths, reward spread and what the tree saved."""
+    """Record lengths, reward spread and the tokens that sharing saved."""
     length = np.concatenate([tree.response_length for tree in trees])
     sums.add_values("response_length/mean", length)
     sums.maximum("response_length/max", float(length.max()))

@@ -1,6 +1,6 @@
-"""What a run is made of: every object and number that the loop needs, made beforehand by `rolltree.engine.app.build`.
+"""The parts of a run: every object and number that the loop needs, made before it by `rolltree.engine.app.build`.
 
-The loop never reads a configuration. All parts are complete when they are made; none is changed from outside later.
+The loop never reads a configuration. All parts are complete when they are made; no other code changes them later.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .sources import Demonstrations, Prompt, PromptSource
 
 @dataclass(frozen=True)
 class LearningParts:
-    """What `Learner` is made of.
+    """The parts of `Learner`.
 
     Attributes:
         credit_name: the configured name of ``credit``, for messages.
-        shapings: functions that change rewards before they become credit, each with the words that name it.
+        shapings: functions that change rewards before they become credit, each with its name for messages.
         terms: the summands of the loss, each with the schedule of its weight.
-        temperature: of sampling, and of the log-probs that the loss compares with.
+        temperature: temperature of sampling and of the log-probs in the loss.
         max_tokens: packed tokens of one micro-batch.
         drop_zero_variance: leave groups whose rewards are all equal out of updates.
         self_check: compare some responses as a tree and one by one before the first update.
@@ -64,20 +64,20 @@ class LearningParts:
 
 @dataclass(frozen=True)
 class SamplingParts:
-    """What `Controller` samples and judges with.
+    """The parts of `Controller`.
 
     Attributes:
-        program: as configured; ``sampler`` gives every job a copy.
+        program: the configured program; ``sampler`` copies it for every job.
         program_name: the configured name, for messages.
-        params: of a step without schedules.
-        callback: decides about judged groups; None accepts all.
+        params: sampling parameters before schedules change them.
+        callback: the group callback; None accepts all judged groups.
         callback_name: the configured name, for messages.
-        max_dropped_batches: batches' worth of groups that the callback may drop for one step.
-        on_failure: what becomes of a response whose verifier failed: drop, zero or raise.
-        overlaps: sampling goes on in a thread of its own while the policy is updated.
+        max_dropped_batches: most groups that the callback may drop for one step, in batches.
+        on_failure: treatment of a response whose verifier failed: drop, zero or raise.
+        overlaps: sample in another thread while the policy is updated.
         on_cpu: sampling and training share the cores of one CPU.
-        keep_keys: go on with keys that older weights computed.
-        seed: of the run; what a group samples follows from it and the group's ticket.
+        keep_keys: continue with keys that older weights computed.
+        seed: seed of the run; a group's seed follows from it and the ticket.
     """
 
     sampler: Sampler
@@ -99,7 +99,7 @@ class SamplingParts:
 
 @dataclass(frozen=True)
 class EvaluationParts:
-    """Held-out problems and how they are answered; ``every`` 0 evaluates only before and after the run."""
+    """Held-out problems and their sampling parameters; ``every`` 0 evaluates only before and after the run."""
 
     problems: Sequence[Prompt]
     params: SamplingParams
@@ -108,15 +108,15 @@ class EvaluationParts:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where a run lives, how long it goes on, and what it keeps.
+    """Directory, length and checkpoints of a run.
 
     Attributes:
         toml: the resolved configuration as text, kept in the directory.
-        document: the same as plain values, for trackers.
-        trained: the keys that decide what is learned, for checkpoints; a resumed run must have the same.
-        best: metric whose best checkpoint is kept; "-name": the lowest one's.
-        max_bad_steps: steps in a row without a response sampled after which the run stops.
-        max_failed_steps: steps in a row without a verdict after which the run stops.
+        document: the same configuration as plain values, for trackers.
+        trained: the settings that decide the training, for checkpoints; a resumed run must have the same.
+        best: metric whose highest checkpoint is kept; "-name" keeps the lowest.
+        max_bad_steps: consecutive steps without a sampled response after which the run stops.
+        max_failed_steps: consecutive steps without a verdict after which the run stops.
         max_batch_rows: sequences that the engine decodes together.
         remembered_tokens: tokens of earlier rollouts that a resumed run drafts from.
     """
@@ -139,13 +139,13 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything a run is made of.
+    """All parts of a run.
 
     Attributes:
-        rewards: entered by the run, which starts and ends its processes.
-        check_rewards: lets the entered ``rewards`` read each known problem once, and returns a sentence about those
-            that cannot be judged, or nothing.
-        saved: the checkpoint that a resumed run goes on from.
+        rewards: the verifiers; the run enters them, which starts their processes, and closes them.
+        check_rewards: makes the entered ``rewards`` read each known problem once; returns a sentence about those that
+            cannot be judged, or an empty text.
+        saved: the checkpoint from which a resumed run continues.
         replay: a file of recorded groups to learn from instead of sampling.
     """
 

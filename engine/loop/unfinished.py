@@ -1,4 +1,4 @@
-"""An open group in a checkpoint: its state, what it has, and what the sampler keeps of an unfinished job."""
+"""An open group in a checkpoint: its state, its responses, and the sampler's state of an unfinished job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESTARTED = {
     "call": "a call was under way, which their program does not repeat",
     "state": "their program or environment gives no state that a checkpoint can hold",
 }
-"""Why a checkpoint keeps only the prompt of an unfinished group; in a run also `lost`: the sampler lost its job."""
+"""Reasons for which a checkpoint keeps only a group's prompt; a run adds `lost`: the sampler lost its job."""
 KEPT = ("ticket", "prompt", "started", "overtaken", "attempt", "parts")
 """Fields of `Group` that a checkpoint stores."""
 
@@ -21,10 +21,10 @@ def group_state(group: Group, kept: Kept | None, archive: Archive) -> Any:
     """Pack ``group`` into ``archive``.
 
     Args:
-        kept: what the sampler keeps of its unfinished job; None where it is not sampled.
+        kept: the sampler's state of the unfinished job; None if the group is not being sampled.
 
     Raises:
-        NotKeptError: its prompt, or what it has, cannot be kept.
+        NotKeptError: the prompt or the responses cannot be stored.
     """
     unfinished, lost = (None, None) if kept is None else kept
     if unfinished is not None:

@@ -1,4 +1,13 @@
-"""Rollout programs by name."""
+"""Rollout programs: each steers how one prompt's responses branch, pause for tools and end.
+
+The engine samples segments of responses and reports each that ends; the program answers with actions (fork, rewind,
+append, prune, call a tool, reward), and the engine carries them out before its next step. `PROGRAMS` holds them by the
+name in ``rollout.program``; ``file.py:Class`` names a user's own.
+
+Read ``program`` first (reports, actions and the base class), then ``flat`` and ``spo`` (the shortest programs),
+``treepo`` and ``mcts`` (searches), ``tools`` (text tools), and ``environment`` with ``conversation`` (chat turns).
+`rolltree methods` prints the first paragraph of each class's docstring.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +60,10 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
 
 
 def make_program(name: str, **options: Any) -> RolloutProgram:
-    """The program called ``name``, or the class that ``file.py:Class`` names.
+    """Make the program called ``name``, or an instance of the class that ``file.py:Class`` names.
 
     Raises:
-        UserError: no program or no option of that name, one missing, or an option's value makes no sense.
+        UserError: the program or an option does not exist, an option is missing, or its value is out of range.
     """
     program = resolve("rollout.program", name, options, known=PROGRAMS)
     if not isinstance(program, RolloutProgram):

@@ -1,4 +1,4 @@
-"""ARPO (arXiv 2507.19849): responses with tools branch where a tool's answer has made the policy unsure."""
+"""ARPO (arXiv 2507.19849): responses with tools branch after a tool's answer that raised the policy's entropy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .tools import Tool, ToolTurns
 
 
 class ARPO(ToolTurns):
-    """Turns with tools; see `ToolTurns` for the arguments it shares.
+    """ARPO (arXiv 2507.19849): tool turns that branch after a tool's answer that raised the policy's entropy.
 
-    The first ``probe_tokens`` after each observation tell how unsure the policy is: H, the mean entropy over its ten
-    likeliest tokens, divided by log V. With ``dH`` its rise since the response's own first tokens and ``u`` uniform in
-    [0, 1), the response branches into ``beam`` from the observation on where ``clip(u - weight * dH, 0, 1) <=
-    probability``. ``initial`` responses are begun, and each may branch into its share of ``n``; when all have ended,
-    fresh ones fill the group.
+    The first ``probe_tokens`` after each observation measure H, the mean entropy over the ten likeliest tokens divided
+    by log V. With ``dH`` its rise since the first tokens of the response and ``u`` uniform in [0, 1), the response
+    branches into ``beam`` at the end of the observation if ``clip(u - weight * dH, 0, 1) <= probability``. A group
+    begins with ``initial`` responses, and each may branch into its share of ``n``; after all have ended, new responses
+    from the prompt fill the group. The further arguments are those of `ToolTurns`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -49,11 +49,11 @@ class ARPO(ToolTurns):
         super().start(group)
         begun = min(self.initial, group.width)
         share, rest = divmod(group.width - begun, begun)
-        # Responses may branch as often as their share of the group says, so none depends on how fast the others are.
+        # each response has a fixed share of the group, so that none depends on the speed of the others
         self._room: dict[BranchId, int] = {(i,): share + (i < rest) for i in range(begun)}
-        self._length: dict[BranchId, int] = {}  # of the response, where it called
-        self._first: dict[BranchId, float] = {}  # the entropy at the beginning of responses
-        self._probing: dict[BranchId, int] = {}  # where the observation before the probe ends
+        self._length: dict[BranchId, int] = {}  # response tokens at its last call
+        self._first: dict[BranchId, float] = {}  # entropy of the first tokens of a response
+        self._probing: dict[BranchId, int] = {}  # response length at the end of the observation
         return begun
 
     def decide(
@@ -76,7 +76,7 @@ class ARPO(ToolTurns):
             yield Rewind((0,), 0, group.width - group.leaves, segment_tokens=WHOLE)
 
     def _share_room(self, source: BranchId, children: Sequence[BranchId]) -> None:
-        """The branches made get their share of what the source may still branch."""
+        """Divide the branches that ``source`` may still make among it and its ``children``."""
         share, rest = divmod(self._room[source] - len(children), len(children) + 1)
         self._room[source] = share
         self._room |= {child: share + (i < rest) for i, child in enumerate(children)}
@@ -92,7 +92,7 @@ class ARPO(ToolTurns):
         return super().turn(segment)
 
     def _rise(self, segment: SegmentReport) -> float | None:
-        """How much more unsure the segment's first tokens are than the response's; None without a measure."""
+        """Return the entropy of the segment's first tokens minus that of the response's; None if it is not known."""
         some = segment.top_logprobs[: self.probe_tokens]
         if segment.status is LeafStatus.FAILED or not len(some):
             return None

@@ -1,4 +1,4 @@
-"""EPTree of TreeRL (arXiv 2506.11902): responses branch again where the token sampled was the least likely."""
+"""EPTree of TreeRL (arXiv 2506.11902) and CURE: finished responses branch again at uncertain tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .program import Action, BranchId, GroupState, Rewind, RolloutProgram, Segme
 
 
 class EPTree(RolloutProgram):
-    """``chains`` responses first; then ``rounds`` times, in the tree of each of them, the ``forks`` tokens with the
-    highest ``-log p`` are sampled anew, ``continuations`` times each.
+    """EPTree of TreeRL (arXiv 2506.11902): finished responses branch again at their least likely tokens.
 
-    Leaves: ``chains * (1 + forks * rounds * continuations)``; ``n`` must be that.
+    The group begins with ``chains`` responses. In each of ``rounds`` rounds, the ``forks`` tokens with the highest
+    ``-log p`` in the tree of each chain are sampled again, ``continuations`` times each. ``n`` must be the number of
+    leaves, ``chains * (1 + forks * rounds * continuations)``.
 
     Raises:
         ValueError: an argument is below 1.
@@ -46,16 +47,16 @@ class EPTree(RolloutProgram):
         self._round += 1
         for chain in sorted(self._tokens):
             tokens = sorted(self._tokens[chain])
-            self._tokens[chain] = tokens[self.forks :]  # none is taken twice
+            self._tokens[chain] = tokens[self.forks :]  # no token is taken twice
             for _, branch, length in tokens[: self.forks]:
                 yield Rewind(branch, length, self.continuations)
 
 
 class CURE(RolloutProgram):
-    """CURE's first stage: finished responses are sampled anew from a token at which the policy was unsure.
+    """The first stage of CURE (arXiv 2508.11016): finished responses are sampled again from a high-entropy token.
 
-    Of the ``candidates`` tokens with the highest entropy one is drawn, and ``branches`` responses go on from before it.
-    ``n`` counts originals and branches, so it is a multiple of ``1 + branches``.
+    One of the ``candidates`` tokens with the highest entropy is drawn, and ``branches`` responses continue from the
+    tokens before it. ``n`` counts originals and branches, so it must be a multiple of ``1 + branches``.
 
     Raises:
         ValueError: an argument is below 1.

@@ -8,7 +8,7 @@ from .program import Action, GroupState, RolloutProgram, SegmentReport
 
 
 class Flat(RolloutProgram):
-    """``n`` responses, each one segment."""
+    """Independent responses: ``n`` of them, each one segment, sharing only the prompt (plain sampling)."""
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         return ()

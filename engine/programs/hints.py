@@ -1,4 +1,4 @@
-"""Hint ladders: where no response solves the problem, the group is sampled again behind more of a solution."""
+"""Hint ladders: while no response solves the problem, the group is sampled again after a longer part of a solution."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Judge = Callable[[str, Any], float | None]
 
 
 class HintLadder(RolloutProgram):
-    """Independent responses; if none is judged solved, as many again behind a prefix of the solution, and so on.
+    """Independent responses; while none solves the problem, as many again after a longer prefix of the solution.
 
-    The prefix is appended to the prompt as injected tokens, which are not trained on. The prompt's context is a mapping
-    with the text ``solution``.
+    The prefix follows the prompt as injected tokens, which are not trained on. The prompt's context must be a mapping
+    with the text ``solution``. There is no single source; the default fractions are inferred.
 
     Args:
-        judge: reward of a response's text given the context, or its name as ``file.py:function``; the run's own
-            verifier where None. Solved from 1 on.
-        fractions: how much of the solution each rung gives away.
-        keep_failed: keep the responses of the rungs below; otherwise only the last rung's are leaves.
+        judge: function of a response's text and the context that returns its reward, or its name as
+            ``file.py:function``; None for the run's verifier. A reward of 1 or more means solved.
+        fractions: part of the solution's tokens that each rung appends, ascending.
+        keep_failed: keep the responses of earlier rungs; otherwise only those of the last rung are leaves.
 
     Raises:
         ValueError: fractions do not rise within (0, 1].

@@ -1,4 +1,4 @@
-"""LATR (arXiv 2510.24302): branch at tokens with a likely alternative, look ahead, and prune what comes out alike."""
+"""LATR (arXiv 2510.24302): branch at tokens with a likely alternative, look ahead, and prune similar branches."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Array = npt.NDArray[Any]
 
 
 class LATR(RolloutProgram):
-    """Lookahead tree rollouts: one response that branches until ``n`` leaves are reached.
+    """LATR (arXiv 2510.24302): one response branches at likely alternative tokens until there are ``n`` leaves.
 
-    A token v among the ``top`` likeliest but not the first takes a branch of its own where ``p(v) > tau_abs`` and
-    ``p(first) - p(v) < tau_rel``. After ``lookahead`` tokens the branch is pruned if it has come out like the response
+    A token v among the ``top`` likeliest, except the likeliest itself, begins a branch if ``p(v) > tau_abs`` and
+    ``p(first) - p(v) < tau_rel``. After ``lookahead`` tokens the branch is pruned if it is similar to the response that
     it left: edit distance below ``tau_edit * lookahead``, a common suffix longer than ``tau_suffix * lookahead``, or
-    ROUGE-L above ``tau_rouge``. Probabilities are those of softmax(logits / temperature). What is still missing when
-    all have ended is sampled from the prompt.
+    ROUGE-L above ``tau_rouge``. Probabilities are those of softmax(logits / temperature). After all branches have
+    ended, missing leaves are sampled from the prompt.
 
     Raises:
         ValueError: an argument is out of range.
@@ -49,16 +49,16 @@ class LATR(RolloutProgram):
         self.tau_edit, self.tau_suffix, self.tau_rouge = tau_edit, tau_suffix, tau_rouge
 
     def start(self, group: GroupState) -> int:
-        self._known: dict[BranchId, tuple[Array, bool]] = {}  # response so far, and whether it has ended
-        self._origin: dict[BranchId, tuple[BranchId, int]] = {}  # the branch it left, and where
-        self._judging: list[BranchId] = []  # until the branch they left is far enough
+        self._known: dict[BranchId, tuple[Array, bool]] = {}  # response so far, True if it has ended
+        self._origin: dict[BranchId, tuple[BranchId, int]] = {}  # branch that it left, length there
+        self._judging: list[BranchId] = []  # waiting for the tokens of the branch that they left
         self._round: list[SegmentReport] = []
         return 1
 
     def decide(
         self, group: GroupState, finished: Sequence[SegmentReport]
     ) -> Generator[Action, Sequence[BranchId], None]:
-        """Branches of a prompt go on together, so that which of them gets the last places does not depend on speed."""
+        """Continue all branches of a prompt together, so that the last places do not depend on their speed."""
         self._round += finished
         if group.sampling:
             return
@@ -95,12 +95,12 @@ class LATR(RolloutProgram):
             yield Rewind((0,), 0, group.width - group.leaves)
 
     def _depth(self, segment: SegmentReport) -> int:
-        """Depth at which a branch's first segment ends."""
+        """Return the depth at which a branch's first segment ends."""
         _, length = self._origin[segment.branch]
         return sum(b <= length for b in segment.boundaries)
 
     def _alternatives(self, segment: SegmentReport) -> Iterable[tuple[int, int, float]]:
-        """(response length, token, log-prob) of the tokens that are worth a branch."""
+        """Yield (response length, token, log-prob) of each alternative token that begins a branch."""
         first = segment.length - len(segment.token_ids)
         p = np.exp(segment.top_logprobs)
         worth = (p[:, 1:] > self.tau_abs) & (p[:, :1] - p[:, 1:] < self.tau_rel)
@@ -109,7 +109,7 @@ class LATR(RolloutProgram):
             yield first + int(i), int(segment.top_ids[i, rank + 1]), float(segment.top_logprobs[i, rank + 1])
 
     def _alike(self, branch: BranchId) -> bool | None:
-        """Whether a branch has come out like the one it left; None: not to be known yet."""
+        """Return True if a branch is similar to the one that it left; None while too few tokens are sampled."""
         source, length = self._origin[branch]
         mine = self._known[branch][0][length : length + self.lookahead + 1]
         response, ended = self._known[source]
@@ -129,7 +129,7 @@ class LATR(RolloutProgram):
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _distances(a: Array, b: Array) -> tuple[int, int]:
-    """Edit distance, and the length of the longest common subsequence."""
+    """Return the edit distance and the length of the longest common subsequence."""
     edits = np.arange(len(b) + 1)
     common = np.zeros(len(b) + 1, np.int64)
     for i in range(len(a)):

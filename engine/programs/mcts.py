@@ -1,4 +1,4 @@
-"""Tree search over segments in the manner of DeepSearch (arXiv 2509.25454): expand the most promising frontier node."""
+"""Tree search over segments, as in DeepSearch (arXiv 2509.25454): expand the frontier node with the best score."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .program import (
 
 
 class SolutionCache:
-    """Solved responses by prompt; all copies of a program share one."""
+    """Solved responses by prompt, shared by all copies of a program."""
 
     def __init__(self) -> None:
         self._solved: dict[Any, tuple[list[int], list[float]]] = {}
@@ -44,19 +44,19 @@ class SolutionCache:
 
 
 class MCTS(RolloutProgram):
-    """Search for a solved response over segments of ``segment_tokens``.
+    """Tree search for a solved response over segments, as in DeepSearch (arXiv 2509.25454).
 
-    The frontier is global: among all resting branches the one with the highest
+    Among all resting branches, the one with the highest
     ``value_weight * tanh(Q(parent)) + entropy_weight * H + depth_weight * sqrt(depth / max_depth)`` is expanded into
-    ``branch`` children, H being the mean entropy of its last segment (negative weights choose confident ones). An ended
-    response is judged +1 or -1, and each ancestor's Q takes that in, weighted by ``max(depth / leaf's depth,
-    min_decay)``. The search ends at the first solution, or after ``expansions``; then up to ``n`` leaves are made
-    from what is there: all ended responses stay, and the best of the frontier are sampled to their ends. A prompt with
-    a known solution (by its context's "id") gets it as a leaf beside ``n - 1`` plain responses.
+    ``branch`` children; H is the mean entropy of its last segment (negative weights prefer confident branches). An
+    ended response is judged +1 or -1, which is added to the Q of each ancestor with the weight ``max(depth / leaf's
+    depth, min_decay)``. The search ends at the first solution or after ``expansions`` expansions. Then all ended
+    responses stay, and the best frontier branches are sampled to their ends, up to ``n`` leaves. A prompt with a cached
+    solution (by "id" of its context) gets it as one leaf and ``n - 1`` plain responses.
 
     Args:
-        judge: reward of a response's text given the context, or its name as ``file.py:function``; the run's own
-            verifier where None. Solved from 1 on.
+        judge: function of a response's text and the context that returns its reward, or its name as
+            ``file.py:function``; None for the run's verifier. A reward of 1 or more means solved.
 
     Raises:
         ValueError: an argument is out of range.
@@ -145,7 +145,7 @@ class MCTS(RolloutProgram):
         yield from self._search(group)
 
     def _search(self, group: GroupState) -> Iterable[Action]:
-        """Expand while the search goes on and nothing else is under way, else bring the group to its end."""
+        """Expand a branch, or finish the group if the search is over; do nothing while samples or verdicts are due."""
         if group.sampling or self._asked:
             return
         if self._solved and self._searching:

@@ -1,10 +1,10 @@
-"""What a rollout program is: who forks, rewinds, appends and finishes, and when.
+"""The interface of rollout programs: reports of ended segments, actions in answer, and the base class.
 
 The engine samples; a program steers. Every prompt gets a copy of the program, so ``self`` may hold that prompt's state.
-The engine cuts responses into segments, of ``segment_tokens`` tokens or up to a text or token that the program names;
-whenever one ends, because it is full or because the response is, it tells the program (`decide`) in the same step, and
-acts on the answer before the next one. A branch whose segment is full rests until it is answered, so a program may wait
-for its siblings. A program that tries two ways on whenever the model was unsure::
+The engine cuts responses into segments, of ``segment_tokens`` tokens or up to a stop text or token of the program.
+When a segment ends, because it is full or because the response ends, the engine calls `decide` in the same step and
+carries out the actions before the next one. A branch whose segment is full rests until an action continues it, so a
+program may wait for its siblings. A program that forks whenever the model's entropy was high::
 
     class ForkWhenUnsure(RolloutProgram):
         segment_tokens = 32
@@ -20,8 +20,8 @@ for its siblings. A program that tries two ways on whenever the model was unsure
                     room -= ways - 1
                     yield Fork(segment.branch, ways)
 
-Decisions must follow from the arguments (and ``group.seed``) alone, and not from which of several branches reported
-first; then a group's responses do not depend on its batch.
+Decisions must follow from the arguments and ``group.seed`` alone, not from the order in which branches report; then a
+group's responses do not depend on the other requests in its batch.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ..data.segment import LeafStatus, Origin
 Array = npt.NDArray[Any]
 WHOLE = sys.maxsize
 BranchId = tuple[int, ...]
-"""The way from the prompt to a branch: its index among the children at each fork. Sorts depth-first."""
+"""The path from the prompt to a branch: the child's index at each fork. Ids sort depth-first."""
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """The branches of one prompt, after the segments being reported."""
+    """Counts of the branches of one prompt, including the effect of the segments being reported."""
 
     width: int
     """Responses wanted: ``SamplingParams.n``."""
@@ -55,7 +55,7 @@ class GroupState:
     sampling: int
     """Branches inside a segment."""
     resting: int
-    """Branches whose segment is full and that wait for an action, those being reported included."""
+    """Branches with a full segment that wait for an action, including those being reported."""
     finished: int
 
     @property
@@ -65,34 +65,34 @@ class GroupState:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """A segment that ended. Log-probs and entropies are NaN where the model's logits were not finite."""
+    """A segment that ended. Log-probs and entropies are NaN for tokens whose logits were not finite."""
 
     branch: BranchId
     status: LeafStatus | None
-    """How the response ended; None: it has not, and the branch rests."""
+    """The way in which the response ended; None if it has not ended and the branch rests."""
     stop: str | None
-    """The text that ended the segment or the response, if one did."""
+    """The text that ended the segment or the response; None if no text did."""
     depth: int
-    """Segments on the path, this one included."""
+    """Number of segments on the path, including this one."""
     boundaries: tuple[int, ...]
-    """Response lengths at which the earlier segments of the path ended; the first is 0, the prompt."""
+    """Response lengths at which the earlier segments of the path ended; the first is 0, the end of the prompt."""
     length: int
-    """Response tokens on the path, appended ones included."""
-    response_ids: Array  # [length] int32, all of them
+    """Number of response tokens on the path, including appended ones."""
+    response_ids: Array  # [length] int32, the whole response
     token_ids: Array  # [tokens] int32, sampled in this segment
     logprobs: Array  # [tokens] float32, under the distribution they were sampled from
     entropies: Array  # [tokens] float32, of softmax(logits / temperature)
-    top_ids: Array  # [tokens, top_logprobs] int32, the likeliest tokens in each one's place, likeliest first
+    top_ids: Array  # [tokens, top_logprobs] int32, the likeliest tokens at each position, likeliest first
     top_logprobs: Array  # [tokens, top_logprobs] float32, under softmax(logits / temperature)
 
     @property
     def mean_logprob(self) -> float:
-        """Mean over this segment's tokens."""
+        """Mean log-prob of this segment's tokens: 0 without tokens, NaN if the branch failed."""
         return self._mean(self.logprobs)
 
     @property
     def entropy(self) -> float:
-        """Mean over this segment's tokens."""
+        """Mean entropy at this segment's tokens, in nats: 0 without tokens, NaN if the branch failed."""
         return self._mean(self.entropies)
 
     def _mean(self, values: Array) -> float:
@@ -103,10 +103,10 @@ class SegmentReport:
 
 @dataclass(frozen=True)
 class Given:
-    """Tokens put into a response: a tool's observation, a hint, or a token chosen among the likely ones.
+    """Tokens inserted into a response: a tool's observation, a hint, or a chosen alternative token.
 
-    With ``logprobs`` (one each, under the sampling distribution) they count as sampled and are trained on; without,
-    they are not.
+    With ``logprobs`` (one for each token, under the sampling distribution) they count as sampled and are trained on;
+    without, they are not trained on.
     """
 
     token_ids: Sequence[int]
@@ -116,16 +116,16 @@ class Given:
 
 @dataclass(frozen=True)
 class Fork:
-    """Let a resting branch go on as ``n`` branches, behind the tokens given; ``n=1`` continues it.
+    """Continue a resting branch as ``n`` branches, after the tokens in ``append``; ``n=1`` continues the branch itself.
 
-    With ``n=0`` nothing more is sampled: the tokens given end the response.
+    With ``n=0`` nothing more is sampled: the appended tokens end the response.
     """
 
     branch: BranchId
     n: int = 1
     append: Given | None = None
     segment_tokens: int | None = None
-    """Length of the next segment, instead of the program's; `WHOLE` for no limit."""
+    """Length of the next segment in tokens; None for the program's, `WHOLE` for no limit."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Finish:
 class Rewind:
     """Sample ``n`` branches that share the first ``length`` response tokens of a leaf or a resting branch.
 
-    That one stays what it is; the new ones go on behind the tokens given, if any, as after a `Fork`.
+    The branch itself does not change; the new ones continue after the tokens in ``append``, as after a `Fork`.
     """
 
     branch: BranchId
@@ -152,7 +152,7 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Prune:
-    """Give up a branch, resting, sampling or a leaf: what only it sampled is not part of the tree."""
+    """Discard a branch, resting, sampling or a leaf, with the tokens that no other branch shares."""
 
     branch: BranchId
 
@@ -161,9 +161,9 @@ class Prune:
 class Call:
     """Run ``function(*arguments)`` in a thread for a resting branch, or for a leaf.
 
-    `RolloutProgram.returned` gets the result. No branch, of this prompt or another, waits with it. Where the function
-    raises, or runs longer than the program's ``call_timeout_s``, a resting branch ends as FAILED without a question; a
-    leaf becomes FAILED and the result is None.
+    `RolloutProgram.returned` gets the result. Other branches, of this prompt or another, are sampled meanwhile. If the
+    function raises or exceeds the program's ``call_timeout_s``, a resting branch ends as FAILED, and the program is not
+    called; a leaf becomes FAILED, and the result is None.
     """
 
     branch: BranchId
@@ -173,7 +173,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reward:
-    """Give the response of a resting branch, or a leaf, its reward: the verdict of `reward.verifier` = "program"."""
+    """Set the reward of a leaf or of a resting branch's response; `reward.verifier` = "program" uses it."""
 
     branch: BranchId
     value: float
@@ -183,36 +183,37 @@ Action = Fork | Finish | Rewind | Prune | Call | Reward
 
 
 class RolloutProgram(ABC):
-    """Base of all programs; override `decide`, and what else differs.
+    """Base of all programs; subclasses override `decide` and, as needed, the other methods.
 
-    Questions are answered with actions, done one by one as they come. A generator is sent the ids of the branches that
-    its `Fork` or `Rewind` has made: ``children = yield Rewind(...)``; none where there was no room for what to append.
+    Methods return actions, which the engine carries out one by one. If a method is a generator, it is sent the ids of
+    the branches that its `Fork` or `Rewind` made: ``children = yield Rewind(...)``; no ids if the response had no room
+    for the tokens to append.
     """
 
     segment_tokens: int | None = None
-    """Length of a segment; None: a response is one segment."""
+    """Length of a segment in tokens; None for one segment a response."""
     segment_stop: Sequence[str] = ()
-    """Texts that end a segment as soon as it holds one, and not the response."""
+    """Texts that end a segment, but not the response."""
     segment_stop_token_ids: Sequence[int] = ()
-    """Tokens that end a segment and not the response, also where they would end it otherwise."""
+    """Tokens that end a segment, but not the response, even if they are end-of-sequence tokens."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens are reported for each token sampled."""
+    """Number of likeliest tokens to report at each sampled token."""
     rewinds: bool = False
-    """Whether leaves are rewound; their keys are kept then, while there is room."""
+    """True if the program may rewind leaves; the engine then keeps their keys while there is room."""
     needs_entropies: bool = False
-    """Whether it looks at the entropies of reports, which not every backend knows."""
+    """True if the program reads the entropies of reports, which not every backend computes."""
     answers_held_out: bool = False
-    """Whether held-out problems are answered by the program too, one branch each; otherwise by plain sampling."""
+    """True if the program also answers held-out problems, with one branch each; otherwise plain sampling does."""
     note: str = ""
-    """What the user should know before a run, in a sentence."""
+    """A sentence to print before a run; empty for none."""
     call_timeout_s: float = 60.0
-    """Seconds after which a `Call` has failed."""
+    """Seconds after which a `Call` fails."""
     verify: Callable[[str, Any], float | None] | None = None
-    """The run's own verifier, of a response's text and the context (`with_verifier`); None outside of a run."""
+    """The run's verifier, a function of a response's text and the context (`with_verifier`); None outside of a run."""
     context: Any = None
-    """What ``generate(..., contexts=...)`` gave for the prompt."""
+    """The prompt's entry of ``generate(..., contexts=...)``."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """The engine's, set by it."""
+    """The engine's tokenizer, set by the engine."""
     end_token_ids: Collection[int] = ()
     """The model's end-of-sequence tokens, set by the engine."""
 
@@ -223,33 +224,37 @@ class RolloutProgram(ABC):
         return program
 
     def start(self, group: GroupState) -> int:
-        """Branches sampled from the prompt."""
+        """Set up the group's state and return the number of branches to sample from the prompt."""
         return group.width
 
     @abstractmethod
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
-        """Called with the segments that ended in this step, in depth-first order."""
+        """Return actions for the segments that ended in this step, given in depth-first order."""
 
     def ended(self, group: GroupState) -> Iterable[Action]:
-        """Called when every branch has ended; its answer may begin more of them. Without one the group is complete."""
+        """Return actions when every branch has ended; without any that begins a branch the group is complete."""
         return ()
 
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
-        """Called with the result of a `Call`; results come in the order of the calls."""
+        """Return actions for the result of a `Call`; results arrive in the order of the calls.
+
+        Raises:
+            NotImplementedError: the program uses `Call` but does not define this method.
+        """
         raise NotImplementedError(f"{type(self).__name__} answers with Call but does not define `returned`.")
 
     def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> Iterable[Action] | None:
-        """Called where a run goes on from a checkpoint, with the branches whose calls were under way then.
+        """Return actions that repeat the calls of ``branches``, which were running when a checkpoint was saved.
 
-        Its answer calls again. None: it cannot, and such a group is begun anew from its prompt.
+        None if the program cannot repeat them; the group then begins again from its prompt.
         """
         return None
 
     def state_dict(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint keeps of an unfinished group, given the attributes that were set since it began."""
+        """Return the state of an unfinished group for a checkpoint; ``own``: the attributes set since it began."""
         return own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; the context is there, and `start` is not called again."""
+        """Restore the state that :meth:`state_dict` returned; ``context`` is set before, and `start` is not called."""
         for name, value in state.items():
             setattr(self, name, value)

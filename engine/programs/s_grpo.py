@@ -1,4 +1,4 @@
-"""S-GRPO: one response, and answers given early from points along it: a serial group."""
+"""S-GRPO (arXiv 2505.07686): one response and early exits from it, a serial group."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from .program import Action, Given, GroupState, Rewind, RolloutProgram, SegmentR
 
 
 class SGRPO(RolloutProgram):
-    """A whole response, then ``n - 1`` exits: at random points of its thought, ``exit_text`` is put in (not trained on)
-    and an answer sampled behind it.
+    """S-GRPO (arXiv 2505.07686), a serial group: one whole response and ``n - 1`` early exits from its thought.
+
+    At random positions of the thought, without repetition, ``exit_text`` is inserted (it is not trained on), and an
+    answer is sampled after it.
 
     Args:
-        exit_text: ends the thought.
-        think_end: exits come before this text of the response, where it has it.
+        exit_text: text that ends the thought; the words of the default are inferred.
+        think_end: exits come before this text if the response contains it.
 
     Raises:
         ValueError: exit_text is empty.
@@ -45,12 +47,12 @@ class SGRPO(RolloutProgram):
                 yield Rewind(segment.branch, cut, 1, self._exit)
 
     def _thought(self, response: list[int]) -> int:
-        """Tokens of the response before its thought ends."""
+        """Return the number of response tokens before the thought ends."""
         assert self.tokenizer is not None
         if self.think_end not in self.tokenizer.decode(response):
             return len(response)
         least, most = 0, len(response)
-        while least < most:  # the shortest beginning that holds the text
+        while least < most:  # search for the shortest prefix that holds the text
             middle = (least + most) // 2
             if self.think_end in self.tokenizer.decode(response[:middle]):
                 most = middle

@@ -1,4 +1,4 @@
-"""SPO (arXiv 2505.23564): segments whose values are estimated by sampling on from their ends."""
+"""SPO (arXiv 2505.23564): the value of a segment is estimated from continuations sampled at its end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from .program import Action, Fork, GroupState, Rewind, RolloutProgram, SegmentRe
 
 
 class SPOTree(RolloutProgram):
-    """A tree of fixed-length segments with a fixed number of children at each depth; the last level samples to the end.
+    """SPO-tree (arXiv 2505.23564): fixed-length segments with a fixed number of children at each depth.
+
+    Branches of the last level are sampled to their ends.
 
     Args:
-        branch_factors: children of the prompt, of the first segments, and so on; ``n`` is their product, and fewer
-            leaves come out where responses end early.
-        segment_tokens: length of a segment.
+        branch_factors: children of the prompt, of the first segments, and so on. ``n`` must be their product; there
+            are fewer leaves if responses end early.
+        segment_tokens: length of a segment in tokens.
 
     Raises:
         ValueError: an argument is below 1.
@@ -46,15 +48,16 @@ class SPOTree(RolloutProgram):
 
 
 class SPOChain(RolloutProgram):
-    """Whole responses, and continuations from the points where they were unsure, for the value of each point.
+    """SPO-chain (arXiv 2505.23564): whole responses, and continuations from cuts, which estimate the cuts' values.
 
-    A response is cut where ``cut_after`` tokens less likely than ``threshold`` have been sampled since the last cut.
+    A response is cut whenever ``cut_after`` tokens less likely than ``threshold`` have been sampled since the last cut.
 
     Args:
         chains: responses that are cut.
         samples: continuations from each cut.
-        cut_after, threshold: as above.
-        max_cuts: of one response; the first ones count.
+        cut_after: uncertain tokens between two cuts.
+        threshold: probability below which a token counts as uncertain.
+        max_cuts: cuts of one response; later ones are left out.
 
     Raises:
         ValueError: an argument is out of range.
@@ -80,7 +83,7 @@ class SPOChain(RolloutProgram):
                     yield Rewind(segment.branch, cut, self.samples)
 
     def cuts(self, logprobs: Any) -> list[int]:
-        """Response lengths at which segments end."""
+        """Return the response lengths at which segments end."""
         unsure = np.flatnonzero(np.exp(logprobs) < self.threshold) + 1
         ends = unsure[self.cut_after - 1 :: self.cut_after]
         return ends[ends < len(logprobs)][: self.max_cuts].tolist()

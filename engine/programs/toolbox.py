@@ -1,4 +1,4 @@
-"""Tools by name: what `tools` and environments may call."""
+"""Built-in tools by name: functions that the program `tools` and environments may call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 from ..sandbox import Limits, Sandboxes
 
 MOST_DIGITS = 1000
-"""Of a number in a calculation."""
+"""Largest number of digits of an integer in a calculation."""
 
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -26,7 +26,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def calculator(call: str, context: Any = None) -> str:
-    """The value of an arithmetic expression of numbers, + - * / // % and parentheses; else ``error: ...``."""
+    """Return the value of an arithmetic expression of numbers, + - * / // % and parentheses, or ``error: ...``."""
     try:
         tree = ast.parse(call.strip(), mode="eval")
         return str(_value(tree.body))
@@ -50,14 +50,14 @@ def _value(node: ast.AST) -> int | float:
 
 
 class PythonTool:
-    """Runs the call as a Python program in a sandbox; what it printed, and how it ended where that is not well.
+    """Runs the call as a Python program in a sandbox; returns its output and, if it failed, the reason.
 
     Args:
         wall_s, memory_mb, processes, files_mb: see `Limits`.
-        most_characters: of what it printed, the first ones are given.
+        most_characters: longest output that is returned; the rest is left out.
 
     Raises:
-        ValueError: a limit makes no sense.
+        ValueError: a limit is out of range.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class PythonTool:
 
     @property
     def note(self) -> str:
-        """What keeps the calls in.
+        """A sentence about the sandbox that contains the calls.
 
         Raises:
-            OSError: this system cannot contain a program.
+            OSError: this system has no sandbox that can contain a program.
         """
         with self._sandboxes.lent() as sandbox:
             return f"Code in tool calls runs in {sandbox.containment}"
@@ -94,7 +94,7 @@ class PythonTool:
         return said
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # every group has a program of its own, and all of them share the sandboxes
+        return self  # every group copies the program; all copies share the sandboxes
 
 
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": PythonTool}

@@ -1,4 +1,4 @@
-"""Turns with tools: a call in the response is run, and what it returns is appended as an observation."""
+"""Turns with tools: a call in the response is run, and its result is appended as an observation."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ Tool = Callable[..., str]
 
 
 def find_tool(name: str, options: Mapping[str, Any] | None = None) -> Tool:
-    """The tool called ``name``, or ``file.py:function``.
+    """Return the tool called ``name``, or the function that ``file.py:function`` names.
 
     Raises:
-        UserError: there is none, or it has no such option.
+        UserError: the tool or an option does not exist.
     """
     found: Tool = resolve("rollout.program_options.tool", name, options, known=TOOLS, inputs=("call", "context"))
     return found
 
 
 class ToolTurns(RolloutProgram):
-    """Every response of its own, in turns. Tools run beside the sampling, and nobody waits for another's.
+    """Independent responses with tool calls: each call is run, and its result is appended as an observation.
 
-    Held-out problems are answered with the tool too.
+    Tools run in threads while other responses are sampled. Held-out problems are answered with the tool as well.
 
     Args:
-        tool: what runs a call: a function of the text between ``call_start`` and ``call_end`` and the prompt's context,
-            or its name, ``calculator``, ``python`` or ``file.py:function``. It returns the observation's text.
+        tool: function of the text between ``call_start`` and ``call_end`` and of the prompt's context that returns the
+            observation's text, or its name: ``calculator``, ``python`` or ``file.py:function``.
         call_start, call_end: the texts around a call.
-        observation: the text appended, with ``{}`` for what the tool returned.
+        observation: the text to append, with ``{}`` in place of the tool's result.
         max_turns: calls of one response; a further one ends it with status LENGTH.
-        tool_options: passed to a tool given by name.
+        tool_options: options of a tool given by name.
 
     Raises:
         ValueError: max_turns is below 1, or the observation has no place for the tool's text.
@@ -60,7 +60,7 @@ class ToolTurns(RolloutProgram):
 
     def start(self, group: GroupState) -> int:
         self._turns: dict[BranchId, int] = {}
-        self._asked: dict[BranchId, str] = {}  # the calls under way
+        self._asked: dict[BranchId, str] = {}  # calls that are running
         return group.width
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
@@ -69,7 +69,7 @@ class ToolTurns(RolloutProgram):
                 yield self.turn(segment)
 
     def turn(self, segment: SegmentReport) -> Action:
-        """What follows a segment that ended with a call."""
+        """Return the action after a segment that ended with a call."""
         turns = self._turns[segment.branch] = self._turns.get(segment.branch, 0) + 1
         if turns > self.max_turns:
             return Finish(segment.branch, LeafStatus.LENGTH)

@@ -2,9 +2,9 @@
 
 A prompt's branches advance in rounds of one segment. After a round that left ``active`` branches unfinished and ended
 ``finished_now``, the next one has ``max(active, min(max(W - finished, 0), b * finished_now + b * active))`` branches,
-shared evenly (the last takes the remainder) or by their log-probs. When no branch is active and fewer than ``W`` have
-finished, one of the finished is rewound to a random segment boundary and goes on from there. ``W = n`` leaves come out.
-Rounds are the prompt's own: its branches advance in step anyway, and no prompt waits for another.
+shared evenly (the last takes the remainder) or by their log-probs. If no branch is active and fewer than ``W`` have
+finished, a finished one is rewound to a random segment boundary and continued from there. There are ``W = n`` leaves.
+Each prompt has its own rounds: its branches advance together, and no prompt waits for another.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ SHARES = {"even": 0, "likely": 1, "unlikely": -1}
 
 
 class TreePO(RolloutProgram):
-    """Segment-tree rollouts.
+    """TreePO (arXiv 2508.17445): responses branch at the ends of fixed-length segments until there are ``n``.
 
     Args:
-        segment_tokens: length of a segment.
-        max_depth: segments of the longest response; longer ones end there with status LENGTH.
-        branch: how many branches one may become at a boundary, and how many a rewind starts.
+        segment_tokens: length of a segment in tokens.
+        max_depth: segments of the longest response; a longer one ends there with status LENGTH.
+        branch: branches that one may become at a boundary, and branches that a rewind starts.
         init: branches sampled from the prompt (at most n).
-        share: how a round's branches are shared out: "even", or more of them for segments that were "likely" or
-            "unlikely", by a softmax of the mean log-prob; each gets at least one.
-        share_temperature: of that softmax.
-        repetition: end a response, as LENGTH, in which some text of this many characters occurs ``repeats`` times; 0:
+        share: division of a round's branches: "even", or more of them for segments that were "likely" or "unlikely",
+            by a softmax of the mean log-prob; each gets at least one.
+        share_temperature: temperature of that softmax.
+        repetition: end a response, as LENGTH, if a text of this many characters occurs ``repeats`` times in it; 0 for
             never. Needs a tokenizer, as does ``answer``.
         repeats: see ``repetition``.
-        answer: end a response, as STOP, whose text holds a match of this regular expression, as in ``Answer: .+``.
+        answer: end a response, as STOP, if its text matches this regular expression, such as ``Answer: .+``.
 
     Raises:
-        ValueError: a number is out of range, or share is none of these.
+        ValueError: a number is out of range, or ``share`` is unknown.
     """
 
     rewinds = True
@@ -90,7 +90,7 @@ class TreePO(RolloutProgram):
             self._leaves.append(segment)
             self._finished_now += 1
         if group.sampling:
-            return actions  # the round goes on
+            return actions  # the round continues
         if self._resting:
             return actions + self._next_round(group.width)
         if len(self._leaves) < group.width:
@@ -98,7 +98,7 @@ class TreePO(RolloutProgram):
         return actions
 
     def _next_round(self, width: int) -> list[Action]:
-        # in the order of the tree, not of arrival, which may depend on the batch
+        # in depth-first order, because the order of arrival may depend on the batch
         active = sorted(self._resting, key=lambda segment: segment.branch)
         room = max(width - len(self._leaves), 0)
         budget = max(len(active), min(room, self.branch * (self._finished_now + len(active))))
@@ -114,14 +114,14 @@ class TreePO(RolloutProgram):
             return shares
         score = SHARES[self.share] * logprob / self.share_temperature
         weight = np.exp(score - score.max())
-        wanted = (budget - active) * weight / weight.sum()  # beyond the one that each gets
+        wanted = (budget - active) * weight / weight.sum()  # in addition to the one that each gets
         shares += np.floor(wanted).astype(np.int64)
         largest = np.argsort(-(wanted - np.floor(wanted)), kind="stable")
         shares[largest[: budget - shares.sum()]] += 1
         return shares
 
     def _ends(self, segment: SegmentReport) -> LeafStatus | None:
-        """How a response ends whose segment is full; None: it goes on."""
+        """Return the status with which a response ends at a full segment; None if it continues."""
         if self.repetition or self.answer:
             assert self.tokenizer is not None
             text = self.tokenizer.decode(segment.response_ids)
@@ -141,6 +141,6 @@ class TreePO(RolloutProgram):
 
 
 def _repeats(text: str, length: int) -> int:
-    """How often the commonest run of ``length`` characters occurs."""
+    """Return the number of occurrences of the most frequent text of ``length`` characters."""
     runs = Counter(text[i : i + length] for i in range(len(text) - length + 1))
     return max(runs.values(), default=0)

@@ -1,8 +1,8 @@
 """Environments of `verifiers` tasksets (0.4, its `v1`): conversations with tools, scored by the task's own rewards.
 
-A taskset's tasks are conversations: the prompt, turns with the tools of `data.tools`, and an answer, which the task's
-own ``@reward`` functions and judges score on a trace of the conversation. A task that needs one of verifiers' runtimes
-(containers, tool servers, ``setup`` and ``finalize``) is refused; verifiers' own harness runs it on `rolltree serve`.
+A task is a conversation: the prompt, turns with the tools of `data.tools`, and an answer. The task's own ``@reward``
+functions and judges score a trace of the conversation. A task that needs a runtime of verifiers (containers, tool
+servers, ``setup`` and ``finalize``) is rejected; the harness of verifiers can run it on `rolltree serve`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .turns import Observation, ToolBox
 
 @functools.cache
 def find_taskset(name: str) -> Any:
-    """What ``file.py:function`` makes: a `verifiers.v1.Taskset`.
+    """Return the `verifiers.v1.Taskset` that the function named ``file.py:function`` makes.
 
     Raises:
-        UserError: verifiers is not installed, it is no taskset, or its tasks need a runtime.
+        UserError: verifiers is not installed, the result is no taskset, or its tasks need a runtime.
     """
     try:
         import verifiers.v1 as vf
@@ -44,7 +44,7 @@ def find_taskset(name: str) -> Any:
 
 
 class _Tasks:
-    """Tasks by their number, read from the taskset as far as they are asked for."""
+    """Tasks by number, read from the taskset on demand; numbers past the end wrap around."""
 
     def __init__(self, name: str) -> None:
         self._name, self._read = name, iter(find_taskset(name))
@@ -61,11 +61,11 @@ find_tasks = functools.cache(_Tasks)
 
 
 class TasksetEnvironment:
-    """Turns with the tools of `data.tools` until one calls none; then the task's own rewards, weighted and summed.
+    """Turns with the tools of `data.tools` until one calls none; then the weighted sum of the task's rewards.
 
     Args:
-        context: of a prompt of `TasksetPrompts`.
-        taskset: as there.
+        context: context of a prompt of `TasksetPrompts`.
+        taskset: name of the taskset, ``file.py:function``.
     """
 
     def __init__(self, context: Mapping[str, Any], taskset: str) -> None:
@@ -81,11 +81,11 @@ class TasksetEnvironment:
         return Observation(done=True, reward=float(trace.reward))
 
     def fork(self) -> TasksetEnvironment:
-        """Nothing of it changes."""
+        """Return this environment: it has no state that changes."""
         return self
 
     def _trace(self, messages: Sequence[Message]) -> Any:
-        """The conversation as verifiers records one."""
+        """Return the conversation as a trace of verifiers."""
         import verifiers.v1 as vf
 
         def as_theirs(message: Message) -> Any:

@@ -3,8 +3,8 @@
 A prompt becomes a `Request`; the engine samples its branches, its program decides which of them fork, rewind or end,
 and the finished request holds a `TokenTree`. Read in this order: ``sampling_params`` (how responses are sampled),
 ``branch`` (the growing tree of one prompt), ``engine`` (the public interface), ``steering`` (the program's answers,
-applied to the tree), ``calls`` (tools and judges in threads), ``saving`` (an aborted request as plain values), then
-``native`` or ``vllm``.
+applied to the tree), ``calls`` (tools and judges in threads), ``saving`` (an aborted request as plain values),
+``sampler`` (the interface through which a training run samples), then ``native`` or ``vllm``.
 """
 
 from .branch import Completion, Request

@@ -1,7 +1,7 @@
-"""What samples for a training run: jobs go in, trees come out, all of it plain data.
+"""The interface through which a training run samples: jobs go in, trees come out, both plain data.
 
-The loop knows this interface alone, so what samples may be an engine of this process (`LocalSampler`), engines of other
-processes, or canned answers in a test.
+The loop uses only this interface, so a sampler may be an engine of this process (`LocalSampler`), engines of other
+processes, or fixed answers in a test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TALLIED = ("steps", "row_steps", "call_wait_us")
 
 
 class LostError(RuntimeError):
-    """What sampled a job does not know it any more; the job may begin anew."""
+    """The sampler has lost a job, which may be submitted again."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Job:
 
     Attributes:
         prompt: token ids.
-        seed: what the job samples follows from it, the prompt and ``params``.
-        context: for the rollout program: an answer to verify with, hints.
-        kept: state of an unfinished job (`Kept.state`), from which it goes on.
+        seed: determines the samples together with the prompt and ``params``.
+        context: input of the rollout program, for example the answer to verify with.
+        kept: state of an unfinished job (`Kept.state`), from which it continues.
     """
 
     prompt: Sequence[int]
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(eq=False)
 class Flight:
-    """A job on its way: ``tree`` or ``error`` is set when it is done."""
+    """A submitted job; ``tree`` or ``error`` is set when it is done."""
 
     job: Job
     tree: TokenTree | None = None
@@ -66,7 +66,7 @@ class Flight:
 
 
 class Kept(NamedTuple):
-    """What a checkpoint keeps of an unfinished job: its state as plain values, or a word why there is none.
+    """State of an unfinished job as plain values for a checkpoint, or a word for the reason that it has none.
 
     Both are None for a job that has not begun.
     """
@@ -76,19 +76,19 @@ class Kept(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Where a sampler gets new weights from."""
+    """Source of a sampler's new weights."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all parameters by the names of the model's."""
+        """Return all parameters by their names in the model."""
         ...
 
 
 class Sampler(Protocol):
-    """Samples jobs with the newest weights that it has been given; one thread at a time calls it."""
+    """Samples jobs with the newest weights that were loaded; one thread at a time calls it."""
 
     @property
     def longest(self) -> int | None:
-        """Positions of the model; None where it has no limit."""
+        """Number of positions of the model; None without a limit."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class Sampler(Protocol):
         ...
 
     def submit(self, jobs: Sequence[Job]) -> list[Flight]:
-        """Begin ``jobs`` together; all, or none if one cannot be served.
+        """Begin all ``jobs``, or none if one cannot be served.
 
         Raises:
             ValueError: a job cannot be served.
@@ -110,32 +110,32 @@ class Sampler(Protocol):
         ...
 
     def step(self, seconds: float) -> list[Flight]:
-        """Compute a step, or wait up to ``seconds`` where others compute; return the flights that are done.
+        """Compute a step, or wait up to ``seconds`` for other processes' steps; return the flights that are done.
 
-        A flight whose job is lost has a `LostError`.
+        The ``error`` of a flight whose job is lost is a `LostError`.
         """
         ...
 
     def kept(self, flights: Sequence[Flight]) -> list[Kept]:
-        """Return what can be kept of unfinished flights as they are now; they go on."""
+        """Return the present state of unfinished flights, which continue."""
         ...
 
     def drop(self, flights: Sequence[Flight]) -> None:
-        """Stop flights, whose results are not wanted any more."""
+        """Stop flights and discard them."""
         ...
 
     def load(self, weights: WeightSource | None, version: int, *, keep_keys: bool) -> None:
-        """Sample with new weights from now on, also in responses already begun.
+        """Use new weights for every token sampled from now on, also in unfinished responses.
 
         Args:
-            weights: None where the weights are in place already.
-            version: of the policy, written to every token sampled.
-            keep_keys: go on with keys that older weights computed.
+            weights: None if the model's own parameters were changed in place.
+            version: version of the policy, recorded with every sampled token.
+            keep_keys: keep the keys that older weights computed.
         """
         ...
 
     def generate(self, jobs: Sequence[Job]) -> list[TokenTree]:
-        """Answer held-out problems: by the program where it answers these, else by plain sampling."""
+        """Answer held-out problems with the program if it supports these, otherwise by plain sampling."""
         ...
 
     def score(
@@ -145,24 +145,24 @@ class Sampler(Protocol):
         ...
 
     def forget_prefixes(self) -> None:
-        """Drop keys that are kept for later jobs with the same prefixes."""
+        """Drop the cached keys of prefixes."""
         ...
 
     def remember(self, texts: Iterable[Text]) -> None:
-        """Draft from texts that were sampled before a restart."""
+        """Add texts that were sampled before a restart to those that drafts are taken from."""
         ...
 
     def in_thread(self) -> AbstractContextManager[Any]:
-        """Prepare the calling thread, which steps this sampler while another one trains."""
+        """Prepare the calling thread, which steps this sampler while another thread trains."""
         ...
 
     def settle(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished its work."""
         ...
 
 
 class LocalSampler:
-    """An engine in this process, and the program that steers it."""
+    """Samples with an engine in this process and a rollout program."""
 
     def __init__(self, engine: RolloutEngine, program: RolloutProgram) -> None:
         self.engine, self.program = engine, program
@@ -211,7 +211,7 @@ class LocalSampler:
         return done
 
     def _land(self) -> None:
-        """Mark the flights that are done; any call that steps the engine may finish some."""
+        """Set the results of the flights that are done, since any call that steps the engine may finish some."""
         done = [flight for flight, request in self._flights.items() if request.done]
         for flight in done:
             request = self._flights.pop(flight)

@@ -21,7 +21,7 @@ from .terms import TermEvaluator
 
 
 class Cuts(NamedTuple):
-    """Where chunks begin and end; see `plan.HeadPlan`."""
+    """Bounds of the chunks; see `plan.HeadPlan`."""
 
     row: list[int]
     target: list[int]

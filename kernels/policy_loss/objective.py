@@ -183,12 +183,11 @@ class Objective:
 
     def _check_options(self) -> None:
         options = self.options
-        pairs = options.items() if isinstance(options, Mapping) else options
-        is_mapping = isinstance(options, Mapping | list | tuple) and all(
-            isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
-        )
-        _require(is_mapping, f"options must be a mapping from names to values, got {shown(options)}")
-        given = dict(pairs)
+        _require(isinstance(options, Mapping | list | tuple), f"options must be a mapping, got {shown(options)}")
+        try:
+            given = dict(options)
+        except (TypeError, ValueError):
+            raise ValueError(f"Objective: options must be a mapping, got {shown(options)}.") from None
         known = [name for name in ([] if self.rule is None else self.rule.option_names) if name not in _FIELD_NAMES]
         for name, value in given.items():
             has = f"it has {', '.join(known)}" if known else "it has none of its own"

@@ -36,7 +36,7 @@ class FlashTiles(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """For every block of one side the visible blocks of the other, in the order of flash-attn's own tuple."""
+    """Visible blocks of the other side for every block of one side, in the field order of flash-attn's tuple."""
 
     partial_count: Tensor  # [1, 1, B] int32
     partial: Tensor  # [1, 1, B, others] int32, of which a block's count is set, ascending

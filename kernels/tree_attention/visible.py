@@ -31,7 +31,7 @@ WANTED_ITEMS = 512  # of all heads: about four for each multiprocessor of the la
 
 
 class VisibleBlocks(NamedTuple):
-    """For every block of one side (rows or keys), the visible blocks of the other side."""
+    """Visible blocks of the other side for every block of one side (rows or keys)."""
 
     blocks: Tensor  # [B, others + 1] int32: wholly visible ones from the front on, partly visible ones from the back
     full_count: Tensor  # [B] int32

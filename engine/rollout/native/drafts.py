@@ -94,7 +94,7 @@ class Drafts:
     def remember(self, text: Text) -> None:
         """Index a text that this engine did not sample."""
         path = np.concatenate([text.prompt, text.before])
-        self.index.add(_scope_of(text.prompt), path[-DraftIndex.CONTEXT :], text.tokens)
+        self.index.add(scope_of(text.prompt), path[-DraftIndex.CONTEXT :], text.tokens)
 
     def _follow(self, rows: RowTable, slots: Array) -> None:  # [S] int64
         """Index the tokens that the branches of ``slots`` have sampled since the last call."""
@@ -127,7 +127,7 @@ class Drafts:
         if request not in self._scopes:
             if len(self._scopes) >= _MOST_REQUESTS:
                 self._scopes.clear()
-            self._scopes[request] = scope = _scope_of(prompt)
+            self._scopes[request] = scope = scope_of(prompt)
             self.index.add(scope, [], prompt)
         return self._scopes[request]
 
@@ -173,7 +173,8 @@ def _unbroken(breaks: Array, offset: Array) -> Array:  # [E] bool, [E] int64 -> 
     return broken - (broken - breaks)[first] == 0
 
 
-def _scope_of(prompt: Array) -> int:
+def scope_of(prompt: Array) -> int:  # [P] int32
+    """Return the scope of the texts of a prompt: a hash of its tokens."""
     digest = hashlib.blake2b(np.ascontiguousarray(prompt, np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

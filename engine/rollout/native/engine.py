@@ -1,4 +1,4 @@
-"""The native rollout engine: it samples with the very module that is trained."""
+"""The native rollout engine: samples with the same module that is trained."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the native engine.
+    """Sizes and switches of the native engine.
 
     Raises:
-        ValueError: one of them is too small.
+        ValueError: a size is out of range, or ``compile`` and ``debug`` are both set.
     """
 
     page_size: int = 16
+    """Tokens of a page of the KV cache."""
     kv_tokens: int = 65536
     """Capacity of the paged KV cache, in tokens."""
     host_kv_tokens: int = 0
-    """Keys of preempted branches kept in host memory, in tokens, instead of being computed again."""
+    """Tokens of preempted branches whose keys are kept in host memory instead of being computed again."""
     max_batch_rows: int = 512
-    """Branches decoded together."""
+    """Most branches decoded in one step."""
     max_prefill_tokens: int = 2048
-    """Prompt tokens computed beside them in one step."""
+    """Most tokens with missing keys computed in the same step, such as those of prompts."""
     cuda_graphs: bool = True
-    """On a CUDA device, replay steps that only decode."""
+    """Replay steps that only decode as CUDA graphs; no effect on a CPU."""
     compile: bool = False
-    """Let torch.compile fuse what lies between the matrix products; the first steps wait for it."""
+    """Let torch.compile fuse the operations between matrix products; the first steps wait for it."""
     drafts: DraftConfig | None = None
-    """When a branch may sample several tokens a step, guessed from earlier texts; None: never. The sampled tokens are
-    the same."""
+    """Speculative decoding with tokens drafted from earlier texts; None for none. The sampled tokens are the same."""
     debug: bool = False
     """Check the KV tree after every step, and every layer's attention against the reference; slow."""
 
@@ -70,7 +70,11 @@ class NativeEngine(RolloutEngine):
 
     Args:
         model: a causal language model; its attention implementation is set to "rolltree".
-        tokenizer: needed for prompts and stops given as text; its end-of-sequence token ends responses too.
+        tokenizer: needed for prompts and stops given as text; its end-of-sequence token also ends responses.
+        config: sizes and switches; None for the defaults.
+
+    Raises:
+        UserError: the compiled module is missing.
     """
 
     loop: NativeLoop
@@ -160,7 +164,7 @@ class NativeEngine(RolloutEngine):
             self.cache.tree.forget()
 
     def remember(self, texts: Iterable[Text]) -> None:
-        """Draft from texts that were sampled before a restart, or elsewhere. This changes no sampled token."""
+        """Draft from texts that were sampled before a restart, or by another engine. No sampled token changes."""
         with self._lock:
             if self.loop.scheduler.drafts is not None:
                 for text in texts:
@@ -169,7 +173,10 @@ class NativeEngine(RolloutEngine):
     def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.
 
-        A step computes with one adapter; requests with different ones take turns.
+        A step computes with one adapter; requests with different adapters take turns.
+
+        Raises:
+            ValueError: an adapter of that name exists.
         """
         with self._lock:
             if name in self._adapters:
@@ -192,9 +199,9 @@ class NativeEngine(RolloutEngine):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Also ``prefill_tokens`` (computed beside decoding), ``prefix_hit_tokens`` (of prompts, found in the cache),
-        ``preemptions``, ``restored_tokens`` (whose keys came back from the host), ``peak_pages`` and ``peak_kv_tokens``
-        of the KV cache."""
+        """Counts of the base class, and ``prefill_tokens`` (computed for missing keys), ``prefix_hit_tokens`` (prompt
+        tokens found in the cache), ``preemptions``, ``restored_tokens`` (keys copied back from the host),
+        ``peak_pages`` and ``peak_kv_tokens`` of the KV cache."""
         scheduler, tree = self.loop.scheduler, self.cache.tree
         return {
             **super().stats,
@@ -226,11 +233,11 @@ class NativeEngine(RolloutEngine):
         return {} if own is None else own.to_dict()
 
     def room(self, prompt_tokens: int) -> int:
-        """Return how many tokens a response to a prompt of ``prompt_tokens`` can have: what the model's positions and
-        the KV cache leave. Not positive where the prompt alone is too long.
+        """Return the most tokens that a response to a prompt of ``prompt_tokens`` can have, by the model's positions
+        and the KV cache; zero or negative if the prompt alone is too long.
 
-        An eighth of the free pages stays out of it: a prompt whose prefixes other requests left in the cache in pieces
-        takes up to a page more for each piece.
+        An eighth of the free pages is not counted: a prompt whose prefix is cached in pieces by other requests needs
+        up to one more page for each piece.
         """
         free = self.cache.tree.num_pages - -(-prompt_tokens // self.config.page_size)
         spare = -(-free // 8) if free > 1 else 0
@@ -255,7 +262,7 @@ class NativeEngine(RolloutEngine):
     @contextmanager
     def _computing(self) -> Iterator[None]:
         was_training = self.model.training
-        if was_training:  # a batch does it once, not at every step: it takes as long as a layer
+        if was_training:  # once for a batch, not at every step, because it takes as long as a layer
             self.model.eval()
         try:
             with torch.inference_mode():
@@ -276,5 +283,5 @@ def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
             )
     with torch.no_grad():
         for name, tensor in weights.items():
-            if own[name] is not tensor:  # a trainer of the same module hands over what is there
+            if own[name] is not tensor:  # a trainer of the same module passes the same tensors
                 own[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""The KV cache: the node table on the host, the pages on the device, and the attention over both."""
+"""The KV cache: the node table on the host, the pages on the device, and the attention that reads them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ try:
     from ._host import KvExhaustedError, KvTree
 
     BUILT = True
-except ImportError:  # installed without a compiler: all but the rollouts works
+except ImportError:  # installed without a compiler: only rollouts do not work
     BUILT = False
 
     class KvExhaustedError(RuntimeError):  # type: ignore[no-redef]
-        """Stands in for the compiled module's."""
+        """Replaces the class of the compiled module."""
 
 
 Array = npt.NDArray[Any]
@@ -35,7 +35,7 @@ __all__ = ["KvCache", "KvExhaustedError", "KvTree"]
 
 @dataclass(frozen=True)
 class LayerPages:
-    """A layer's pages, and the step: a `KVStore` to which the layer's number is nothing."""
+    """The pages of one layer and the present step: a `KVStore` that ignores the layer's number."""
 
     k: Tensor  # [P + 1, page, Hkv, D]
     v: Tensor
@@ -61,11 +61,14 @@ class LayerPages:
 class KvCache:
     """Pages of keys and values for every layer, and the tree that owns them.
 
-    The model's attention calls `attend` once a layer; `begin_step` says before to which slots the step's new keys go
-    and which nodes its rows read. A layer's pages are made when it first attends, or by who knows its heads before.
+    `begin_step` sets the slots of a step's new keys and the nodes that its rows read; then the model's attention calls
+    `attend` once for each layer. The pages of a layer are made at its first `attend`, or before by `make_pages`.
 
-    With ``debug`` the attention of every layer and step is compared with the reference's. The keys of ``host_tokens``
-    tokens that preemption dropped are kept in host memory.
+    Args:
+        kv_tokens: capacity in tokens.
+        page_size: tokens of a page.
+        host_tokens: tokens whose keys are kept in host memory after preemption dropped them.
+        debug: compare the attention of every layer and step with the reference.
 
     Raises:
         UserError: the compiled module is missing.
@@ -81,9 +84,9 @@ class KvCache:
             )
         self.tree = KvTree(kv_tokens // page_size, page_size)
         self.spare_slot = self.tree.num_pages * page_size
-        """A slot no node reads: keys of tokens that are only queried again are written here."""
+        """A slot that no node reads: keys of tokens that are only queried again are written here."""
         self.groups: list[int] = []
-        """Query heads a key head, of all layers that have attended."""
+        """Distinct numbers of query heads for each key head, of the layers with pages."""
         self._device = device
         self._debug = debug
         self._host = HostKeys(host_tokens) if host_tokens else None
@@ -95,21 +98,21 @@ class KvCache:
 
     @property
     def ready(self) -> bool:
-        """Whether the layers have their pages."""
+        """True if the layers have their pages."""
         return bool(self._pages)
 
     @property
     def pages(self) -> Mapping[int, tuple[Tensor, Tensor]]:
-        """Keys and values of the layers that have their pages; another object when they have been given back."""
+        """Keys and values by layer, [P + 1, page, Hkv, D] each; `free` replaces the mapping by a new object."""
         return self._pages
 
     # -- keys of branches -------------------------------------------------------------------------------------------
 
     def start(self, key: int, tokens: Array) -> int:  # [n] int32
-        """Return the node that ends a path of ``tokens``, found or made; a new holder has it.
+        """Return the node that ends a path of ``tokens``, found or made, and count a new holder for it.
 
         Args:
-            key: of the weights that compute the keys; paths of different weights share nothing.
+            key: number of the weights that compute the keys; paths of different weights share no nodes.
         """
         return int(self.tree.insert(key, tokens))
 
@@ -118,7 +121,7 @@ class KvCache:
         return self.append(self.start(key, tokens[:-1]), tokens[-1:])
 
     def fork(self, node: int, n: int) -> list[int]:
-        """Return ``n`` open nodes below ``node``, whose holder they take the place of."""
+        """Return ``n`` open nodes below ``node``; they replace one holder of it."""
         return list(self.tree.fork(node, n))
 
     def append(self, node: int, tokens: Array) -> int:  # [n] int32
@@ -128,7 +131,7 @@ class KvCache:
         return int(below)
 
     def extend(self, node: int, tokens: Sequence[int]) -> None:
-        """Let an open node hold further tokens, whose keys are missing."""
+        """Add tokens to an open node; their keys are missing."""
         self.tree.extend_by(node, tokens)
 
     def length(self, node: int) -> int:
@@ -136,7 +139,7 @@ class KvCache:
         return int(self.tree.end(node))
 
     def rewind(self, node: int, position: int) -> int:
-        """Return a node that ends the first ``position`` tokens of the path of ``node``; a new holder has it."""
+        """Return a node that ends the first ``position`` tokens of the path of ``node``, and count a new holder."""
         return int(self.tree.rewind(node, position))
 
     def truncate(self, nodes: Array, positions: Array) -> None:  # [n] int64 each
@@ -144,7 +147,7 @@ class KvCache:
         self.tree.truncate(nodes, positions)
 
     def release(self, node: int) -> None:
-        """Give up a holder; the keys stay until their pages are wanted."""
+        """Remove a holder; the keys stay until their pages are needed."""
         self.tree.release(node)
 
     def evict_all(self) -> None:
@@ -166,7 +169,11 @@ class KvCache:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [N, Hq, D]
-        """Store the new keys and values of a layer, then attend over every row's path."""
+        """Store the new keys and values of a layer, then attend over every row's path.
+
+        Raises:
+            RuntimeError: with ``debug``, the attention differs from the reference.
+        """
         self.make_pages(layer_idx, key, query.shape[1] // key.shape[1])
         out = self.layer(layer_idx).attend(layer_idx, query, key, value, scale, window, softcap)
         if self._debug:
@@ -179,28 +186,28 @@ class KvCache:
         return out
 
     def make_pages(self, layer_idx: int, like: Tensor, group: int) -> None:  # [N, Hkv, D]
-        """Pages for a layer, if it has none: for keys ``like`` these, each attended to by ``group`` query heads."""
+        """Make pages for a layer without any: for keys ``like`` these, each read by ``group`` query heads."""
         if layer_idx not in self._pages:
             self._pages[layer_idx] = (self._new_pages(like), self._new_pages(like))
             if group not in self.groups:
                 self.groups.append(group)
 
     def layer(self, layer_idx: int) -> LayerPages:
-        """What a layer with pages needs for the step that has begun."""
+        """Return the pages of a layer with the slots and the plan of the present step."""
         assert self._slots is not None
         assert self._plan is not None
         return LayerPages(*self._pages[layer_idx], self._slots, self._plan)
 
     def save_dropped(self) -> None:
-        """Copy keys that were dropped to the host; before their pages are written again."""
+        """Copy dropped keys to the host; must precede the next writes to their pages."""
         if self._host is not None:
             self._host.save(self.tree.take_dropped(), self._pages)
 
     def restore(self, node: int, begin: int, count: int) -> int:
-        """Append those of a node's missing keys [begin, begin + count) that the host has, up to the first it lacks.
+        """Append a node's missing keys [begin, begin + count) from the host, up to the first that it lacks.
 
         Returns:
-            How many they are. There must be pages for all.
+            The number of restored keys. There must be pages for all.
         """
         if self._host is None:
             return 0
@@ -214,24 +221,24 @@ class KvCache:
         return done
 
     def forget_dropped(self) -> None:
-        """For new weights: the keys on the host are of the old ones."""
+        """Discard the keys on the host, which old weights computed."""
         if self._host is not None:
             self.tree.take_dropped()
             self._host.clear()
 
     def free(self) -> None:
-        """Give the memory of the pages back; they are made again, empty, when a layer next attends."""
+        """Free the memory of the pages; the next `attend` of a layer makes empty ones."""
         self.forget_dropped()
         self._pages = {}
 
     def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]
-        # zeros, so that what a kernel reads beyond a node's keys and masks is finite; one more page has the spare slot
+        # zeros keep masked values past a node's keys finite in kernels; the additional page has the spare slot
         shape = (self.tree.num_pages + 1, self.tree.page_size, *like.shape[1:])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def _compare(layer: int, out: Tensor, expected: Tensor) -> None:
-    """Raises RuntimeError where attention is not the reference's, to a few roundings of the dtype."""
+    """Raise RuntimeError if attention differs from the reference by more than a few roundings of the dtype."""
     allowed = 8 * torch.finfo(out.dtype).eps * expected.abs().amax().clamp(min=1.0) + 1e-5
     worst = (out - expected).abs().nan_to_num(0.0).amax()
     if worst > allowed or (out.isfinite() != expected.isfinite()).any():

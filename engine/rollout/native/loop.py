@@ -1,9 +1,9 @@
 """The native loop: steps of many requests at once.
 
-The scheduler composes a step, the runner executes it, and what was sampled is recorded. Where a segment ended the
-prompt's program is asked at once, so its answer (fork, rewind, append, finish) is part of the next step: no branch
-waits for the rest of the batch. A fork samples several tokens from one row of logits and opens a child for each; a
-prompt is simply a branch that forks first, and a rewind makes another one in the middle of the tree.
+The scheduler composes a step, the runner executes it, and the loop records the samples. When a segment ends, the
+prompt's program is called at once, so its actions (fork, rewind, append, finish) are part of the next step: no branch
+waits for the rest of the batch. A fork samples several tokens from one row of logits and opens a child for each. A
+prompt is a branch that forks first, and a rewind opens such a branch in the middle of the tree.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .scheduler import Scheduler, Step, TooLargeError
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
 
 Array = npt.NDArray[Any]
-MOST_LOGITS_BYTES = 4 << 30  # of the children of one fork, which are sampled in one step
-LOST = -1  # instead of what a sample ends: its request has failed
+MOST_LOGITS_BYTES = 4 << 30  # of logits of one fork, whose children are sampled in one step
+LOST = -1  # marks a sample whose request has failed
 
 
 class NativeLoop(Steering):
-    """Branches are rows of a table and nodes of the KV tree."""
+    """Steers requests whose branches are rows of a table and nodes of the KV tree."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class NativeLoop(Steering):
             self._end_segments(targets, ends, sampled, texts or {})
 
     def _rewind_rejected(self, slots: Array, queried: Array) -> None:
-        """Forget the keys of drafted tokens behind those that were sampled: ``slots`` has one entry a sample, and
-        ``queried`` counts each slot's queries."""
+        """Drop the keys of rejected drafted tokens: ``slots`` has one entry for each sample, and ``queried`` counts the
+        queries of each slot."""
         sampled = np.bincount(slots, minlength=len(queried))
         some = np.flatnonzero((sampled > 0) & (sampled < queried))
         self.cache.truncate(self.rows.kv_node[some], self.rows.position[some] + sampled[some])
 
     def _give_up(self, step: Step | None, error: BaseException) -> None:
-        """A step has failed as a whole: its requests fail, and no key is left that it may not have computed."""
+        """Fail all requests of a failed step, and drop every key, because some may not have been computed."""
         self.counts["failed_steps"] += 1
         if not isinstance(error, Exception):
             error = RuntimeError(f"The step that computed this request was ended by {type(error).__name__}.")
@@ -176,7 +176,7 @@ class NativeLoop(Steering):
             tokens = branch.node.column("token")
             if branch.node.sealed:
                 branch.kv = self.cache.start(self._key(request), tokens)
-            else:  # the last node is open: it goes on
+            else:  # the last node is open and continues
                 branch.kv = self.cache.resume(self._key(request), tokens)
             table = self.stops.table(request, self.rows)
             branch.slot = self.rows.restore(branch, {**branch.saved, "stop_table": table})
@@ -190,7 +190,7 @@ class NativeLoop(Steering):
             self._ask(request, lambda: request.program.repeated(request.state(), lost) or ())
 
     def _key(self, request: Request) -> int:
-        """Keys computed by other weights are other keys."""
+        """Return a number that identifies the weights of a request's keys; different weights share no keys."""
         return self.version << 16 | request.adapter
 
     # -- events of the loop -----------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class NativeLoop(Steering):
         return branch
 
     def _seeds(self, slots: Array, forks: Array, samples: Array) -> Array:  # [E] int64
-        """The seeds that `children` will have."""
+        """Return the seeds that the branches of `children` will have."""
         seeds = self.rows.seed[slots]
         if not forks.any():
             return seeds
@@ -243,7 +243,7 @@ class NativeLoop(Steering):
         return np.where(np.repeat(own, samples), child_seed(seeds, child), seeds)
 
     def _fork(self, slots: Array, forks: Array) -> tuple[Array, Array]:  # [kept] int64, [E] bool
-        """Replace forking branches by their children; the slots of the samples, and which of them are left."""
+        """Replace forking branches by their children; return the slots of the kept samples, and their mask."""
         owners: list[Branch] = []
         parents = [self._branch(slot) for slot in slots.tolist()]
         for parent, n in zip(parents, forks.tolist(), strict=True):
@@ -269,12 +269,12 @@ class NativeLoop(Steering):
         return children
 
     def _ends(self, slots: Array, offset: Array, token: Array) -> tuple[Array, dict[int, str] | None]:
-        """What each sample ends where it is the last of its branch [E] int8, and the texts that did so by slot; None
-        where no text does."""
+        """Return the effect of each sample if it is the last of its branch ([E] int8: `GO_ON`, `END_SEGMENT`,
+        `END_RESPONSE` or `LOST`), and the stop texts by slot; None if no branch stops at texts."""
         rows = self.rows
         ends = self.stops.tokens(rows.stop_table[slots], token)
         ends[(ends == GO_ON) & (rows.length[slots] + offset + 1 >= rows.segment_end[slots])] = END_SEGMENT
-        ends[token < 0] = END_RESPONSE  # the logits were not finite; only this branch is lost
+        ends[token < 0] = END_RESPONSE  # the logits were not finite; only this branch fails
         if not (rows.stops_at_text.any() and (at_text := rows.stops_at_text[slots]).any()):
             return ends, None
         texts: dict[int, str] = {}
@@ -285,7 +285,7 @@ class NativeLoop(Steering):
                     if (hit := self.stops.text(rows, branch, token[begin : i + 1])) is not None:
                         what, texts[branch.slot] = hit
                         ends[i] = max(ends[i], what)
-        # a tokenizer that fails ends the request, its other branches too
+        # a failing tokenizer fails the request with all of its branches
         ends[[rows.branch[slot] is None for slot in slots.tolist()]] = LOST
         return ends, texts
 
@@ -313,14 +313,14 @@ class NativeLoop(Steering):
 
     @staticmethod
     def _name_failure(branch: Branch, why: str | None) -> None:
-        """Why a branch has no token to take."""
+        """Record the reason why a branch has no sampled token."""
         if why is None:
             why = "the model's logits were not finite"
             if branch.request.params.constrained:
                 why += ", or every token was forbidden"
         branch.request.errors[branch.id] = why
 
-    # -- what programs ask for --------------------------------------------------------------------------------------
+    # -- operations of `Steering` -----------------------------------------------------------------------------------
 
     def _length(self, branch: Branch) -> int:
         return int(self.rows.length[branch.slot])
@@ -372,7 +372,7 @@ class NativeLoop(Steering):
         self.scheduler.resume(branch)
 
     def _retire(self, branch: Branch) -> None:
-        """The keys of a leaf stay in the cache; they are held where the program may rewind it."""
+        """Free the row of a leaf; its keys stay in the cache, and are held if the program may rewind it."""
         self.rows.remove(branch.slot)
         branch.slot = -1
         if not branch.request.program.rewinds:

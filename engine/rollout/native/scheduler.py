@@ -1,12 +1,12 @@
-"""Decides what the next step computes: one row for every running branch, and the missing keys of waiting ones.
+"""Composes the next step: one row for every running branch, and the missing keys of waiting ones.
 
     queued (a request) --> waiting (keys missing) <--> running (only the last token lacks its keys) --> resting / leaf
 
-Keys are a cache of tokens. A branch waits while its path lacks any, be it a fresh prompt, a branch rewound to where
-keys were dropped, an appended observation, or one that was preempted: in each case they are computed in chunks, nodes
-nearest the root first, beside the running rows. When pages run short, what nobody holds is dropped first (least
-recently used first), then nodes that no running branch reads, then the youngest branch's own.
-The oldest branch is never preempted, so every step brings something nearer its end.
+Keys can always be computed again from the tokens. A branch waits while keys of its path are missing: after its prompt,
+a rewind to dropped keys, an appended observation, or a preemption. They are computed in chunks in the same steps as the
+running rows, nodes nearest the root first. If pages run short, nodes without a holder are dropped first (least recently
+used first), then nodes that no running branch reads, then the youngest branch's own.
+The oldest branch is never preempted, so every step makes progress.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Step:
     sample_slots: Array  # [S] int64, their branches in the row table
     sample_offset: Array  # [S] int64, drafted tokens between the branch's last one and the row
     adapter: int
-    filled: list[Branch]  # whose missing keys it computes
+    filled: list[Branch]  # branches whose missing keys the step computes
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Fill:
 
     branch: Branch
     node: int
-    begin: int  # of the first token, within the node
+    begin: int  # offset of the first token within the node
     count: int
     keys_held: bool = False  # the token is only queried again: its keys are in the cache
     samples: bool = False  # the last token is the branch's last: its row is sampled
@@ -67,9 +67,9 @@ class TooLargeError(KvExhaustedError):  # type: ignore[misc, unused-ignore]
 
 
 class Scheduler:
-    """Decides which rows a step computes, and whose keys are dropped when pages run short.
+    """Chooses the rows of a step, and the keys to drop if pages run short.
 
-    It calls nothing above it: `admit` returns a request that may begin, `schedule` returns a step.
+    It does not call the loop: `admit` returns a request that may begin, `schedule` returns a step.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Scheduler:
         self._adapter = 0
 
     def resume(self, branch: Branch) -> None:
-        """Let a branch run, or wait for what its path lacks."""
+        """Let a branch run, or wait for the missing keys of its path."""
         rows, tree, slot = self.rows, self.cache.tree, branch.slot
-        pending = tree.end(branch.kv) == rows.position[slot]  # the cache has not been told of the last token
+        pending = tree.end(branch.kv) == rows.position[slot]  # the cache does not hold the last token yet
         if pending and not tree.missing(branch.kv)[0]:
             rows.running[slot] = True
             return
@@ -109,13 +109,13 @@ class Scheduler:
         insort(self.waiting, branch, key=_order)
 
     def suspend(self, branch: Branch) -> None:
-        """Take a branch out of what runs or waits."""
+        """Remove a branch from the running or waiting ones."""
         self.rows.running[branch.slot] = False
         if branch in self.waiting:
             self.waiting.remove(branch)
 
     def admit(self) -> Request | None:
-        """Return the next queued request to start, while the branches there are leave rows of the batch free."""
+        """Return the next queued request to start; None if its branches do not fit into the batch."""
         if not self.queue:
             return None
         tips = sum(max(1, int(n)) for branch, n in zip(self.rows.branch, self.rows.forks, strict=True) if branch)
@@ -126,14 +126,14 @@ class Scheduler:
         return request
 
     def schedule(self) -> Step | None:
-        """Return the next step; None where nothing can run.
+        """Return the next step; None if no branch can run.
 
         Raises:
-            TooLargeError: not even one branch fits.
+            TooLargeError: the KV cache cannot hold even one branch.
         """
         self._adapter = self._next_adapter()
         slots = self._running()
-        # a branch takes a page at most; which of them do is asked where it matters
+        # a branch needs at most one page, so the exact count matters only if pages are short
         fit = len(slots) <= self.cache.tree.free_pages and not self.waiting
         pages = 0 if fit else self._pages_for(slots)
         while pages > self.cache.tree.free_pages:
@@ -147,7 +147,7 @@ class Scheduler:
         return self._assemble(slots, fills, drafts) if len(slots) or fills else None
 
     def preempt(self, branch: Branch) -> None:
-        """Drop the keys that only ``branch`` has; it waits until they are computed again."""
+        """Drop the keys that only ``branch`` holds; it waits until they are computed again."""
         self.rows.running[branch.slot] = False
         self.cache.tree.extend_by(branch.kv, [self.rows.last_token[branch.slot]])
         self.cache.tree.evict(branch.kv)
@@ -163,7 +163,7 @@ class Scheduler:
         return slots
 
     def _next_adapter(self) -> int:
-        """Adapters take turns: one step computes with one of them."""
+        """Return the adapter of the next step; adapters take turns, because a step computes with one of them."""
         if not self.rows.adapter.any():
             return 0
         present = set(np.unique(self.rows.adapter[self.rows.running]).tolist())
@@ -171,11 +171,11 @@ class Scheduler:
         return min(present, key=lambda adapter: (adapter <= self._adapter, adapter), default=0)
 
     def _pages_for(self, slots: Array) -> int:
-        # the tokens are told to the tree only once there is room for their keys
+        # the tree gets the tokens only after there is room for their keys
         return self.cache.tree.pages_needed(self.rows.kv_node[slots], np.ones(len(slots), np.int64))
 
     def _reclaim(self, pages: int) -> Array:
-        """Drop keys until ``pages`` are free, or one branch fewer runs; returns the running slots."""
+        """Drop keys until ``pages`` are free, or preempt one branch; return the running slots."""
         tree, rows = self.cache.tree, self.rows
         running = np.flatnonzero(rows.running)
         if tree.evict_others(rows.kv_node[running], pages) >= pages:
@@ -193,8 +193,8 @@ class Scheduler:
     # -- waiting branches -------------------------------------------------------------------------------------------
 
     def _fill(self, taken: int, *, idle: bool) -> tuple[list[Fill], int]:
-        """Chunks of waiting branches, oldest first, beside ``taken`` pages and for the budget of tokens; and the pages
-        that are taken then."""
+        """Return chunks of waiting branches, oldest first, within the budget of tokens and the pages that remain after
+        ``taken``, and the number of pages then taken."""
         tree = self.cache.tree
         fills: list[Fill] = []
         planned: dict[int, int] = {}  # KvTree node -> keys that this step adds to it
@@ -204,7 +204,7 @@ class Scheduler:
             missing = self._missing(branch, planned)
             pages = self._pages_of(missing)
             growth = self._growth(np.array([branch.slot])) * self._tips(branch)
-            if idle and not fills:  # nothing else runs: this one may take all
+            if idle and not fills:  # no other branch runs: this one may take all pages
                 if tree.evict_others(np.array([branch.kv]), pages) < pages:
                     raise self._too_large(branch)
             else:
@@ -232,7 +232,7 @@ class Scheduler:
         return fills, taken
 
     def _restore(self, missing: list[Fill], planned: Mapping[int, int]) -> bool:
-        """Bring back what the host has of missing keys; their pages are there. Whether it had any."""
+        """Copy missing keys back from the host, for which there are pages; return True if it had any."""
         before = self.restored_tokens
         for fill in missing:
             if not fill.keys_held and fill.node not in planned:
@@ -240,7 +240,7 @@ class Scheduler:
         return self.restored_tokens > before
 
     def _missing(self, branch: Branch, planned: Mapping[int, int]) -> list[Fill]:
-        """What must be computed before ``branch`` is sampled, nodes nearest the root first."""
+        """Return the tokens to compute before ``branch`` is sampled, nodes nearest the root first."""
         tree = self.cache.tree
         missing = []
         for node, begin, count in zip(*tree.missing(branch.kv), strict=True):
@@ -263,7 +263,7 @@ class Scheduler:
         return self.cache.tree.pages_needed(nodes, counts)
 
     def _growth(self, slots: Array) -> int:  # [R] int64
-        """Pages set aside for branches: half of what they may still sample, as most end early."""
+        """Return the pages reserved for branches: half of the tokens that they may still sample, as most end early."""
         tokens = (self.rows.limit[slots] - self.rows.length[slots]) // 2
         return int((-(-tokens // self.cache.tree.page_size)).sum())
 
@@ -273,7 +273,7 @@ class Scheduler:
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def _draft(self, slots: Array, fills: list[Fill], taken: int) -> tuple[Array, Array] | None:
-        """Drafts of the running branches, where pages are left when all else has its own; ``taken`` 0: if all fits."""
+        """Return counts and tokens of drafts if pages remain for them; ``taken`` is 0 if pages are not short."""
         others, tree = sum(fill.count for fill in fills), self.cache.tree
         assert self.drafts is not None
         room = self.max_batch_rows - len(slots)
@@ -287,7 +287,7 @@ class Scheduler:
         return (counts, tokens) if tree.make_room(needed) >= needed else None
 
     def _assemble(self, slots: Array, fills: list[Fill], drafts: tuple[Array, Array] | None) -> Step:
-        """One item a running branch and a fill, put in depth-first order, then spelled out as rows."""
+        """Return a step: one item for each running branch and fill, in depth-first order, expanded to rows."""
         rows, tree = self.rows, self.cache.tree
         node, count, sampler = rows.kv_node[slots], np.ones(len(slots), np.int64), slots
         token, position = rows.last_token[slots], rows.position[slots]

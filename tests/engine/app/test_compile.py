@@ -75,5 +75,5 @@ def test_what_a_run_needs(tmp_path: Path) -> None:
     assert term.objective.ratio_level == "sequence"
     assert job.columns == {"ref_logprob"}
     assert command.launched(job)["filters"] == ((), ("top_p",))
-    with pytest.raises(UserError, match=r"of a run it is --model\.dtype"):
+    with pytest.raises(UserError, match=r"for a run give --model\.dtype"):
         command.job_of(tmp_path / "run.toml", given, "bfloat16")

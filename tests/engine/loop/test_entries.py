@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rolltree.engine.app.build import kept_entries
 from rolltree.engine.app.cli import main
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.archive import Archive, NotKeptError
-from rolltree.engine.loop.entries import Entries, kept_entries
 from rolltree.engine.loop.replay import read_groups
 from rolltree.engine.settings import TrainConfig
 
@@ -78,20 +78,26 @@ def config(verifier: str = "exact", **loop: Any) -> TrainConfig:
     )  # fmt: skip
 
 
+def kept(row: dict[str, Any], verifier: str = "exact") -> dict[str, Any]:
+    check = kept_entries(config(verifier, staleness=1))
+    assert check is not None
+    return check(row, "Row 3")
+
+
 def test_columns_that_nobody_reads_are_left_out() -> None:
     row = {"prompt": "a", "answer": "1", "extra": Mine(), "more": [1, Mine()], "when": datetime.date.min}
-    assert Entries(config()).kept(row, "Row 3") == {"prompt": "a", "answer": "1", "when": datetime.date.min}
+    assert kept(row) == {"prompt": "a", "answer": "1", "when": datetime.date.min}
 
 
 @pytest.mark.parametrize("column", ["answer", "prompt", "solution", "count", "seed"])
 def test_columns_that_are_read_are_refused_by_row_and_name(column: str) -> None:
     with pytest.raises(UserError, match=rf"Row 3 has a value in column '{column}'.*A Mine cannot be kept"):
-        Entries(config()).kept({"prompt": "a", "answer": "1", column: Mine()}, "Row 3")
+        kept({"prompt": "a", "answer": "1", column: Mine()})
 
 
 def test_code_of_the_users_may_read_every_column() -> None:
     with pytest.raises(UserError, match="Row 3 has a value in column 'extra'"):
-        Entries(config("rw.py:judge")).kept({"answer": "1", "extra": Mine()}, "Row 3")
+        kept({"answer": "1", "extra": Mine()}, "rw.py:judge")
 
 
 def test_a_run_without_open_groups_keeps_no_entries() -> None:

@@ -174,7 +174,7 @@ def test_examples_name_parts_that_exist(example):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["--algorithm.objective=raft"], "say which with `select`"),
+        (["--algorithm.objective=raft"], "choose them with `select`"),
         (["--algorithm.objective=clip_tensor"], "needs clip_low"),
         (["--algorithm.objective=decoupled_ppo"], "recompute"),
         (["--algorithm.objective=opd"], r"\[roles.teacher\]"),

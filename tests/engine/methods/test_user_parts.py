@@ -228,7 +228,7 @@ def test_a_source_gives_no_held_out_problem_and_peeks_without_drawing(toml: Path
         (["--data.source=Counting"], "is not known; use one of games, verifiers, or name your own"),
         (["--reward.shaping=[{name='gate', options={gate='format'}}]"], "did you mean 'gated'"),
         (["--reward.shaping=[{name='gated', options={gat='format'}}]"], "no option 'gat'; did you mean 'gate'"),
-        (["--reward.shaping=[{name='weighted', options={weights={absent=1.0}}}]"], "not every response a reward 'abs"),
+        (["--reward.shaping=[{name='weighted', options={weights={absent=1.0}}}]"], "every response a reward 'abs"),
         (["--algorithm.weight=cosin"], "did you mean 'cosine'"),
         (["--algorithm.weight=cosine", "--algorithm.weight_options={last=1.0}"], "needs the option 'end'"),
         (["--algorithm.weight=2.0", "--algorithm.weight_options={end=1}"], "weight_options needs a function"),

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import LeafStatus, NativeEngine, SamplingParams
+from rolltree.engine.app.build import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.programs import EnvironmentTurns, Observation
 from rolltree.engine.programs.chat import tool_schema
 
@@ -182,7 +182,7 @@ def test_a_template_that_does_not_only_add_is_refused_before_the_run(
     words.save_pretrained(tmp_path / "model")
     config = load_config(toml, [f"--output_dir={tmp_path / 'runs'}"])
     with pytest.raises(UserError, match=needle):
-        Orchestrator(config, console=Console())
+        build(config, console=Console())
     with pytest.raises(UserError, match=needle):
         list(plan_lines(config))
 
@@ -191,4 +191,4 @@ def test_an_unknown_tool_format_is_refused_before_the_run(tmp_path: Path) -> Non
     toml = write_conversations(tmp_path)
     given = ['--data.tools=["calculator"]', '--rollout.program_options.tool_format="xml"']
     with pytest.raises(UserError, match=r"no tool_format 'xml'; known are .*qwen_xml"):
-        Orchestrator(load_config(toml, [f"--output_dir={tmp_path / 'runs'}", *given]), console=Console())
+        build(load_config(toml, [f"--output_dir={tmp_path / 'runs'}", *given]), console=Console())

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.data.segment import Origin
+from rolltree.engine.data.segment import Origin, Text
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
-from rolltree.engine.rollout.native.drafts import cut, on_path, up_to_end
+from rolltree.engine.rollout.native.drafts import cut, on_path, scope_of, up_to_end
 from rolltree.engine.rollout.native.fused_decoder import FusedDecoder
 from rolltree.engine.rollout.native.rows import RowTable, Sampled
 from rolltree.engine.rollout.native.scheduler import Step
@@ -397,6 +397,24 @@ def test_texts_are_indexed_also_if_no_step_drafts(program: str) -> None:
         drafts.index.check()
     assert native.stats["drafted_tokens"] > 0
     assert kept[0] == kept[1]
+
+
+def test_prompts_remembered_texts_and_responses_are_drafted_from() -> None:
+    """A branch in the same scope that starts with a piece of any of them is given what follows."""
+    prompt, response = PROMPTS[3], list(range(20, 60))
+    native = drafting_engine(8)
+    drafts = native.loop.scheduler.drafts
+    assert drafts is not None
+    native.remember([Text(np.array(PROMPTS[5], np.int32), np.array([], np.int32), np.array(response, np.int32))])
+    (tree,) = native.generate([prompt], SamplingParams(n=1, max_new_tokens=30, ignore_eos=True))
+    sampled = tree.flatten()[0].response
+    for slot, (of, text) in enumerate(((prompt, prompt), (prompt, sampled), (PROMPTS[5], response)), 50):
+        drafts.index.begin([slot], scope_of(np.array(of)), [10**6 + slot], 0, text[:10])
+        column = np.zeros(slot + 1, np.int64)
+        count, token = drafts.index.propose(
+            np.array([slot]), column + 9, column, column, column, column.astype(np.float32), 4
+        )
+        assert (count.tolist(), token.tolist()) == ([4], text[10:14])
 
 
 def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:

@@ -1,0 +1,279 @@
+"""Each extra brings all that it promises: packages outside of its requirements cannot be imported here.
+
+The requirements are followed through the metadata of what is installed. A parent process imports torch and numpy,
+which every case has, and runs each case in a fork of itself, where imports find no other package.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from .fake_run import write_fake_run
+from .tiny import ROOT, write_run
+
+pytestmark = pytest.mark.timeout(900)  # most cases import Transformers anew
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+
+PARENT = """
+import importlib.abc, importlib.metadata, json, os, re, sys, tempfile, traceback
+
+
+class Only(importlib.abc.MetaPathFinder):
+    "A finder that finds what another one finds, but for the refused packages and distributions."
+
+    def __init__(self, inner, packages, distributions):
+        self.inner, self.packages, self.distributions = inner, packages, distributions
+
+    def find_spec(self, name, path=None, target=None):
+        refused = name.partition(".")[0] in self.packages
+        return None if refused else self.inner.find_spec(name, path, target)
+
+    def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()):
+        find = getattr(self.inner, "find_distributions", lambda context: ())
+        for each in find(context):
+            if re.sub("[-_.]+", "-", each.metadata["Name"]).lower() not in self.distributions:
+                yield each
+
+
+def refuse(packages, distributions):
+    sys.meta_path[:] = [Only(getattr(each, "inner", each), packages, distributions) for each in sys.meta_path]
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
+answers, at_first = os.fdopen(os.dup(1), "w"), False
+for line in sys.stdin:
+    case = json.loads(line)
+    if not at_first:  # the first case is what all have
+        refuse(set(case["packages"]), set(case["distributions"]))
+        import numpy, torch
+        at_first = True
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            os.chdir(case["directory"])
+            code = 1
+            try:
+                refuse(set(case["packages"]), set(case["distributions"]))
+                exec(compile(case["program"], "case", "exec"), {"__name__": "case"})
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        print(json.dumps([code, output.read()]), file=answers, flush=True)
+"""
+
+TINY = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from rolltree.engine import TokenTree, pack
+model = AutoModelForCausalLM.from_pretrained("model", attn_implementation="rolltree")
+tokenizer = AutoTokenizer.from_pretrained("model")
+tree = TokenTree.from_sequences([1, 2], [[3, 4], [3, 5]], advantages=[1.0, -1.0], behaviour_logprobs=[[-1.0, -1.0]] * 2)
+batch, = pack([tree], max_tokens=64)
+"""
+RUN = "from rolltree.engine.app.cli import main\nassert main({!r}) == 0\n"
+
+PROMISES: dict[tuple[str, ...], str] = {
+    ("engine",): TINY
+    + """
+from rolltree.engine import Trainer, TrainerConfig
+from rolltree.engine.train.terms import TokenTerm
+from rolltree.engine.train.trainer import Weighted
+from rolltree.kernels import Objective
+trainer = Trainer(model, TrainerConfig(lr=1e-3))
+before = model.lm_head.weight.detach().clone()
+terms = [Weighted(TokenTerm(Objective.preset("grpo")), normalizer=2.0)]
+trainer.forward_backward(batch, terms, tokens=4, temperature=1.0, on_policy=False)
+trainer.optim_step()
+assert not torch.equal(before, model.lm_head.weight)
+
+import rolltree.engine
+absent = set()
+for name in rolltree.engine.__all__:
+    try:
+        getattr(rolltree.engine, name)
+    except ModuleNotFoundError:
+        absent.add(name)
+assert absent == {"Orchestrator", "build", "load_config"}, absent  # whole runs are what [train] is for
+""",
+    ("train",): RUN.format(["train", "file.toml", "--dry-run"]),
+    ("train", "tasks"): RUN.format(["train", "tiny.toml", "--dry-run", "--reward.verifier", "math"]),
+    ("report",): RUN.format(["report", "fake"]),
+    ("plots",): f"""
+from pathlib import Path
+from rolltree.bench.plot import main
+assert main([{str(ROOT / "bench" / "results" / "epyc-avx2-2-cores" / "rollout.jsonl")!r}, "--out", "plots"]) == 0
+assert list(Path("plots").glob("*.png"))
+""",
+    ("judge",): """
+from rolltree.engine.rewards.remote import Judge
+from rolltree.engine.settings import RewardConfig
+Judge(RewardConfig(verifier="judge"), base_url="http://127.0.0.1:9/v1", model="m").close()
+""",
+    ("serve",): TINY
+    + """
+import rolltree.engine.app.server.serve
+from rolltree.engine import NativeEngine
+from rolltree.engine.app.server.app import make_app
+assert {"/health", "/v1/completions"} <= {route.path for route in make_app(NativeEngine(model, tokenizer), "m").routes}
+""",
+    ("serve", "grammar"): TINY
+    + """
+from rolltree.engine.app.server.grammar import Grammars
+allowed = Grammars(tokenizer, len(tokenizer)).of_schema('{"type": "integer"}', 1)(__import__("numpy").zeros(0, "int32"))
+assert 0 < len(allowed) < len(tokenizer)
+""",
+    ("train", "monitor"): """
+import pynvml
+from rolltree.engine.loop.utilization import GpuMonitor
+said = []
+monitor = GpuMonitor("GPU-0", said.append)  # there is none: the library is loaded, and reports that
+monitor._thread.join()
+assert "NVML" in said[0]
+""",
+    ("lora",): TINY
+    + """
+from peft import LoraConfig, get_peft_model
+from rolltree.engine import batch_loss
+from rolltree.kernels import Objective
+adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+batch_loss(adapted, batch, Objective.preset("grpo"), normalizer=2.0).loss.backward()
+assert any(p.grad is not None for p in adapted.parameters())
+""",
+    ("trl",): "from rolltree.engine.integrations.trl import RolltreeGRPOTrainer, accelerate\n",
+    ("hopper",): """
+import rolltree.kernels.tree_attention.flash_kernels
+import rolltree.kernels.tree_attention.flash
+""",
+}
+"""What a user can do who installed these extras and nothing else."""
+
+
+def closure(requirements: Iterable[str], without: str = "") -> set[str]:
+    """Return the canonical names of the distributions that ``requirements`` bring; ``without`` is not followed.
+
+    Raises:
+        LookupError: one of them is not installed; its name.
+    """
+    waiting = [(Requirement(each), "") for each in requirements]
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name == without or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+            continue
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) in seen:
+                continue
+            seen.add((name, wanted))
+            if name == "rolltree":
+                found = EXTRAS[wanted] if wanted else PROJECT["dependencies"]
+            else:
+                try:
+                    found = importlib.metadata.requires(name) or []
+                except importlib.metadata.PackageNotFoundError:
+                    raise LookupError(name) from None
+            waiting += [(Requirement(each), wanted) for each in found]
+    return {name for name, _ in seen}
+
+
+def refused(allowed: set[str]) -> dict[str, list[str]]:
+    """Return the packages and distributions that are installed and not in ``allowed``."""
+    packages = importlib.metadata.packages_distributions()
+    mine = {name: {canonicalize_name(each) for each in owners} for name, owners in packages.items()}
+    return {
+        "packages": [name for name, owners in mine.items() if not owners & allowed],
+        "distributions": sorted(set().union(*mine.values()) - allowed),
+    }
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("extras")
+    text = write_run(directory).read_text(encoding="utf-8")
+    tasks = next(line for line in text.splitlines() if line.startswith("tasks ="))
+    (directory / "file.toml").write_text(text.replace(tasks, f'path = "{directory}/prompts.jsonl"'))
+    problems = [{"prompt": f"1 + {n} =", "answer": str(1 + n)} for n in range(20)]
+    (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    write_fake_run(directory / "fake")
+    return directory
+
+
+Run = Callable[[Iterable[str], str], tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def run(directory: Path) -> Iterator[Run]:
+    """A function that runs a program where nothing but these distributions can be imported: exit status and output."""
+    process = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def one(allowed: Iterable[str], program: str) -> tuple[int, str]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        case = refused({"rolltree", *allowed}) | {"program": program, "directory": str(directory)}
+        print(json.dumps(case), file=process.stdin, flush=True)
+        code, output = json.loads(process.stdout.readline())
+        return code, output
+
+    code, output = one(closure(["rolltree", "numpy"]), "import torch, numpy")
+    assert code == 0, output
+    yield one
+    process.stdin.close()
+    process.wait()
+
+
+@pytest.mark.parametrize("extras", PROMISES, ids="+".join)
+def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> None:
+    try:
+        allowed = closure([f"rolltree[{','.join(extras)}]"])
+    except LookupError as error:
+        if extras != ("hopper",):
+            raise
+        pytest.skip(f"{error} is not installed")
+    code, output = run(allowed, PROMISES[extras])
+    assert code == 0, output
+
+
+def test_every_extra_is_tried() -> None:
+    """``peers`` and ``dev`` only name others, and what tests need."""
+    assert {extra for extras in PROMISES for extra in extras} == set(EXTRAS) - {"peers", "dev"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "without"),
+    [
+        ("serve", "fastapi"),
+        ("serve", "uvicorn"),
+        ("train", "tomli-w"),
+        ("train", "pyarrow"),
+        ("judge", "openai"),
+        ("plots", "matplotlib"),
+        ("engine", "transformers"),
+    ],
+)
+def test_a_requirement_that_is_missing_is_noticed(extra: str, without: str, run: Run) -> None:
+    allowed = closure([f"rolltree[{extra}]"], without)
+    code, output = run(allowed, PROMISES[extra,])
+    assert code == 1
+    assert without.replace("-", "_") in output, output
