@@ -54,9 +54,12 @@ class RowKernels(Protocol):
     fills ``out``.
     """
 
-    ROW_MULTIPLE: int  # elements; see `new_tiles`
-    statistics: Callable[..., None]
-    gradient: Callable[..., None]
+    @property
+    def ROW_MULTIPLE(self) -> int: ...  # noqa: N802  # elements; see `new_tiles`
+    @property
+    def statistics(self) -> Callable[..., None]: ...
+    @property
+    def gradient(self) -> Callable[..., None]: ...
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from .surrogates import SURROGATES
 _SEQUENCE_MEAN = "seq_mean_token_mean"
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    name: {"surrogate": name, **entry.preset}
-    for name, entry in (*SURROGATES.items(), *RULES.items())
-    if entry.preset is not None
+    name: {"surrogate": name, **preset}
+    for table in (SURROGATES, RULES)
+    for name, preset in ((name, entry.preset) for name, entry in table.items())
+    if preset is not None
 } | {
     "rloo": {"surrogate": "reinforce", "aggregation": "seq_mean_token_sum"},  # with leave-one-out advantages
     "grpo": {"aggregation": _SEQUENCE_MEAN},

@@ -152,8 +152,8 @@ def make_schedule(nodes: Nodes, group: int) -> Work:
         arrays = [x.cpu().numpy() for x in nodes]
         partial_begin, before = partials_of_rows(arrays[3], arrays[5], arrays[6], len(arrays[7]))
         device = nodes.row_begin.device
-        made = (torch.from_numpy(x).to(device) for x in (partial_begin, items_of(arrays, before, group)))
-        known[group] = Work(*made, int(partial_begin[-1]))
+        begin, items = (torch.from_numpy(x).to(device) for x in (partial_begin, items_of(arrays, before, group)))
+        known[group] = Work(begin, items, int(partial_begin[-1]))
     return known[group]
 
 

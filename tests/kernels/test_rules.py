@@ -146,6 +146,7 @@ def test_options_reach_the_head(surrogate: str, options: dict[str, float]) -> No
         ({"surrogate": "likely_tokens", "options": {"limit": None}}, "option 'limit' must be a number, a text, True"),
         ({"options": {"tau": 1.0}}, "surrogate 'ppo' has no option 'tau'; it has none of its own"),
         ({"options": 3}, "options must be a mapping, got 3"),
+        ({"options": (1.0, 2.0)}, "options must be a mapping, got a tuple"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
