@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
-from rolltree.kernels.policy_loss import ALIASES, PRESETS
+from rolltree.kernels.policy_loss import ALIASES, PRESETS, RECONSTRUCTED
 
 from ..errors import UserError
 from ..loop import preflight
@@ -167,7 +167,8 @@ def method_lines() -> Iterator[str]:
             continue
         needs = ", ".join(preset.needs_fields)
         with_fields = f", needs {needs}" if needs else ""
-        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}"
+        inferred = f"; inferred: {', '.join(RECONSTRUCTED[name])}" if name in RECONSTRUCTED else ""
+        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}{inferred}"
     yield "advantages (algorithm.advantage)"
     for name, function in ADVANTAGES.items():
         yield _method_line(name, function, ("trees",))
