@@ -68,6 +68,8 @@ def merge(
     as_logprobs = partial(checks.numbers, nan=True)
     logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.float32(np.nan), as_logprobs)
     mask = _per_token("loss_masks", loss_masks, lengths, np.True_, checks.flags)
+    if policy_version is None:
+        checks.refuse("policy_version is None; give the version of the policy that sampled the tokens")
     one = np.isscalar(policy_version) or getattr(policy_version, "ndim", 1) == 0
     per_response = None if one else cast("Seq[npt.ArrayLike]", policy_version)
     fallback = checks.integers("policy_version", policy_version if one else 0)

@@ -264,12 +264,12 @@ def test_every_extra_is_tried() -> None:
     ("extra", "without"),
     [
         ("serve", "fastapi"),
-        ("serve", "uvicorn"),
-        ("train", "tomli-w"),
-        ("train", "pyarrow"),
-        ("judge", "openai"),
-        ("plots", "matplotlib"),
-        ("engine", "transformers"),
+        pytest.param("serve", "uvicorn", marks=pytest.mark.slow),
+        pytest.param("train", "tomli-w", marks=pytest.mark.slow),
+        pytest.param("train", "pyarrow", marks=pytest.mark.slow),
+        pytest.param("judge", "openai", marks=pytest.mark.slow),
+        pytest.param("plots", "matplotlib", marks=pytest.mark.slow),
+        pytest.param("engine", "transformers", marks=pytest.mark.slow),
     ],
 )
 def test_a_requirement_that_is_missing_is_noticed(extra: str, without: str, run: Run) -> None:
