@@ -74,7 +74,7 @@ class _Verdicts(Rewards):
 
 
 class Quiet:
-    """Accepts any call and does nothing: the metrics and notes of a run, which nobody reads here."""
+    """Accepts any call and does nothing; it replaces the console of a run."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

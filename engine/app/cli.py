@@ -100,7 +100,7 @@ def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as after ``| head``."""
+    """Return whether standard output is a pipe whose reader has ended, as after ``| head``."""
     try:
         pipe = select.poll()
         pipe.register(sys.stdout.fileno(), 0)

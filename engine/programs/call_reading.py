@@ -28,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Malformed:
-    """What opened as a call and is none of an offered tool."""
+    """A text that opens as a call and is no call of an offered tool."""
 
     reason: str = ""
 

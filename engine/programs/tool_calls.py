@@ -1,4 +1,4 @@
-"""What a turn of the model says and which tools it calls.
+"""Splits a turn of the model into its text and its calls of tools.
 
 What opens as a call and is none stays part of what the turn says. A model's thinking calls nothing: calls are looked
 for after its end, where the turn has one.
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
     calls: list[ToolCall]
     """Calls of offered tools."""
     malformed: list[tuple[int, Malformed]]
-    """What opened as a call and is none, each with its place among all of them."""
+    """Texts that open as a call and are none, each with its place among all calls."""
 
 
 class Written(NamedTuple):

@@ -1,4 +1,4 @@
-"""What an environment answers to a turn of the model, and the environment that runs the tools of `data.tools`."""
+"""The answer of an environment to a turn of the model, and the environment that runs the tools of `data.tools`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Observation:
     messages: Sequence[Mapping[str, Any]] = ()
     """The messages to the model, each with a ``role`` and a ``content``."""
     done: bool = False
-    """Whether the conversation ends here; its messages are then not used."""
+    """True if the conversation ends here; its messages are then not used."""
     reward: float | None = None
     """The reward of this turn; a response's reward is the sum over its turns."""
 

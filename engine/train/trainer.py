@@ -175,8 +175,11 @@ class Trainer:
             Sums and counts over all micro-batches and ranks.
 
         Raises:
+            ValueError: there was no micro-batch since the last call.
             RunError: `max_bad_steps` updates in a row were not finite.
         """
+        if self._pending.batches == 0:
+            raise ValueError("optim_step has no gradients to apply; call forward_backward for each micro-batch first.")
         pending, self._pending = self._pending, _Pending.none(self._device)
         self._enter(OPTIMIZER)
         try:

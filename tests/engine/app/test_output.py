@@ -1,4 +1,4 @@
-"""Output that nobody reads, that cannot be encoded, or that a terminal would obey."""
+"""Output whose reader has ended, that cannot be encoded, or that a terminal would obey."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Gone(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
-def test_a_run_goes_on_where_nobody_reads_any_more(number: int, terminal: bool) -> None:
+def test_a_run_goes_on_after_its_reader_has_ended(number: int, terminal: bool) -> None:
     out = Gone(number)
     console = Console(Terminal(file=out, force_terminal=terminal, width=200))
     for line in ("first", "second", "third"):

@@ -1,4 +1,4 @@
-"""What is appended to a conversation equals what the chat template writes of the whole, for every template of TRL."""
+"""The ids appended to a conversation equal the chat template's rendering of the whole, for every template of TRL."""
 
 from __future__ import annotations
 

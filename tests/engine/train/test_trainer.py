@@ -50,6 +50,13 @@ BATCHES = pack(make_trees(), max_tokens=10_000)
 TOKENS = float(sum(b.loss_tokens for b in BATCHES))
 
 
+def test_an_update_without_a_micro_batch_is_refused():
+    trainer = Trainer(make_model(), CONFIG)
+    with pytest.raises(ValueError, match="call forward_backward for each micro-batch first"):
+        trainer.optim_step()
+    assert trainer.updates == 0
+
+
 def step(trainer, batches=BATCHES, on_policy=True, normalizer=TOKENS):
     return train_step(trainer, batches, [Weighted(TokenTerm(GRPO), normalizer)], temperature=0.9, on_policy=on_policy)
 
