@@ -67,6 +67,7 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
         nodes.append(Node(None if parent < 0 else nodes[parent], start, records, origin, sealed))
     for where in ("leaves", "sampling", "resting"):
         place: dict[Any, Branch] = getattr(request, where)
+        place.clear()  # an engine may have begun the request before it was aborted
         for key, node, seed, order, boundaries, status, length, rewinds, saved, reward in state[where]:
             branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries)
             branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved

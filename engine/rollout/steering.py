@@ -356,6 +356,14 @@ class Steering(ABC):
         if request not in self._calling:
             self._calling.append(request)
 
+    def _resume_calls(self, request: Request) -> None:
+        """Collect the calls of a request that is taken up again; those that a checkpoint lost are made once more."""
+        if request.calls:
+            self._calling.append(request)
+        if lost := request.lost_calls:
+            request.lost_calls = []
+            self._ask(request, lambda: request.program.repeated(request.state(), lost) or ())
+
     def _await_calls(self) -> None:
         """Wait up to `WAIT_S` for an outstanding call, since nothing can be computed."""
         if self._calling:

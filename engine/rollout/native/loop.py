@@ -183,11 +183,7 @@ class NativeLoop(Steering):
             branch.saved = None
             if branch.id in request.sampling:
                 self.scheduler.resume(branch)
-        if request.calls:
-            self._calling.append(request)
-        if lost := request.lost_calls:
-            request.lost_calls = []
-            self._ask(request, lambda: request.program.repeated(request.state(), lost) or ())
+        self._resume_calls(request)
 
     def _key(self, request: Request) -> int:
         """Return a number that identifies the weights of a request's keys; different weights share no keys."""

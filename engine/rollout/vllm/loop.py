@@ -138,9 +138,8 @@ class VllmLoop(Steering):
             assert branch.saved is not None
             self._launch(branch, branch.saved["begin"], branch.saved["end"])
             branch.saved = None
-        if request.calls:
-            self._calling.append(request)
-        if request.finished and not request.calls:
+        self._resume_calls(request)
+        if request.finished and not request.calls and not request.done:
             self._complete(request)
 
     # -- to vLLM and back -------------------------------------------------------------------------------------------

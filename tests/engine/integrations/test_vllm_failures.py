@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolltree.engine.programs import make_program
+from rolltree.engine.programs import Call, RolloutProgram, make_program
 from rolltree.engine.rollout import Request, SamplingParams
+from rolltree.engine.rollout.saving import request_state, restore_request
 
 VOCABULARY = 11
 
@@ -133,3 +135,63 @@ def test_what_vllm_does_not_take_leaves_nothing_behind(loop: Any) -> None:
     assert loop.requests == [well]
     finish(loop, well)
     assert well.tree is not None
+
+
+def resumed(loop: Any, stopped: Request, made: RolloutProgram) -> Request:
+    """Keep a request as plain values, and take it up in a fresh one, as a resumed run does."""
+    loop.abort(stopped)
+    state = request_state(stopped, made)
+    again = Request(9, stopped.prompt, stopped.seed, stopped.params, copy.deepcopy(made))
+    loop.add(again)
+    loop.abort(again)
+    restore_request(again, state)
+    loop.add(again)
+    return again
+
+
+def test_a_request_goes_on_from_its_plain_values(loop: Any) -> None:
+    whole, stopped = request(1), request(1)
+    loop.add(whole)
+    finish(loop, whole)
+    loop.add(stopped)
+    loop.step()
+    loop.step()
+    again = resumed(loop, stopped, make_program("flat"))
+    assert sorted(again.sampling) == sorted(stopped.sampling)
+    finish(loop, again)
+    assert again.tree is not None
+    assert whole.tree is not None
+    assert [leaf.response for leaf in again.tree.flatten()] == [leaf.response for leaf in whole.tree.flatten()]
+    assert not loop._engine.running
+    assert not loop.busy
+
+
+class Asks(RolloutProgram):
+    """Calls at the end of its only branch, and again if a checkpoint lost the call."""
+
+    def start(self, group: Any) -> int:
+        return 1
+
+    def decide(self, group: Any, finished: Any) -> Any:
+        return [Call(report.branch, threading.Event().wait, (60,)) for report in finished]
+
+    def repeated(self, group: Any, branches: Any) -> Any:
+        return [Call(branch, str.upper, ("again",)) for branch in branches]
+
+    def returned(self, group: Any, branch: Any, result: Any) -> Any:
+        self.result = result
+        return []
+
+
+def test_a_call_that_a_checkpoint_lost_is_made_again(loop: Any) -> None:
+    made = Asks()
+    stopped = Request(
+        1, np.array([1], np.int32), 7, SamplingParams(max_new_tokens=2, ignore_eos=True), copy.deepcopy(made)
+    )
+    loop.add(stopped)
+    while not stopped.calls:
+        loop.step()
+    again = resumed(loop, stopped, made)
+    finish(loop, again)
+    assert again.tree is not None
+    assert again.program.result == "AGAIN"  # type: ignore[attr-defined]
