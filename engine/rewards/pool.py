@@ -85,7 +85,8 @@ class RewardPool(Rewards):
         self._queue: deque[tuple[_Job, range]] = deque()
         self._turn = threading.Condition()
         self._led = False  # True while some caller's thread serves the workers
-        self._error: Exception | None = None  # set once the pool can no longer judge
+        # set while the pool cannot judge: before it is started, after a failure, and once it is closed
+        self._error: Exception | None = ValueError("The reward pool is not started; use it in a `with` statement.")
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
@@ -96,7 +97,11 @@ class RewardPool(Rewards):
 
         Raises:
             UserError: the verifier cannot be loaded.
+            ValueError: the pool was started before.
         """
+        if self._workers or not self._finalizer.alive:
+            raise ValueError("A reward pool starts once; make another one.")
+        self._error = None
         self._workers += [self._start() for _ in range(self._config.workers)]
         try:
             while not all(worker.ready for worker in self._workers):
@@ -111,7 +116,7 @@ class RewardPool(Rewards):
 
         Raises:
             UserError: a worker had to be replaced and the verifier no longer loads.
-            ValueError: the pool is closed.
+            ValueError: the pool is not started, or closed.
         """
         return self._do(_Job(items))
 

@@ -247,3 +247,18 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_pool_judges_only_while_it_is_started() -> None:
+    pool = RewardPool(config("exact", workers=1))
+    items = [RewardItem("1", {"answer": "1"})]
+    with pytest.raises(ValueError, match="not started; use it in a `with` statement"):
+        pool.score(items)
+    with pool:
+        assert [result.value for result in pool.score(items)] == [1.0]
+        with pytest.raises(ValueError, match="starts once"):
+            pool.__enter__()
+    with pytest.raises(ValueError, match="closed; make another one"):
+        pool.score(items)
+    with pytest.raises(ValueError, match="starts once"):
+        pool.__enter__()
