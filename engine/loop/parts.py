@@ -1,6 +1,7 @@
 """The parts of a run: every object and number that the loop needs, made before it by `rolltree.engine.app.build`.
 
-The loop never reads a configuration. All parts are complete when they are made; no other code changes them later.
+Only the prompts' sources read keys of the configuration themselves (`DataConfig`). All parts are complete when they are
+made; no other code changes them later.
 """
 
 from __future__ import annotations
