@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine.data.segment import LeafStatus, Origin
+from rolltree.engine.loop.archive import Archive
 from rolltree.engine.programs import PROGRAMS, TreePO
 from rolltree.engine.rollout import Request, SamplingParams
+from rolltree.engine.rollout.sampler import Job, LocalSampler
 
 from ..programs.test_programs import CASES, CONTEXTS, PARAMS, calling, rescored
 from ..rollout.test_native_engine import PROMPTS, SIZES, letters, responses
@@ -133,6 +137,34 @@ def test_aborted_requests_keep_what_they_have_and_go_on(engine: Any) -> None:
         whole = responses(request.tree)
         assert all(any(w[: len(p)] == p for w in whole) for p in responses(partial))
         assert rescored(request.tree, net(), 1.0, {}) < 1e-5
+
+
+def test_kept_jobs_go_on_from_plain_values(engine: Any) -> None:
+    """Through the archive of checkpoints, in another sampler: tokens so far stay, and log-probs are the model's."""
+    program = TreePO(segment_tokens=5, max_depth=4)
+    jobs = [Job(prompt, PLAIN, seed) for seed, prompt in enumerate(PROMPTS[2:5])]
+    first = LocalSampler(engine, program)
+    flights = first.submit(jobs)
+    for _ in range(8):
+        assert first.step(0.0) == []
+    archive = Archive()
+    packed = json.loads(json.dumps([archive.pack(kept.state) for kept in first.kept(flights)]))
+    begun = [engine.progress(request) for request in engine.loop.requests]
+    first.drop(flights)
+    assert not engine.loop.busy
+    second = LocalSampler(engine, program)
+    states = [Archive(archive.tensors).unpack(each) for each in packed]
+    going = second.submit([replace(job, kept=state) for job, state in zip(jobs, states, strict=True)])
+    while not all(flight.done for flight in going):
+        second.step(0.0)
+    for flight, branches in zip(going, begun, strict=True):
+        assert flight.tree is not None
+        assert rescored(flight.tree, net(), 1.0, {}) < 1e-5
+        responses = [leaf.response for leaf in flight.tree.flatten()]
+        sampled = [records["token"].tolist() for records in branches.values()]
+        assert all(any(r[: len(tokens)] == tokens for r in responses) for tokens in sampled)
+        assert max(map(len, sampled)) >= 5
+    assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
 def test_tools_answer_while_others_go_on(engine: Any) -> None:
