@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import Arguments
 from .op import tree_attention_op
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def tree_attention(
     q: Tensor,  # [T, Hq, D]
     k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, Dv]
     subtree_end: Tensor,  # [P + T] int32
     *,
     scale: float | None = None,
     position: Tensor | None = None,  # [P + T] int
     window: int | None = None,
     softcap: float | None = None,
-    prefix_kv: tuple[Tensor, Tensor] | None = None,  # [P, Hkv, D] each
+    sink: Tensor | None = None,  # [Hq]
+    prefix_kv: tuple[Tensor, Tensor] | None = None,  # [P, Hkv, D], [P, Hkv, Dv]
 ) -> Tensor:
-    """Attention over trees packed in depth-first order, with exact gradients of q, k and v.
+    """Attention over trees packed in depth-first order, with exact gradients of q, k, v and sink.
 
     Row i sees key j iff ``j <= i < subtree_end[j]``: the path from its root to itself. Trees packed back to back, and
     plain sequences (``subtree_end`` = the sequence's end), are separated by the same rule.
@@ -36,17 +38,19 @@ def tree_attention(
         q: queries [T, Hq, D], float32, bfloat16 or float16 (float64 runs on the reference); any strides as long as the
             last dimension is contiguous.
         k: keys [T, Hkv, D], Hkv a divisor of Hq; query head h reads key head ``h // (Hq / Hkv)``.
-        v: values [T, Hkv, D].
+        v: values [T, Hkv, Dv]. Where Dv differs from D, the narrower are padded with zeros for the kernels.
         subtree_end: [P + T] int32, exclusive end of each token's subtree. Any values are a mask by the rule above, and
             none is used as an index; a row that sees no key gives 0.
         scale: factor of the scores; ``D ** -0.5`` if None.
-        position: [P + T] depth of each token along its path; needed with ``window`` only.
+        position: [P + T] depth of each token along its path; needed with ``window`` only. Any values are a mask: with
+            ``depth // c`` and a window of 1, rows see the keys of their own chunk of c tokens.
         window: key j is also hidden once ``position[i] - position[j] >= window`` (sliding-window layers).
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        prefix_kv: keys and values [P, Hkv, D] of rows before these, of the dtype of k; P = 0 if None.
+        sink: [Hq] float, a logit per query head that takes part in the softmax and adds nothing to the output.
+        prefix_kv: keys and values [P, Hkv, D] and [P, Hkv, Dv] of rows before these, of the dtype of k; P = 0 if None.
 
     Returns:
-        [T, Hq, D], contiguous, in q's dtype.
+        [T, Hq, Dv], contiguous, in q's dtype.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit together.
@@ -54,6 +58,7 @@ def tree_attention(
     """
     check = Arguments("tree_attention", "q", q)
     _check(check, q, k, v, subtree_end, prefix_kv)
+    check_sink(check, sink, q.shape[1])
     check.softcap(softcap)
     check.window(window)
     if scale is None:
@@ -68,7 +73,15 @@ def tree_attention(
         position = position.to(torch.int32).contiguous()
     if prefix_kv is not None:
         k, v = torch.cat([prefix_kv[0], k]), torch.cat([prefix_kv[1], v])
-    return tree_attention_op(q, k, v, subtree_end.contiguous(), position, float(scale), window, softcap)[0]
+    width, values = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (padded(x, width) for x in (q, k, v))
+    out = tree_attention_op(q, k, v, subtree_end.contiguous(), position, float(scale), window, softcap, sink)[0]
+    return out if values == width else out[..., :values].contiguous()
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """Return ``x`` with zeros after the last dimension up to ``width``: they change no score, and give zeros."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _check(
@@ -76,13 +89,14 @@ def _check(
 ) -> None:
     T, heads, D = check.floats("q", q, ("T", "Hq", "D")).shape
     check.floats("k", k, (T, "Hkv", D), " like q")
-    check.floats("v", v, k.shape, " like k")
+    check.floats("v", v, (*k.shape[:2], "Dv"), " like k")
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     check.require(
         k.shape[1] > 0 and heads % max(k.shape[1], 1) == 0,
         f"the query heads must be a multiple of the key heads, not {shapes}",
     )
-    check.require(0 < D <= MAX_HEAD_DIM, f"the head dimension must be 1 to {MAX_HEAD_DIM}, not {D}")
+    for size in (D, v.shape[2]):
+        check.require(0 < size <= MAX_HEAD_DIM, f"the head dimension must be 1 to {MAX_HEAD_DIM}, not {size}")
     check.require(
         k.dtype == q.dtype and v.dtype == q.dtype,
         f"q, k and v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}",
@@ -93,10 +107,19 @@ def _check(
     if prefix is not None:
         if not isinstance(prefix, tuple | list) or len(prefix) != 2:
             check.wrong_type("prefix_kv", "a pair of tensors [P, Hkv, D]", prefix)
-        keys, values = (check.floats("prefix_kv", t, ("P", *k.shape[1:]), " like k", (k.dtype,)) for t in prefix)
+        keys, values = (
+            check.floats("prefix_kv", t, ("P", *like.shape[1:]), f" like {name}", (k.dtype,))
+            for t, name, like in zip(prefix, "kv", (k, v), strict=True)
+        )
         check.require(
             len(keys) == len(values), f"prefix_kv has {len(keys)} keys and {len(values)} values; give one of each"
         )
         N += len(keys)
     check.integers("subtree_end", subtree_end, (N,), ", one for each key with the prefix's")
     check.require(subtree_end.dtype == torch.int32, f"subtree_end must be int32, got {subtree_end.dtype}")
+
+
+def check_sink(check: Arguments, sink: Tensor | None, heads: int) -> None:
+    """Check that ``sink`` is None or a float for each of ``heads`` query heads."""
+    if sink is not None:
+        check.floats("sink", sink, (heads,), ", one for each query head")

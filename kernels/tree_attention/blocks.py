@@ -38,7 +38,7 @@ def tiles_for(dim: int, dtype: torch.dtype, *, major: int, softcap: bool) -> Til
     """Return the tiles for a head dimension and dtype.
 
     Args:
-        dim: head dimension, 1 to 256.
+        dim: head dimension, 1 to 512.
         major: major compute capability; Hopper's products want tiles that fill Ampere's registers.
         softcap: True if scores have a softcap, whose tanh takes registers.
     """
@@ -48,6 +48,8 @@ def tiles_for(dim: int, dtype: torch.dtype, *, major: int, softcap: bool) -> Til
         if width > 64:
             return Tiles(Tile(16, 16, 4), Tile(16, 16, 4), Tile(16, 16, 4))
         return Tiles(Tile(32, 16, 4), Tile(16, 32, 4), Tile(16, 16, 4, stages))
+    if width > 256:  # a tile of 512 columns leaves room for few rows
+        return Tiles(Tile(32, 16, 4), Tile(16, 16, 4), Tile(16, 16, 4))
     if major == 9:
         if width <= 64:
             return Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))

@@ -1,10 +1,18 @@
 """The custom ops ``rolltree::tree_attention`` and ``..._backward``: fakes, autograd, choice of the backend.
 
 Saved for the backward pass: the inputs, the output and the log-sum-exp; nothing of size T x T.
+
+A sink is one more key of score ``sink[h]`` and value 0. With lse of the visible keys and lse' = log(exp lse + exp sink),
+
+    out' = exp(lse - lse') out              d sink[h] = - sum_i exp(sink[h] - lse'[h, i]) <grad_out[i, h], out'[i, h]>
+
+and a backend's backward pass, which reads probabilities as exp(S - lse) and the output from what it is given, computes
+the gradients of q, k and v from out' and lse' unchanged. So no backend has code for sinks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,9 +52,23 @@ def tree_attention_op(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sink: Tensor | None = None,  # [Hq]
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, Hq, D] and the log-sum-exp [Hq, T], both contiguous. No gradient flows from the latter."""
-    return _choose(_FORWARD, q)(q, k, v, Scoring(subtree_end, position, scale, window, softcap))
+    """Return out [T, Hq, D] and the log-sum-exp [Hq, T], both contiguous. No gradient flows from the latter.
+
+    With ``sink`` both count it: the latter is that of the scores and the sink.
+    """
+    out, lse = _choose(_FORWARD, q)(q, k, v, Scoring(subtree_end, position, scale, window, softcap))
+    if sink is None:
+        return out, lse
+    factor, lse = with_sink(lse, sink[:, None])
+    return (out * factor.transpose(0, 1)[..., None]).to(out.dtype), lse
+
+
+def with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factor of an output, and the log-sum-exp with ``sink``, given that of the keys alone; in its dtype."""
+    both = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
+    return torch.exp(lse - both.masked_fill(both == -math.inf, 0.0)), both
 
 
 @tree_attention_op.register_fake
@@ -82,18 +104,24 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, subtree_end, position, ctx.scale, ctx.window, ctx.softcap = inputs
+    q, k, v, subtree_end, position, ctx.scale, ctx.window, ctx.softcap, sink = inputs
     ctx.backend = dispatch.current_override()
-    ctx.save_for_backward(q, k, v, *output, subtree_end, position)
+    ctx.save_for_backward(q, k, v, *output, subtree_end, position, sink)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, subtree_end, position = ctx.saved_tensors
+    q, k, v, out, lse, subtree_end, position, sink = ctx.saved_tensors
     with dispatch.restored_backend(ctx.backend):
         grads = tree_attention_backward_op(
             grad_out, q, k, v, out, lse, subtree_end, position, ctx.scale, ctx.window, ctx.softcap
         )
-    return *grads, None, None, None, None, None
+    return *grads, None, None, None, None, None, None if sink is None else _sink_grad(grad_out, out, lse, sink)
+
+
+def _sink_grad(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:  # [Hq]
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [T, Hq]
+    share = torch.exp(sink.to(lse.dtype) - lse.transpose(0, 1).masked_fill(lse.transpose(0, 1) == -math.inf, math.inf))
+    return -(share * delta).sum(0).to(sink.dtype)
 
 
 tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

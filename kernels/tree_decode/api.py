@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .. import dispatch
 from ..checks import Arguments
+from ..tree_attention.api import check_sink
+from ..tree_attention.op import with_sink
 from . import cuda, reference
 from .plan import DecodePlan
 from .schedule import Nodes, Work
@@ -80,6 +82,7 @@ def tree_decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sink: Tensor | None = None,  # [Hq]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of query rows over the paged keys and values of their paths; shared nodes are read once.
 
@@ -96,9 +99,10 @@ def tree_decode_attention(
         scale: factor of the scores; ``D ** -0.5`` if None.
         window: keys with ``query_position[i] - position(x) >= window`` are hidden too.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
+        sink: [Hq] float, a logit per query head that takes part in the softmax and adds nothing to the output.
 
     Returns:
-        out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores [N, Hq] in float32. A row that sees no
+        out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores and the sink [N, Hq] in float32. A row that sees no
         key gives 0 and -inf.
 
     Raises:
@@ -108,6 +112,7 @@ def tree_decode_attention(
     _check(check, q, k_pages, v_pages, plan)
     check.window(window)
     check.softcap(softcap)
+    check_sink(check, sink, q.shape[1])
     scale = float(q.shape[-1] ** -0.5 if scale is None else check.number("scale", scale))
     # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small step.
     op: Callable[..., tuple[Tensor, Tensor]] = tree_decode_op if torch.compiler.is_compiling() else _decode
@@ -115,7 +120,11 @@ def tree_decode_attention(
     if plan.schedule is not None:
         items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
         work = Work(plan.schedule.partial_begin, items, plan.schedule.partials)
-    return op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
+    out, lse = op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
+    if sink is None:
+        return out, lse
+    factor, lse = with_sink(lse, sink)
+    return (out * factor[..., None]).to(out.dtype), lse
 
 
 def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:
