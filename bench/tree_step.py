@@ -15,7 +15,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, pack
 from rolltree.engine.model import varlen
-from rolltree.engine.model.attention import MASK_STUB
 from rolltree.kernels import Objective, linear_policy_loss
 
 from . import workloads
@@ -225,6 +224,9 @@ def by_sequence(
 BY_SEQUENCE = "sdpa_by_sequence"
 AttentionInterface.register(BY_SEQUENCE, by_sequence)
 
+FLAT_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+"""Four dimensions keep a model from preparing any mask."""
+
 
 def packed_flat(x: Inputs, loss_of: Callable[[Inputs, TreeBatch], Loss]) -> Calls:
     """Time every path separately, packed end to end, which shows how much of a speedup comes from the kernels."""
@@ -233,7 +235,7 @@ def packed_flat(x: Inputs, loss_of: Callable[[Inputs, TreeBatch], Loss]) -> Call
     batches = []
     for batch in pack(paths, max_tokens=MAX_TOKENS[model.device.type], device=model.device):
         assert batch.cu_seqlens is not None
-        batches.append((batch, {"attention_mask": MASK_STUB, "lengths": batch.cu_seqlens.diff().tolist()}))
+        batches.append((batch, {"attention_mask": FLAT_MASK, "lengths": batch.cu_seqlens.diff().tolist()}))
     return packed_step(model, batches, partial(loss_of, x))
 
 

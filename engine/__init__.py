@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from .data.tree import TokenTree
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
-    from .model.decoder import batch_logprob
+    from .model.logprob import batch_logprob
     from .model.fused_layers import fuse_layers, unfuse_layers
     from .model.loading import load_model, load_tokenizer
     from .model.loss import backward, batch_loss
-    from .model.self_check import tree_error
+    from .model.self_check import check_model, skip_check, tree_error
     from .model.sharding import shard
     from .rollout import Completion, DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
     from .settings import TrainConfig
@@ -60,9 +60,10 @@ _HOME = {
     "TreeBatch": "data.batch",
     "UserError": "errors",
     "backward": "model.loss",
-    "batch_logprob": "model.decoder",
+    "batch_logprob": "model.logprob",
     "batch_loss": "model.loss",
     "build": "app.build",
+    "check_model": "model.self_check",
     "distribute": "data.distribute",
     "fuse_layers": "model.fused_layers",
     "load_config": "app.config",
@@ -71,6 +72,7 @@ _HOME = {
     "pack": "data.pack",
     "shard": "model.sharding",
     "share_equal_prefixes": "data.equal_prefixes",
+    "skip_check": "model.self_check",
     "tree_error": "model.self_check",
     "unfuse_layers": "model.fused_layers",
 }
@@ -99,6 +101,7 @@ __all__ = [
     "batch_logprob",
     "batch_loss",
     "build",
+    "check_model",
     "distribute",
     "fuse_layers",
     "load_config",
@@ -107,6 +110,7 @@ __all__ = [
     "pack",
     "shard",
     "share_equal_prefixes",
+    "skip_check",
     "tree_error",
     "unfuse_layers",
 ]

@@ -121,6 +121,8 @@ class PieceStore:
         scale: float | None,
         window: int | None,
         softcap: float | None,
+        sink: Tensor | None,  # [Hq]
+        chunk: int | None,
     ) -> Tensor:  # [N, Hq, D]
         if not torch.is_grad_enabled():
             if len(self._own):
@@ -145,9 +147,11 @@ class PieceStore:
             value,
             self.subtree_end,
             scale=scale,
-            position=None if window is None else self.position,
+            position=self.position,
             window=window,
+            chunk=chunk,
             softcap=softcap,
+            sink=sink,
             prefix_kv=prefix,
         )
 

@@ -20,6 +20,7 @@ from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
 from ..model import attention  # noqa: F401  (registers the attention)
 from ..model.fused_layers import fuse_layers
 from ..model.head import head
+from ..model.self_check import check_model
 
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
 
@@ -45,7 +46,7 @@ def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedMod
         The same ``model``.
 
     Raises:
-        ValueError: the fused head does not support the model's head or loss, or the model's ``forward`` was already
+        ValueError: the fused head does not support the model's head or loss, the model fails `check_model`, or the model's ``forward`` was already
             replaced.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -62,6 +63,7 @@ def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedMod
             f"{type(inner).__name__} has a loss of its own ({_name(inner.loss_function)}); the fused head computes the "
             "cross entropy of a causal language model alone."
         )
+    check_model(inner)
     inner.forward = MethodType(_fused(type(inner).forward), inner)
     return fuse_layers(model) if layers else model
 
@@ -106,18 +108,16 @@ def _cross_entropy(model: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
     count = given.get("num_items_in_batch")
     if count is None:
         count = scored.sum()
-    weight, bias, softcap, lora = head(model)
+    its = head(model)
     fields = PolicyFields.flat(torch.ones_like(labels, dtype=torch.float32), mask=scored)
     out = linear_policy_loss(
         hidden.flatten(0, 1),
-        weight,
+        its.weight,
         labels.masked_fill(~scored, 0),
         fields,
         Objective(surrogate="nll"),
         normalizer=count,
-        bias=bias,
-        softcap=softcap,
-        lora=lora,
+        **its.options(),
     )
     return out.loss
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..data.pack import pack
 from ..data.tree import TokenTree
-from ..model.attention import MASK_STUB
+from ..model.attention import Tree, tree_mask
 from ..model.loading import LAYER_KINDS, RECURRENT, TREE_LAYERS
 
 
@@ -44,7 +44,8 @@ def packed(
         rows.update(zip(members[index].tolist(), paths, strict=True))
         first += tree.num_tokens
     inputs: dict[str, Any] = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    inputs |= {"attention_mask": MASK_STUB.to(device), "subtree_end": batch.subtree_end}
+    tree = Tree(batch.subtree_end, batch.position_ids, None, batch.cu_seqlens, batch.longest)
+    inputs |= {"attention_mask": tree_mask(tree, device), "subtree_end": batch.subtree_end}
     if batch.cu_seqlens is not None:
         inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
     return Packed(inputs, [rows[i] for i in range(len(sequences))], batch.copies)
@@ -55,6 +56,4 @@ def odd_layers(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config()
     kinds = {kind for name in LAYER_KINDS for kind in getattr(config, name, None) or ()} - set(TREE_LAYERS)
     kinds = kinds or {type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)}
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        kinds.add("attention sinks")
     return sorted(kinds)

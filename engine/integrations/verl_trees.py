@@ -37,6 +37,7 @@ from ..errors import UserError
 from ..model.attention import NAME
 from ..model.fused_layers import fuse_layers
 from ..model.head import head, target_logprob
+from ..model.self_check import check_model
 from .trees import odd_layers, packed
 
 Array = npt.NDArray[Any]
@@ -240,10 +241,11 @@ def install_head(model: Any) -> None:
     """Make ``model(..., wanted=...)`` score targets, in the head's own forward, during which FSDP gathers its weights.
 
     Raises:
-        UserError: the head is of a kind that is not supported.
+        UserError: the head is of a kind that is not supported, or the model fails `check_model`.
     """
     try:
         head(model)
+        check_model(model)
     except ValueError as error:
         raise UserError(str(error)) from None
     layer = model.get_output_embeddings()

@@ -21,7 +21,7 @@ from ..methods.credit import give_credit
 from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
-from ..model.self_check import tree_error, trees_fit
+from ..model.self_check import skip_check, tree_error, trees_fit
 from ..rollout import SamplingParams
 from ..train.phases import MODEL, Phases
 from ..train.terms import TokenTerm
@@ -207,6 +207,7 @@ class Learner:
     def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
         """Return True if the model computes trees wrongly, so that updates must be flat; tested once, on rollouts."""
         if self._flat is None and trees:
+            skip_check(self.model)  # it is done here, on real rollouts, or not wanted
             error = tree_error(self.model, trees) if self.parts.self_check else None
             self._flat = not trees_fit(error, self.model.dtype)
             if self._flat:

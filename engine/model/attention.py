@@ -1,12 +1,19 @@
 """Registers ``attn_implementation="rolltree"`` for every decoder of Hugging Face Transformers when imported.
 
-The registered attention function serves three kinds of calls, distinguished by keyword arguments of ``forward``:
+The registered attention function serves three kinds of calls:
 
-* ``subtree_end=[T]`` (with ``input_ids`` and ``position_ids`` ``[1, T]``): packed trees, :func:`tree_attention`; if
-  ``cu_seq_lens_q`` and ``max_length_q`` are given, the batch is plain sequences, and a `varlen` kernel computes it if
-  one is available;
-* ``kv_store=...``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
-* neither: an ordinary batch, computed as ``attn_implementation="sdpa"`` would.
+* packed trees, :func:`tree_attention`; batches of plain sequences laid end to end take a `varlen` kernel if one fits;
+* a ``kv_store``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
+* an ordinary batch, computed as Transformers would.
+
+A call of the first two kinds has a `Tree`. Not every layer hands keyword arguments or the mask on to its attention, so
+the tree travels in three ways, and the first one found counts:
+
+* the ``attention_mask`` of `tree_mask`, which recomputation under activation checkpointing gets back in any thread;
+* the context of the forward, `computing`;
+* keyword arguments of ``forward`` (``subtree_end=[T]`` or ``kv_store=...``), all that compiled layers see.
+
+A prepared mask without a tree is an error: a layer that gets one would attend to every token.
 
 A model builds its mask before the kind of call is known, so the registered mask function defers: the mask of an
 ordinary batch is made when its first layer uses it, and a tree never gets a ``T x T`` mask.
@@ -14,8 +21,13 @@ ordinary batch is made when its first layer uses it, and a tree never gets a ``T
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +36,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rolltree.kernels import tree_attention
+from rolltree.kernels.tree_attention.api import padded
 
 from . import varlen
 
 NAME = "rolltree"
-
-MASK_STUB = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""Passed as ``attention_mask``, this keeps a model from preparing any mask: four dimensions mean "already prepared"."""
 
 
 class KVStore(Protocol):
@@ -45,9 +55,57 @@ class KVStore(Protocol):
         scale: float | None,
         window: int | None,
         softcap: float | None,
+        sink: Tensor | None,  # [Hq]
+        chunk: int | None,
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values of layer ``layer_idx``, then attend over every row's path."""
         ...
+
+
+class Tree(NamedTuple):
+    """What the attention of one forward needs to know: packed tokens, or the store that knows them."""
+
+    subtree_end: Tensor | None = None  # [T] int32
+    position: Tensor | None = None  # [T], depth of each token along its path
+    kv_store: KVStore | None = None
+    cu_seqlens: Tensor | None = None  # [B + 1] int32, for plain sequences laid end to end
+    longest: int = 0  # of these sequences
+
+
+_current: ContextVar[Tree | None] = ContextVar("rolltree_tree", default=None)
+
+
+def tree_mask(tree: Tree, device: torch.device | str = "cpu") -> Tensor:  # [1, 1, 1, 1] bool
+    """Return an ``attention_mask`` that carries ``tree``: four dimensions keep a model from preparing any mask."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.tree = tree  # type: ignore[attr-defined]
+    return mask
+
+
+def keywords(decoder: nn.Module, tree: Tree) -> dict[str, Any]:
+    """Return ``tree`` as keyword arguments of ``decoder``, for layers that are compiled; none if it takes none."""
+    if not _takes_keywords(type(decoder)):
+        return {}
+    given: dict[str, Any] = {"subtree_end": tree.subtree_end, "kv_store": tree.kv_store}
+    if tree.cu_seqlens is not None:
+        given |= {"cu_seq_lens_q": tree.cu_seqlens, "max_length_q": tree.longest}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@functools.cache
+def _takes_keywords(cls: Any) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(cls.forward).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+@contextmanager
+def computing(mask: Tensor) -> Iterator[None]:
+    """Let attention within the block have the tree of ``mask``, whatever layers hand on to it."""
+    token = _current.set(mask.tree)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class DeferredMask:
@@ -87,49 +145,141 @@ def _attention(
     module: nn.Module,
     query: Tensor,  # [B, Hq, S, D]
     key: Tensor,  # [B, Hkv, S, D]
-    value: Tensor,  # [B, Hkv, S, D]
+    value: Tensor,  # [B, Hkv, S, Dv]
     attention_mask: Tensor | DeferredMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    subtree_end: Tensor | None = None,  # [T] int32
-    kv_store: KVStore | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if subtree_end is None and kv_store is None:
+    tree = _tree(module, attention_mask, kwargs)
+    if tree is None:
         return _ordinary(module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, kwargs)
-    if dropout:
-        raise ValueError("Attention dropout is not supported on trees; set attention_dropout=0 in the model's config.")
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("Attention sinks are not supported on trees yet; use a model without them.")
-    if query.shape[0] != 1:
-        raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
+    _require_supported(module, query, key, attention_mask, dropout, kwargs)
+    window, chunk = _reach(module, sliding_window)
+    query = _tuned(module, query, tree)
+    width = value.shape[-1]
+    if width != query.shape[-1]:  # kernels and pages have one width
+        query, key, value = (padded(x, max(width, query.shape[-1])) for x in (query, key, value))
+        scaling = key.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]; the gradient of x[0] is a copy
     if torch.is_autocast_enabled(q.device.type):  # autocast casts the inputs of `sdpa` too
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if kv_store is not None:
-        out = kv_store.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)  # type: ignore[arg-type]
+    sink = kwargs.get("s_aux")
+    if tree.kv_store is not None:
+        out = tree.kv_store.attend(
+            module.layer_idx, q, k, v, scaling, window, softcap, sink, chunk  # type: ignore[arg-type]
+        )  # fmt: skip
     else:
-        position = None
-        if sliding_window is not None:
-            position = kwargs.get("position_ids")
-            if position is None:
-                raise ValueError(
-                    f"{type(module).__name__} has a sliding window but passes no position_ids to attention."
-                )
-            position = position.reshape(-1)
-        assert subtree_end is not None
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        plain = varlen.kernel() if cu_seqlens is not None and varlen.fits(q, softcap) else None
-        if cu_seqlens is not None and plain is not None:
-            out = plain(q, k, v, cu_seqlens, kwargs["max_length_q"], scaling, sliding_window)
-        else:
-            out = tree_attention(
-                q, k, v, subtree_end, scale=scaling, position=position, window=sliding_window, softcap=softcap
-            )
-    return out[None], None
+        out = _packed(module, q, k, v, tree, scaling, window, softcap, sink, chunk)
+    return (out if out.shape[-1] == width else out[..., :width])[None], None
+
+
+def _packed(
+    module: nn.Module,
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    tree: Tree,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,  # [Hq]
+    chunk: int | None,
+) -> Tensor:  # [T, Hq, D]
+    position = None
+    if window is not None or chunk is not None:
+        if tree.position is None:
+            raise ValueError(f"{type(module).__name__} has a sliding window but passes no position_ids to attention.")
+        position = tree.position.reshape(-1)
+    assert tree.subtree_end is not None
+    plain = varlen.kernel() if tree.cu_seqlens is not None and varlen.fits(q, softcap) else None
+    if tree.cu_seqlens is not None and plain is not None and sink is None and chunk is None:
+        return plain(q, k, v, tree.cu_seqlens, tree.longest, scale, window)
+    return tree_attention(
+        q,
+        k,
+        v,
+        tree.subtree_end,
+        scale=scale,
+        position=position,
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        sink=sink,
+    )
+
+
+def _tree(module: nn.Module, mask: Tensor | DeferredMask | None, kwargs: dict[str, Any]) -> Tree | None:
+    """Return the tree that the call belongs to; None for an ordinary batch.
+
+    Raises:
+        ValueError: the mask is a tree's, and there is no tree.
+    """
+    if not torch.compiler.is_compiling():
+        found: Tree | None = getattr(mask, "tree", None)
+        if found is not None:
+            return found
+        if (found := _current.get()) is not None and getattr(module, "is_causal", True):
+            return found
+    subtree_end, kv_store = kwargs.get("subtree_end"), kwargs.get("kv_store")
+    if subtree_end is not None or kv_store is not None:
+        return Tree(
+            subtree_end, kwargs.get("position_ids"), kv_store, kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", 0)
+        )
+    if isinstance(mask, Tensor) and tuple(mask.shape) == (1, 1, 1, 1):
+        raise ValueError(
+            f"{type(module).__name__} got the prepared mask of a tree and no tree: its model hands neither the mask nor "
+            "keyword arguments on where layers are recomputed or compiled; leave that out, or train on plain sequences."
+        )
+    return None
+
+
+def _require_supported(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    name = type(module).__name__
+    if dropout:
+        raise ValueError("Attention dropout is not supported on trees; set attention_dropout=0 in the model's config.")
+    if query.shape[0] != 1:
+        raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
+    sparse = [n for n in ("indices", "block_indices") if kwargs.get(n) is not None]
+    biased = kwargs.get("position_bias") is not None or (isinstance(mask, Tensor) and tuple(mask.shape) != (1, 1, 1, 1))
+    what = "sparse attention that learns its index" if sparse else "attention biases" if biased else None
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        what = "attention in both directions"
+    elif query.shape[2] != key.shape[2]:
+        what = f"attention to {key.shape[2]} keys of {query.shape[2]} tokens"
+    if what is not None:
+        raise ValueError(f"{name} has {what}, which is not supported on trees; train on plain sequences.")
+
+
+def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
+    """Return the layer's sliding window and its chunk; layers may leave both to the mask that their model prepares."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is not None or kinds is None or layer is None or layer >= len(kinds):
+        return window, None
+    if kinds[layer] == "chunked_attention":
+        return None, config.attention_chunk_size  # type: ignore[union-attr]
+    return (getattr(config, "sliding_window", None) if kinds[layer] == "sliding_attention" else None), None
+
+
+def _tuned(module: Any, query: Tensor, tree: Tree) -> Tensor:  # [1, Hq, T, D]
+    """Return queries that Llama 4 has scaled by the row of each token, scaled by its position instead."""
+    if getattr(module, "use_rope", True) or not getattr(module, "attn_temperature_tuning", False):
+        return query
+    position = tree.position
+    if position is None:
+        raise ValueError(f"{type(module).__name__} scales queries by positions, and the tree has none.")
+    rows = torch.arange(query.shape[2], device=query.device)
+    by_position, by_row = (
+        torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for at in (position.reshape(-1), rows)
+    )
+    return (query * (by_position / by_row)[:, None]).to(query.dtype)
 
 
 def _ordinary(
@@ -145,18 +295,20 @@ def _ordinary(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     made = mask.make() if isinstance(mask, DeferredMask) else mask
-    if softcap is None:
+    if softcap is None and kwargs.get("s_aux") is None:
         return sdpa_attention_forward(
             module, query, key, value, made, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
-    # SDPA has no softcap; every model with one defines an eager function, which takes an additive mask
+    # SDPA has no softcap and no sinks; a model with one has an eager function, which takes an additive mask
+    if softcap is not None:
+        kwargs["softcap"] = softcap
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if made is None:
         queries, keys = query.shape[2], key.shape[2]
         made = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
     if made.dtype == torch.bool:
         made = torch.zeros_like(made, dtype=query.dtype).masked_fill(~made, torch.finfo(query.dtype).min)
-    return eager(module, query, key, value, made, dropout=dropout, scaling=scaling, softcap=softcap, **kwargs)
+    return eager(module, query, key, value, made, dropout=dropout, scaling=scaling, **kwargs)
 
 
 AttentionInterface.register(NAME, _attention)

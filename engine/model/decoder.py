@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rolltree.kernels import LogprobOutput
-from rolltree.kernels.checks import shown
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
@@ -52,20 +52,25 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         )
     rows = slice(None) if store is None else slice(store.piece.begin, store.piece.end)
     ids, positions, copies = (t[rows] for t in (batch.input_ids, batch.position_ids, batch.copies))
+    decoder: nn.Module = model.get_decoder()
     inputs: dict[str, Any]
+    context: AbstractContextManager[None] = nullcontext()
     if batch.padded is not None:
         ids, copies = (_padded(t, batch) for t in (ids, copies))
         inputs = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
     else:
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": attention.MASK_STUB}
-        inputs |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
-        if batch.cu_seqlens is not None and store is None:
-            inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+        tree = attention.Tree(batch.subtree_end, positions, None, batch.cu_seqlens, batch.longest)
+        if store is not None:
+            tree = attention.Tree(None, positions, store)
+        mask = attention.tree_mask(tree)
+        context = attention.computing(mask)
+        inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": mask}
+        inputs |= attention.keywords(decoder, tree)
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         inputs["output_router_logits"] = True
-    decoder: nn.Module = model.get_decoder()
-    output = decoder(**inputs, use_cache=False)
+    with context:
+        output = decoder(**inputs, use_cache=False)
     hidden = output.last_hidden_state.flatten(0, 1)
     if batch.padded is not None:
         hidden = hidden.index_select(0, batch.place)
@@ -89,32 +94,10 @@ def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 wher
     return values.new_zeros(batch.padded[0] * batch.padded[1]).index_copy(0, batch.place, values)
 
 
-def check_call(op: str, model: object, batch: object) -> None:
-    """Raise TypeError unless ``model`` and ``batch`` are a Transformers model and a `TreeBatch`."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        raise TypeError(f"{op}: model must be a Transformers model, got {shown(model)}.")
-    if not isinstance(batch, TreeBatch):
-        raise TypeError(f"{op}: batch must be a TreeBatch, as pack makes them, got {shown(batch)}.")
-
-
-def batch_logprob(
-    model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
+def unchecked_logprob(
+    model: PreTrainedModel, batch: TreeBatch, temperature: float = 1.0, want: Sequence[str] = ()
 ) -> LogprobOutput:
-    """Compute the log-probability of every target of ``batch``, in nats.
-
-    Args:
-        temperature: divides the logits.
-        want: further statistics to compute: ``"entropy"``, ``"sum_p2"`` (sum of squared probabilities).
-
-    Returns:
-        ``logprob [M]`` fp32, one value per target. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *target* too. The
-        values of a batch in pieces have no gradient.
-
-    Raises:
-        ValueError: the model was not loaded with ``attn_implementation="rolltree"``.
-        TypeError: ``model`` or ``batch`` has another type.
-    """
-    check_call("batch_logprob", model, batch)
+    """Compute `batch_logprob` for a model that needs no check, or that a check runs."""
     if batch.pieces:
         return _logprob_of_pieces(model, batch, temperature, want)
     return target_logprob(

@@ -12,15 +12,26 @@ from rolltree.kernels import HeadLora, LogprobOutput, linear_logprob
 
 from .sharding import whole
 
+SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Names of the factor of the logits in configurations, and its power."""
+
 
 class Head(NamedTuple):
-    """The language-model head: logits = softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+    """The language-model head: logits = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     softcap: float | None
     lora: HeadLora | None
-    """peft's LoRA adapter on the head itself: the effective weight is ``weight + scale b a``."""
+    """peft's LoRA adapter on the head itself: the effective weight is ``weight + lora.scale b a``."""
+    scale: float = 1.0
+    """Of the logits: the ops take it as a temperature of 1 / scale. 1 where there is a softcap."""
+
+    def options(self, temperature: float | Tensor = 1.0) -> dict[str, Any]:
+        """Return the keyword arguments of the fused head's ops other than the weight, at ``temperature``."""
+        if self.scale != 1:
+            temperature = temperature / self.scale
+        return {"bias": self.bias, "temperature": temperature, "softcap": self.softcap, "lora": self.lora}
 
 
 def head(model: PreTrainedModel) -> Head:
@@ -40,17 +51,22 @@ def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
         ValueError: as for :func:`head`; about adapters when the returned function is called.
     """
     config = model.config.get_text_config()
-    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"{type(model).__name__} multiplies its logits ({name}), which the fused head does not support."
-            )
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap, scale = getattr(config, "final_logit_softcapping", None), 1.0
+    for name, power in SCALES.items():
+        factor = getattr(config, name, None)
+        if factor is not None and factor != 1:
+            if not factor > 0 or softcap is not None:
+                also = f" and caps them at {softcap}" if softcap is not None else ""
+                raise ValueError(
+                    f"{type(model).__name__} multiplies its logits by {factor} ({name}){also}, which the fused head does "
+                    "not support."
+                )
+            scale *= factor**power
 
     def read() -> Head:
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        return Head(whole(layer.weight), None if bias is None else whole(bias), softcap, _head_lora(layer))
+        return Head(whole(layer.weight), None if bias is None else whole(bias), softcap, _head_lora(layer), scale)
 
     return read
 
@@ -95,17 +111,9 @@ def target_logprob(
 
     All values are fp32 and per target, ``[M]``.
     """
-    weight, bias, softcap, lora = head(model)
+    its = head(model)
     out = linear_logprob(
-        hidden.index_select(0, head_row),
-        weight,
-        target,
-        row=head_index,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        want=want,
-        lora=lora,
+        hidden.index_select(0, head_row), its.weight, target, row=head_index, want=want, **its.options(temperature)
     )
     return LogprobOutput(
         logprob=out.logprob,

@@ -14,7 +14,7 @@ from ..errors import UserError
 from . import attention
 from .fused_layers import fuse_layers
 
-TREE_LAYERS = ("full_attention", "sliding_attention", "attention")
+TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in configurations
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")

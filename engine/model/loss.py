@@ -31,8 +31,9 @@ from rolltree.kernels.linear_policy_loss.terms import named
 
 from ..data.batch import OldLogprob, TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
-from .decoder import Decoded, batch_logprob, check_call, decode
+from .decoder import Decoded, decode, unchecked_logprob
 from .head import head, target_logprob
+from .logprob import check_call
 
 AnyTerm = Term | LogprobTerm
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -110,11 +111,11 @@ def _head_pass(
     plan: HeadPlan | None,
     head_grad: Tensor | None,
 ) -> TermsLossOutput:
-    weight, bias, softcap, lora = head(model)
-    options: dict[str, Any] = {"bias": bias, "temperature": temperature, "softcap": softcap, "lora": lora, "plan": plan}
+    its = head(model)
+    options: dict[str, Any] = {**its.options(temperature), "plan": plan}
     if head_grad is not None:
         options |= {"weight_grad": head_grad, "in_forward": True}
-    return linear_terms_loss(hidden, weight, target, terms, row=row, **options)
+    return linear_terms_loss(hidden, its.weight, target, terms, row=row, **options)
 
 
 def with_plan(
@@ -187,6 +188,7 @@ def backward(
     Raises:
         ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or a term does not fit the batch.
     """
+    check_call("backward", model, batch)
     after, into = after_each or (lambda: None), head_grad or (lambda: None)
     if not batch.pieces:
         out = terms_loss(model, batch, terms, temperature, router_share, into())
@@ -265,7 +267,7 @@ def _in_two_passes(
 ) -> TermsLossOutput:
     """Compute all log-probs first; the loss's derivatives with respect to them then weigh a linear objective, piece by
     piece."""
-    known = batch_logprob(model, batch, temperature=temperature, want=("entropy",))
+    known = unchecked_logprob(model, batch, temperature, ("entropy",))
     assert known.entropy is not None
     wanted = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
     logprob, entropy = known.logprob.requires_grad_(), known.entropy.requires_grad_(wanted)

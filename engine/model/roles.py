@@ -18,7 +18,7 @@ from ..data.batch import TreeBatch
 from ..data.columns import Array
 from ..data.pack import pack
 from ..data.tree import TokenTree
-from .decoder import batch_logprob
+from .logprob import batch_logprob
 
 
 class Role:

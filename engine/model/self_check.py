@@ -1,17 +1,26 @@
-"""Checks once before training, on real rollouts, that a model computes packed trees as it computes flat sequences."""
+"""Checks once that a model computes packed trees as it computes flat sequences.
+
+`tree_error` compares on real rollouts, before training. `check_model` compares on random tokens, at the first use of a
+model, with the model's own forward and logits; its result holds for all models of one class and configuration.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data.pack import pack
 from ..data.tree import TokenTree
-from .decoder import batch_logprob
+from . import attention
+from .decoder import unchecked_logprob
 
 MOST_TOKENS = 4096  # in the flat sample
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -33,18 +42,20 @@ def tree_error(model: PreTrainedModel, trees: Sequence[TokenTree]) -> float | No
     sample = _sample(trees)
     if sample is None:
         return None
-    training = model.training
-    model.eval()
+    with _evaluating(model):
+        return _tree_error(model, sample)
+
+
+def _tree_error(model: PreTrainedModel, sample: TokenTree) -> float | None:
     (packed,) = pack([sample], max_tokens=sample.num_tokens, device=model.device)
-    shared = packed.to_leaves(batch_logprob(model, packed).logprob)[0]
+    shared = packed.to_leaves(unchecked_logprob(model, packed).logprob)[0]
     most = int(sample.path_length.max())
     total, count = 0.0, 0
     for batch in pack([sample], max_tokens=max(most, MOST_TOKENS), device=model.device, flat=True):
-        alone = batch.to_leaves(batch_logprob(model, batch).logprob)
+        alone = batch.to_leaves(unchecked_logprob(model, batch).logprob)
         for leaf, (values,) in zip(batch.leaf_index, alone, strict=True):
             difference = (values - shared[int(leaf[0])]).abs()
             total, count = total + float(difference.sum()), count + len(values)
-    model.train(training)
     return total / count if count else None
 
 
@@ -62,3 +73,83 @@ def _sample(trees: Sequence[TokenTree]) -> TokenTree | None:
             kept[few] = False
             return tree.without_leaves(kept)
     return None
+
+
+_found: dict[tuple[Any, ...], float] = {}
+"""Class, configuration and dtype -> the error of `check_model`."""
+_seen: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Models that need no check with the attention named."""
+EVERY = "every attention"
+
+
+def skip_check(model: nn.Module) -> None:
+    """Let no later call check ``model`` (:func:`check_model`)."""
+    _seen[model] = EVERY
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Check that log-probs of a small random tree are those of its sequences under the model's own forward.
+
+    Costs two small forwards for the first model of a class and configuration, and a dictionary look-up afterwards. With
+    another attention than "rolltree" only the fused head is compared. A model on the meta device is not checked.
+
+    Raises:
+        ValueError: they are not; :func:`skip_check` lets the model pass nevertheless.
+    """
+    implementation = model.config._attn_implementation
+    if _seen.get(model) in (implementation, EVERY) or any(p.is_meta for p in model.parameters()):
+        return
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    key = type(inner), implementation, model.config.to_json_string(), model.dtype
+    if key not in _found:
+        with _evaluating(model):
+            _found[key] = _own_error(model, implementation == attention.NAME)
+    if not trees_fit(_found[key], _precision(model)):
+        raise ValueError(
+            f"{type(inner).__name__} gives other log-probs on packed trees than under its own forward (mean difference "
+            f"{_found[key]:.3g}); train it on plain sequences by its own forward, or call skip_check(model)."
+        )
+    _seen[model] = implementation
+
+
+@torch.no_grad()
+def _own_error(model: PreTrainedModel, trees: bool) -> float:
+    config = model.config.get_text_config()
+    special = {v for n, v in vars(model.config).items() if n.endswith(("token_id", "token_index")) and isinstance(v, int)}
+    usual = np.setdiff1d(np.arange(config.vocab_size), list(special))
+    draw = np.random.default_rng(0)
+    trunk, *branches = (usual[draw.integers(len(usual), size=n)].tolist() for n in (4, 9, 7, 5, 11, 3))
+    first, second, third, fourth, fifth = branches
+    tree = TokenTree.from_sequences(
+        trunk, [first + second, first + third, fourth, fourth[:5] + fifth, fourth[:5] + second + third]
+    )
+    (batch,) = pack([tree], max_tokens=4096, device=model.device, flat=not trees)
+    leaves = batch.to_leaves(unchecked_logprob(model, batch).logprob)
+    got = {int(i): v for which, own in zip(batch.leaf_index, leaves, strict=True) for i, v in zip(which, own, strict=True)}
+    paths = [s.prompt + s.response for s in tree.flatten()]
+    ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)
+    for i, path in enumerate(paths):
+        ids[i, : len(path)], mask[i, : len(path)] = torch.tensor(path), 1
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    logprob = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    response = slice(len(trunk) - 1, None)
+    difference = [(logprob[i, response][: len(g)] - g).abs() for i, g in got.items()]
+    return float(torch.cat(difference).mean())
+
+
+def _precision(model: PreTrainedModel) -> torch.dtype:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules of the model into evaluation within the block."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

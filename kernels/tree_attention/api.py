@@ -21,6 +21,7 @@ def tree_attention(
     scale: float | None = None,
     position: Tensor | None = None,  # [P + T] int
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,  # [Hq]
     prefix_kv: tuple[Tensor, Tensor] | None = None,  # [P, Hkv, D], [P, Hkv, Dv]
@@ -42,9 +43,10 @@ def tree_attention(
         subtree_end: [P + T] int32, exclusive end of each token's subtree. Any values are a mask by the rule above, and
             none is used as an index; a row that sees no key gives 0.
         scale: factor of the scores; ``D ** -0.5`` if None.
-        position: [P + T] depth of each token along its path; needed with ``window`` only. Any values are a mask: with
-            ``depth // c`` and a window of 1, rows see the keys of their own chunk of c tokens.
+        position: [P + T] depth of each token along its path; needed with ``window`` or ``chunk`` only.
         window: key j is also hidden once ``position[i] - position[j] >= window`` (sliding-window layers).
+        chunk: key j is also hidden unless ``position[i] // chunk == position[j] // chunk`` (chunked attention); does not
+            combine with ``window``.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         sink: [Hq] float, a logit per query head that takes part in the softmax and adds nothing to the output.
         prefix_kv: keys and values [P, Hkv, D] and [P, Hkv, Dv] of rows before these, of the dtype of k; P = 0 if None.
@@ -61,16 +63,21 @@ def tree_attention(
     check_sink(check, sink, q.shape[1])
     check.softcap(softcap)
     check.window(window)
+    if chunk is not None:
+        check.size("chunk", chunk, least=1)
+        check.require(window is None, "window and chunk do not combine; give one of them")
     if scale is None:
         scale = q.shape[-1] ** -0.5
     check.number("scale", scale)
-    if window is None:
+    if window is None and chunk is None:
         position = None
     elif position is None:
-        check.require(False, "a window is measured in positions; give position in the shape of subtree_end")
+        check.require(False, "a window or chunk is measured in positions; give position in the shape of subtree_end")
     else:
         position = check.integers("position", position, subtree_end.shape, " like subtree_end")
         position = position.to(torch.int32).contiguous()
+        if chunk is not None:  # a window of one chunk, in positions counted in chunks
+            position, window = position // chunk, 1
     if prefix_kv is not None:
         k, v = torch.cat([prefix_kv[0], k]), torch.cat([prefix_kv[1], v])
     width, values = max(q.shape[-1], v.shape[-1]), v.shape[-1]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import UserError
 from ...model.head import head
+from ...model.self_check import check_model
 from ..trees import odd_layers
 
 log = logging.getLogger("rolltree.trl")
@@ -47,6 +48,14 @@ def trainer(trainer: Any) -> None:
         head(base_model(trainer.model))
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
+
+
+def own_forward(model: PreTrainedModel) -> None:
+    """Raise UserError if the model's log-probs on trees are not those of its own forward."""
+    try:
+        check_model(model)
+    except ValueError as error:
+        raise UserError(f"{error} accelerate(trainer, tree=False, rollouts=False) does the former.") from None
 
 
 def tree_layers(model: PreTrainedModel) -> None:

@@ -82,6 +82,7 @@ def accelerate(
     if tree:
         for model in models:
             model.set_attn_implementation(attention.NAME)
+            checks.own_forward(model)
     if not isinstance(trainer, GroupTrainer):
         cls = type(trainer)
         trainer.__class__ = type(cls.__name__, (GroupTrainer, cls), {"__module__": cls.__module__})

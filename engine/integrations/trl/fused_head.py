@@ -106,18 +106,15 @@ class FusedHead:
         term: Term,
     ) -> FusedCausalLMOutput:
         """Return the loss of the tokens, and log-probs and entropies [M] without gradient."""
-        weight, bias, softcap, lora = head(model)
+        its = head(model)
         with self._precision(hidden):
             out = linear_terms_loss(
                 hidden.float() if self.fp32 else hidden,
-                weight,
+                its.weight,
                 scored.target,
                 [term],
                 row=scored.place,
-                bias=bias,
-                temperature=self.temperature,
-                softcap=softcap,
-                lora=lora,
+                **its.options(self.temperature),
             )
         assert out.logprob is not None
         assert out.entropy is not None
@@ -141,20 +138,12 @@ class FusedHead:
         asked = set(self.outputs)
         want = ["entropy"] if "entropy" in asked else []
         want += ["sum_p2"] if asked & {"log_sum_sq_probs", "is_top1"} else []
-        weight, bias, softcap, lora = head(model)
+        its = head(model)
         if self.fp32:
             hidden = hidden.float()
         with self._precision(hidden):
             out = linear_logprob(
-                hidden,
-                weight,
-                target,
-                row=place,
-                bias=bias,
-                temperature=self.temperature,
-                softcap=softcap,
-                want=want,
-                lora=lora,
+                hidden, its.weight, target, row=place, want=want, **its.options(self.temperature)
             )
         of_rows = {} if out.entropy is None else {"entropy": out.entropy}
         if "log_sum_sq_probs" in asked:
@@ -184,20 +173,20 @@ class FusedHead:
 
     @torch.no_grad()
     def _mean_logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R]
-        weight, bias, softcap, lora = head(model)
+        weight, bias, softcap, lora, scale = head(model)
         if softcap is not None:
             return torch.cat([self._logits(model, some).mean(-1) for some in hidden.split(ROWS)])
         mean = hidden.float() @ weight.float().mean(0)
         if lora is not None:
             mean = mean + lora.scale * (hidden.float() @ lora.a.float().T) @ lora.b.float().mean(0)
-        return (mean if bias is None else mean + bias.float().mean()) / self.temperature
+        return (mean if bias is None else mean + bias.float().mean()) * (scale / self.temperature)
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R, V], over temperature
-        weight, bias, softcap, lora = head(model)
+        weight, bias, softcap, lora, scale = head(model)
         hidden = hidden.to(weight.dtype)
         logits = torch.nn.functional.linear(hidden, weight, bias).float()
         if lora is not None:
             logits = logits + (lora.scale * (hidden @ lora.a.T) @ lora.b.T).float()
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        return logits / self.temperature
+        return logits * (scale / self.temperature)

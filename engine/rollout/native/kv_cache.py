@@ -51,11 +51,18 @@ class LayerPages:
         scale: float | None,
         window: int | None,
         softcap: float | None,
+        sink: Tensor | None,  # [Hq]
+        chunk: int | None,
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values, then attend over every row's path."""
         self.k.view(-1, *key.shape[1:]).index_copy_(0, self.slots, key)
         self.v.view(-1, *value.shape[1:]).index_copy_(0, self.slots, value)
-        return tree_decode_attention(query, self.k, self.v, self.plan, scale=scale, window=window, softcap=softcap)[0]
+        if chunk is not None:
+            raise ValueError("Chunked attention is not supported by the native engine; use another rollout backend.")
+        out, _ = tree_decode_attention(
+            query, self.k, self.v, self.plan, scale=scale, window=window, softcap=softcap, sink=sink
+        )
+        return out
 
 
 class KvCache:
@@ -168,6 +175,8 @@ class KvCache:
         scale: float | None,
         window: int | None,
         softcap: float | None,
+        sink: Tensor | None,  # [Hq]
+        chunk: int | None,
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values of a layer, then attend over every row's path.
 
@@ -175,12 +184,12 @@ class KvCache:
             RuntimeError: with ``debug``, the attention differs from the reference.
         """
         self.make_pages(layer_idx, key, query.shape[1] // key.shape[1])
-        out = self.layer(layer_idx).attend(layer_idx, query, key, value, scale, window, softcap)
+        out = self.layer(layer_idx).attend(layer_idx, query, key, value, scale, window, softcap, sink, chunk)
         if self._debug:
             assert self._plan is not None
             with use_backend("reference"):
                 expected, _ = tree_decode_attention(
-                    query, *self._pages[layer_idx], self._plan, scale=scale, window=window, softcap=softcap
+                    query, *self._pages[layer_idx], self._plan, scale=scale, window=window, softcap=softcap, sink=sink
                 )
             _compare(layer_idx, out, expected)
         return out

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
-from ...model.attention import MASK_STUB
+from ...model.attention import Tree, computing, keywords, tree_mask
 from ...model.head import head_reader
 from ..branch import Branch
 from ..sampling_params import SamplingParams
@@ -110,13 +110,15 @@ class Runner:
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
         # a layer's pages and head groups are known only after its first run, which is not compiled
         layers = self._layers if self._cache.ready else None
-        with layers.substituted() if layers is not None else nullcontext():
+        tree = Tree(None, position_ids, self._cache)
+        mask = tree_mask(tree)
+        with layers.substituted() if layers is not None else nullcontext(), computing(mask):
             output = self._decoder(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
-                attention_mask=MASK_STUB,
+                attention_mask=mask,
                 use_cache=False,
-                kv_store=self._cache,
+                **keywords(self._decoder, tree),
             )
         return output.last_hidden_state[0]
 
@@ -166,7 +168,7 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
         """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32."""
-        weight, bias, softcap, lora = self._head()
+        weight, bias, softcap, lora, scale = self._head()
         product = self._product
         if product is None or product.weight is not weight or lora is not None:
             product = Head(weight, None, lora, torch.float32)
@@ -176,6 +178,8 @@ class Runner:
         product.logits(hidden, logits)
         if bias is not None:
             logits = logits + bias.float()
+        if scale != 1:
+            logits = logits * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return logits

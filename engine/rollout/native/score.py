@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ...data.pack import pack
 from ...data.tree import TokenTree
-from ...model.decoder import batch_logprob, decode
+from ...model.decoder import decode
+from ...model.logprob import batch_logprob
 from ..branch import sample_dtype
 
 Array = npt.NDArray[Any]

@@ -1,0 +1,52 @@
+"""Log-probabilities of a batch's targets, by a model that is checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rolltree.kernels import LogprobOutput
+from rolltree.kernels.checks import shown
+
+from ..data.batch import TreeBatch
+from .attention import NAME
+from .decoder import unchecked_logprob
+from .self_check import check_model
+
+
+def batch_logprob(
+    model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
+) -> LogprobOutput:
+    """Compute the log-probability of every target of ``batch``, in nats.
+
+    Args:
+        temperature: divides the logits.
+        want: further statistics to compute: ``"entropy"``, ``"sum_p2"`` (sum of squared probabilities).
+
+    Returns:
+        ``logprob [M]`` fp32, one value per target. ``logsumexp``, ``entropy`` and ``sum_p2`` are per *target* too. The
+        values of a batch in pieces have no gradient.
+
+    Raises:
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or fails `check_model`.
+        TypeError: ``model`` or ``batch`` has another type.
+    """
+    check_call("batch_logprob", model, batch)
+    return unchecked_logprob(model, batch, temperature, want)
+
+
+def check_call(op: str, model: object, batch: object) -> None:
+    """Check ``model``, at its first call, and ``batch``.
+
+    Raises:
+        TypeError: they are not a Transformers model and a `TreeBatch`.
+        ValueError: the model fails `check_model`.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"{op}: model must be a Transformers model, got {shown(model)}.")
+    if not isinstance(batch, TreeBatch):
+        raise TypeError(f"{op}: batch must be a TreeBatch, as pack makes them, got {shown(batch)}.")
+    if batch.padded is None and model.config._attn_implementation == NAME:  # others are refused, or plain
+        check_model(model)  # type: ignore[arg-type]
