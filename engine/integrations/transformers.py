@@ -19,7 +19,7 @@ from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
 
 from ..model import attention  # noqa: F401  (registers the attention)
 from ..model.fused_layers import fuse_layers
-from ..model.head import head
+from ..model.head import decoder_of, head
 from ..model.self_check import check_model
 
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
@@ -82,7 +82,7 @@ def _fused(forward: Any) -> Any:
         if of_the_loss.get("logits_to_keep") not in (None, 0):
             raise ValueError("patch_model: logits_to_keep does not combine with labels; leave it out.")
         hidden: list[Tensor] = []
-        hook = self.get_decoder().register_forward_hook(lambda *call: hidden.append(call[-1][0]))
+        hook = decoder_of(self).register_forward_hook(lambda *call: hidden.append(call[-1][0]))
         no_rows = torch.empty(0, dtype=torch.long, device=self.device)
         try:  # the model's own forward, with a head that multiplies no rows
             output = forward(**given, logits_to_keep=no_rows, return_dict=True)

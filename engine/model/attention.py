@@ -41,6 +41,8 @@ from rolltree.kernels.tree_attention.api import padded
 from . import varlen
 
 NAME = "rolltree"
+SLIDING_MASK = "create_sliding_window_causal_mask"
+"""The function that a model's module imports if it may prepare the mask of a sliding window."""
 
 
 class KVStore(Protocol):
@@ -260,6 +262,8 @@ def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
     """Return the layer's sliding window and its chunk; layers may leave both to the mask that their model prepares."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
+    if window is None and kinds is None and hasattr(sys.modules[type(module).__module__], SLIDING_MASK):
+        return getattr(config, "sliding_window", None), None
     if window is not None or kinds is None or layer is None or layer >= len(kinds):
         return window, None
     if kinds[layer] == "chunked_attention":

@@ -17,7 +17,7 @@ from rolltree.kernels import LogprobOutput
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
 from . import attention
-from .head import target_logprob
+from .head import decoder_of, target_logprob
 
 
 class Decoded(NamedTuple):
@@ -52,7 +52,7 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         )
     rows = slice(None) if store is None else slice(store.piece.begin, store.piece.end)
     ids, positions, copies = (t[rows] for t in (batch.input_ids, batch.position_ids, batch.copies))
-    decoder: nn.Module = model.get_decoder()
+    decoder: nn.Module = decoder_of(model)
     inputs: dict[str, Any]
     context: AbstractContextManager[None] = nullcontext()
     if batch.padded is not None:

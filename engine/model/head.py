@@ -34,6 +34,13 @@ class Head(NamedTuple):
         return {"bias": self.bias, "temperature": temperature, "softcap": self.softcap, "lora": self.lora}
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return the decoder below the head of ``model``; ``get_decoder`` of a few classes returns the model itself."""
+    found = model.get_decoder()
+    its_head = getattr(found, "get_output_embeddings", lambda: None)()
+    return found.model if its_head is not None and hasattr(found, "model") else found
+
+
 def head(model: PreTrainedModel) -> Head:
     """Return the head of ``model``, with its active adapter.
 

@@ -16,7 +16,7 @@ from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
 from ...model.attention import Tree, computing, keywords, tree_mask
-from ...model.head import head_reader
+from ...model.head import decoder_of, head_reader
 from ..branch import Branch
 from ..sampling_params import SamplingParams
 from .compiled import CompiledLayers, DecodeGraphs
@@ -52,7 +52,7 @@ class Runner:
         fused: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        self._decoder = model.get_decoder()
+        self._decoder = decoder_of(model)
         self._head = head_reader(model)
         weight = self._head().weight
         self._device = weight.device

@@ -1,0 +1,234 @@
+"""Writes `docs/models.md`: every causal language model of the installed Transformers, tiny and random, on trees.
+
+``python docs/models.py`` (``make models``) makes the page; names of types as arguments print their rows instead. Each
+type is made from its own configuration with small sizes. Log-probs and gradients of a random tree of several levels are
+compared with those of its sequences under plain Transformers, whose attention is "eager"; then greedy answers of the
+native engine with those of ``generate``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, batch_logprob, pack
+from rolltree.engine.model import attention
+from rolltree.engine.integrations.trees import odd_layers
+
+PAGE = Path(__file__).parent / "models.md"
+BATCH = 12  # types that one process measures
+SECONDS = 60  # for each type
+EXACT = 1e-4  # nats of log-prob, and relative norm of a parameter's gradient
+VOCABULARY = 97
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "intermediate_size": 48,
+    "ffn_dim": 48, "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "n_layers": 2, "num_attention_heads": 4,
+    "n_head": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "n_positions": 256, "max_seq_len": 256, "sliding_window": 6, "attention_chunk_size": 5, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2,
+    "moe_intermediate_size": 16, "moe_topk": 2, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8,
+    "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "word_embed_proj_dim": 32, "global_head_dim": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "logit_scale": 0.5, "logits_scaling": 2.0,
+    "attention_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 8, "swa_v_head_dim": 6, "mlp_hidden_size": 48,
+}  # fmt: skip
+"""Sizes by the names that configurations give them; a type gets those that it has."""
+LIST_FIELDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "no_rope_layers")
+REFUSED, PLAIN, TREES, ENGINE = "refused", "plain sequences only", "exact on trees", "exact on trees and in the native engine"
+
+
+def small_config(name: str) -> Any:
+    """Return the configuration of a type with small sizes, its lists of layers cut to two."""
+    default = AutoConfig.for_model(name)
+    text = default.get_text_config()
+    given = {k: v for k, v in SMALL.items() if getattr(text, k, None) is not None}
+    for field in LIST_FIELDS:
+        kinds = getattr(text, field, None)
+        if isinstance(kinds, list) and kinds:
+            distinct = list(dict.fromkeys(kinds))
+            given[field] = (distinct * 2)[:2]
+    made = type(text)(**given) if text is default else type(default)(text_config=given)
+    made.get_text_config().tie_word_embeddings = False
+    return made
+
+
+def models(name: str) -> tuple[Any, Any]:
+    """Return a random model with rolltree's attention, and its copy under plain Transformers."""
+    both = []
+    for implementation in (attention.NAME, "eager"):
+        config = small_config(name)
+        torch.manual_seed(0)
+        both.append(AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval())
+    ours, plain = both
+    for key, parameter in ours.named_parameters():  # none is left at 0, as sinks and biases are
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key)))
+        parameter.data.add_(0.1 * noise.to(parameter.dtype))
+    plain.load_state_dict(ours.state_dict())
+    return ours.float(), plain.float()
+
+
+def tree_of(seed: int = 0) -> TokenTree:
+    """Return a tree of three levels, with paths longer than the windows."""
+    draw = np.random.default_rng(seed)
+    prompt, a, b, c, d, e = (draw.integers(5, VOCABULARY - 5, size=n).tolist() for n in (5, 6, 4, 9, 3, 7))
+    return TokenTree.from_sequences(prompt, [a + b, a + c, a + b[:2] + d, e, e[:4] + d + b])
+
+
+def flat_logprob(model: Any, tree: TokenTree) -> list[Tensor]:
+    """Return the log-probs of each leaf's response under the model's own forward."""
+    paths = [s.prompt + s.response for s in tree.flatten()]
+    ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)
+    for i, path in enumerate(paths):
+        ids[i, : len(path)], mask[i, : len(path)] = torch.tensor(path), 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    logprob = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    first = len(tree.flatten()[0].prompt) - 1
+    return [logprob[i, first : len(path) - 1] for i, path in enumerate(paths)]
+
+
+def errors(ours: Any, plain: Any, *, pieces: bool = False) -> tuple[float, float]:
+    """Return the largest difference of log-probs, and of a parameter's gradient relative to the norm of all of them."""
+    trees = [tree_of(0), tree_of(1)]
+    (batch,) = pack(trees, max_tokens=4096)
+    weights = torch.randn(len(batch.target), generator=torch.Generator().manual_seed(0))
+    got = batch_logprob(ours, batch).logprob
+    (got * weights).sum().backward()
+    differences, loss = [], torch.zeros(())
+    for tree, mine, own in zip(trees, batch.to_leaves(got.detach()), batch.to_leaves(weights), strict=True):
+        counted = set()
+        for leaf, (values, flat, w) in enumerate(zip(mine, flat_logprob(plain, tree), own, strict=True)):
+            differences.append((values - flat).abs().max())
+            for row, value, weight in zip(tree.response_rows(leaf).tolist(), flat, w, strict=True):
+                if row not in counted:  # the tree has a shared token once
+                    counted.add(row)
+                    loss = loss + value * weight
+    loss.backward()
+    pairs = [
+        (mine.grad, theirs.grad)
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True)
+        if theirs.grad is not None
+    ]
+    size = torch.stack([theirs.norm() for _, theirs in pairs]).norm()
+    of_gradients = max(float((mine - theirs).norm() / size) if mine is not None else 1.0 for mine, theirs in pairs)
+    return float(torch.stack(differences).max()), of_gradients
+
+
+def answers_differ(ours: Any, plain: Any) -> bool:
+    """Return True if a greedy answer of the native engine is not that of ``generate``."""
+    plain.generation_config.eos_token_id = ours.generation_config.eos_token_id = None
+    prompts = [tree_of(seed).flatten()[0].prompt + [7 + seed] * seed for seed in range(2)]
+    engine = NativeEngine(ours, None, EngineConfig(kv_tokens=512))
+    params = SamplingParams(n=2, temperature=0.0, max_new_tokens=14, ignore_eos=True)
+    for prompt, tree in zip(prompts, engine.generate(prompts, params), strict=True):
+        ids = torch.tensor([prompt])
+        wanted = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False)
+        if any(leaf.response != wanted[0, len(prompt) :].tolist() for leaf in tree.flatten()):
+            return True
+    return False
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Return a type's row: what is exact, the errors, and a remark."""
+    row: dict[str, Any] = {"type": name, "state": REFUSED, "logprob": None, "gradient": None, "remark": ""}
+    try:
+        ours, plain = models(name)
+    except Exception as error:  # a type may need a package, or sizes of its own
+        return row | {"state": "not made", "remark": _sentence(error)}
+    try:
+        flat_logprob(plain, tree_of())
+    except Exception as error:
+        return row | {"state": "not made", "remark": f"its own forward: {_sentence(error)}"}
+    if kinds := odd_layers(ours):
+        return row | {"remark": f"layers of the kind {', '.join(kinds)}"}
+    try:
+        row["logprob"], row["gradient"] = errors(ours, plain)
+    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+        named = isinstance(error, ValueError) and any(w in str(error) for w in ("trees", "fused head", "own forward"))
+        return row | {"state": PLAIN if named else "FAILS", "remark": _sentence(error)}
+    if not (row["logprob"] < EXACT and row["gradient"] < EXACT):
+        return row | {"state": "WRONG"}
+    row["state"] = TREES
+    try:
+        if answers_differ(ours, plain):
+            return row | {"remark": "greedy answers of the native engine differ"}
+    except Exception as error:
+        return row | {"remark": f"native engine: {_sentence(error)}"}
+    return row | {"state": ENGINE}
+
+
+def _sentence(error: Exception) -> str:
+    first = (" ".join(str(error).split()) or type(error).__name__)[:200].replace("|", "/")
+    return f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{first}"
+
+
+def rows(names: list[str]) -> list[dict[str, Any]]:
+    """Measure types in processes of their own; one that stops a process is a row too."""
+    found: list[dict[str, Any]] = []
+    for i in range(0, len(names), BATCH):
+        some = names[i : i + BATCH]
+        while some:
+            try:
+                done = subprocess.run(
+                    [sys.executable, __file__, "--json", *some], capture_output=True, text=True, timeout=SECONDS * len(some)
+                ).stdout
+            except subprocess.TimeoutExpired as late:
+                done = (late.stdout or b"").decode()
+            got = [json.loads(line) for line in done.splitlines() if line.startswith("{")]
+            if len(got) < len(some):
+                got.append({"type": some[len(got)], "state": "not made", "logprob": None, "gradient": None,
+                            "remark": "stops or fills its process"})  # fmt: skip
+            found += got
+            some = some[len(got) :]
+    return found
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """Return the page."""
+    lines = [inspect.cleandoc(f"""
+        # Models
+
+        Every causal language model type of Transformers {transformers.__version__}, tiny, random and in fp32, measured by
+        `make models`. Errors compare a tree of three levels with its sequences under plain Transformers: the largest
+        difference of a log-prob in nats, and of a parameter's gradient relative to the norm of the whole gradient. A
+        type is exact where both are below {EXACT:g}; in the native engine where greedy answers equal those of `generate`,
+        token for token. Types that are refused, or made for plain sequences only, raise an error that says so.
+        """), ""]  # fmt: skip
+    for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
+        some = [row for row in found if row["state"] == state]
+        lines += [f"## {state[0].upper()}{state[1:]} ({len(some)})", ""]
+        lines += ["| type | log-probs | gradients | remark |", "|---|---|---|---|"]
+        for row in some:
+            numbers = ["" if row[k] is None else f"{row[k]:.1e}" for k in ("logprob", "gradient")]
+            lines.append(f"| `{row['type']}` | {' | '.join(numbers)} | {row['remark']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    asked = [a for a in sys.argv[1:] if not a.startswith("--")]
+    if asked:
+        for name in asked:
+            row = measured(name)
+            print(json.dumps(row) if "--json" in sys.argv else f"{name}: {row}", flush=True)
+    else:
+        found = rows(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+        if wrong := [row for row in found if row["state"] in ("WRONG", "FAILS")]:
+            sys.exit("\n".join(f"{row['type']}: {row}" for row in wrong))
+        PAGE.write_text(page(found))
