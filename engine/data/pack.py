@@ -244,11 +244,11 @@ def _paths(all_of: TokenTree, trees: Sequence[TokenTree], before: Array) -> dict
         "path_leaf": np.repeat(rank, all_of.response_length)[in_order],
     }
     if any(map(_has_credit, trees)):
-        found["path_advantage"] = np.concatenate([_path_credit(tree) for tree in trees])[in_order]
+        found["path_advantage"] = np.concatenate([path_credit(tree) for tree in trees])[in_order]
     return found
 
 
-def _path_credit(tree: TokenTree) -> Array:  # [P] float64
+def path_credit(tree: TokenTree) -> Array:  # [P] float64
     """The finest credit the tree carries, for every response token of every leaf."""
     credit = np.repeat(tree.advantage.astype(np.float64), tree.response_length)
     if "path_advantage" in tree.columns:

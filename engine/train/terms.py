@@ -18,6 +18,7 @@ from rolltree.kernels import LogprobTerm, Objective, Term, pair_loss
 
 from ..data.batch import TreeBatch
 from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.pack import path_credit
 from ..data.tree import TokenTree
 from ..errors import UserError
 
@@ -40,6 +41,9 @@ class LossTerm(Protocol):
         Raises:
             UserError: the user's selection or pairs do not fit a tree.
         """
+
+    def sees(self, tree: TokenTree) -> bool:
+        """Return True if the tree, which is prepared and has credit, can have a gradient from this term."""
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         """Return the divisor of the term's sum over rollouts and ``given`` responses; 0: the term counts none."""
@@ -77,6 +81,20 @@ class TokenTerm:
                 tree.set(_selection_column(self.name, per).name, weights)
             except ValueError as error:
                 raise UserError(f"The selection of the loss term '{self.name}': {error}") from error
+
+    def sees(self, tree: TokenTree) -> bool:
+        counted = self._lengths(tree) > 0
+        if not counted.any():
+            return False
+        objective = self.objective
+        if objective.kl_coef or objective.entropy_coef or objective.formula.of_all:
+            return True
+        chosen = tree.columns.get(f"select_token/{self.name}") if self.select is not None else None
+        live = (tree.loss_mask if chosen is None else chosen != 0)[tree.path_tokens]
+        credit = path_credit(tree)[live & np.repeat(counted, tree.response_length)]
+        return bool(
+            (objective.pos_weight != 0 and (credit > 0).any()) or (objective.neg_weight != 0 and (credit < 0).any())
+        )
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         seen = trees if self.select is None else [*trees, *given]
@@ -130,6 +148,9 @@ class PairTerm:
                     f"The pairs of the loss term '{self.name}' name leaves outside 0..{tree.num_leaves - 1}."
                 )
             tree.meta[f"pairs/{self.name}"] = pairs
+
+    def sees(self, tree: TokenTree) -> bool:
+        return bool(len(tree.meta[f"pairs/{self.name}"]))
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in trees))
