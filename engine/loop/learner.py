@@ -156,13 +156,14 @@ class Learner:
         return trees if self._shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
 
     def _packed(self, trees: list[TokenTree]) -> list[TreeBatch]:
-        return pack(
+        found = pack(
             trees,
             max_tokens=self.max_tokens,
             in_pieces=True,
             flat=self._shares_nothing(trees),
             unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
         )
+        return [replace(batch, of=len(found)) for batch in found]
 
     def _halve(self, trees: Sequence[TokenTree], error: torch.OutOfMemoryError) -> None:
         """Halve the size of micro-batches after an update that ran out of memory.
