@@ -287,6 +287,9 @@ class DemonstrationsConfig(Section):
     """Column with the problem, which is put into `data.template`."""
     response_key: str = "response"
     """Column with the response."""
+    logprob_key: str | None = None
+    """Column with the log-probs of the response's tokens, the end token's last, under the policy that wrote it: a list
+    of numbers, needed by objectives that weigh demonstrations by it, such as `pear`."""
     per_step: PositiveInt = 8
     """Demonstrations of each step; a loss term trains on them with `select = "injected"`."""
 
@@ -316,8 +319,8 @@ class AlgorithmConfig(Section):
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator."""
     drop_zero_variance: bool = True
-    """Leave a group out of the update, and out of the loss's normalisers, if no loss term has a gradient from it and the
-    run has no critic: with group advantages, a group whose rewards are all equal."""
+    """Leave a group out of the update, and out of the loss's normalisers, if no loss term has a gradient from it and
+    the run has no critic: with group advantages, a group whose rewards are all equal."""
 
 
 class TrainerSection(Section):
