@@ -1,7 +1,7 @@
 """Takes steps of the tiny run and keeps, of each update, the trees, the weights before it and the gradient.
 
-A test computes the loss of its method from the formula, on plain sequences and with a plain model, and compares: nothing
-of the loss, the credit or the trees' packing is used twice.
+A test computes the loss of its method from the formula, on plain sequences and with a plain model, and compares:
+nothing of the loss, the credit or the trees' packing is used twice.
 """
 
 from __future__ import annotations
