@@ -28,7 +28,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test slow attack vllm verl trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels equality aot aot-write clean
+.PHONY: train test methods slow attack vllm verl trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels equality aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -39,6 +39,10 @@ test: $(VENV)/.ready-dev
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Every recipe and every named part of a method takes a step of a tiny model, and its numbers are those of its formula.
+methods: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest tests/engine/methods -m "methods or not methods" --durations=15 $(ARGS)
 
 # The campaign against what users may get wrong: CASES of each attack, and runs killed at random moments, checkpoints
 # among them. CI runs a few cases of each.

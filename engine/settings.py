@@ -287,6 +287,9 @@ class DemonstrationsConfig(Section):
     """Column with the problem, which is put into `data.template`."""
     response_key: str = "response"
     """Column with the response."""
+    logprob_key: str | None = None
+    """Column with the log-probs of the response's tokens, the end token's last, under the policy that wrote it: a list
+    of numbers, needed by objectives that weigh demonstrations by it, such as `pear`."""
     per_step: PositiveInt = 8
     """Demonstrations of each step; a loss term trains on them with `select = "injected"`."""
 
@@ -316,7 +319,8 @@ class AlgorithmConfig(Section):
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator."""
     drop_zero_variance: bool = True
-    """Leave groups whose rewards are all equal out of the update; they are counted in the metrics."""
+    """Leave a group out of the update, and out of the loss's normalisers, if no loss term has a gradient from it and
+    the run has no critic: with group advantages, a group whose rewards are all equal."""
 
 
 class TrainerSection(Section):
@@ -465,11 +469,6 @@ class TrainConfig(Section):
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
         sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
-        if rollout.n == 1 and self.algorithm.drop_zero_variance:
-            raise ValueError(
-                "with `rollout.n` = 1 every group has equal rewards and `algorithm.drop_zero_variance` drops it; "
-                "raise `rollout.n` to 2 or more, or set `algorithm.drop_zero_variance` to false"
-            )
         if not self.data.tasks and self.reward.verifier == "task":
             raise ValueError(
                 '`reward.verifier` is "task", which needs `data.tasks`; '

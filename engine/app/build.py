@@ -30,7 +30,7 @@ from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, Sa
 from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
-from .build_learning import FROM_ROLES, corrects, credit, learning_parts
+from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, shapings
 from .config import resolved_toml, training_config
 
 
@@ -50,7 +50,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
             something that does not exist or cannot be used.
     """
-    check_credit(config)
+    check_learning(config)
     check_old_logprobs(config)
     trained = training_config(config)
     checkpoints = config.run_dir / "checkpoints"
@@ -314,14 +314,19 @@ def check_lengths(config: TrainConfig, positions: int | None) -> None:
         )
 
 
-def check_credit(config: TrainConfig) -> None:
-    """Try the advantage estimator on two made-up groups of the size that will be sampled.
+def check_learning(config: TrainConfig) -> None:
+    """Try credit and loss terms on two made-up groups of the size that will be sampled.
 
     Raises:
-        UserError: the estimator fails, or does not return finite numbers of the right shape.
+        UserError: a part does not exist or fails, or the parts do not fit each other.
     """
     columns = [column for column, role in FROM_ROLES.items() if getattr(config.roles, role) is not None]
-    preflight.check_credit(credit(config), config.algorithm.advantage, config.rollout.n, columns)
+    estimator = credit(config)  # first, as its file may declare the columns that terms read
+    of_credit = estimator, config.algorithm.advantage, config.rollout.n, columns
+    shapings(config)
+    given = config.demonstrations
+    demonstration = None if given is None else preflight.made_up_demonstration(given.logprob_key is not None)
+    preflight.check_terms([term for term, _ in loss_terms(config)], *of_credit, demonstration)
 
 
 def kept_entries(

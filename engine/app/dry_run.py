@@ -34,14 +34,14 @@ from ..tasks import GymProblems, read_problems
 from .build import (
     budget,
     check_backend,
-    check_credit,
+    check_learning,
     check_lengths,
     check_old_logprobs,
     group_callback,
     kept_entries,
     rollout_program,
 )
-from .build_learning import corrects, loss_terms, objective, shapings
+from .build_learning import corrects, objective
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -52,13 +52,11 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     Raises:
         UserError: the run itself would raise it.
     """
-    loss_terms(config)
-    shapings(config)
+    check_learning(config)
     algorithm = config.algorithm
     main = objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select)
     rewards = make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks)
     program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
-    check_credit(config)
     check_old_logprobs(config)
     check_backend(config.rollout)
     group_callback(config)

@@ -21,6 +21,7 @@ from rolltree.kernels import HeadPlan, Objective, PathIndex, PolicyFields
 
 from .columns import Array
 from .device import to_device
+from .paths import response_pairs
 from .pieces import Piece
 from .tree import TokenTree
 
@@ -63,6 +64,7 @@ class TreeBatch:
     padded: tuple[int, int] | None  # (B, S): plain sequences that the model computes as a padded batch [B, S]
     place: Tensor  # [T] int64, each row's place in that batch, flattened
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, computed one after the other; empty: at once
+    of: int = 1  # micro-batches of the update
     plan: HeadPlan | None = None  # of the terms' head pass; None: made when it runs. Pieces have their own
 
     def to(self, device: torch.device | str) -> TreeBatch:
@@ -89,15 +91,26 @@ class TreeBatch:
         """Response tokens in the loss, counted once a leaf: the normaliser of ``token_mean``."""
         return sum(tree.loss_tokens for tree in self.trees)
 
-    def paths(self, weight: Tensor | None = None, length: Tensor | None = None) -> PathIndex:
+    def _pairs(self) -> dict[str, Tensor | None]:
+        """Target, leaf and own credit of every response token of every leaf, for `PathIndex`."""
+        if self.path_target is None or self.path_leaf is None:
+            found = {name: torch.from_numpy(v).to(self.target.device) for name, v in response_pairs(self.trees).items()}
+            return {"pair_target": found["path_target"], "pair_leaf": found["path_leaf"]}
+        credit = None if self.path_advantage is None else self.path_advantage.float()
+        return {"pair_target": self.path_target, "pair_leaf": self.path_leaf, "pair_advantage": credit}
+
+    def paths(self, weight: Tensor | None = None, length: Tensor | None = None, *, pairs: bool = False) -> PathIndex:
         """The index of the targets on each leaf's path.
 
         Args:
             weight: ``[L]`` weight of each leaf; default: 1.
             length: ``[L]`` tokens of each leaf that count; default: those in the loss.
+            pairs: tell the target of every response token of every leaf too.
         """
         one = self.leaf_advantage.new_ones(self.num_leaves) if weight is None else weight
+        of_pairs = self._pairs() if pairs else {}
         return PathIndex(
+            **of_pairs,
             target_end=self.target_end,
             leaf_target=self.leaf_target,
             leaf_start=self.leaf_start,
@@ -144,7 +157,8 @@ class TreeBatch:
             weight = weight / length.clamp(min=1)
         if normalizer is not None:
             weight = weight / normalizer
-        paths = self.paths(weight, length)
+        finer = self.path_advantage is not None or share is not None or objective.token_mismatch != "none"
+        paths = self.paths(weight, length, pairs=objective.scope == "path" and finer)
         weighed, credit, spread = weight, self.leaf_advantage, paths.spread
         if self.path_advantage is not None:
             assert self.path_leaf is not None

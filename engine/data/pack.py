@@ -15,15 +15,13 @@ from .batch import TreeBatch
 from .columns import COLUMNS, Array
 from .concat import side_by_side
 from .cost import CostModel
+from .paths import CREDIT, depth_first, has_credit, response_pairs
 from .pieces import cut
 from .rows import Rows, concat_rows, distinct_rows
 from .tree import TokenTree
 
 WORTH_SHARING = 1.1
 """A tree is computed as a tree if the flat batch needs at least this many times its FLOP."""
-
-CREDIT = ("token_advantage", "node_advantage", "path_advantage")
-"""Columns of credit finer than a leaf's."""
 
 
 class Part(NamedTuple):
@@ -191,7 +189,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         return torch.from_numpy(values.astype(dtype)).to(device)
 
     leaf_start = target_of(all_of.row_at(all_of.leaf_prompt - 1)[order])
-    paths = _paths(all_of, trees, before) if any(_along_paths(tree) for tree in trees) else {}
+    paths = response_pairs(trees, all_of) if any(_along_paths(tree) for tree in trees) else {}
     along = {name: torch.from_numpy(values).to(device) for name, values in paths.items()}
     return TreeBatch(
         trees=tuple(trees),
@@ -213,7 +211,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         segment=tensor(node[response]),
         copies=tensor(copies),
         leaf_advantage=tensor(all_of.advantage[order], np.float64),
-        mixed=any(_has_credit(tree) and tree.num_leaves > 1 for tree in trees) or _mixed(all_of),
+        mixed=any(has_credit(tree) and tree.num_leaves > 1 for tree in trees) or _mixed(all_of),
         path_target=along.get("path_target"),
         path_leaf=along.get("path_leaf"),
         path_advantage=along.get("path_advantage"),
@@ -227,43 +225,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
 
 def _along_paths(tree: TokenTree) -> bool:
     """Tell if ``tree`` has values for every response token of every leaf."""
-    return any(COLUMNS[name].to_device and COLUMNS[name].per == "path" for name in tree.columns) or _has_credit(tree)
-
-
-def _has_credit(tree: TokenTree) -> bool:
-    return any(name in tree.columns for name in CREDIT)
-
-
-def _paths(all_of: TokenTree, trees: Sequence[TokenTree], before: Array) -> dict[str, Array]:
-    """Target, leaf and credit of every response token of every leaf, leaves in depth-first order."""
-    in_order = _depth_first(all_of)
-    rank = np.empty(all_of.num_leaves, np.int64)
-    rank[all_of.leaf_order] = np.arange(all_of.num_leaves)
-    found = {
-        "path_target": before[all_of.path_tokens[in_order]],
-        "path_leaf": np.repeat(rank, all_of.response_length)[in_order],
-    }
-    if any(map(_has_credit, trees)):
-        found["path_advantage"] = np.concatenate([_path_credit(tree) for tree in trees])[in_order]
-    return found
-
-
-def _path_credit(tree: TokenTree) -> Array:  # [P] float64
-    """The finest credit the tree carries, for every response token of every leaf."""
-    credit = np.repeat(tree.advantage.astype(np.float64), tree.response_length)
-    if "path_advantage" in tree.columns:
-        credit = tree.path_advantage
-    elif "token_advantage" in tree.columns:
-        credit = tree.token_advantage[tree.path_tokens]
-    elif "node_advantage" in tree.columns:
-        credit = np.repeat(tree.node_advantage, tree.length)[tree.path_tokens]
-    return credit.astype(np.float64)
-
-
-def _depth_first(tree: TokenTree) -> Array:  # [P]
-    """Indices that put the values of a ``path`` column into depth-first order of leaves."""
-    first, length = np.cumsum(tree.response_length) - tree.response_length, tree.response_length[tree.leaf_order]
-    return np.repeat(first[tree.leaf_order] - np.cumsum(length) + length, length) + np.arange(length.sum())
+    return any(COLUMNS[name].to_device and COLUMNS[name].per == "path" for name in tree.columns) or has_credit(tree)
 
 
 def _columns(all_of: TokenTree, response: Array, loss_mask: Array) -> Iterator[tuple[str, Array]]:
@@ -275,7 +237,7 @@ def _columns(all_of: TokenTree, response: Array, loss_mask: Array) -> Iterator[t
         if column.per == "leaf":
             yield name, values[all_of.leaf_order]
         elif column.per == "path":
-            yield name, values[_depth_first(all_of)]
+            yield name, values[depth_first(all_of)]
         else:
             values = (values if column.per == "token" else np.repeat(values, all_of.length))[response]
             if not (values.dtype.kind == "f" and np.isnan(values[loss_mask]).any()):

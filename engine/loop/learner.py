@@ -76,8 +76,7 @@ class Learner:
                     tree.advantage[~drop] = part.advantage
                     for name, values in part.rewards.items():
                         tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))[~drop] = values
-            equal = [bool(np.ptp(t.rewards["reward"]) == 0) for t in kept]
-            sums.count("filter/zero_variance_groups", sum(equal))
+            sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
             sums.count("filter/failed_groups", len(trees) - len(kept))
             for term, _ in self.terms:
                 term.prepare(kept + given)
@@ -86,31 +85,34 @@ class Learner:
         self._record_schedules(step, sums)
         for k in range(parts.updates_per_step):
             share = slice(k, None, parts.updates_per_step)
-            dropped = [parts.drop_zero_variance and flat for flat in equal[share]]
-            updated |= self._one_update(kept[share], dropped, given[share], step, sums)
+            updated |= self._one_update(kept[share], given[share], step, sums)
         self.metrics = sums.means()
         return updated
 
     def _one_update(
         self,
         members: list[TokenTree],
-        dropped: list[bool],
         given: list[TokenTree],
         step: int,
         sums: Sums,
     ) -> bool:
         with self.watch.part("pack"):
-            # groups dropped for equal rewards count in the normaliser, since their advantage is zero either way
+            weighed = [(t, w) for t, schedule in self.terms if (w := at_step(schedule, step, self.metrics))]
+            rollouts = members
+            if self.parts.drop_zero_variance and self.critic is None:  # which learns from every group
+                rollouts = [tree for tree in members if any(term.sees(tree) for term, _ in weighed)]
+            sums.count("filter/unseen_groups", len(members) - len(rollouts))
             terms = [
                 Weighted(term, normalizer, weight)
-                for term, schedule in self.terms
-                if (normalizer := term.normalizer(members, given)) and (weight := at_step(schedule, step, self.metrics))
+                for term, weight in weighed
+                if (normalizer := term.normalizer(rollouts, given))
             ]
-            rollouts = [tree for tree, drop in zip(members, dropped, strict=True) if not drop]
             live = self._shared(rollouts + given)
             batches = self._packed(live)
         if not batches or not terms:
             sums.count("actor/empty_updates")
+            if batches and self.critic is not None:  # it learns while the policy waits
+                self._teach_critic(batches, sums)
             return False
         lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
         for lag in lags:
@@ -126,14 +128,19 @@ class Learner:
                     sums.count("actor/out_of_memory")
                     batches = self._packed(live)
         self.mfu.add(live, metrics["perf/head_tflop"][0])
-        if self.critic is not None:
-            with self.watch.part("update_critic"):
-                metrics |= self.critic.learn(batches)
         for name, (total, count) in metrics.items():
             sums.add(name, total, count)
+        if self.critic is not None:
+            self._teach_critic(batches, sums)
         for role in self.roles:
             role.follow(self.model)
         return True
+
+    def _teach_critic(self, batches: Sequence[TreeBatch], sums: Sums) -> None:
+        assert self.critic is not None
+        with self.watch.part("update_critic"):
+            for name, (total, count) in self.critic.learn(batches).items():
+                sums.add(name, total, count)
 
     def _train(
         self, batches: Sequence[TreeBatch], terms: Sequence[Weighted], temperature: float, on_policy: bool
@@ -149,13 +156,14 @@ class Learner:
         return trees if self._shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
 
     def _packed(self, trees: list[TokenTree]) -> list[TreeBatch]:
-        return pack(
+        found = pack(
             trees,
             max_tokens=self.max_tokens,
             in_pieces=True,
             flat=self._shares_nothing(trees),
             unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
         )
+        return [replace(batch, of=len(found)) for batch in found]
 
     def _halve(self, trees: Sequence[TokenTree], error: torch.OutOfMemoryError) -> None:
         """Halve the size of micro-batches after an update that ran out of memory.

@@ -41,7 +41,7 @@ class LearningParts:
         terms: the summands of the loss, each with the schedule of its weight.
         temperature: temperature of sampling and of the log-probs in the loss.
         max_tokens: packed tokens of one micro-batch.
-        drop_zero_variance: leave groups whose rewards are all equal out of updates.
+        drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         self_check: compare some responses as a tree and one by one before the first update.
     """
 

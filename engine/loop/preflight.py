@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import itertools
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from rolltree.kernels import LogprobTerm, policy_loss
+
+from ..data.columns import Array
+from ..data.pack import pack
+from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..methods.credit import CreditFunction, give_credit
 from ..parts.calling import ask, call
 from ..programs import GroupState, RolloutProgram
 from ..train import checkpoint
+from ..train.terms import LossTerm
 from .sources import Prompt
 
 TRIED = 8
@@ -124,26 +132,79 @@ def check_program(
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
 
 
-def check_credit(credit: CreditFunction, name: str, n: int, columns: Sequence[str]) -> None:
-    """Test an estimator of credit on two made-up groups.
+def check_terms(
+    terms: Sequence[LossTerm],
+    credit: CreditFunction,
+    name: str,
+    n: int,
+    columns: Sequence[str],
+    given: TokenTree | None,
+) -> None:
+    """Compute credit, every loss term and its gradient on two made-up groups, and on a made-up demonstration.
 
     Args:
+        terms: the terms to test.
         credit: the estimator to test.
         name: its configured name.
         n: number of responses of a group; at most 64 are made up.
         columns: token columns that roles score.
+        given: a demonstration; None: the run has none.
 
     Raises:
-        UserError: the estimator fails, or does not return finite numbers of the right shape.
+        UserError: the estimator fails or does not return finite numbers of the right shape, a selection fails, or an
+            objective does not fit the run's credit or selections.
     """
-    give_credit(credit, name, [_made_up(min(n, 64), columns, shift) for shift in (0, 1)])
+    trees = [_made_up(min(n, 64), columns, shift) for shift in (0, 1)]
+    give_credit(credit, name, trees)
+    others = [] if given is None else [given]
+    for term in terms:
+        term.prepare(trees + others)
+        term.sees(trees[0])
+    batches = pack(trees + others, max_tokens=1 << 20, in_pieces=True)
+    for term, batch in itertools.product(terms, batches):
+        logprob = torch.full(batch.target.shape, -1.0).requires_grad_()
+        entropy = torch.full(batch.target.shape, 0.5).requires_grad_()
+        for on_policy in (True, False):
+            try:
+                made = term.on(batch, term.normalizer(trees, others) or 1.0, on_policy, 1.0)
+                if isinstance(made, LogprobTerm):
+                    loss = made.loss(logprob).loss
+                else:
+                    loss = policy_loss(
+                        logprob, made.fields, made.objective, normalizer=made.normalizer, entropy=entropy
+                    ).loss
+                if loss.requires_grad:
+                    loss.backward()
+            except ValueError as error:
+                raise UserError(
+                    f"The loss term '{term.name}' does not fit the run's credit or selection: {str(error).rstrip('.')}."
+                ) from error
+
+
+class _EveryReward(dict[str, Array]):
+    """Named rewards of a made-up group: whatever name is read, a verifier may have given it."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str)
+
+    def __missing__(self, name: str) -> Array:
+        return self["reward"]
+
+
+def made_up_demonstration(recorded: bool) -> TokenTree:
+    """Make a demonstration of two tokens, with log-probs if they are ``recorded``."""
+    known = {"behaviour_logprob": -1.0} if recorded else {}
+    response = Segment.make([1, 2], origin=Origin.INJECTED, **known)
+    return TokenTree.from_nodes([-1, 0], [Segment.prompt([0]), response], [1], [LeafStatus.STOP])
 
 
 def _made_up(leaves: int, columns: Sequence[str], shift: int) -> TokenTree:
     """Make responses of one to three tokens that share beginnings, some right and some wrong, scored by every role."""
     responses = [[1 + leaf % 2, *range(3, 3 + leaf % 3)] for leaf in range(leaves)]
     tree = TokenTree.from_sequences([0], responses, behaviour_logprobs=[np.full(len(r), -1.0) for r in responses])
-    tree.rewards["reward"] = ((np.arange(leaves) + shift) % 2).astype(np.float32)
+    tree.rewards = _EveryReward(reward=((np.arange(leaves) + shift) % 2).astype(np.float32))
+    for column in ("entropy", "proximal_logprob"):
+        tree.set(column, np.full(tree.num_tokens, 0.5 if column == "entropy" else -1.0))
     for column in columns:
         tree.set(column, np.full(tree.num_tokens, -1.0))
     tree.meta |= {"prompt_id": f"made-up/{shift}", "task": "made-up", "prompt_text": ""}

@@ -12,6 +12,7 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..data.columns import Array
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -305,12 +306,29 @@ class Demonstrations:
         (prompt,) = make_prompts([problem], data, tokenizer)
         answer = str(problem.entry["answer"])
         ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)]
+        known = {} if self.config.logprob_key is None else {"behaviour_logprob": self._logprobs(problem, len(ids))}
         return TokenTree.from_nodes(
             [-1, 0],
-            [Segment.prompt(prompt.token_ids), Segment.make(ids, origin=Origin.INJECTED)],
+            [Segment.prompt(prompt.token_ids), Segment.make(ids, origin=Origin.INJECTED, **known)],
             [1],
             [LeafStatus.STOP],
         )
+
+    def _logprobs(self, problem: Problem, count: int) -> Array:  # [count]
+        key = self.config.logprob_key
+        assert key is not None
+        given = problem.entry.get(key)
+        try:
+            found = np.asarray(given, np.float64)
+        except (TypeError, ValueError):
+            found = np.zeros(0)
+        if found.shape != (count,) or not (np.isfinite(found).all() and (found <= 0).all()):
+            raise UserError(
+                f"The demonstration '{problem.id}' needs {count} log-probs (finite, at most 0) in the column '{key}' "
+                f"(demonstrations.logprob_key), one for each token of its response and for the end token; it has "
+                f"{found.size if found.ndim == 1 else 'other values'}."
+            )
+        return found
 
 
 def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -85,20 +85,25 @@ def _rewards(tree: TokenTree) -> Array:  # [L] float64
     return tree.rewards["reward"].astype(np.float64)
 
 
+def _centred(rewards: Array) -> Array:  # [L] -> [L]
+    """Return rewards minus their mean: exact zeros where all are equal, so that a group without credit is known."""
+    return rewards - (rewards[0] if np.ptp(rewards) == 0 else rewards.mean())
+
+
 @group
 def group_norm(tree: TokenTree) -> Array:  # [L]
     """GRPO (Shao et al. 2024, section 4.1.2): ``(R - mu) / (sd + 1e-6)``; a group of one has mu 0 and sd 1."""
     rewards = _rewards(tree)
     if len(rewards) == 1:
         return rewards / (1 + EPS)
-    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
+    return _centred(rewards) / (rewards.std(ddof=1) + EPS)
 
 
 @group
 def group_mean(tree: TokenTree) -> Array:  # [L]
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``R - mu``; a group of one has mu 0."""
     rewards = _rewards(tree)
-    return rewards - (rewards.mean() if len(rewards) > 1 else 0.0)
+    return _centred(rewards) if len(rewards) > 1 else rewards
 
 
 @group
@@ -107,7 +112,7 @@ def rloo(tree: TokenTree) -> Array:  # [L]
     ``n / (n - 1) * (R - mu)``; R itself in a group of one."""
     rewards = _rewards(tree)
     count = len(rewards)
-    return rewards if count == 1 else count / (count - 1) * (rewards - rewards.mean())
+    return rewards if count == 1 else count / (count - 1) * _centred(rewards)
 
 
 @group
@@ -124,7 +129,7 @@ def maxrl(tree: TokenTree) -> Array:  # [L]
             "shift the rewards or set algorithm.advantage to another estimator."
         )
     mean = rewards.mean()
-    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+    return _centred(rewards) / mean if mean > 0 else np.zeros_like(rewards)
 
 
 @group
@@ -133,6 +138,8 @@ def opo(tree: TokenTree) -> Array:  # [L]
     mu if all responses are empty."""
     rewards = _rewards(tree)
     length = tree.response_length.astype(np.float64)
+    if np.ptp(rewards) == 0:
+        return np.zeros_like(rewards)
     return rewards - (np.average(rewards, weights=length) if length.any() else rewards.mean())
 
 
@@ -147,6 +154,8 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     """
     rewards = _rewards(tree)
     count = tree.num_leaves
+    if np.ptp(rewards) == 0:
+        return np.zeros_like(rewards)
     first, last = tree.first_leaf.astype(np.int64), tree.last_leaf.astype(np.int64)
     size = last - first + 1
     parent = np.maximum(tree.parent, 0)
@@ -274,7 +283,10 @@ def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whi
 
 def node_values(tree: TokenTree) -> Array:  # [K] float64
     """Return the mean reward of the leaves below each node."""
-    below = np.concatenate([[0.0], np.cumsum(_rewards(tree)[tree.leaf_order])])
+    rewards = _rewards(tree)
+    if np.ptp(rewards) == 0:
+        return np.full(tree.num_nodes, rewards[0])
+    below = np.concatenate([[0.0], np.cumsum(rewards[tree.leaf_order])])
     return (below[tree.last_leaf + 1] - below[tree.first_leaf]) / (tree.last_leaf - tree.first_leaf + 1)
 
 

@@ -18,6 +18,7 @@ from rolltree.kernels import LogprobTerm, Objective, Term, pair_loss
 
 from ..data.batch import TreeBatch
 from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.paths import path_credit
 from ..data.tree import TokenTree
 from ..errors import UserError
 
@@ -40,6 +41,9 @@ class LossTerm(Protocol):
         Raises:
             UserError: the user's selection or pairs do not fit a tree.
         """
+
+    def sees(self, tree: TokenTree) -> bool:
+        """Return True if the tree, which is prepared and has credit, can have a gradient from this term."""
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         """Return the divisor of the term's sum over rollouts and ``given`` responses; 0: the term counts none."""
@@ -77,6 +81,40 @@ class TokenTerm:
                 tree.set(_selection_column(self.name, per).name, weights)
             except ValueError as error:
                 raise UserError(f"The selection of the loss term '{self.name}': {error}") from error
+            if "token_weight" in self.objective.needs and self.objective.mismatch != "none":
+                self._check_recorded(tree)
+
+    def _check_recorded(self, tree: TokenTree) -> None:
+        """Refuse to weigh given tokens by the log-probs of the policy that wrote them if these are not known.
+
+        Raises:
+            UserError: a token that counts has no log-prob.
+        """
+        of_token, of_leaf = (tree.columns.get(f"select_{per}/{self.name}") for per in ("token", "leaf"))
+        chosen = np.zeros(tree.num_tokens, bool) if of_token is None else of_token != 0
+        if of_leaf is not None:
+            chosen[tree.path_tokens[np.repeat(of_leaf != 0, tree.response_length)]] = True
+            chosen &= tree.loss_mask
+        if unknown := int(np.isnan(tree.behaviour_logprob[chosen]).sum()):
+            raise UserError(
+                f"The loss term '{self.name}' weighs tokens by the log-probs of the policy that wrote them, and "
+                f"{unknown} of {int(chosen.sum())} tokens of a response have none; name their column in "
+                "demonstrations.logprob_key, or choose the objective 'sft'."
+            )
+
+    def sees(self, tree: TokenTree) -> bool:
+        counted = self._lengths(tree) > 0
+        if not counted.any():
+            return False
+        objective = self.objective
+        if objective.kl_coef or objective.entropy_coef or objective.formula.of_all:
+            return True
+        chosen = tree.columns.get(f"select_token/{self.name}") if self.select is not None else None
+        live = (tree.loss_mask if chosen is None else chosen != 0)[tree.path_tokens]
+        credit = path_credit(tree)[live & np.repeat(counted, tree.response_length)]
+        return bool(
+            (objective.pos_weight != 0 and (credit > 0).any()) or (objective.neg_weight != 0 and (credit < 0).any())
+        )
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         seen = trees if self.select is None else [*trees, *given]
@@ -87,6 +125,8 @@ class TokenTerm:
             return float(sum(int(length.clip(min=0).sum()) for length in lengths))
         if aggregation == "token_sum":
             return 1.0
+        if aggregation == "batch_token_mean":  # `on` knows the tokens
+            return float(any((length > 0).any() for length in lengths))
         return float(leaves * (self.length_limit if aggregation == "seq_mean_token_sum_norm" else 1))
 
     def _lengths(self, tree: TokenTree) -> Array:  # [L]
@@ -105,6 +145,9 @@ class TokenTerm:
         old = None if on_policy else self._compared_with(batch)
         select = None if self.select is None else self.name
         fields = batch.fields(self.objective, old_logprob=old, select=select)
+        if self.objective.aggregation == "batch_token_mean":
+            assert fields.paths is not None
+            normalizer = max(float(fields.paths.leaf_length.sum()), 1.0) * batch.of
         return Term(fields, self.objective, normalizer, weight, self.name)
 
     def _compared_with(self, batch: TreeBatch) -> Literal["behaviour", "proximal"]:
@@ -130,6 +173,9 @@ class PairTerm:
                     f"The pairs of the loss term '{self.name}' name leaves outside 0..{tree.num_leaves - 1}."
                 )
             tree.meta[f"pairs/{self.name}"] = pairs
+
+    def sees(self, tree: TokenTree) -> bool:
+        return bool(len(tree.meta[f"pairs/{self.name}"]))
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in trees))

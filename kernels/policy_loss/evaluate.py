@@ -42,6 +42,16 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the objective on targets that are whole paths, or on any targets if its scope is "token"."""
     fields = fields.to(logprob.dtype)
+    if len(logprob) and paths.differs_within_leaves(fields, objective):
+        flat, target, counts = paths.unfolded(fields)
+        of_pairs = evaluate(logprob[target], None if entropy is None else entropy[target], flat, objective)
+
+        def folded(values: Tensor) -> Tensor:  # [P] -> [M], in a fixed order
+            values = torch.where(counts, values, 0)
+            return values.new_zeros(len(logprob)).index_put((target,), values, accumulate=True)
+
+        d_entropy = None if of_pairs.d_entropy is None else folded(of_pairs.d_entropy)
+        return Evaluation(of_pairs.total, folded(of_pairs.d_logprob), d_entropy, of_pairs.sums)
     if objective.ratio_base in ("proximal", "current"):
         fields = replace(fields, old_logprob=fields.proximal_logprob if objective.ratio_base == "proximal" else None)
     entropy = None if entropy is None else entropy.to(logprob.dtype)

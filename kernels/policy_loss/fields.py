@@ -103,6 +103,7 @@ class PolicyFields:
                 leaf_target=torch.where(inside, paths.leaf_target - first, -1),
                 leaf_start=_shifted(paths.leaf_start, inside, first),
                 leaf_length=torch.where(inside, paths.leaf_length, 0),
+                pair_target=_inside(paths.pair_target, first, last),
             )
         return self._each(lambda t: t[first:last], paths)
 
@@ -238,6 +239,10 @@ OPTIONAL = PER_TARGET[3:]
 
 def _shifted(start: Tensor | None, inside: Tensor, first: int) -> Tensor | None:
     return None if start is None else torch.where(inside & (start >= first), start - first, -1)
+
+
+def _inside(target: Tensor | None, first: int, last: int) -> Tensor | None:
+    return None if target is None else torch.where((target >= first) & (target < last), target - first, -1)
 
 
 def _signed(advantage: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,14 @@ RatioBase = Literal["old", "proximal", "current", "self"]
 KL = Literal["k1", "k2", "k3", "low_var", "abs", "k1+", "k3+", "low_var+", "abs+"]
 Mismatch = Literal["none", "truncate", "mask"]
 MismatchLevel = Literal["token", "sequence", "geometric"]
-Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+Aggregation = Literal[
+    "token_mean",
+    "batch_token_mean",
+    "token_sum",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+]
 OptionValue = float | str | bool
 
 
@@ -70,7 +77,8 @@ class Objective:
         vespo_pos, vespo_neg, covariance_share, covariance_low, covariance_high: of the rules that name them.
         clip_ratio_c, tau_pos, tau_neg, beta: of the surrogates that name them.
         aggregation: which tokens the loss is a mean over; `aggregation_weight` has the formula. The denominator itself
-            is the caller's ``normalizer``: logical tokens for ``token_mean``, 1 for ``token_sum``, sequences for
+            is the caller's ``normalizer``: logical tokens of the update for ``token_mean``, those of the micro-batch
+            times the number of micro-batches for ``batch_token_mean``, 1 for ``token_sum``, sequences for
             ``seq_mean_token_mean`` and ``seq_mean_token_sum``, sequences times the length limit for
             ``seq_mean_token_sum_norm``.
 
@@ -276,7 +284,8 @@ class Objective:
     def live(self, fields: PolicyFields) -> Tensor:
         """Return ``[M] bool``: targets whose gradient can be other than zero, as known before any forward."""
         everyone = live_of(fields)
-        if self.scope == "batch":
+        of_pairs = fields.paths is not None and fields.paths.pair_target is not None
+        if self.scope == "batch" or (self.scope == "path" and of_pairs):
             return everyone
         live = torch.zeros_like(everyone)
         if self.pos_weight:

@@ -27,6 +27,9 @@ class PathIndex:
     leaf_advantage: Tensor | None  # [L]; None: differs within a leaf
     sequence: Tensor | None = None  # [M] int: the leaf of each target, for flat sequences; None: a tree
     leaf_start: Tensor | None = None  # [L] int: last target before the leaf's first one; -1 or None: there is none
+    pair_target: Tensor | None = None  # [P] int: target of every response token, leaf after leaf; -1: left out
+    pair_leaf: Tensor | None = None  # [P] int: the leaf of each, ascending
+    pair_advantage: Tensor | None = None  # [P]: credit that differs within a leaf; None: leaf_advantage
 
     def check(self, check: Arguments, M: int) -> None:
         """Check shapes, and that every target and leaf named exists, for ``M`` targets on the device of ``check``.
@@ -50,6 +53,14 @@ class PathIndex:
         if self.leaf_start is not None:
             check.integers("paths.leaf_start", self.leaf_start, (L,), ", one a leaf")
             check.index("paths.leaf_start", self.leaf_start, M, low=-1)
+        if self.pair_target is not None:
+            P = len(check.integers("paths.pair_target", self.pair_target, ("P",)))
+            check.index("paths.pair_target", self.pair_target, M, low=-1)
+            assert self.pair_leaf is not None
+            check.integers("paths.pair_leaf", self.pair_leaf, (P,), " like pair_target")
+            check.index("paths.pair_leaf", self.pair_leaf, L)
+            if self.pair_advantage is not None:
+                check.floats("paths.pair_advantage", self.pair_advantage, (P,), " like pair_target")
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values [M]`` along each leaf's path, ``[L]``. Differentiable."""

@@ -3,6 +3,9 @@
 On flat sequences both live on tokens. On a tree a token belongs to several leaves, whose ratios differ, so the
 surrogate runs on leaves (tokens of a leaf share its ratio, and its weight is w_l len_l) and a token's derivative is the
 sum over the leaves below it. Everything is linear time in tokens: sums along paths and their adjoint.
+
+Where a leaf's tokens differ in credit or weight, the surrogate runs on the pairs of a leaf and a token of its response,
+which are flat sequences (`unfolded`): linear time in the tokens of all responses.
 """
 
 from __future__ import annotations
@@ -20,6 +23,59 @@ from .objective import Objective
 from .path_index import PathIndex, SegmentSum
 from .rules import Targets, corrected
 from .subsets import live_of
+
+
+def differs_within_leaves(fields: PolicyFields, objective: Objective) -> bool:
+    """Return True if the objective needs one value a leaf, and the tokens of a leaf of a tree differ in theirs."""
+    paths = fields.paths
+    if paths is None or paths.sequence is not None or paths.pair_target is None or objective.scope != "path":
+        return False
+    of_tokens = objective.mismatch != "none" and objective.mismatch_level == "token"
+    by_segment = objective.ratio_level == "segment" and not objective.weighs_leaves
+    return not by_segment and (of_tokens or fields.token_weight is not None or paths.leaf_advantage is None)
+
+
+def unfolded(fields: PolicyFields) -> tuple[PolicyFields, Tensor, Tensor]:
+    """Return the fields of a tree's pairs as flat sequences ``[P]``, the target of each pair and which pairs count."""
+    paths = fields.paths
+    assert paths is not None
+    assert paths.pair_target is not None
+    assert paths.pair_leaf is not None
+    assert paths.leaf_weight is not None
+    counts, target = paths.pair_target >= 0, paths.pair_target.long().clamp(min=0)
+    leaf, P = paths.pair_leaf.long(), len(paths.pair_target)
+    weight = torch.where(counts, paths.leaf_weight[leaf], 0)
+    credit = paths.pair_advantage
+    if credit is None:
+        assert paths.leaf_advantage is not None
+        credit = paths.leaf_advantage[leaf]
+    end = torch.searchsorted(leaf, torch.arange(len(paths.leaf_weight), device=leaf.device), right=True)
+    begin = torch.cat([end.new_zeros(1), end[:-1]])
+    taken = fields.take(target)
+    segment = taken.segment
+    if segment is not None:  # runs of two leaves must not join
+        begins = torch.ones(P, dtype=torch.bool, device=leaf.device)
+        begins[1:] = (segment[1:] != segment[:-1]) | (leaf[1:] != leaf[:-1])
+        segment = begins.cumsum(0)
+    flat = replace(
+        taken,
+        adv_pos=weight * credit.clamp(min=0),
+        adv_neg=weight * credit.clamp(max=0),
+        weight=weight,
+        mask=counts if taken.mask is None else counts & taken.mask,
+        pos_weight=None,
+        neg_weight=None,
+        segment=segment,
+        paths=PathIndex(
+            target_end=end[leaf],
+            leaf_target=torch.where(end > begin, end - 1, -1),
+            leaf_length=paths.leaf_length,
+            leaf_weight=paths.leaf_weight,
+            leaf_advantage=paths.leaf_advantage,
+            sequence=leaf,
+        ),
+    )
+    return flat, target, counts
 
 
 class Averaging(NamedTuple):
@@ -46,20 +102,18 @@ def averaging(fields: PolicyFields, objective: Objective) -> Averaging:
         of_runs = _over_runs(fields, paths.sequence)
         # each token has its own derivative, at its sequence's ratio (Zheng et al. 2025, eq. 13)
         return of_runs._replace(back=lambda v: v) if level == "sequence_token" else of_runs
-    if fields.token_weight is not None:
-        raise ValueError(f"policy_loss: on trees ratio_level '{level}' does not combine with token_weight.")
+    of_tokens = objective.mismatch != "none" and objective.mismatch_level == "token"
+    if fields.token_weight is not None or of_tokens:
+        raise ValueError(
+            f"policy_loss: on trees ratio_level '{level}' with weights of tokens needs pair_target in the paths."
+        )
+    if objective.entropy_share < 1:
+        raise ValueError(f"policy_loss: on trees ratio_level '{level}' does not combine with entropy_share.")
     if paths is None or paths.leaf_advantage is None or paths.leaf_weight is None:
         raise ValueError(
             f"policy_loss: ratio_level '{level}' needs sequences, or the advantages and weights of a tree's leaves; "
             "give flat() cu_seqlens."
         )
-    if objective.mismatch != "none" and objective.mismatch_level == "token":
-        raise ValueError(
-            f"policy_loss: on trees ratio_level '{level}' does not combine with mismatch_level 'token'; use "
-            "'sequence' or 'geometric'."
-        )
-    if objective.entropy_share < 1:
-        raise ValueError(f"policy_loss: on trees ratio_level '{level}' does not combine with entropy_share.")
     return _over_leaves(fields, paths)
 
 

@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 } | {
     "rloo": {"surrogate": "reinforce", "aggregation": "seq_mean_token_sum"},  # with leave-one-out advantages
     "grpo": {"aggregation": _SEQUENCE_MEAN},
+    "bnpo": {"aggregation": "batch_token_mean"},
     "dual_clip": {"clip_ratio_c": 3.0},
     "dapo": {"eps_high": 0.28},
     "dr_grpo": {"aggregation": "seq_mean_token_sum_norm"},
@@ -55,7 +56,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 ALIASES: dict[str, tuple[str, str]] = {
-    "bnpo": ("ppo", "with the tokens of a micro-batch as its normalizer"),
     "gpg": ("reinforce", "with advantages alpha (R - mean R), alpha = rollouts / rollouts of non-zero reward"),
     "weighted_nll": ("sft", "with token_weight the weights of the data"),
     "raft": ("sft", "with token_weight 1 on the rollouts kept, 0 on the others"),

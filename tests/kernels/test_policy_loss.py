@@ -256,6 +256,7 @@ AGGREGATION = {
     **dict.fromkeys(("grpo", "gspo", "gspo_token", "gmpo", "sapo", "ngrpo"), "seq_mean_token_mean"),
     **dict.fromkeys(("luspo", "rloo"), "seq_mean_token_sum"),
     "dr_grpo": "seq_mean_token_sum_norm",
+    "bnpo": "batch_token_mean",
 }
 PENALTY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda lp, ref: lp - ref,
@@ -280,6 +281,7 @@ def aggregate(b: dict[str, Tensor], token_loss: Tensor, kind: str) -> Tensor:
     sums, counts = zero.index_add(0, b["sequence"], loss), zero.index_add(0, b["sequence"], kept)
     return {
         "token_mean": lambda: loss.sum() / 50,
+        "batch_token_mean": lambda: loss.sum() / 40,  # two micro-batches of 20 tokens, say
         "token_sum": lambda: loss.sum(),
         "seq_mean_token_mean": lambda: (sums / counts.clamp(min=1)).sum() / 10,
         "seq_mean_token_sum": lambda: sums.sum() / 10,
@@ -289,6 +291,7 @@ def aggregate(b: dict[str, Tensor], token_loss: Tensor, kind: str) -> Tensor:
 
 NORMALIZER = {
     "token_mean": 50,
+    "batch_token_mean": 40,
     "token_sum": 1,
     "seq_mean_token_mean": 10,
     "seq_mean_token_sum": 10,
@@ -573,6 +576,43 @@ def test_tree_equals_expanded_leaves(seed: int, name: str) -> None:
     assert shared.metrics.keys() == plain.metrics.keys()
     for metric, (total, count) in shared.metrics.items():
         torch.testing.assert_close((total, count), plain.metrics[metric], rtol=1e-6, atol=1e-9, msg=metric)
+
+
+OF_PATHS = [name for name in ON_TREES if PRESETS[name].scope == "path"]
+
+
+@pytest.mark.parametrize("name", OF_PATHS)
+@pytest.mark.parametrize("weighed", [False, True], ids=["credit of pairs", "weights of tokens"])
+def test_pairs_of_a_tree_equal_expanded_leaves(name: str, weighed: bool) -> None:
+    """Ratios and weights of sequences with credit that differs within a leaf, or with weights of tokens."""
+    tree, objective = Tree(3), Objective.preset(name, kl_coef=0.2, entropy_coef=0.1)
+    needs = (*objective.needs, *(("token_weight",) if weighed and "token_weight" not in objective.needs else ()))
+    index, flat_fields = tree.expanded(needs)
+    leaf = torch.tensor([i for i, p in enumerate(tree.paths) for _ in p], device=DEVICE)
+    credit = tree.advantage[leaf] if weighed else torch.sin(7 * tree.old[index] + leaf)
+    if not weighed:
+        cu = torch.tensor([0, *(len(p) for p in tree.paths)], device=DEVICE).cumsum(0)
+        given = {f: getattr(flat_fields, f) for f in ("mask", "old_logprob", "ref_logprob", "behaviour_logprob")}
+        given |= {f: value for f in needs if (value := getattr(flat_fields, f)) is not None}
+        flat_fields = PolicyFields.flat(credit, cu_seqlens=cu, **given)
+    shared = tree.fields(objective.aggregation, needs=needs)
+    assert shared.paths is not None
+    pairs = replace(
+        shared.paths,
+        leaf_advantage=shared.paths.leaf_advantage if weighed else None,
+        pair_target=index,
+        pair_leaf=leaf,
+        pair_advantage=None if weighed else credit,
+    )
+    results = []
+    for select, f in ((slice(None), replace(shared, paths=pairs)), (index, flat_fields)):
+        lp, h = tree.logprob.clone().requires_grad_(), tree.entropy.clone().requires_grad_()
+        out = policy_loss(lp[select], f, objective, normalizer=17.0, entropy=h[select])
+        results.append((out.loss, *torch.autograd.grad(out.loss, (lp, h))))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
+    cut = replace(shared, paths=pairs).slice(0, len(tree.ends))
+    assert cut.paths is not None
+    torch.testing.assert_close(cut.paths.pair_target, index)
 
 
 def test_summed_advantages_are_wrong_where_clipping_acts() -> None:
@@ -899,7 +939,7 @@ def test_weights_of_tokens() -> None:
     assert live.equal(b["mask"] & (b["token_weight"] != 0))
     assert objective.live(flat(b, ("token_weight",))).equal(b["mask"])
     tree = Tree(0)
-    with pytest.raises(ValueError, match="on trees ratio_level 'sequence' does not combine with token_weight"):
+    with pytest.raises(ValueError, match="on trees ratio_level 'sequence' with weights of tokens needs .*pair_target"):
         policy_loss(
             tree.logprob,
             tree.fields("seq_mean_token_mean", needs=("token_weight",)),

@@ -1,0 +1,359 @@
+"""Each name of a configuration does what its paper says: runs through learner and trees against plain formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rolltree.engine import UserError
+
+from ..tiny import write_run
+from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+
+MINE = """
+import numpy as np
+from rolltree.engine.methods.credit import Credit
+
+def odd(text, entry):
+    return float(len(text) % 2)
+
+def by_token(trees):
+    return Credit("token", [np.sin(tree.token_id + 0.5 * tree.position) for tree in trees])
+
+def even(tree):
+    return tree.loss_mask & (tree.token_id % 2 == 0)
+
+def wrong(tree):
+    return np.ones(tree.num_tokens + 1)
+
+def right(text, entry):
+    return 1.0
+
+def by_prompt(text, entry):  # some groups all right, some all wrong, some mixed
+    kind = sum(map(ord, entry["question"])) % 3
+    return [0.0, 1.0, float(len(text) % 2)][kind]
+"""
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("names")
+    path = write_run(directory)
+    (directory / "mine.py").write_text(MINE)
+    rows = [{"prompt": f"{a} + 2 =", "response": f"Answer: {a + 2}"} for a in range(6)]
+    (directory / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def reward(toml: Path, name: str) -> str:
+    return f"--reward.verifier={toml.parent}/mine.py:{name}"
+
+
+class TestGroupsOfEqualRewards:
+    """A group leaves an update only where no term has a gradient from it, and normalisers count what is in it."""
+
+    def test_raft_imitates_groups_that_are_all_right(self, toml, tmp_path):
+        steps = take_steps(
+            toml, tmp_path, reward(toml, "right"), "--algorithm.objective=raft", "--algorithm.select=rewarded"
+        )
+
+        def nll(model):
+            found = torch.cat([plain_logprobs(model, *leaf) for leaf in leaves_of(steps.trees)])
+            return -found.mean()
+
+        check_gradient(steps, nll)
+
+    def test_raft_divides_by_what_it_imitates(self, toml, tmp_path):
+        steps = take_steps(
+            toml, tmp_path, reward(toml, "by_prompt"), "--algorithm.objective=raft", "--algorithm.select=rewarded"
+        )
+        right = [(tree, leaf) for tree, leaf in leaves_of(steps.trees) if tree.rewards["reward"][leaf] >= 1]
+        assert any(np.ptp(tree.rewards["reward"]) == 0 for tree, _ in right)
+        check_gradient(steps, lambda model: -torch.cat([plain_logprobs(model, *leaf) for leaf in right]).mean())
+
+    def test_whitened_returns_train_every_group(self, toml, tmp_path):
+        steps = take_steps(
+            toml, tmp_path, reward(toml, "by_prompt"), "--algorithm.objective=ppo", "--algorithm.advantage=reinforce_pp"
+        )
+        every = leaves_of(steps.trees)
+        returns = np.concatenate(
+            [np.full(tree.response_length[leaf], tree.rewards["reward"][leaf], np.float64) for tree, leaf in every]
+        )
+        whitened = torch.from_numpy((returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)).float()
+
+        def surrogate(model):
+            lp = torch.cat([plain_logprobs(model, *leaf) for leaf in every])
+            return -(whitened * (lp - lp.detach()).exp()).mean()
+
+        check_gradient(steps, surrogate)
+
+    def test_a_kl_reaches_groups_without_credit(self, toml, tmp_path):
+        steps = take_steps(
+            toml, tmp_path, reward(toml, "right"), "--algorithm.objective=ppo", "--roles.reference={}",
+            "--algorithm.objective_options={kl_coef=0.5,entropy_coef=0.01}", "--rollout.temperature=0.7",
+        )  # fmt: skip
+
+        def loss(model):
+            rows = [plain_logprobs(model, *leaf, 0.7, vocabulary=True) for leaf in leaves_of(steps.trees)]
+            entropy = torch.cat([-(row.exp() * row).sum(-1) for row in rows])
+            return -0.01 * entropy.mean()  # the policy is its own reference: the KL and its gradient are 0
+
+        check_gradient(steps, loss)
+
+    def test_groups_without_credit_leave_the_normaliser_too(self, toml, tmp_path):
+        steps = take_steps(toml, tmp_path, reward(toml, "by_prompt"), "--algorithm.objective=grpo", "--seed=3")
+        mixed = [tree for tree in steps.trees if np.ptp(tree.rewards["reward"]) > 0]
+        assert 0 < len(mixed) < len(steps.trees)
+        assert steps.rows[0]["filter/unseen_groups"] == len(steps.trees) - len(mixed)
+
+        def grpo(model):
+            losses = []
+            for tree, leaf in leaves_of(mixed):
+                rewards = tree.rewards["reward"].astype(np.float64)
+                advantage = (rewards[leaf] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+                lp = plain_logprobs(model, tree, leaf)
+                losses.append(-(advantage * (lp - lp.detach()).exp()).mean())
+            return torch.stack(losses).mean()
+
+        check_gradient(steps, grpo)
+
+    def test_the_critic_learns_from_every_group(self, toml, tmp_path):
+        steps = take_steps(
+            toml, tmp_path, reward(toml, "right"), "--algorithm.advantage=gae", "--algorithm.objective=ppo",
+            "--roles.critic={lr=1e-3}",
+        )  # fmt: skip
+        assert steps.rows[0]["critic/vf_loss"] == pytest.approx(0.5)  # its head is 0, every return 1
+
+    def test_the_critic_warms_up_while_the_policy_waits(self, toml, tmp_path):
+        steps = take_steps(
+            toml, tmp_path, reward(toml, "by_prompt"), "--algorithm.advantage=gae", "--algorithm.objective=ppo",
+            "--roles.critic={lr=1e-3}", "--algorithm.weight=0",
+        )  # fmt: skip
+        assert steps.rows[0]["critic/grad_norm"] > 0
+        assert not steps.updates[0].gradient  # the policy took no step
+
+    def test_demonstrations_do_not_count_where_no_term_selects_them(self, toml, tmp_path):
+        teach = '--algorithm.terms=[{name="teach",objective="sft",select="injected",weight=0.5}]'
+        steps = take_steps(
+            toml, tmp_path, reward(toml, "right"), teach, "--algorithm.objective=grpo",
+            f"--demonstrations={{path='{toml.parent}/given.jsonl',per_step=4}}",
+        )  # fmt: skip
+        given = leaves_of(steps.updates[0].given)
+        check_gradient(steps, lambda model: -0.5 * torch.cat([plain_logprobs(model, *leaf) for leaf in given]).mean())
+
+
+class TestPear:
+    """Demonstrations are weighed by the policy that wrote them, or refused."""
+
+    TEACH = '--algorithm.terms=[{name="teach",objective="pear",select="injected"}]'
+
+    def test_refuses_demonstrations_without_logprobs(self, toml, tmp_path):
+        given = f"--demonstrations={{path='{toml.parent}/given.jsonl',per_step=4}}"
+        with pytest.raises(UserError, match=r"'teach' weighs tokens by the log-probs .* demonstrations.logprob_key"):
+            take_steps(toml, tmp_path, given, self.TEACH, "--algorithm.weight=0")
+        assert not (tmp_path / "runs").exists()
+
+    def test_weighs_by_the_ratio_of_the_sequences(self, toml, tmp_path):
+        plain = take_steps(
+            toml, tmp_path / "a", '--algorithm.terms=[{name="teach",objective="sft",select="injected"}]',
+            f"--demonstrations={{path='{toml.parent}/given.jsonl',per_step=6}}", "--algorithm.weight=0",
+        )  # fmt: skip
+        model = plain_model(plain, plain.updates[0])
+        rng = np.random.default_rng(0)
+        rows = []
+        for line in (toml.parent / "given.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            of_prompt = [tree for tree in plain.updates[0].given if row["response"] in text(plain, tree)]
+            now = plain_logprobs(model, of_prompt[0], 0).detach().numpy()
+            shifted = np.minimum(now + rng.normal(scale=0.3, size=len(now)), 0)  # some weights above the cap of 2
+            rows.append(row | {"logprobs": shifted.tolist()})
+        (tmp_path / "recorded.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = f"--demonstrations={{path='{tmp_path}/recorded.jsonl',per_step=6,logprob_key='logprobs'}}"
+        steps = take_steps(toml, tmp_path / "b", given, self.TEACH, "--algorithm.weight=0")
+        weights = []
+
+        def pear(model):
+            losses = []
+            for tree, leaf in leaves_of(steps.updates[0].given):
+                lp = plain_logprobs(model, tree, leaf)
+                weight = (lp.detach().double() - along(tree, leaf, "behaviour_logprob")).sum().exp().clamp(max=2)
+                weights.append(float(weight))
+                losses.append(-weight * lp)
+            return torch.cat(losses).mean()
+
+        check_gradient(steps, pear)
+        assert min(weights) < 0.9
+        assert max(weights) == 2
+
+    def test_refuses_other_numbers_of_logprobs(self, toml, tmp_path):
+        row = {"prompt": "1 + 2 =", "response": "Answer: 3", "logprobs": [-1.0]}
+        (tmp_path / "recorded.jsonl").write_text(json.dumps(row) + "\n")
+        given = f"--demonstrations={{path='{tmp_path}/recorded.jsonl',logprob_key='logprobs'}}"
+        with pytest.raises(UserError, match=r"needs \d+ log-probs"):
+            take_steps(toml, tmp_path, given, self.TEACH, "--algorithm.weight=0")
+
+
+def text(steps, tree) -> str:
+    return steps.orchestrator.tokenizer.decode(tree.token_id)
+
+
+TREES = (
+    "--rollout.program=treepo", "--rollout.program_options={segment_tokens=3,init=2}", "--rollout.n=4",
+    "--trainer.updates_per_step=2", "--trainer.lr=0.02", "--algorithm.old_logprob=recompute",
+)  # fmt: skip
+"""Trees that share tokens, and a second update whose ratios are not 1."""
+
+
+def by_token(tree) -> np.ndarray:
+    """The credit of tokens that `mine.py:by_token` gives."""
+    return np.sin(tree.token_id + 0.5 * tree.position)
+
+
+class TestSequenceRatiosOnTrees:
+    """Ratios of sequences with credit or weights that differ within a response: a sum over leaves."""
+
+    OPTIONS = ("--algorithm.objective_options={eps_low=0.02,eps_high=0.03}",)
+
+    def objective(self, steps, weigh, level: str, update: int = 1):
+        """The loss of `ppo` on ratios of whole responses, clipped to [0.98, 1.03], mean over responses."""
+
+        def loss(model):
+            losses, clipped = [], 0
+            for tree, leaf in leaves_of(steps.updates[update].trees):
+                lp = plain_logprobs(model, tree, leaf)
+                mean = (lp - along(tree, leaf, "proximal_logprob")).mean()
+                own = lp - lp.detach() if level == "sequence_token" else mean - mean.detach()
+                ratio = (mean.detach() + own).exp().expand(len(lp))
+                advantage, weight = weigh(tree, leaf)
+                worse = torch.minimum(ratio * advantage, ratio.clamp(0.98, 1.03) * advantage)
+                clipped += int((ratio.clamp(0.98, 1.03) != ratio).sum())
+                counted = weight != 0
+                losses.append(-(worse * weight)[counted].sum() / counted.sum() if counted.any() else None)
+            assert clipped
+            return torch.stack([one for one in losses if one is not None]).mean()
+
+        return loss
+
+    @pytest.mark.parametrize(("name", "level"), [("gspo", "sequence"), ("gspo_token", "sequence_token")])
+    def test_credit_of_tokens(self, toml, tmp_path, name, level):
+        steps = take_steps(
+            toml, tmp_path, *TREES, *self.OPTIONS, f"--algorithm.objective={name}",
+            f"--algorithm.advantage={toml.parent}/mine.py:by_token",
+        )  # fmt: skip
+        assert any(tree.num_tokens < tree.logical_tokens for tree in steps.updates[1].trees)
+
+        def weigh(tree, leaf):
+            rows = tree.response_rows(leaf)
+            return torch.from_numpy(by_token(tree)[rows]).float(), torch.ones(len(rows))
+
+        check_gradient(steps, self.objective(steps, weigh, level), update=1)
+
+    def test_gspo_and_gspo_token_differ_on_trees(self, toml, tmp_path):
+        made = [
+            take_steps(
+                toml, tmp_path / name, *TREES, *self.OPTIONS, f"--algorithm.objective={name}",
+                f"--algorithm.advantage={toml.parent}/mine.py:by_token",
+            )
+            for name in ("gspo", "gspo_token")
+        ]  # fmt: skip
+        one, other = (run.updates[0].gradient["model.norm.weight"] for run in made)
+        assert (one - other).norm() > 0.05 * one.norm()
+
+    @pytest.mark.methods
+    @pytest.mark.parametrize("name", ["gmpo", "vespo", "off_policy_mask", "luspo"])
+    @pytest.mark.parametrize("advantage", ["by_token", "segment_value_diff"])
+    def test_others_run_with_finer_credit(self, toml, tmp_path, name, advantage):
+        chosen = f"{toml.parent}/mine.py:by_token" if advantage == "by_token" else advantage
+        steps = take_steps(
+            toml, tmp_path, *TREES, f"--algorithm.objective={name}", f"--algorithm.advantage={chosen}",
+            reward(toml, "odd"),
+        )  # fmt: skip
+        assert all(np.isfinite(update.loss) for update in steps.updates)
+        assert all(steps.updates[1].gradient["model.norm.weight"].norm() > 0 for _ in [0])
+
+    def test_gmpo_with_credit_of_tokens(self, toml, tmp_path):
+        """The geometric mean of ratios clipped on the side that acts, a value for each token's credit."""
+        steps = take_steps(
+            toml, tmp_path, *TREES, "--algorithm.objective=gmpo",
+            f"--algorithm.advantage={toml.parent}/mine.py:by_token",
+            "--algorithm.objective_options={eps_low=0.05,eps_high=0.05}",
+        )  # fmt: skip
+
+        def gmpo(model):
+            losses = []
+            for tree, leaf in leaves_of(steps.updates[1].trees):
+                lp = plain_logprobs(model, tree, leaf)
+                d = lp - along(tree, leaf, "proximal_logprob")
+                credit = torch.from_numpy(by_token(tree)[tree.response_rows(leaf)]).float()
+                up, down = d.clamp(max=0.05).mean().exp(), d.clamp(min=-0.05).mean().exp()
+                losses.append(-torch.where(credit > 0, up * credit, down * credit).mean())
+            return torch.stack(losses).mean()
+
+        check_gradient(steps, gmpo, update=1)
+
+    def test_a_selection_of_tokens(self, toml, tmp_path):
+        """A ratio of the whole response, of which only some tokens are in the loss."""
+        steps = take_steps(
+            toml, tmp_path, *TREES, *self.OPTIONS, "--algorithm.objective=gspo", reward(toml, "odd"),
+            f"--algorithm.select={toml.parent}/mine.py:even", "--algorithm.drop_zero_variance=false",
+        )  # fmt: skip
+
+        def loss(model):
+            losses = []
+            for tree, leaf in leaves_of(steps.updates[1].trees):
+                rewards = tree.rewards["reward"].astype(np.float64)
+                advantage = (rewards[leaf] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+                chosen = along(tree, leaf, "token_id") % 2 == 0
+                if not chosen.any():
+                    continue
+                lp = plain_logprobs(model, tree, leaf)[chosen]
+                ratio = (lp - along(tree, leaf, "proximal_logprob")[chosen]).mean().exp()
+                losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.98, 1.03) * advantage))
+            return torch.stack(losses).mean()
+
+        check_gradient(steps, loss, update=1)
+
+
+def test_bnpo_means_over_the_tokens_of_each_micro_batch(toml, tmp_path):
+    options = [reward(toml, "odd"), "--algorithm.drop_zero_variance=false", "--trainer.max_tokens=150"]
+    options += ["--trainer.prompts_per_step=5"]
+    steps = take_steps(toml, tmp_path, *options, "--algorithm.objective=bnpo")
+    other = take_steps(toml, tmp_path / "ppo", *options, "--algorithm.objective=ppo")
+    batches = steps.orchestrator.learner._packed(steps.trees)
+    assert len(batches) > 1
+
+    def bnpo(model):
+        means = []
+        for batch in batches:
+            losses = []
+            for index, leaves in zip(batch.tree_index, batch.leaf_index, strict=True):
+                tree = steps.trees[index]
+                rewards = tree.rewards["reward"].astype(np.float64)
+                for leaf in leaves:
+                    advantage = (rewards[leaf] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+                    lp = plain_logprobs(model, tree, int(leaf))
+                    losses.append(-advantage * (lp - lp.detach()).exp())
+            means.append(torch.cat(losses).mean())
+        return torch.stack(means).mean()
+
+    check_gradient(steps, bnpo)
+    one, two = steps.updates[0].gradient["model.norm.weight"], other.updates[0].gradient["model.norm.weight"]
+    assert (one - two).norm() > 1e-3 * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--algorithm.objective=gspo", "--algorithm.objective_options={entropy_share=0.5}"], "entropy_share"),
+        (["--algorithm.select={mine}:wrong"], "selection of the loss term 'actor'"),
+    ],
+)
+def test_terms_are_computed_on_made_up_trees_before_a_run(toml, tmp_path, options, said):
+    options = [option.replace("{mine}", f"{toml.parent}/mine.py") for option in options]
+    with pytest.raises(UserError, match=said):
+        take_steps(toml, tmp_path, *options)
+    assert not (tmp_path / "runs").exists()
