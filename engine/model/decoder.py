@@ -16,7 +16,8 @@ from rolltree.kernels.checks import shown
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
-from . import attention
+from ..data.recurrence import recurrence_of
+from . import attention, recurrent
 from .head import target_logprob
 
 
@@ -61,6 +62,13 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         inputs |= {"subtree_end": batch.subtree_end} if store is None else {"kv_store": store}
         if batch.cu_seqlens is not None and store is None:
             inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+        if recurrent.install(model):
+            if store is not None:
+                raise ValueError(
+                    f"{type(model).__name__} has recurrent layers, whose states are not handed from piece to piece; "
+                    "raise max_tokens above the largest tree."
+                )
+            inputs["recurrence"] = recurrence_of(batch)
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         inputs["output_router_logits"] = True
