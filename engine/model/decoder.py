@@ -63,12 +63,7 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         if batch.cu_seqlens is not None and store is None:
             inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
         if recurrent.install(model):
-            if store is not None:
-                raise ValueError(
-                    f"{type(model).__name__} has recurrent layers, whose states are not handed from piece to piece; "
-                    "raise max_tokens above the largest tree."
-                )
-            inputs["recurrence"] = recurrence_of(batch)
+            inputs["recurrence"] = recurrence_of(batch) if store is None else store.recurrence
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         inputs["output_router_logits"] = True

@@ -89,7 +89,7 @@ def install(model: nn.Module, what: str | None = None) -> bool:
     Raises:
         UserError: a recurrent layer has no functions that trees can take.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)()
     if decoder not in _recurrent:
         _recurrent[decoder] = _prepare(decoder, what or type(model).__name__)
     return _recurrent[decoder]
@@ -163,7 +163,7 @@ def _wrap(cls: Any) -> None:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, recurrence: Recurrence | None = None, **kwargs: Any) -> Any:
-        mixer = next((child for child in self.children() if isinstance(child, tuple(_mixers))), None)
+        mixer: Any = next((child for child in self.children() if isinstance(child, tuple(_mixers))), None)
         if mixer is None:
             return original(self, *args, **kwargs)
         if recurrence is None:
@@ -205,7 +205,7 @@ def _convolution(
     history = recurrence.initial(layer, "inputs", shape, x)
     w, b = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     out, ends = tree_convolution(x, w, b, recurrence.plan, history=history)
-    recurrence.keep(layer, "inputs", ends, x)
+    out = recurrence.keep(layer, "inputs", ends, out)
     if activation is not None:
         out = ACT2FN[activation](out)
     return out.T[None].to(hidden_states.dtype)
@@ -263,11 +263,11 @@ def _scan(
 ) -> Tensor:
     q, k, v, decay = (_wide(x) for x in (q, k, v, decay))
     recurrence, layer = running.recurrence, running.layer
-    initial = recurrence.initial(layer, "state", (v.shape[1], k.shape[-1], v.shape[-1]), v)
     beta = None if beta is None else _wide(beta)
+    needs = next((x for x in (v, k, decay, beta) if x is not None and x.requires_grad), v)
+    initial = recurrence.initial(layer, "state", (v.shape[1], k.shape[-1], v.shape[-1]), needs)
     out, ends = tree_recurrence(q, k, v, decay, beta, recurrence.plan, initial=initial, scale=scale)
-    recurrence.keep(layer, "state", ends, v)
-    return out
+    return recurrence.keep(layer, "state", ends, out)
 
 
 def _separately(*_: Any, **__: Any) -> None:

@@ -112,18 +112,28 @@ class _Recurrence(torch.autograd.Function):
     """Keeps the inputs only; the backward pass computes the chunks again."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, ctx.plan, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            return reference.tree_recurrence_forward(*tensors, ctx.plan, ctx.scale)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor | None,
+        initial: Tensor | None,
+        plan: RecurrencePlan,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(query, key, value, decay, beta, initial)
+        with torch.autocast(query.device.type, enabled=False):
+            return reference.tree_recurrence_forward(query, key, value, decay, beta, initial, plan, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         asked = [i for i in range(len(saved)) if ctx.needs_input_grad[i]]
         with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
-            inputs = [None if t is None else t.detach().requires_grad_(i in asked) for i, t in enumerate(saved)]
+            inputs: Any = [None if t is None else t.detach().requires_grad_(i in asked) for i, t in enumerate(saved)]
             outputs = reference.tree_recurrence_forward(*inputs, ctx.plan, ctx.scale)
             # without an end in the plan the second output has no graph
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]

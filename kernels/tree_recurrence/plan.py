@@ -1,10 +1,10 @@
 """The plan of a recurrence over packed trees: segments cut into chunks, and the order in which chunks are computed.
 
-A *segment* is a run of rows without a branch. It begins with the state with which its parent segment ends. A chunk never
-crosses the end of a segment, and its size depends on the segment's length alone, so a result does not depend on what is
-packed beside it. Everything within a chunk is independent of the tree and is computed for all chunks at once; only the
-state goes from chunk to chunk. Chunks of one *level* (the number of chunks above them on their path) do not depend on
-each other, so there are as many steps as the longest path has chunks.
+A *segment* is a run of rows without a branch. It begins with the state with which its parent segment ends. A chunk
+never crosses the end of a segment, and its size depends on the segment's length alone, so a result does not depend on
+what is packed beside it. Everything within a chunk is independent of the tree and is computed for all chunks at once;
+only the state goes from chunk to chunk. Chunks of one *level* (the number of chunks above them on their path) do not
+depend on each other, so there are as many steps as the longest path has chunks.
 
 A plan is made on the host from the structure alone, once for a batch and all of its layers.
 """
@@ -12,6 +12,7 @@ A plan is made on the host from the structure alone, once for a batch and all of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 Array = npt.NDArray[Any]
 
 SIZES = (1, 16, 64)
-"""Rows of a chunk. A segment has chunks of the largest size and one for the rest, of the smallest size that holds it."""
+"""Rows of a chunk. A segment has chunks of the largest size, and one of the smallest size that holds the rest."""
 
 
 class Segments(NamedTuple):
@@ -138,7 +139,7 @@ class RecurrencePlan:
         keep = np.zeros(0, np.int64) if ends is None else ends
         last = (first + count - 1)[keep]
         levels, end_order, kept_before = [], np.empty(len(keep), np.int64), 0
-        for depth, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for depth, (low, high) in enumerate(pairwise(bounds.tolist())):
             chunks = order[low:high]
             parts = tuple(
                 (b, int(index[of[0]]), int(index[of[-1]]) + 1)

@@ -84,7 +84,7 @@ def random_trees(seed: int, count: int = 3, longest: int = 90) -> list[TokenTree
             base = responses[rng.integers(len(responses))]
             keep = int(rng.integers(0, len(base) + 1))
             responses.append(base[:keep] + rng.integers(0, VOCAB, rng.integers(1, longest)).tolist())
-        responses += [responses[0][:-1] + [int(token)] for token in rng.integers(0, VOCAB, 2)]
+        responses += [[*responses[0][:-1], int(token)] for token in rng.integers(0, VOCAB, 2)]
         trees.append(TokenTree.from_sequences(prompt, responses))
     return trees
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from rolltree.engine.data import recurrence
 from rolltree.engine.data.pack import pack
+from rolltree.engine.data.pieces import PieceStore, depth_first
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.model import recurrent
-from rolltree.engine.model.decoder import batch_logprob
+from rolltree.engine.model.decoder import Decoded, batch_logprob, decode
+from rolltree.engine.model.head import target_logprob
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments
 
 from .recurrent_models import FAMILIES, flat, gradients, make, random_trees, weights, worst
@@ -126,6 +129,36 @@ def test_results_do_not_depend_on_neighbours_or_the_order_of_siblings() -> None:
     first = other.num_leaves
     assert all(off([a], [beside[first + i]]) < 1e-5 for i, a in enumerate(alone))
     assert all(off([alone[i]], [moved[j]]) < 1e-5 for j, i in enumerate(order))
+
+
+@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("most", [7, 40])
+def test_pieces_hand_their_states_on(family: str, most: int) -> None:
+    """In float64, as sums of many small pieces cancel: it shows more than float32 could."""
+    model, (tree,) = make(family).double(), random_trees(4, 1, 60)
+    (whole,) = pack([tree], max_tokens=1 << 20)
+    (weight,) = weights([torch.empty(len(whole.target))])
+    right = batch_logprob(model, whole).logprob
+    (right * weight).sum().backward()
+    expected = gradients(model)
+    (batch,) = pack([tree], max_tokens=most, in_pieces=True)
+    assert len(batch.pieces) > 3
+    with torch.no_grad():
+        assert off([right], [batch_logprob(model, batch).logprob]) < 1e-5
+
+    def use(store: PieceStore, decoded: Decoded) -> None:
+        p = store.piece
+        if len(p.target):
+            found = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, 1.0, ())
+            values = (found.logprob * weight[p.target]).sum()
+        else:
+            values = 0 * decoded.hidden.sum()
+        values.backward()
+
+    run = partial(decode, model, batch)
+    depth_first(batch.trees[0], batch.pieces, torch.device("cpu"), run=run, use=use, gradients=True)
+    relative, name = worst(expected, gradients(model))
+    assert relative < 1e-6, name  # Transformers casts the decays and some norms to float32
 
 
 def test_a_mixer_that_does_not_take_the_tree_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
