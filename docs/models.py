@@ -49,7 +49,12 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 """Sizes by the names that configurations give them; a type gets those that it has."""
 LIST_FIELDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "no_rope_layers")
-REFUSED, PLAIN, TREES, ENGINE = "refused", "plain sequences only", "exact on trees", "exact on trees and in the native engine"
+REFUSED, PLAIN, TREES, ENGINE = (
+    "refused",
+    "plain sequences only",
+    "exact on trees",
+    "exact on trees and in the native engine",
+)
 
 
 def small_config(name: str) -> Any:
@@ -184,7 +189,10 @@ def rows(names: list[str]) -> list[dict[str, Any]]:
         while some:
             try:
                 done = subprocess.run(
-                    [sys.executable, __file__, "--json", *some], capture_output=True, text=True, timeout=SECONDS * len(some)
+                    [sys.executable, __file__, "--json", *some],
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS * len(some),
                 ).stdout
             except subprocess.TimeoutExpired as late:
                 done = (late.stdout or b"").decode()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from rolltree.kernels import HeadPlan, tree_attention
 from . import checks
 from .columns import Array
 from .device import to_device
+from .recurrence import PieceRecurrence
 from .rows import Rows, distinct_rows
 from .tree import TokenTree
 
@@ -97,6 +99,7 @@ class PieceStore:
     def __init__(self, rows: Rows, piece: Piece, open_pieces: Sequence[PieceStore], device: torch.device) -> None:
         ends = rows.end
         self.piece = piece
+        self._ends, self._device = ends, device
         self.open_pieces = [
             (store, to_device(torch.from_numpy(np.flatnonzero(ends[store.rows] > piece.begin)), device))
             for store in open_pieces
@@ -111,6 +114,12 @@ class PieceStore:
         self.rows: Array = np.flatnonzero(ends[piece.begin : piece.end] > piece.end) + piece.begin
         self._own = to_device(torch.from_numpy(self.rows - piece.begin), device)
         self._kept: dict[int, _Kept] = {}
+
+    @cached_property
+    def recurrence(self) -> PieceRecurrence:
+        """The states of recurrent layers, for models that have them."""
+        before = [store.recurrence for store, _ in self.open_pieces]
+        return PieceRecurrence(self._ends, self.piece.begin, self.piece.end, before, self._device)
 
     def attend(
         self,

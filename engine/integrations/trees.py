@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..model.attention import Tree, tree_mask
-from ..model.loading import LAYER_KINDS, RECURRENT, TREE_LAYERS
+from ..model.loading import LAYER_KINDS, TREE_LAYERS
+from ..model.recurrent import RECURRENT
 
 
 class Packed(NamedTuple):

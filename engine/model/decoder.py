@@ -16,7 +16,8 @@ from rolltree.kernels import LogprobOutput
 
 from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
-from . import attention
+from ..data.recurrence import recurrence_of
+from . import attention, recurrent
 from .head import decoder_of, target_logprob
 
 
@@ -66,6 +67,8 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         context = attention.computing(mask)
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": mask}
         inputs |= attention.keywords(decoder, tree)
+        if recurrent.install(model):
+            inputs["recurrence"] = recurrence_of(batch) if store is None else store.recurrence
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         inputs["output_router_logits"] = True

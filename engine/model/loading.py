@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UserError
-from . import attention
+from . import attention, recurrent
 from .fused_layers import fuse_layers
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in configurations
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|LinearAttention|ShortConv|Retention|Hyena|LSTM")
 
 
 def choose_device(name: str) -> torch.device:
@@ -84,7 +82,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     except Exception as error:  # a damaged directory can make transformers raise anything
         raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
     _check_tensors(model, found, path)
-    _check_modules(model, path)
+    recurrent.install(model, str(path))
     return fuse_layers(model.to(device))
 
 
@@ -115,7 +113,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def _check_layers(config: Any, path: str | Path) -> None:
     text = config.get_text_config()
     kinds = {kind for name in LAYER_KINDS for kind in getattr(text, name, None) or ()} - set(TREE_LAYERS)
-    if kinds:
+    if kinds and text.model_type not in recurrent.FAMILIES:
         raise UserError(
             f"'{path}' has layers that cannot be tree-masked ({', '.join(sorted(kinds))}); use another model."
         )
@@ -149,10 +147,3 @@ def _finite(tensor: Tensor) -> bool:
 
 def _why(error: Exception) -> str:
     return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-
-
-def _check_modules(model: nn.Module, path: str | Path) -> None:
-    """Reject layers that carry a state from token to token, recognised by the names of their classes."""
-    found = sorted({type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__)})
-    if found:
-        raise UserError(f"'{path}' has layers that cannot be tree-masked ({', '.join(found)}); use another model.")

@@ -115,7 +115,9 @@ def check_model(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _own_error(model: PreTrainedModel, trees: bool) -> float:
     config = model.config.get_text_config()
-    special = {v for n, v in vars(model.config).items() if n.endswith(("token_id", "token_index")) and isinstance(v, int)}
+    special = {
+        v for n, v in vars(model.config).items() if n.endswith(("token_id", "token_index")) and isinstance(v, int)
+    }
     usual = np.setdiff1d(np.arange(config.vocab_size), list(special))
     draw = np.random.default_rng(0)
     trunk, *branches = (usual[draw.integers(len(usual), size=n)].tolist() for n in (4, 9, 7, 5, 11, 3))
@@ -125,7 +127,9 @@ def _own_error(model: PreTrainedModel, trees: bool) -> float:
     )
     (batch,) = pack([tree], max_tokens=4096, device=model.device, flat=not trees)
     leaves = batch.to_leaves(unchecked_logprob(model, batch).logprob)
-    got = {int(i): v for which, own in zip(batch.leaf_index, leaves, strict=True) for i, v in zip(which, own, strict=True)}
+    got = {
+        int(i): v for which, own in zip(batch.leaf_index, leaves, strict=True) for i, v in zip(which, own, strict=True)
+    }
     paths = [s.prompt + s.response for s in tree.flatten()]
     ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)
     for i, path in enumerate(paths):

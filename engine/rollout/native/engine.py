@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.segment import Text
-from ...model import attention
+from ...errors import UserError
+from ...model import attention, recurrent
 from ..branch import Request
 from ..engine import RolloutEngine
 from ..sampling_params import INT32, check_integer
@@ -74,7 +75,7 @@ class NativeEngine(RolloutEngine):
         config: sizes and switches; None for the defaults.
 
     Raises:
-        UserError: the compiled module is missing.
+        UserError: the compiled module is missing, or the model has recurrent layers.
     """
 
     loop: NativeLoop
@@ -89,6 +90,11 @@ class NativeEngine(RolloutEngine):
         self.model = model
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
+        if recurrent.install(model):
+            raise UserError(
+                f"{type(model).__name__} has recurrent layers, which the native engine does not sample from yet; set "
+                "rollout.backend to 'vllm'."
+            )
         if model.config._attn_implementation != attention.NAME:
             model.set_attn_implementation(attention.NAME)
         self._device = model.get_output_embeddings().weight.device

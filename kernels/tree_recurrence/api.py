@@ -1,0 +1,175 @@
+"""Public entries of the recurrences over trees: check their arguments and run them with exact gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import Arguments
+from . import reference
+from .plan import RecurrencePlan
+
+
+def tree_recurrence(
+    query: Tensor,  # [T, G, Dk]
+    key: Tensor,  # [T, G, Dk]
+    value: Tensor,  # [T, H, Dv]
+    decay: Tensor,  # [T, H] or [T, H, Dk]
+    beta: Tensor | None,  # [T, H]
+    plan: RecurrencePlan,
+    *,
+    initial: Tensor | None = None,  # [R, H, Dk, Dv]
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with decay along every path of packed trees: the gated delta rule and Mamba-2's scan.
+
+    A segment begins with the state with which its parent ends; the gradient of that state is the sum over the children
+    in the order of their rows. Saved for the backward pass are the inputs, no state.
+
+    Args:
+        query: [T, G, Dk], float32, bfloat16, float16 (computed in float32) or float64.
+        key: [T, G, Dk]; value head h uses key head ``h // (H / G)``.
+        value: [T, H, Dv].
+        decay: logarithm of the factor of the state before each row, at most 0; [T, H, Dk] is one a channel of the key.
+        beta: [T, H] strength of the delta rule; None adds values without it.
+        plan: the rows' segments and chunks.
+        initial: [R, H, Dk, Dv] states with which segments without a parent begin, as the plan says.
+        scale: factor of the query.
+
+    Returns:
+        out [T, H, Dv] in the dtype of value, and the end states [E, H, Dk, Dv] that the plan asks for, in float32
+        (float64 for float64).
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit together.
+    """
+    check = Arguments("tree_recurrence", "query", query)
+    rows, groups, width = check.floats("query", query, ("T", "G", "Dk")).shape
+    check.floats("key", key, query.shape, " like query")
+    heads = check.floats("value", value, (rows, "H", "Dv"), " like query").shape[1]
+    check.require(
+        groups > 0 and heads % groups == 0, f"the {heads} value heads must be a multiple of {groups} key heads"
+    )
+    shape = (rows, heads, width) if isinstance(decay, Tensor) and decay.dim() == 3 else (rows, heads)
+    check.floats("decay", decay, shape, " like value")
+    if beta is not None:
+        check.floats("beta", beta, (rows, heads), " like value")
+    check.require(plan.num_rows == rows, f"the plan is for {plan.num_rows} rows, and query has {rows}")
+    if initial is None:
+        check.require(plan.states == 0, f"the plan begins with {plan.states} given states; give initial")
+    else:
+        wanted = (plan.states, heads, width, value.shape[-1])
+        check.floats("initial", initial, wanted, ", one for each given state of the plan")
+    check.number("scale", scale)
+    out, ends = _Recurrence.apply(query, key, value, decay, beta, initial, plan, float(scale))
+    return out, ends
+
+
+def tree_convolution(
+    x: Tensor,  # [T, D]
+    weight: Tensor,  # [D, K]
+    bias: Tensor | None,  # [D]
+    plan: RecurrencePlan,
+    *,
+    history: Tensor | None = None,  # [R, K - 1, D]
+) -> tuple[Tensor, Tensor]:
+    """A causal depthwise convolution along every path: the K - 1 inputs before a row are those of its ancestors.
+
+    Args:
+        x: inputs [T, D].
+        weight: [D, K], the last column for a row's own input.
+        bias: [D] or None.
+        plan: the rows' segments.
+        history: [R, K - 1, D] the inputs before segments without a parent, oldest first, as the plan says.
+
+    Returns:
+        out [T, D], and the last K - 1 inputs [E, K - 1, D] at each end that the plan asks for, oldest first.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit together.
+    """
+    check = Arguments("tree_convolution", "x", x)
+    rows, width = check.floats("x", x, ("T", "D")).shape
+    taps = check.floats("weight", weight, (width, "K"), " like x", (x.dtype,)).shape[1]
+    check.require(taps > 0, "weight must have a column for a row's own input")
+    if bias is not None:
+        check.floats("bias", bias, (width,), " like x", (x.dtype,))
+    check.require(plan.num_rows == rows, f"the plan is for {plan.num_rows} rows, and x has {rows}")
+    before, last = plan.windows(taps)
+    given = []
+    if history is None:
+        check.require(plan.states == 0, f"the plan begins with {plan.states} given states; give history")
+    else:
+        given.append(check.floats("history", history, (plan.states, taps - 1, width), "", (x.dtype,)).flatten(0, 1))
+    extended = torch.cat([x, *given, x.new_zeros(1, width)])
+    out = _Convolution.apply(extended, weight, bias, before)
+    return out, _Rows.apply(extended, last.flatten()).view(*last.shape, width)
+
+
+class _Recurrence(torch.autograd.Function):
+    """Keeps the inputs only; the backward pass computes the chunks again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor | None,
+        initial: Tensor | None,
+        plan: RecurrencePlan,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(query, key, value, decay, beta, initial)
+        with torch.autocast(query.device.type, enabled=False):
+            return reference.tree_recurrence_forward(query, key, value, decay, beta, initial, plan, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        asked = [i for i in range(len(saved)) if ctx.needs_input_grad[i]]
+        with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
+            inputs: Any = [None if t is None else t.detach().requires_grad_(i in asked) for i, t in enumerate(saved)]
+            outputs = reference.tree_recurrence_forward(*inputs, ctx.plan, ctx.scale)
+            # without an end in the plan the second output has no graph
+            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+            found = torch.autograd.grad(
+                [o for o, _ in pairs], [inputs[i] for i in asked], [g for _, g in pairs], allow_unused=True
+            )
+        made: list[Tensor | None] = [None] * (len(saved) + 2)
+        for i, gradient in zip(asked, found, strict=True):
+            made[i] = gradient
+        return tuple(made)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, before)
+        return reference.tree_convolution_forward(x, weight, bias, before)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, before = ctx.saved_tensors
+        dx, dweight, dbias = reference.tree_convolution_backward(grads[0], x, weight, before)
+        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None
+
+
+class _Rows(torch.autograd.Function):
+    """Returns ``x[rows]``; its gradient adds up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].new_zeros(ctx.shape)
+        reference.add_rows(total, ctx.saved_tensors[0], grads[0])
+        return total, None

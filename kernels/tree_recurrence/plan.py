@@ -1,0 +1,211 @@
+"""The plan of a recurrence over packed trees: segments cut into chunks, and the order in which chunks are computed.
+
+A *segment* is a run of rows without a branch. It begins with the state with which its parent segment ends. A chunk
+never crosses the end of a segment, and its size depends on the segment's length alone, so a result does not depend on
+what is packed beside it. Everything within a chunk is independent of the tree and is computed for all chunks at once;
+only the state goes from chunk to chunk. Chunks of one *level* (the number of chunks above them on their path) do not
+depend on each other, so there are as many steps as the longest path has chunks.
+
+A plan is made on the host from the structure alone, once for a batch and all of its layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+SIZES = (1, 16, 64)
+"""Rows of a chunk. A segment has chunks of the largest size, and one of the smallest size that holds the rest."""
+
+
+class Segments(NamedTuple):
+    """Runs of rows without a branch, a parent before its children; together they cover all rows in order."""
+
+    start: Array  # [S] int64, the first row
+    length: Array  # [S] int64, at least 1
+    parent: Array  # [S] int64, the segment before it on its path, -1 for none
+    initial: Array  # [S] int64, of a segment without a parent: the given state with which it begins, -1 for zero
+
+
+def find_segments(subtree_end: Array) -> Segments:  # [T]
+    """Return the segments of packed trees, whose roots begin with a state of zero.
+
+    A segment is a maximal run of equal ``subtree_end``: an only child ends where its parent ends, a first child of
+    several ends before, and a later sibling follows a row that has ended.
+    """
+    end = subtree_end.astype(np.int64)
+    start = np.flatnonzero(np.append(True, end[1:] != end[:-1])) if len(end) else np.zeros(0, np.int64)
+    length = np.diff(np.append(start, len(end)))
+    # the ancestors of a segment are the earlier segments except those that have ended
+    number = np.arange(len(start))
+    depth = number - np.searchsorted(np.sort(end[start]), start, side="right")
+    # its parent is the last earlier segment that is one level higher
+    key = depth * max(len(start), 1) + number
+    order = np.argsort(key)
+    found = order[np.maximum(np.searchsorted(key[order], key - len(start)) - 1, 0)] if len(start) else order
+    return Segments(start, length, np.where(depth > 0, found, -1), np.full(len(start), -1))
+
+
+class Level(NamedTuple):
+    """Chunks that are computed together, in the order of their sizes and then of their rows."""
+
+    parts: tuple[tuple[int, int, int], ...]  # index of the size, first and last + 1 of its chunks
+    parent: (
+        Tensor | None
+    )  # [n] int64, each chunk's parent in the level above; None: the same one. Level 0: given states
+    order: Tensor | None  # [n] int64, the chunks by their parents
+    children: Tensor | None  # [m] int64, chunks of each parent
+    kept: Tensor | None  # [e] int64, chunks whose end states are returned; None for none
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrencePlan:
+    """The chunks of a batch of ``T`` rows with ``R`` given states, of which ``E`` end states are returned."""
+
+    parent_row: Tensor  # [T] int64, the row before each on its path; T + r: the given state r; T + R: none
+    rows: tuple[Tensor, ...]  # for each of SIZES [C, size] int64, the rows of each chunk; T where it is short
+    place: Tensor  # [T] int64, each row's place in the chunks' rows, all sizes side by side
+    levels: tuple[Level, ...]
+    end_order: Tensor  # [E] int64, each returned state's place among those that the levels keep
+    end_row: Tensor  # [E] int64, the last row of each segment whose end state is returned
+    states: int  # R
+    _windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return self.place.numel()
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(len(rows) for rows in self.rows)
+
+    @property
+    def num_ends(self) -> int:
+        return self.end_row.numel()
+
+    @staticmethod
+    def make(
+        segments: Segments, *, ends: Array | None = None, states: int = 0, device: torch.device | str = "cpu"
+    ) -> RecurrencePlan:
+        """Return the plan for ``segments``.
+
+        Args:
+            ends: [E] int64, segments whose end states are returned; None for none.
+            states: number of given states, to which ``segments.initial`` refers.
+            device: where the plan's tensors are; they are copied there without waiting.
+        """
+        start, length, parent, initial = segments
+        total, most = int(length.sum()), SIZES[-1]
+        count = -(-length // most)
+        first = np.cumsum(count) - count  # the first chunk of each segment
+        segment = np.repeat(np.arange(len(start)), count)
+        inside = np.arange(len(segment)) - first[segment]
+        size = np.minimum(length[segment] - inside * most, most)
+        bucket = np.searchsorted(SIZES, size)
+        above = np.where(inside > 0, np.arange(len(segment)) - 1, -1)
+        heads = inside == 0
+        of = parent[segment[heads]]
+        above[heads] = np.where(of >= 0, (first + count - 1)[of], -1)
+        level = _depth(parent, count)[segment] + inside
+
+        order = np.lexsort((bucket, level))  # stable: then by rows
+        within = np.empty(len(order), np.int64)  # a chunk's place in its level
+        bounds = np.searchsorted(level[order], np.arange(level.max(initial=-1) + 2))
+        within[order] = np.arange(len(order)) - bounds[level[order]]
+
+        def tensor(values: Array) -> Tensor:
+            host = torch.from_numpy(np.ascontiguousarray(values, np.int64))
+            on_gpu = torch.device(device).type == "cuda"
+            return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
+
+        rows, place, index, begin = [], np.empty(total, np.int64), np.empty(len(order), np.int64), 0
+        for number, width in enumerate(SIZES):
+            chunks = order[bucket[order] == number]
+            index[chunks] = np.arange(len(chunks))
+            at = (start[segment[chunks]] + inside[chunks] * most)[:, None] + np.arange(width)
+            real = np.arange(width) < size[chunks, None]
+            place[at[real]] = begin + np.flatnonzero(real)
+            rows.append(tensor(np.where(real, at, total)))
+            begin += real.size
+
+        keep = np.zeros(0, np.int64) if ends is None else ends
+        last = (first + count - 1)[keep]
+        levels, end_order, kept_before = [], np.empty(len(keep), np.int64), 0
+        for depth, (low, high) in enumerate(pairwise(bounds.tolist())):
+            chunks = order[low:high]
+            parts = tuple(
+                (b, int(index[of[0]]), int(index[of[-1]]) + 1)
+                for b in range(len(SIZES))
+                if len(of := chunks[bucket[chunks] == b])
+            )
+            given = initial[segment[chunks]]
+            slot = within[above[chunks]] if depth else np.where(given < 0, states, given)
+            available = bounds[depth] - bounds[depth - 1] if depth else states + 1
+            same = len(slot) == available and bool((slot == np.arange(available)).all())
+            asked = np.flatnonzero(level[last] == depth)
+            end_order[asked] = kept_before + np.arange(len(asked))
+            kept_before += len(asked)
+            levels.append(
+                Level(
+                    parts,
+                    None if same else tensor(slot),
+                    None if same else tensor(np.argsort(slot, kind="stable")),
+                    None if same else tensor(np.bincount(slot, minlength=available)),
+                    tensor(within[last[asked]]) if len(asked) else None,
+                )
+            )
+        parent_row = np.arange(-1, total - 1)
+        of_given = np.where(initial < 0, total + states, total + initial)
+        parent_row[start] = np.where(parent >= 0, (start + length - 1)[parent], of_given)
+        return RecurrencePlan(
+            tensor(parent_row),
+            tuple(rows),
+            tensor(place),
+            tuple(levels),
+            tensor(end_order),
+            tensor((start + length - 1)[keep]),
+            states,
+        )
+
+    def windows(self, taps: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs before each row [taps - 1, T], nearest first, and the last ones at each end [E, taps - 1],
+        oldest first: int64 indices among the rows, the inputs of given states [R (taps - 1)] and a row of zeros."""
+        if taps not in self._windows:
+            total, before = self.num_rows, taps - 1
+            none = total + self.states * before
+            ids = torch.arange(none + 1, device=self.place.device)
+            ids = torch.where((ids - total) % max(before, 1) == 0, none, ids - 1)  # of given inputs the one before
+            given = self.parent_row - total
+            newest = total + given * before + before - 1
+            row = torch.where(given < 0, self.parent_row, torch.where(given == self.states, none, newest))
+            ids[:total], ids[none] = row, none
+            back, found = torch.arange(total, device=ids.device), []
+            for _ in range(before):
+                back = ids[back]
+                found.append(back)
+            at, last = self.end_row, []
+            for _ in range(before):
+                last.append(at)
+                at = ids[at]
+            every = torch.stack(found) if found else back.new_empty(0, total)
+            self._windows[taps] = every, torch.stack(last[::-1], 1) if last else at.new_empty(len(at), 0)
+        return self._windows[taps]
+
+
+def _depth(parent: Array, count: Array) -> Array:  # [S]
+    """Return the number of chunks on the path above each segment."""
+    if not (parent >= 0).any():
+        return np.zeros(len(parent), np.int64)
+    depth: list[int] = []
+    counts = count.tolist()
+    for above in parent.tolist():
+        depth.append(0 if above < 0 else depth[above] + counts[above])
+    return np.array(depth, np.int64)

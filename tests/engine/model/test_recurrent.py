@@ -1,0 +1,184 @@
+"""Hybrids on packed trees against each sequence by plain Transformers: log-probs and every parameter's gradient."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+from rolltree.engine.data import recurrence
+from rolltree.engine.data.pack import pack
+from rolltree.engine.data.pieces import PieceStore, depth_first
+from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.errors import UserError
+from rolltree.engine.model import recurrent
+from rolltree.engine.model.decoder import Decoded, decode
+from rolltree.engine.model.logprob import batch_logprob
+from rolltree.engine.model.head import target_logprob
+from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments
+
+from .recurrent_models import FAMILIES, flat, gradients, make, random_trees, weights, worst
+
+QUICK = ("qwen3_5", "nemotron_h", "lfm2")
+EVERY = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES]
+
+
+def packed(model: Any, trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
+    """Log-probs of each response by trees packed together."""
+    found = {}
+    for batch in pack(trees, **({"max_tokens": 1 << 20} | options)):
+        values = batch.to_leaves(batch_logprob(model, batch).logprob)
+        for tree, leaves, of_tree in zip(batch.tree_index, batch.leaf_index, values, strict=True):
+            found |= {(tree, int(leaf)): v for leaf, v in zip(leaves, of_tree, strict=True)}
+    return [found[key] for key in sorted(found)]
+
+
+def loss(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(w * v).sum() for w, v in zip(weights(values), values, strict=True)]).sum()
+
+
+def off(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    return max(float((x.detach() - y.detach()).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_log_probs_and_gradients_equal_the_flat_ones(family: str) -> None:
+    model, trees = make(family), random_trees(0)
+    right = flat(model, trees)
+    loss(right).backward()
+    expected = gradients(model)
+    found = packed(model, trees)
+    loss(found).backward()
+    relative, name = worst(expected, gradients(model))
+    print(f"{family}: log-probs {off(right, found):.1e}, gradients {relative:.1e} ({name})")
+    assert off(right, found) < 1e-5
+    assert relative < 1e-5, name
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_checkpoints_and_adapters_keep_the_tree(family: str) -> None:
+    """Recomputation in the backward pass, also in another thread, takes the same tree: equal bit for bit."""
+    trees = random_trees(1, 1)
+    targets = ["in_proj_qkv", "in_proj", "q_proj"]
+    model = get_peft_model(make(family), LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    base = model.get_base_model()
+    loss(flat(base, trees)).backward()
+    expected = gradients(model)
+    model.train()
+    loss(packed(model, trees)).backward()
+    plain = gradients(model)
+    assert worst(expected, plain)[0] < 1e-5
+    for reentrant in (False, True):
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        base.enable_input_require_grads()
+        worker = threading.Thread(target=loss(packed(model, trees)).backward)
+        worker.start()
+        worker.join()
+        found = gradients(model)
+        assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+def alone(subtree_end: Any) -> Segments:
+    return find_segments(subtree_end)._replace(parent=np.full(len(find_segments(subtree_end).start), -1))
+
+
+def in_row_order(subtree_end: Any) -> Segments:
+    return find_segments(np.full_like(subtree_end, len(subtree_end)))
+
+
+def test_log_probs_show_a_wrong_state_and_a_wrong_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, trees = make("qwen3_5"), random_trees(0)
+    made = RecurrencePlan.make
+    with torch.no_grad():
+        right = flat(model, trees)
+        for wrong in (alone, in_row_order):
+            monkeypatch.setattr(recurrence, "find_segments", wrong)
+            assert off(right, packed(model, trees)) > 0.1
+        monkeypatch.undo()
+
+        def without(what: str) -> Any:
+            def make_plan(segments: Segments, **given: Any) -> Any:
+                cut = made(segments._replace(parent=np.full(len(segments.start), -1)), **given)
+                plan = made(segments, **given)
+                object.__setattr__(plan, what, getattr(cut, what))
+                return plan
+
+            return staticmethod(make_plan)
+
+        for what, plan in (("parent_row", without("parent_row")), ("nothing", staticmethod(made))):
+            monkeypatch.setattr(RecurrencePlan, "make", plan)
+            assert (off(right, packed(model, trees)) > 0.1) == (what != "nothing")
+
+
+def test_results_do_not_depend_on_neighbours_or_the_order_of_siblings() -> None:
+    model, (tree, other, third) = make("nemotron_h"), random_trees(3)
+    prompt = tree.token_id[: tree.prompt_length].tolist()
+    responses = [tree.token_id[tree.response_rows(leaf)].tolist() for leaf in range(tree.num_leaves)]
+    order = np.random.default_rng(0).permutation(len(responses)).tolist()
+    permuted = TokenTree.from_sequences(prompt, [responses[i] for i in order])
+    with torch.no_grad():
+        alone, beside = packed(model, [tree]), packed(model, [other, tree, third])
+        moved = packed(model, [permuted])
+    first = other.num_leaves
+    assert all(off([a], [beside[first + i]]) < 1e-5 for i, a in enumerate(alone))
+    assert all(off([alone[i]], [moved[j]]) < 1e-5 for j, i in enumerate(order))
+
+
+@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("most", [7, 40])
+def test_pieces_hand_their_states_on(family: str, most: int) -> None:
+    """In float64, as sums of many small pieces cancel: it shows more than float32 could."""
+    model, (tree,) = make(family).double(), random_trees(4, 1, 60)
+    (whole,) = pack([tree], max_tokens=1 << 20)
+    (weight,) = weights([torch.empty(len(whole.target))])
+    right = batch_logprob(model, whole).logprob
+    (right * weight).sum().backward()
+    expected = gradients(model)
+    (batch,) = pack([tree], max_tokens=most, in_pieces=True)
+    assert len(batch.pieces) > 3
+    with torch.no_grad():
+        assert off([right], [batch_logprob(model, batch).logprob]) < 1e-5
+
+    def use(store: PieceStore, decoded: Decoded) -> None:
+        p = store.piece
+        if len(p.target):
+            found = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, 1.0, ())
+            values = (found.logprob * weight[p.target]).sum()
+        else:
+            values = 0 * decoded.hidden.sum()
+        values.backward()
+
+    run = partial(decode, model, batch)
+    depth_first(batch.trees[0], batch.pieces, torch.device("cpu"), run=run, use=use, gradients=True)
+    relative, name = worst(expected, gradients(model))
+    assert relative < 1e-6, name  # Transformers casts the decays and some norms to float32
+
+
+def test_a_mixer_that_does_not_take_the_tree_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (tree,) = make("lfm2"), random_trees(0, 1)
+    (batch,) = pack([tree], max_tokens=1 << 20)
+    batch_logprob(model, batch)
+    import transformers.models.lfm2.modeling_lfm2 as module
+
+    monkeypatch.setattr(module, "causal_conv1d_fn", module.causal_conv1d_fn.__wrapped__)
+    with pytest.raises(RuntimeError, match="Lfm2ShortConv did not call causal_conv1d_fn"):
+        batch_logprob(model, batch)
+    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None])
+    with pytest.raises(ValueError, match="computes trees only with `recurrence`"):
+        model(**inputs, subtree_end=batch.subtree_end)
+
+
+def test_other_recurrent_layers_are_refused_by_name() -> None:
+    model = Mamba2ForCausalLM(
+        Mamba2Config(vocab_size=48, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16, state_size=8)
+    )
+    with pytest.raises(UserError, match=r"cannot be tree-masked \(Mamba2Mixer\)"):
+        recurrent.install(model)
