@@ -49,16 +49,24 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 """Sizes by the names that configurations give them; a type gets those that it has."""
 LIST_FIELDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "no_rope_layers")
-REFUSED, PLAIN, TREES, ENGINE = "refused", "plain sequences only", "exact on trees", "exact on trees and in the native engine"
+REFUSED, PLAIN, TREES, ENGINE = (
+    "refused",
+    "plain sequences only",
+    "exact on trees",
+    "exact on trees and in the native engine",
+)
 
 
 def small_config(name: str) -> Any:
     """Return the configuration of a type with small sizes, its lists of layers cut to two."""
     default = AutoConfig.for_model(name)
     text = default.get_text_config()
-    given = {k: v for k, v in SMALL.items() if getattr(text, k, None) is not None}
+    fields = text.to_dict()
+    given = {k: v for k, v in SMALL.items() if fields.get(k) is not None or (k == "head_dim" and k in fields)}
+    if "kv_lora_rank" in given and "num_key_value_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]
     for field in LIST_FIELDS:
-        kinds = getattr(text, field, None)
+        kinds = fields.get(field)
         if isinstance(kinds, list) and kinds:
             distinct = list(dict.fromkeys(kinds))
             given[field] = (distinct * 2)[:2]
@@ -184,7 +192,10 @@ def rows(names: list[str]) -> list[dict[str, Any]]:
         while some:
             try:
                 done = subprocess.run(
-                    [sys.executable, __file__, "--json", *some], capture_output=True, text=True, timeout=SECONDS * len(some)
+                    [sys.executable, __file__, "--json", *some],
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS * len(some),
                 ).stdout
             except subprocess.TimeoutExpired as late:
                 done = (late.stdout or b"").decode()

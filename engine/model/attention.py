@@ -229,7 +229,11 @@ def _tree(module: nn.Module, mask: Tensor | DeferredMask | None, kwargs: dict[st
     subtree_end, kv_store = kwargs.get("subtree_end"), kwargs.get("kv_store")
     if subtree_end is not None or kv_store is not None:
         return Tree(
-            subtree_end, kwargs.get("position_ids"), kv_store, kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q", 0)
+            subtree_end,
+            kwargs.get("position_ids"),
+            kv_store,
+            kwargs.get("cu_seq_lens_q"),
+            kwargs.get("max_length_q", 0),
         )
     if isinstance(mask, Tensor) and tuple(mask.shape) == (1, 1, 1, 1):
         raise ValueError(

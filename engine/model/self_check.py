@@ -75,8 +75,8 @@ def _sample(trees: Sequence[TokenTree]) -> TokenTree | None:
     return None
 
 
-_found: dict[tuple[Any, ...], float] = {}
-"""Class, configuration and dtype -> the error of `check_model`."""
+_found: dict[tuple[Any, ...], float | str] = {}
+"""Class, configuration and dtype -> the error of `check_model`, or the reason for which trees cannot be computed."""
 _seen: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 """Models that need no check with the attention named."""
 EVERY = "every attention"
@@ -103,11 +103,22 @@ def check_model(model: PreTrainedModel) -> None:
     key = type(inner), implementation, model.config.to_json_string(), model.dtype
     if key not in _found:
         with _evaluating(model):
-            _found[key] = _own_error(model, implementation == attention.NAME)
-    if not trees_fit(_found[key], _precision(model)):
+            try:
+                _found[key] = _own_error(model, implementation == attention.NAME)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:  # of code not made for it
+                _found[key] = " ".join(str(why).split())[:300].rstrip(".") or type(why).__name__
+    error, where = _found[key], "on packed trees" if implementation == attention.NAME else "by the fused head"
+    if isinstance(error, str):
         raise ValueError(
-            f"{type(inner).__name__} gives other log-probs on packed trees than under its own forward (mean difference "
-            f"{_found[key]:.3g}); train it on plain sequences by its own forward, or call skip_check(model)."
+            f"{type(inner).__name__} cannot be computed {where} ({error}); train it on plain sequences by its own "
+            "forward."
+        )
+    if not trees_fit(error, _precision(model)):
+        raise ValueError(
+            f"{type(inner).__name__} gives other log-probs {where} than under its own forward (mean difference "
+            f"{error:.3g}); train it on plain sequences by its own forward, or call skip_check(model)."
         )
     _seen[model] = implementation
 
@@ -115,7 +126,9 @@ def check_model(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _own_error(model: PreTrainedModel, trees: bool) -> float:
     config = model.config.get_text_config()
-    special = {v for n, v in vars(model.config).items() if n.endswith(("token_id", "token_index")) and isinstance(v, int)}
+    special = {
+        v for n, v in vars(model.config).items() if n.endswith(("token_id", "token_index")) and isinstance(v, int)
+    }
     usual = np.setdiff1d(np.arange(config.vocab_size), list(special))
     draw = np.random.default_rng(0)
     trunk, *branches = (usual[draw.integers(len(usual), size=n)].tolist() for n in (4, 9, 7, 5, 11, 3))
@@ -125,7 +138,9 @@ def _own_error(model: PreTrainedModel, trees: bool) -> float:
     )
     (batch,) = pack([tree], max_tokens=4096, device=model.device, flat=not trees)
     leaves = batch.to_leaves(unchecked_logprob(model, batch).logprob)
-    got = {int(i): v for which, own in zip(batch.leaf_index, leaves, strict=True) for i, v in zip(which, own, strict=True)}
+    got = {
+        int(i): v for which, own in zip(batch.leaf_index, leaves, strict=True) for i, v in zip(which, own, strict=True)
+    }
     paths = [s.prompt + s.response for s in tree.flatten()]
     ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)
     for i, path in enumerate(paths):

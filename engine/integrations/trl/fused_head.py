@@ -142,9 +142,7 @@ class FusedHead:
         if self.fp32:
             hidden = hidden.float()
         with self._precision(hidden):
-            out = linear_logprob(
-                hidden, its.weight, target, row=place, want=want, **its.options(self.temperature)
-            )
+            out = linear_logprob(hidden, its.weight, target, row=place, want=want, **its.options(self.temperature))
         of_rows = {} if out.entropy is None else {"entropy": out.entropy}
         if "log_sum_sq_probs" in asked:
             assert out.sum_p2 is not None
