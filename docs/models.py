@@ -224,7 +224,7 @@ def page(found: list[dict[str, Any]]) -> str:
         by `make models`. Errors compare a tree of three levels with its sequences under plain Transformers: the largest
         difference of a log-prob in nats, and of a parameter's gradient relative to the norm of the whole gradient. A
         type is exact where both are below {EXACT:g}; in the native engine where greedy answers equal those of
-        `generate`, token for token. Types that are refused, or made for plain sequences only, raise an error that says so.
+        `generate`, token for token. Types that are refused, or for plain sequences only, raise an error that says so.
         """), ""]  # fmt: skip
     for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
         some = [row for row in found if row["state"] == state]
