@@ -28,7 +28,8 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test methods slow attack vllm verl trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels equality aot aot-write clean
+.PHONY: train test methods slow attack vllm verl trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels \
+	equality models aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -103,6 +104,10 @@ gpu:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.12 \
 		--dest $(WHEELS) pydantic plotly tomli-w
+
+# Every causal model type of the installed Transformers, tiny, on trees and in the native engine: writes docs/models.md.
+models: $(VENV)/.ready-dev
+	$(BIN)/python docs/models.py $(ARGS)
 
 # Trees against flat batches: log-probs, loss, gradients and metrics of every model, objective level and aggregation.
 equality: $(VENV)/.ready-dev

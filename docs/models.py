@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import signal
 import subprocess
 import sys
 import warnings
@@ -25,12 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, batch_logprob, pack
-from rolltree.engine.model import attention
 from rolltree.engine.integrations.trees import odd_layers
+from rolltree.engine.model import attention
 
 PAGE = Path(__file__).parent / "models.md"
 BATCH = 12  # types that one process measures
-SECONDS = 60  # for each type
+SECONDS = 30  # for each type
+LARGEST = 20_000_000  # parameters; a configuration of other names stays too large
 EXACT = 1e-4  # nats of log-prob, and relative norm of a parameter's gradient
 VOCABULARY = 97
 SMALL: dict[str, Any] = {
@@ -41,7 +43,8 @@ SMALL: dict[str, Any] = {
     "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2,
     "moe_intermediate_size": 16, "moe_topk": 2, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8,
     "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "word_embed_proj_dim": 32, "global_head_dim": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "first_k_dense_replace": 1, "word_embed_proj_dim": 32, "global_head_dim": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "logit_scale": 0.5, "logits_scaling": 2.0,
     "attention_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "initializer_range": 0.2,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True, "swa_num_attention_heads": 4,
@@ -61,9 +64,12 @@ def small_config(name: str) -> Any:
     """Return the configuration of a type with small sizes, its lists of layers cut to two."""
     default = AutoConfig.for_model(name)
     text = default.get_text_config()
-    given = {k: v for k, v in SMALL.items() if getattr(text, k, None) is not None}
+    fields = text.to_dict()
+    given = {k: v for k, v in SMALL.items() if fields.get(k) is not None or (k == "head_dim" and k in fields)}
+    if "kv_lora_rank" in given and "num_key_value_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]
     for field in LIST_FIELDS:
-        kinds = getattr(text, field, None)
+        kinds = fields.get(field)
         if isinstance(kinds, list) and kinds:
             distinct = list(dict.fromkeys(kinds))
             given[field] = (distinct * 2)[:2]
@@ -74,6 +80,10 @@ def small_config(name: str) -> Any:
 
 def models(name: str) -> tuple[Any, Any]:
     """Return a random model with rolltree's attention, and its copy under plain Transformers."""
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(small_config(name)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"its sizes have other names: {size / 1e6:.0f} M parameters")
     both = []
     for implementation in (attention.NAME, "eager"):
         config = small_config(name)
@@ -210,11 +220,11 @@ def page(found: list[dict[str, Any]]) -> str:
     lines = [inspect.cleandoc(f"""
         # Models
 
-        Every causal language model type of Transformers {transformers.__version__}, tiny, random and in fp32, measured by
-        `make models`. Errors compare a tree of three levels with its sequences under plain Transformers: the largest
+        Every causal language model type of Transformers {transformers.__version__}, tiny, random and in fp32, measured
+        by `make models`. Errors compare a tree of three levels with its sequences under plain Transformers: the largest
         difference of a log-prob in nats, and of a parameter's gradient relative to the norm of the whole gradient. A
-        type is exact where both are below {EXACT:g}; in the native engine where greedy answers equal those of `generate`,
-        token for token. Types that are refused, or made for plain sequences only, raise an error that says so.
+        type is exact where both are below {EXACT:g}; in the native engine where greedy answers equal those of
+        `generate`, token for token. Types that are refused, or for plain sequences only, raise an error that says so.
         """), ""]  # fmt: skip
     for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
         some = [row for row in found if row["state"] == state]
@@ -233,6 +243,7 @@ if __name__ == "__main__":
     asked = [a for a in sys.argv[1:] if not a.startswith("--")]
     if asked:
         for name in asked:
+            signal.alarm(SECONDS)  # ends the process, which `rows` notices
             row = measured(name)
             print(json.dumps(row) if "--json" in sys.argv else f"{name}: {row}", flush=True)
     else:

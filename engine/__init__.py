@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from .data.tree import TokenTree
     from .errors import RunError, UserError
     from .loop.orchestrator import Orchestrator
-    from .model.logprob import batch_logprob
     from .model.fused_layers import fuse_layers, unfuse_layers
     from .model.loading import load_model, load_tokenizer
+    from .model.logprob import batch_logprob
     from .model.loss import backward, batch_loss
     from .model.self_check import check_model, skip_check, tree_error
     from .model.sharding import shard

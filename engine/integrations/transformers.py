@@ -46,7 +46,8 @@ def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedMod
         The same ``model``.
 
     Raises:
-        ValueError: the fused head does not support the model's head or loss, the model fails `check_model`, or the model's ``forward`` was already
+        ValueError: the fused head does not support the model's head or loss, the model fails
+            `check_model`, or the model's ``forward`` was already
             replaced.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model

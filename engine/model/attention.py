@@ -86,7 +86,8 @@ def tree_mask(tree: Tree, device: torch.device | str = "cpu") -> Tensor:  # [1, 
 
 def keywords(decoder: nn.Module, tree: Tree) -> dict[str, Any]:
     """Return ``tree`` as keyword arguments of ``decoder``, for layers that are compiled; none if it takes none."""
-    if not _takes_keywords(type(decoder)):
+    cls: Any = type(decoder)
+    if not _takes_keywords(cls):
         return {}
     given: dict[str, Any] = {"subtree_end": tree.subtree_end, "kv_store": tree.kv_store}
     if tree.cu_seqlens is not None:
@@ -237,7 +238,7 @@ def _tree(module: nn.Module, mask: Tensor | DeferredMask | None, kwargs: dict[st
         )
     if isinstance(mask, Tensor) and tuple(mask.shape) == (1, 1, 1, 1):
         raise ValueError(
-            f"{type(module).__name__} got the prepared mask of a tree and no tree: its model hands neither the mask nor "
+            f"{type(module).__name__} got the prepared mask of a tree and no tree: its model hands neither mask nor "
             "keyword arguments on where layers are recomputed or compiled; leave that out, or train on plain sequences."
         )
     return None

@@ -65,8 +65,8 @@ def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
             if not factor > 0 or softcap is not None:
                 also = f" and caps them at {softcap}" if softcap is not None else ""
                 raise ValueError(
-                    f"{type(model).__name__} multiplies its logits by {factor} ({name}){also}, which the fused head does "
-                    "not support."
+                    f"{type(model).__name__} multiplies its logits by {factor} ({name}){also}, which the fused head "
+                    "does not support."
                 )
             scale *= factor**power
 

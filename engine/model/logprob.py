@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -48,5 +49,6 @@ def check_call(op: str, model: object, batch: object) -> None:
         raise TypeError(f"{op}: model must be a Transformers model, got {shown(model)}.")
     if not isinstance(batch, TreeBatch):
         raise TypeError(f"{op}: batch must be a TreeBatch, as pack makes them, got {shown(batch)}.")
-    if batch.padded is None and model.config._attn_implementation == NAME:  # others are refused, or plain
-        check_model(model)  # type: ignore[arg-type]
+    checked: Any = model
+    if batch.padded is None and checked.config._attn_implementation == NAME:  # others are refused, or plain
+        check_model(checked)

@@ -75,8 +75,8 @@ def _sample(trees: Sequence[TokenTree]) -> TokenTree | None:
     return None
 
 
-_found: dict[tuple[Any, ...], float] = {}
-"""Class, configuration and dtype -> the error of `check_model`."""
+_found: dict[tuple[Any, ...], float | str] = {}
+"""Class, configuration and dtype -> the error of `check_model`, or the reason for which trees cannot be computed."""
 _seen: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 """Models that need no check with the attention named."""
 EVERY = "every attention"
@@ -103,11 +103,22 @@ def check_model(model: PreTrainedModel) -> None:
     key = type(inner), implementation, model.config.to_json_string(), model.dtype
     if key not in _found:
         with _evaluating(model):
-            _found[key] = _own_error(model, implementation == attention.NAME)
-    if not trees_fit(_found[key], _precision(model)):
+            try:
+                _found[key] = _own_error(model, implementation == attention.NAME)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:  # of code not made for it
+                _found[key] = " ".join(str(why).split())[:300].rstrip(".") or type(why).__name__
+    error, where = _found[key], "on packed trees" if implementation == attention.NAME else "by the fused head"
+    if isinstance(error, str):
         raise ValueError(
-            f"{type(inner).__name__} gives other log-probs on packed trees than under its own forward (mean difference "
-            f"{_found[key]:.3g}); train it on plain sequences by its own forward, or call skip_check(model)."
+            f"{type(inner).__name__} cannot be computed {where} ({error}); train it on plain sequences by its own "
+            "forward."
+        )
+    if not trees_fit(error, _precision(model)):
+        raise ValueError(
+            f"{type(inner).__name__} gives other log-probs {where} than under its own forward (mean difference "
+            f"{error:.3g}); train it on plain sequences by its own forward, or call skip_check(model)."
         )
     _seen[model] = implementation
 

@@ -45,8 +45,8 @@ def tree_attention(
         scale: factor of the scores; ``D ** -0.5`` if None.
         position: [P + T] depth of each token along its path; needed with ``window`` or ``chunk`` only.
         window: key j is also hidden once ``position[i] - position[j] >= window`` (sliding-window layers).
-        chunk: key j is also hidden unless ``position[i] // chunk == position[j] // chunk`` (chunked attention); does not
-            combine with ``window``.
+        chunk: key j is also hidden unless ``position[i] // chunk == position[j] // chunk`` (chunked attention); does
+            not combine with ``window``.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         sink: [Hq] float, a logit per query head that takes part in the softmax and adds nothing to the output.
         prefix_kv: keys and values [P, Hkv, D] and [P, Hkv, Dv] of rows before these, of the dtype of k; P = 0 if None.

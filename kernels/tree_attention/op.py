@@ -2,7 +2,7 @@
 
 Saved for the backward pass: the inputs, the output and the log-sum-exp; nothing of size T x T.
 
-A sink is one more key of score ``sink[h]`` and value 0. With lse of the visible keys and lse' = log(exp lse + exp sink),
+A sink is one more key, of score ``sink[h]`` and value 0. With the visible keys' lse and lse' = log(exp lse + exp sink),
 
     out' = exp(lse - lse') out              d sink[h] = - sum_i exp(sink[h] - lse'[h, i]) <grad_out[i, h], out'[i, h]>
 

@@ -102,8 +102,8 @@ def tree_decode_attention(
         sink: [Hq] float, a logit per query head that takes part in the softmax and adds nothing to the output.
 
     Returns:
-        out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores and the sink [N, Hq] in float32. A row that sees no
-        key gives 0 and -inf.
+        out [N, Hq, D] in q's dtype, and the natural log-sum-exp of the scores and the sink [N, Hq] in float32. A row
+        that sees no key gives 0 and -inf, without a sink.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit together.

@@ -198,7 +198,7 @@ def test_refusals() -> None:
         patch_model(other)
     _, scaled = pair("qwen3")
     scaled.config.logit_scale = 2.0
-    with pytest.raises(ValueError, match="multiplies its logits"):
+    with pytest.raises(ValueError, match="other log-probs by the fused head"):
         patch_model(scaled)
     _, plain = pair("qwen3")
     dropped = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5))

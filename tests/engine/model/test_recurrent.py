@@ -21,8 +21,8 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.model import recurrent
 from rolltree.engine.model.decoder import Decoded, decode
-from rolltree.engine.model.logprob import batch_logprob
 from rolltree.engine.model.head import target_logprob
+from rolltree.engine.model.logprob import batch_logprob
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments
 
 from .recurrent_models import FAMILIES, flat, gradients, make, random_trees, weights, worst
