@@ -301,7 +301,7 @@ class AlgorithmConfig(Section):
     """Fields of the objective to change, such as `eps_high = 0.28`."""
     select: str | None = None
     """Tokens or responses that the objective trains on: a name that `rolltree methods` lists, or `file.py:function`
-    that takes a tree. Default: all sampled tokens."""
+    that takes a tree. Default: all sampled tokens, or what the objective's paper selects."""
     select_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the selection."""
     weight: Schedule = 1.0
@@ -315,7 +315,8 @@ class AlgorithmConfig(Section):
     """Old log-probs of the ratios after the first update of a step: the sampler's (`behaviour`), or the policy's before
     that update (`recompute`)."""
     advantage: str = "group_norm"
-    """Advantage estimator: a name that `rolltree methods` lists, or `file.py:function` that takes the batch's trees."""
+    """Advantage estimator: a name that `rolltree methods` lists, or `file.py:function` that takes the batch's trees.
+    Left out, it is `gae` with a critic, and otherwise that of the objective's paper."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator."""
     drop_zero_variance: bool = True

@@ -16,7 +16,9 @@ from rolltree.kernels.policy_loss import WITHOUT_REFERENCE
 from ..data.columns import COLUMNS
 from ..errors import UserError
 from ..loop.parts import LearningParts
-from ..methods.credit import ADVANTAGES, CreditFunction
+from ..methods.advantages import ADVANTAGES
+from ..methods.credit import CreditFunction
+from ..methods.papers import OWN_SELECTION
 from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
@@ -82,8 +84,8 @@ def credit(config: TrainConfig) -> CreditFunction:
         UserError: there is no such estimator, file or function, or it has no such option.
     """
     algorithm = config.algorithm
-    if (algorithm.advantage == "gae") != (config.roles.critic is not None):
-        raise UserError('algorithm.advantage = "gae" and [roles.critic] need each other; give the run both or neither.')
+    if algorithm.advantage == "gae" and config.roles.critic is None:
+        raise UserError('algorithm.advantage = "gae" needs a critic; give the run a [roles.critic].')
     found: CreditFunction = resolve(
         "algorithm.advantage", algorithm.advantage, algorithm.advantage_options, known=ADVANTAGES, inputs=("trees",)
     )
@@ -174,10 +176,11 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
             terms.append((PairTerm(choose, term.name, term.loss_options), weight))
             continue
         assert term.objective is not None
+        select = term.select or OWN_SELECTION.get(term.objective)
         of_tokens = TokenTerm(
-            objective(config, f"{key}.objective", term.objective, term.objective_options, term.select),
+            objective(config, f"{key}.objective", term.objective, term.objective_options, select),
             term.name,
-            _selection(f"{key}.select", term.select, term.select_options),
+            _selection(f"{key}.select", select, term.select_options),
             config.rollout.max_new_tokens,
         )
         terms.append((of_tokens, weight))

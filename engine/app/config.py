@@ -20,6 +20,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UserError
+from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..settings import Section, TrainConfig
 
 OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
@@ -262,9 +263,22 @@ def _resolve_callables(data: dict[str, Any], base: Path) -> None:
     data.update(absolute(data))
 
 
+def _with_parts_of_papers(data: dict[str, Any]) -> dict[str, Any]:
+    """Give an objective the advantage and the selection of its paper where the configuration names none."""
+    algorithm, roles = data.get("algorithm", {}), data.get("roles")
+    if not isinstance(algorithm, dict):
+        return data
+    name = str(algorithm.get("objective", ""))
+    own = {"advantage": OWN_ADVANTAGE.get(name), "select": OWN_SELECTION.get(name)}
+    if isinstance(roles, dict) and roles.get("critic") is not None:
+        own["advantage"] = "gae"
+    found = {key: part for key, part in own.items() if part is not None}
+    return data | {"algorithm": found | algorithm} if found else data
+
+
 def _validate(data: dict[str, Any]) -> TrainConfig:
     # JSON mode is strict about types ("5" is not a number, true is not 1) but accepts arrays as tuples.
-    return TrainConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+    return TrainConfig.model_validate_json(json.dumps(_with_parts_of_papers(data), default=str), strict=True)
 
 
 def _sentence(error: ValidationError, path: Path, given: dict[str, str]) -> str:

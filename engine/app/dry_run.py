@@ -18,7 +18,7 @@ from rolltree.kernels.policy_loss import ALIASES, PRESETS, RECONSTRUCTED
 from ..errors import UserError
 from ..loop import preflight
 from ..loop.sources import PromptSource, held_out
-from ..methods.credit import ADVANTAGES
+from ..methods.advantages import ADVANTAGES
 from ..methods.groups import GROUP_CALLBACKS
 from ..methods.schedules import SCHEDULES
 from ..methods.selections import PAIRINGS, SELECTIONS

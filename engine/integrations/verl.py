@@ -28,7 +28,7 @@ from rolltree.kernels import Objective, PolicyFields, linear_logprob, policy_los
 from rolltree.kernels.policy_loss import PRESETS
 
 from ..data.tree import TokenTree
-from ..methods.credit import ADVANTAGES
+from ..methods.advantages import ADVANTAGES
 from ..model.sharding import whole
 
 AGGREGATIONS = {

@@ -156,6 +156,11 @@ def check_terms(
     """
     trees = [_made_up(min(n, 64), columns, shift) for shift in (0, 1)]
     give_credit(credit, name, trees)
+    if "value" in columns and (without := [tree for tree in trees if "value_target" not in tree.columns]):
+        raise UserError(
+            f"algorithm.advantage = '{name}' sets no column value_target on {len(without)} of 2 trees, so that "
+            '[roles.critic] has nothing to learn; use "gae", set the column, or leave the critic out.'
+        )
     others = [] if given is None else [given]
     for term in terms:
         term.prepare(trees + others)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class Credit(NamedTuple):
 
 
 CreditFunction = Callable[[Sequence[TokenTree]], Credit]
+"""Makes credit of an update's trees; its further parameters are its options."""
 
 
 def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree]) -> None:
@@ -71,48 +72,53 @@ def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree])
             raise UserError(f"algorithm.advantage = '{name}': {error}") from error
 
 
-def group(function: Callable[[TokenTree], Array]) -> CreditFunction:
+def group(function: Callable[..., Array]) -> Callable[..., Credit]:
     """Make an estimator of a batch from ``function``, which computes the credit ``[L]`` of one tree."""
 
     @functools.wraps(function)
-    def estimate(trees: Sequence[TokenTree]) -> Credit:
-        return Credit("leaf", [function(tree) for tree in trees])
+    def estimate(trees: Sequence[TokenTree], **options: Any) -> Credit:
+        return Credit("leaf", [function(tree, **options) for tree in trees])
 
     return estimate
 
 
-def _rewards(tree: TokenTree) -> Array:  # [L] float64
+def rewards_of(tree: TokenTree) -> Array:  # [L] float64
+    """Return the rewards of a tree's responses."""
     return tree.rewards["reward"].astype(np.float64)
 
 
-def _centred(rewards: Array) -> Array:  # [L] -> [L]
+def centred(rewards: Array) -> Array:  # [L] -> [L]
     """Return rewards minus their mean: exact zeros where all are equal, so that a group without credit is known."""
     return rewards - (rewards[0] if np.ptp(rewards) == 0 else rewards.mean())
 
 
 @group
-def group_norm(tree: TokenTree) -> Array:  # [L]
-    """GRPO (Shao et al. 2024, section 4.1.2): ``(R - mu) / (sd + 1e-6)``; a group of one has mu 0 and sd 1."""
-    rewards = _rewards(tree)
+def group_norm(tree: TokenTree, *, floor: float = 0.0) -> Array:  # [L]
+    """GRPO (Shao et al. 2024, section 4.1.2): ``(R - mu) / (sd + 1e-6)``; a group of one has mu 0 and sd 1.
+
+    Args:
+        floor: least sd that divides, so that negligible differences of rewards stay small (as Pref-GRPO warns).
+    """
+    rewards = rewards_of(tree)
     if len(rewards) == 1:
         return rewards / (1 + EPS)
-    return _centred(rewards) / (rewards.std(ddof=1) + EPS)
+    return centred(rewards) / (max(rewards.std(ddof=1), floor) + EPS)
 
 
 @group
 def group_mean(tree: TokenTree) -> Array:  # [L]
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``R - mu``; a group of one has mu 0."""
-    rewards = _rewards(tree)
-    return _centred(rewards) if len(rewards) > 1 else rewards
+    rewards = rewards_of(tree)
+    return centred(rewards) if len(rewards) > 1 else rewards
 
 
 @group
 def rloo(tree: TokenTree) -> Array:  # [L]
     """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): R minus the mean of the other responses, which is
     ``n / (n - 1) * (R - mu)``; R itself in a group of one."""
-    rewards = _rewards(tree)
+    rewards = rewards_of(tree)
     count = len(rewards)
-    return rewards if count == 1 else count / (count - 1) * _centred(rewards)
+    return rewards if count == 1 else count / (count - 1) * centred(rewards)
 
 
 @group
@@ -122,21 +128,21 @@ def maxrl(tree: TokenTree) -> Array:  # [L]
     Raises:
         UserError: a reward is negative, which could flip the sign of the advantages.
     """
-    rewards = _rewards(tree)
+    rewards = rewards_of(tree)
     if rewards.min() < 0:
         raise UserError(
             f"The advantage 'maxrl' divides by the mean reward and needs rewards >= 0, but one is {rewards.min():g}; "
             "shift the rewards or set algorithm.advantage to another estimator."
         )
     mean = rewards.mean()
-    return _centred(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+    return centred(rewards) / mean if mean > 0 else np.zeros_like(rewards)
 
 
 @group
 def opo(tree: TokenTree) -> Array:  # [L]
     """OPO (Hao et al. 2025, arXiv 2505.23585): ``R - b`` with the length-weighted mean ``b = sum(len * R) / sum(len)``;
     mu if all responses are empty."""
-    rewards = _rewards(tree)
+    rewards = rewards_of(tree)
     length = tree.response_length.astype(np.float64)
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
@@ -152,7 +158,7 @@ def tree_path_mean(tree: TokenTree) -> Array:  # [L]
     below it every smaller set of at least two. Nodes with the same leaves below are one group, so the result depends on
     where the tree branches and not on how its unbranched stretches are split into nodes.
     """
-    rewards = _rewards(tree)
+    rewards = rewards_of(tree)
     count = tree.num_leaves
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
@@ -184,24 +190,28 @@ def nft(tree: TokenTree) -> Array:  # [L]
     Raises:
         UserError: a reward is neither 0 nor 1.
     """
-    rewards = _rewards(tree)
+    rewards = rewards_of(tree)
     if not np.isin(rewards, (0, 1)).all():
         raise UserError("The advantage 'nft' needs rewards of 0 and 1; choose another estimator.")
     rate = rewards.mean()
     return (2 * rewards - 1) * (np.sqrt((1 - rate) / rate) if 0 < rate < 1 else 0.0)
 
 
-def reinforce_pp(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
+def reinforce_pp(trees: Sequence[TokenTree], *, gamma: float = 1.0, kl_coef: float = 0.0) -> Credit:
     """REINFORCE++ (Hu 2025, arXiv 2501.03262): returns to go ``G_t = r_t + gamma G_t+1`` of the tokens in the loss,
-    whitened over the batch."""
-    returns = [_returns(tree, gamma) for tree in trees]
-    return Credit("path", _whiten(returns, [_in_loss(tree) for tree in trees]))
+    whitened over the batch.
+
+    Args:
+        kl_coef: each token's reward is lowered by this times its sampled log-prob minus the reference's.
+    """
+    returns = [_returns(tree, gamma, kl_coef) for tree in trees]
+    return Credit("path", whitened(returns, [_in_loss(tree) for tree in trees]))
 
 
 def reinforce_pp_baseline(trees: Sequence[TokenTree]) -> Credit:
     """REINFORCE++-baseline (Hu 2025, arXiv 2501.03262): ``R - mu`` of the group, whitened over the batch's tokens in
     the loss."""
-    return Credit("leaf", _whiten(group_mean(trees).values, [tree.loss_length for tree in trees]))
+    return Credit("leaf", whitened(group_mean(trees).values, [tree.loss_length for tree in trees]))
 
 
 def process(trees: Sequence[TokenTree]) -> Credit:
@@ -249,7 +259,9 @@ def sibling_group(trees: Sequence[TokenTree]) -> Credit:
     return Credit("node", [normalised(tree) for tree in trees])
 
 
-def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Credit:
+def gae(
+    trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True, kl_coef: float = 0.0
+) -> Credit:
     """PPO: generalised advantages (Schulman et al. 2015, eq. 16) along every path, from the critic's column `value`;
     also writes `value_target`.
 
@@ -258,6 +270,7 @@ def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whi
 
     Args:
         whiten: normalise the advantages over the batch's tokens in the loss; value targets stay as they are.
+        kl_coef: as in `reinforce_pp`.
 
     Raises:
         UserError: a token in the loss has no value, as in a run without a critic.
@@ -269,7 +282,7 @@ def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whi
         if np.isnan(value[live]).any():
             raise UserError("algorithm.advantage = 'gae' needs the value of every token; add a critic to [roles].")
         advantage, target = generalised_advantages(
-            torch.from_numpy(_token_rewards(tree)),
+            torch.from_numpy(_token_rewards(tree, kl_coef)),
             torch.from_numpy(np.where(live, value, 0.0)),
             torch.from_numpy(_boundaries(tree)),
             gamma=gamma,
@@ -278,12 +291,12 @@ def gae(trees: Sequence[TokenTree], *, gamma: float = 1.0, lam: float = 1.0, whi
         )
         credit.append(advantage.numpy())
         tree.set("value_target", target.numpy())
-    return Credit("path", _whiten(credit, [_in_loss(tree) for tree in trees]) if whiten else credit)
+    return Credit("path", whitened(credit, [_in_loss(tree) for tree in trees]) if whiten else credit)
 
 
 def node_values(tree: TokenTree) -> Array:  # [K] float64
     """Return the mean reward of the leaves below each node."""
-    rewards = _rewards(tree)
+    rewards = rewards_of(tree)
     if np.ptp(rewards) == 0:
         return np.full(tree.num_nodes, rewards[0])
     below = np.concatenate([[0.0], np.cumsum(rewards[tree.leaf_order])])
@@ -298,27 +311,36 @@ def _in_loss(tree: TokenTree) -> Array:  # [P] bool
     return tree.loss_mask[tree.path_tokens]
 
 
-def _token_rewards(tree: TokenTree) -> Array:  # [P] float64
-    """Return each token's own reward, plus the response's reward at the response's last token in the loss."""
+def _token_rewards(tree: TokenTree, kl_coef: float) -> Array:  # [P] float64
+    """Return each token's own reward, plus the response's reward at the response's last token in the loss.
+
+    Raises:
+        UserError: ``kl_coef`` is given, and a token in the loss has no log-prob of the reference.
+    """
     rewards, live = np.nan_to_num(tree.token_reward.astype(np.float64)), _in_loss(tree)
+    if kl_coef:
+        drift = (tree.behaviour_logprob.astype(np.float64) - tree.ref_logprob)[tree.path_tokens]
+        if np.isnan(drift[live]).any():
+            raise UserError("algorithm.advantage_options.kl_coef needs a reference; give the run a [roles.reference].")
+        rewards = rewards - kl_coef * np.where(live, drift, 0.0)
     place = np.where(live, np.arange(len(live)), -1)
     cuts = _boundaries(tree)
-    for leaf, value in enumerate(_rewards(tree)):
+    for leaf, value in enumerate(rewards_of(tree)):
         own = place[cuts[leaf] : cuts[leaf + 1]]
         if len(own) and own.max() >= 0:
             rewards[own.max()] += value
     return rewards
 
 
-def _returns(tree: TokenTree, gamma: float) -> Array:  # [P] float64
+def _returns(tree: TokenTree, gamma: float, kl_coef: float) -> Array:  # [P] float64
     """Return ``G_t = r_t + gamma G_t+1`` over the tokens in the loss: the advantages where every value is 0."""
-    rewards, live = _token_rewards(tree), torch.from_numpy(_in_loss(tree))
+    rewards, live = _token_rewards(tree, kl_coef), torch.from_numpy(_in_loss(tree))
     zero = torch.zeros(len(rewards), dtype=torch.float64)
     cuts = torch.from_numpy(_boundaries(tree))
     return generalised_advantages(torch.from_numpy(rewards), zero, cuts, gamma=gamma, lam=1.0, mask=live)[0].numpy()
 
 
-def _whiten(values: list[Array], weights: list[Array]) -> list[Array]:
+def whitened(values: list[Array], weights: list[Array]) -> list[Array]:
     """Return ``(x - mean) / sqrt(var + 1e-8)`` with mean and unbiased variance over all trees, counting each value
     ``weights`` times."""
     x, w = np.concatenate(values), np.concatenate(weights).astype(np.float64)
@@ -326,20 +348,3 @@ def _whiten(values: list[Array], weights: list[Array]) -> list[Array]:
     mean = (w * x).sum() / max(count, 1)
     variance = (w * (x - mean) ** 2).sum() / max(count - 1, 1)
     return [(v - mean) / np.sqrt(variance + 1e-8) for v in values]
-
-
-ADVANTAGES: dict[str, CreditFunction] = {
-    "group_norm": group_norm,
-    "group_mean": group_mean,
-    "rloo": rloo,
-    "maxrl": maxrl,
-    "opo": opo,
-    "tree_path_mean": tree_path_mean,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "process": process,
-    "segment_value_diff": segment_value_diff,
-    "sibling_group": sibling_group,
-    "gae": gae,
-    "nft": nft,
-}

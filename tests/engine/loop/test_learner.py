@@ -174,12 +174,12 @@ def test_examples_name_parts_that_exist(example):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["--algorithm.objective=raft"], "choose them with `select`"),
+        (["--algorithm.objective=sft"], "choose them with `select`"),
         (["--algorithm.objective=clip_tensor"], "needs clip_low"),
         (["--algorithm.objective=decoupled_ppo"], "recompute"),
         (["--algorithm.objective=opd"], r"\[roles.teacher\]"),
         (["--algorithm.advantage=gae"], r"\[roles.critic\]"),
-        (["--roles.critic={}"], r"\[roles.critic\] need each other"),
+        (["--roles.critic={}"], r"'group_norm' sets no column value_target"),
         (['--algorithm.terms=[{name="dpo",pairs="best_and_worst"}]'], r"\[roles.reference\]"),
         (['--algorithm.terms=[{name="x",objective="sft",select="bset"}]'], "did you mean 'best'"),
         (['--algorithm.terms=[{name="x"}]'], "either `objective` or `pairs`"),

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rolltree.engine.data.segment import LeafStatus, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.methods.credit import ADVANTAGES, gae, give_credit, reinforce_pp
+from rolltree.engine.methods.advantages import ADVANTAGES
+from rolltree.engine.methods.credit import gae, give_credit, reinforce_pp
 from rolltree.engine.parts.resolve import resolve
 
 

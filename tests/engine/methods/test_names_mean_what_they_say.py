@@ -19,7 +19,7 @@ import numpy as np
 from rolltree.engine.methods.credit import Credit
 
 def odd(text, entry):
-    return float(len(text) % 2)
+    return float(sum(map(ord, text)) % 2)
 
 def by_token(trees):
     return Credit("token", [np.sin(tree.token_id + 0.5 * tree.position) for tree in trees])
@@ -357,3 +357,71 @@ def test_terms_are_computed_on_made_up_trees_before_a_run(toml, tmp_path, option
     with pytest.raises(UserError, match=said):
         take_steps(toml, tmp_path, *options)
     assert not (tmp_path / "runs").exists()
+
+
+def rewards(tree) -> np.ndarray:
+    return tree.rewards["reward"].astype(np.float64)
+
+
+def norm(values, over=None) -> np.ndarray:
+    over = values if over is None else over
+    return (values - over.mean()) / (over.std(ddof=1) + 1e-6)
+
+
+OF_PAPERS = {
+    "dr_grpo": lambda tree, trees: rewards(tree) - rewards(tree).mean(),
+    "rloo": lambda tree, trees: np.array(
+        [r - np.delete(rewards(tree), i).mean() for i, r in enumerate(rewards(tree))]
+    ),
+    "ngrpo": lambda tree, trees: norm(rewards(tree), np.append(rewards(tree), 1.0)),
+    "w_reinforce": lambda tree, trees: np.where(rewards(tree) > 0, 1.0, -1.0),
+    "nft": lambda tree, trees: (
+        np.zeros(tree.num_leaves)
+        if np.ptp(rewards(tree)) == 0
+        else (2 * rewards(tree) - 1) * np.sqrt((1 - rewards(tree).mean()) / rewards(tree).mean())
+    ),
+    "gpg": lambda tree, trees: (
+        (rewards(tree) - rewards(tree).mean())
+        * sum(t.num_leaves for t in trees)
+        / max(sum(int((rewards(t) != 0).sum()) for t in trees), 1)
+    ),
+    "grpo": lambda tree, trees: norm(rewards(tree)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_PAPERS)
+def test_an_objective_brings_the_credit_of_its_paper(toml, tmp_path, name):
+    text = toml.read_text().replace('advantage = "tree_path_mean"\n', "")
+    bare = toml.with_name("bare.toml")
+    bare.write_text(text)
+    steps = take_steps(
+        bare, tmp_path, f"--algorithm.objective={name}", reward(toml, "odd"), unset=["algorithm.advantage"]
+    )
+    assert any(np.ptp(rewards(tree)) for tree in steps.trees)
+    for tree in steps.trees:
+        np.testing.assert_allclose(tree.advantage, OF_PAPERS[name](tree, steps.trees), rtol=1e-5, atol=1e-6)
+    if name not in ("dr_grpo", "grpo"):
+        assert any(abs(tree.advantage - norm(rewards(tree))).max() > 1e-3 for tree in steps.trees)
+
+
+def test_another_credit_is_used_if_it_is_asked_for(toml, tmp_path):
+    steps = take_steps(toml, tmp_path, "--algorithm.objective=ngrpo", reward(toml, "by_prompt"))
+    for tree in steps.trees:
+        np.testing.assert_allclose(tree.advantage, norm(rewards(tree)), rtol=1e-5, atol=1e-6)
+
+
+def test_all_wrong_groups_of_ngrpo_are_trained(toml, tmp_path):
+    steps = take_steps(
+        toml, tmp_path, "--algorithm.objective=ngrpo", "--algorithm.advantage=virtual_max", reward(toml, "by_prompt")
+    )
+    assert any((rewards(tree) == 0).all() for tree in steps.trees)
+
+    def ngrpo(model):
+        losses = []
+        for tree, leaf in leaves_of([tree for tree in steps.trees if not (rewards(tree) == 1).all()]):
+            lp = plain_logprobs(model, tree, leaf)
+            advantage = norm(rewards(tree), np.append(rewards(tree), 1.0))[leaf]
+            losses.append(-(advantage * (lp - lp.detach()).exp()).mean())
+        return torch.stack(losses).mean()
+
+    check_gradient(steps, ngrpo)

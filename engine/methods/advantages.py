@@ -1,0 +1,253 @@
+"""The advantage estimators that `algorithm.advantage` names: those of `credit`, and those of further papers.
+
+The rewards of a group are in float64, ``mu`` and ``sd`` their mean and unbiased standard deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ..data.columns import Array
+from ..data.segment import Origin
+from ..data.tree import TokenTree
+from ..errors import UserError
+from . import credit
+from .credit import EPS, Credit, centred, group, node_values, rewards_of
+
+
+def _normalised(values: Array, eps: float = EPS) -> Array:
+    """Return ``(x - mean) / (sd + eps)``; zeros for a single value."""
+    return centred(values) / (values.std(ddof=1) + eps) if len(values) > 1 else np.zeros(len(values))
+
+
+@group
+def virtual_max(tree: TokenTree, *, largest: float = 1.0) -> Array:  # [L]
+    """NGRPO (Nan et al. 2025, arXiv 2509.18851): `group_norm` with mu and sd over the rewards and one virtual reward
+    ``largest``, so a group that is all wrong has negative credit (the unbiased sd is inferred)."""
+    rewards = rewards_of(tree)
+    union = np.append(rewards, largest)
+    return (rewards - union.mean()) / (union.std(ddof=1) + EPS)
+
+
+@group
+def signed(tree: TokenTree) -> Array:  # [L]
+    """W-REINFORCE (Zhu et al. 2025, arXiv 2506.01347): 1 where R > 0, else -1; no baseline."""
+    return np.where(rewards_of(tree) > 0, 1.0, -1.0)
+
+
+def gpg(trees: Sequence[TokenTree]) -> Credit:
+    """GPG (Chu et al. 2025, arXiv 2504.02546): ``alpha (R - mu)``, alpha the number of responses of the batch over the
+    number with a reward other than 0 (at least 1)."""
+    every = np.concatenate([rewards_of(tree) for tree in trees])
+    alpha = len(every) / max(np.count_nonzero(every), 1)
+    return Credit("leaf", [alpha * centred(rewards_of(tree)) for tree in trees])
+
+
+@group
+def passk_best(tree: TokenTree) -> Array:  # [L]
+    """Pass@k training (verl `grpo_passk`): the best response alone has credit, ``(R_max - R_second) / (sd + 1e-6)``."""
+    rewards = rewards_of(tree)
+    found = np.zeros(len(rewards))
+    if len(rewards) > 1:
+        second, first = np.sort(rewards)[-2:]
+        found[rewards.argmax()] = (first - second) / (rewards.std(ddof=1) + EPS)
+    return found
+
+
+def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bool = True) -> Credit:
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): ``sum_k w_k (R_k - mu_k) / (sd_k + 1e-6)`` over named rewards, each
+    normalised by its group, then whitened over the responses of the batch.
+
+    Args:
+        weights: the weight of each named reward of the verifier.
+        whiten: whiten the sum over the batch.
+
+    Raises:
+        UserError: the verifier gave no reward of a name.
+    """
+    found = []
+    for tree in trees:
+        total = np.zeros(tree.num_leaves)
+        for name, weight in weights.items():
+            if name not in tree.rewards:
+                raise UserError(f"The verifier named no reward '{name}'; it named {', '.join(sorted(tree.rewards))}.")
+            total += weight * _normalised(tree.rewards[name].astype(np.float64))
+        found.append(total)
+    return Credit("leaf", credit.whitened(found, [np.ones(len(values)) for values in found]) if whiten else found)
+
+
+def task_norm(trees: Sequence[TokenTree]) -> Credit:
+    """Task-balanced advantages (Shen et al. 2025, QwenLong-L1.5, arXiv 2512.12967): ``(R - mu) / (sd + 1e-6)`` with mu
+    of the group and sd over all responses of its task in the batch (the pairing of the two scopes is inferred)."""
+    tasks = [tree.meta.get("task") for tree in trees]
+    spread: dict[object, float] = {}
+    for task in dict.fromkeys(tasks):
+        mine = np.concatenate([rewards_of(t) for t, its in zip(trees, tasks, strict=True) if its == task])
+        spread[task] = float(mine.std(ddof=1)) if len(mine) > 1 else 1.0
+    return Credit("leaf", [centred(rewards_of(t)) / (spread[task] + EPS) for t, task in zip(trees, tasks, strict=True)])
+
+
+@group
+def noise_forward(tree: TokenTree, *, false_negatives: float) -> Array:  # [L]
+    """Noisy verifiers, forward correction (Cai et al. 2025, arXiv 2510.00915): ``rho`` where R = 1, ``rho - 1`` where
+    R = 0, rho the rate at which the verifier rejects right answers."""
+    return np.where(rewards_of(tree) > 0, false_negatives, false_negatives - 1)
+
+
+def treerl(trees: Sequence[TokenTree]) -> Credit:
+    """TreeRL (Hou et al. 2025, arXiv 2506.11902): a node's credit is ``(GA + LA) / sqrt(leaves below)``, GA and LA its
+    value minus the root's and the parent's; values are means of the leaves' leave-one-out rewards (as `rloo`)."""
+
+    def of_nodes(tree: TokenTree) -> Array:  # [K]
+        count = max(tree.num_leaves, 1)
+        value = node_values(tree) * (count / (count - 1) if count > 1 else 1.0)
+        below = tree.last_leaf - tree.first_leaf + 1
+        return (2 * value - value[0] - value[np.maximum(tree.parent, 0)]) / np.sqrt(below)
+
+    return Credit("node", [of_nodes(tree) for tree in trees])
+
+
+def depth_norm(trees: Sequence[TokenTree]) -> Credit:
+    """BranchGRPO (Li et al. 2025, arXiv 2509.06040): ``(V - mu) / (sd + 1e-6)`` of a node's value over the nodes of its
+    depth in the tree; 0 for the prompt and where a depth has one node."""
+
+    def of_nodes(tree: TokenTree) -> Array:  # [K]
+        depth = np.zeros(tree.num_nodes, np.int64)
+        for node in range(1, tree.num_nodes):
+            depth[node] = depth[tree.parent[node]] + 1
+        value, found = node_values(tree), np.zeros(tree.num_nodes)
+        for level in range(1, int(depth.max()) + 1):
+            found[depth == level] = _normalised(value[depth == level])
+        return found
+
+    return Credit("node", [of_nodes(tree) for tree in trees])
+
+
+def branch_mean(trees: Sequence[TokenTree]) -> Credit:
+    """ARPO, hard (Dong et al. 2025, arXiv 2507.19849): a shared token has the mean of its branches' `group_norm`
+    advantages, any other its own response's."""
+
+    def of_nodes(tree: TokenTree, advantage: Array) -> Array:  # [K]
+        before = np.concatenate([[0.0], np.cumsum(advantage[tree.leaf_order])])
+        below = tree.last_leaf - tree.first_leaf + 1
+        return (before[tree.last_leaf + 1] - before[tree.first_leaf]) / below
+
+    own = credit.group_norm(trees).values
+    return Credit("node", [of_nodes(tree, values) for tree, values in zip(trees, own, strict=True)])
+
+
+def treepo(trees: Sequence[TokenTree], *, by_size: bool = False, drop_equal: bool = False) -> Credit:
+    """TreePO with its options (Li et al. 2025, arXiv 2508.17445): like `tree_path_mean`, over groups weighted by their
+    size or without those whose rewards are all equal, then whitened over the batch's tokens in the loss.
+
+    Args:
+        by_size: weigh a group by its number of leaves.
+        drop_equal: leave groups of equal rewards out of the mean.
+    """
+
+    def of_leaves(tree: TokenTree) -> Array:  # [L]
+        rewards = rewards_of(tree)
+        total, weight = np.zeros(tree.num_leaves), np.zeros(tree.num_leaves)
+        size = tree.last_leaf - tree.first_leaf + 1
+        for node in range(tree.num_nodes):
+            is_group = node == 0 or 1 < size[node] < size[tree.parent[node]]
+            members = tree.leaf_order[tree.first_leaf[node] : tree.last_leaf[node] + 1]
+            if not is_group or (drop_equal and np.ptp(rewards[members]) == 0):
+                continue
+            share = float(len(members)) if by_size else 1.0
+            total[members] += share * centred(rewards[members])
+            weight[members] += share
+        return total / np.maximum(weight, 1)
+
+    found = [of_leaves(tree) for tree in trees]
+    return Credit("leaf", credit.whitened(found, [tree.loss_length for tree in trees]))
+
+
+def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
+    """Turn-level credit (as in EPO and SCoRe; the normalisation is inferred): a turn's credit is its return to go over
+    turns, ``G_k = r_k + gamma G_k+1``, normalised over the group's turns of the same index.
+
+    A turn is a run of sampled tokens; its reward is the sum of `token_reward` in it and before the next one, and the
+    response's reward belongs to its last turn.
+    """
+
+    def of_paths(tree: TokenTree) -> Array:  # [P]
+        sampled = (tree.origin == Origin.SAMPLED)[tree.path_tokens]
+        own = np.nan_to_num(tree.token_reward.astype(np.float64))
+        cuts = np.cumsum(tree.response_length)[:-1]
+        turns: list[Array] = []
+        gains: list[Array] = []
+        for live, reward, outcome in zip(np.split(sampled, cuts), np.split(own, cuts), rewards_of(tree), strict=True):
+            begins = live & ~np.concatenate([[False], live[:-1]])
+            turn = np.maximum(np.cumsum(begins) - 1, 0)
+            gain = np.bincount(turn, reward, max(int(turn.max(initial=0)) + 1, 1))
+            gain[-1] += outcome
+            for k in range(len(gain) - 2, -1, -1):
+                gain[k] += gamma * gain[k + 1]
+            turns.append(turn)
+            gains.append(gain)
+        for k in range(max(map(len, gains))):
+            having = [gain for gain in gains if len(gain) > k]
+            for gain, value in zip(having, _normalised(np.array([gain[k] for gain in having])), strict=True):
+                gain[k] = value
+        return np.concatenate([gain[turn] for gain, turn in zip(gains, turns, strict=True)])
+
+    return Credit("path", [of_paths(tree) for tree in trees])
+
+
+def canon(trees: Sequence[TokenTree], *, share: float = 0.5) -> Credit:
+    """CANON by length (Chen et al. 2025, arXiv 2509.23962; the mixing is inferred): the group is split at its median
+    length; ``share (R - mean of the other half) + (1 - share) (R - mean of the own half)``."""
+
+    def of_leaves(tree: TokenTree) -> Array:  # [L]
+        rewards, length = rewards_of(tree), tree.response_length
+        long = length > np.median(length)
+        if long.all() or not long.any():
+            return centred(rewards)
+        mean = np.where(long, rewards[long].mean(), rewards[~long].mean())
+        other = np.where(long, rewards[~long].mean(), rewards[long].mean())
+        return share * (rewards - other) + (1 - share) * (rewards - mean)
+
+    return Credit("leaf", [of_leaves(tree) for tree in trees])
+
+
+@group
+def learnable(tree: TokenTree) -> Array:  # [L]
+    """Difficulty-weighted groups (as in PuzzleCraft; the form is inferred): `group_norm` times ``4 p (1 - p)``, p the
+    group's mean reward within [0, 1]."""
+    rewards = rewards_of(tree)
+    p = float(np.clip(rewards.mean(), 0, 1))
+    return 4 * p * (1 - p) * _normalised(rewards)
+
+
+ADVANTAGES: dict[str, Callable[..., Credit]] = {
+    "group_norm": credit.group_norm,
+    "group_mean": credit.group_mean,
+    "rloo": credit.rloo,
+    "maxrl": credit.maxrl,
+    "opo": credit.opo,
+    "tree_path_mean": credit.tree_path_mean,
+    "reinforce_pp": credit.reinforce_pp,
+    "reinforce_pp_baseline": credit.reinforce_pp_baseline,
+    "process": credit.process,
+    "segment_value_diff": credit.segment_value_diff,
+    "sibling_group": credit.sibling_group,
+    "gae": credit.gae,
+    "nft": credit.nft,
+    "virtual_max": virtual_max,
+    "signed": signed,
+    "gpg": gpg,
+    "passk_best": passk_best,
+    "gdpo": gdpo,
+    "task_norm": task_norm,
+    "noise_forward": noise_forward,
+    "treerl": treerl,
+    "depth_norm": depth_norm,
+    "branch_mean": branch_mean,
+    "treepo": treepo,
+    "turn_credit": turn_credit,
+    "canon": canon,
+    "learnable": learnable,
+}
