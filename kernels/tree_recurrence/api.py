@@ -134,7 +134,8 @@ class _Recurrence(torch.autograd.Function):
         asked = [i for i in range(len(saved)) if ctx.needs_input_grad[i]]
         with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
             inputs: Any = [None if t is None else t.detach().requires_grad_(i in asked) for i, t in enumerate(saved)]
-            outputs = reference.tree_recurrence_forward(*inputs, ctx.plan, ctx.scale)
+            q, k, v, decay, beta, initial = inputs
+            outputs = reference.tree_recurrence_forward(q, k, v, decay, beta, initial, ctx.plan, ctx.scale)
             # without an end in the plan the second output has no graph
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
             found = torch.autograd.grad(
