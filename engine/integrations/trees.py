@@ -45,8 +45,8 @@ def packed(
         rows.update(zip(members[index].tolist(), paths, strict=True))
         first += tree.num_tokens
     inputs: dict[str, Any] = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    tree = Tree(batch.subtree_end, batch.position_ids, None, batch.cu_seqlens, batch.longest)
-    inputs |= {"attention_mask": tree_mask(tree, device), "subtree_end": batch.subtree_end}
+    mask = tree_mask(Tree(batch.subtree_end, batch.position_ids, None, batch.cu_seqlens, batch.longest), device)
+    inputs |= {"attention_mask": mask, "subtree_end": batch.subtree_end}
     if batch.cu_seqlens is not None:
         inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
     return Packed(inputs, [rows[i] for i in range(len(sequences))], batch.copies)
