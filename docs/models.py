@@ -52,6 +52,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 """Sizes by the names that configurations give them; a type gets those that it has."""
 LIST_FIELDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "no_rope_layers")
+OPTIONAL = ("head_dim", "num_key_value_heads", "n_group", "topk_group", "num_experts_per_tok", "n_routed_experts")
+"""Sizes that are set where a configuration leaves them out."""
 REFUSED, PLAIN, TREES, ENGINE = (
     "refused",
     "plain sequences only",
@@ -65,14 +67,16 @@ def small_config(name: str) -> Any:
     default = AutoConfig.for_model(name)
     text = default.get_text_config()
     fields = text.to_dict()
-    given = {k: v for k, v in SMALL.items() if fields.get(k) is not None or (k == "head_dim" and k in fields)}
+    given = {k: v for k, v in SMALL.items() if fields.get(k) is not None or (k in OPTIONAL and k in fields)}
     if "kv_lora_rank" in given and "num_key_value_heads" in given:
         given["num_key_value_heads"] = given["num_attention_heads"]
+    if given.get("num_kv_shared_layers"):  # they need a layer of each kind before them
+        given |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
     for field in LIST_FIELDS:
         kinds = fields.get(field)
         if isinstance(kinds, list) and kinds:
             distinct = list(dict.fromkeys(kinds))
-            given[field] = (distinct * 2)[:2]
+            given[field] = (distinct * 4)[: given["num_hidden_layers"]]
     made = type(text)(**given) if text is default else type(default)(text_config=given)
     made.get_text_config().tie_word_embeddings = False
     return made

@@ -135,6 +135,11 @@ class PieceStore:
     ) -> Tensor:  # [N, Hq, D]
         if not torch.is_grad_enabled():
             if len(self._own):
+                if layer_idx in self._kept:
+                    raise ValueError(
+                        f"Layer {layer_idx} attends twice in a forward, which trees in pieces do not support; raise "
+                        "max_tokens."
+                    )
                 kept = (t.index_select(0, self._own) for t in (key, value))
                 zeros = (torch.zeros_like(key[: len(self._own)], dtype=torch.float32) for _ in range(2))
                 self._kept[layer_idx] = _Kept(*kept, *zeros)

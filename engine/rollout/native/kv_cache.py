@@ -102,6 +102,7 @@ class KvCache:
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v: [P + 1, page, Hkv, D]
         self._slots: Tensor | None = None  # [N] int64
         self._plan: DecodePlan | None = None
+        self._attended: set[int] = set()  # layers, in the present step
 
     @property
     def ready(self) -> bool:
@@ -165,6 +166,7 @@ class KvCache:
 
     def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
         self._slots, self._plan = slots, plan
+        self._attended.clear()
 
     def attend(
         self,
@@ -182,7 +184,14 @@ class KvCache:
 
         Raises:
             RuntimeError: with ``debug``, the attention differs from the reference.
+            ValueError: a layer attends twice in a step, and a layer has pages for one.
         """
+        if layer_idx in self._attended:
+            raise ValueError(
+                f"Layer {layer_idx} attends twice in a step, which the native engine does not support; use another "
+                "rollout backend."
+            )
+        self._attended.add(layer_idx)
         self.make_pages(layer_idx, key, query.shape[1] // key.shape[1])
         out = self.layer(layer_idx).attend(layer_idx, query, key, value, scale, window, softcap, sink, chunk)
         if self._debug:

@@ -39,6 +39,9 @@ OWN: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     | {"first_k_dense_replace": 1},
     "minicpm3": LATENT,
+    "gemma4_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 6, "head_dim": 16}
+    | {"global_head_dim": 512, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "llama4_text": EXPERTS
     | {"head_dim": 16, "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5, "attn_temperature_tuning": True}
     | {"intermediate_size_mlp": 32, "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"]},
