@@ -26,7 +26,7 @@ import numpy.typing as npt
 from . import checks
 from .build import check_count, merge, order_nodes
 from .columns import COLUMNS, Array, find_column
-from .segment import LeafStatus, Segment, Sequence
+from .segment import LeafStatus, Origin, Segment, Sequence
 
 
 @dataclass(eq=False)
@@ -88,6 +88,11 @@ class TokenTree:
     def num_tokens(self) -> int:
         """Stored tokens, the prompt's included."""
         return len(self.token_id)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Stored tokens that the policy sampled."""
+        return int(np.count_nonzero(self.origin == Origin.SAMPLED))
 
     @property
     def num_leaves(self) -> int:

@@ -77,6 +77,8 @@ class Group:
     """Number of younger groups taken before it."""
     attempt: int = 0
     """Number of requests made for the group before the present one."""
+    sampled: int = 0
+    """Number of tokens sampled in its responses that are finished."""
     parts: list[Responses] = field(default_factory=list)
     """Responses of each request; the newest may not be judged yet."""
 
@@ -109,6 +111,53 @@ class Group:
         return [verdict for part in self.parts for verdict in part.verdicts]
 
 
+class LedgerError(AssertionError):
+    """Sampled tokens are missing or counted twice, by a defect of this package and not of a configuration."""
+
+
+@dataclass
+class TokenLedger:
+    """The tokens sampled in finished responses since the start of a run: trained, dropped by reason, or still open."""
+
+    sampled: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str, count: int) -> None:
+        """Enter dropped tokens."""
+        if count:
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    def leave_out(self, reason: str, count: int) -> None:
+        """Enter tokens of a trained batch that no update has used."""
+        self.trained -= count
+        self.drop(reason, count)
+
+    def summary(self, still_open: int) -> str | None:
+        """Return the ledger in one line; None if nothing was sampled.
+
+        Raises:
+            LedgerError: the parts do not add up to the sampled tokens.
+        """
+        rest = self.sampled - self.trained - sum(self.dropped.values()) - still_open
+        if rest or self.trained < 0:
+            raise LedgerError(
+                f"{abs(rest)} of {self.sampled} sampled tokens are {'missing' if rest > 0 else 'counted twice'}; this is "
+                "a mistake in rolltree, please report it."
+            )
+        if not self.sampled:
+            return None
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.dropped.items()))
+        return (
+            f"Sampled tokens: {self.sampled:,} = {self.trained:,} trained + {sum(self.dropped.values()):,} dropped"
+            f"{f' ({reasons})' if reasons else ''} + {still_open:,} open."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, as JSON values."""
+        return {"sampled": self.sampled, "trained": self.trained, "dropped": dict(self.dropped)}
+
+
 class Buffer:
     """The open groups, the oldest first.
 
@@ -129,6 +178,7 @@ class Buffer:
         self.admitted = 0
         self.dropped: Counter[str] = Counter()
         """Number of groups dropped so far, by reason."""
+        self.ledger = TokenLedger()
 
     @property
     def room(self) -> int:
@@ -169,8 +219,29 @@ class Buffer:
         """Drop an open group."""
         self.to(group, State.DROPPED)
         group.reason = reason
+        self.ledger.drop(reason, group.sampled)
         del self.open[group.ticket]
         self.dropped[reason] += 1
+
+    def sampled(self, group: Group, tree: TokenTree) -> None:
+        """Enter the sampled tokens of a finished tree of an open group in the ledger."""
+        count = tree.sampled_tokens
+        group.sampled += count
+        self.ledger.sampled += count
+
+    def discard(self, group: Group, reason: str) -> None:
+        """Discard the responses of an open group, which another request replaces."""
+        self.ledger.drop(reason, group.sampled)
+        group.sampled = 0
+        group.parts.clear()
+
+    def summary(self) -> str | None:
+        """Return one line about the fate of every sampled token; None if none was sampled.
+
+        Raises:
+            LedgerError: tokens are missing or counted twice.
+        """
+        return self.ledger.summary(sum(group.sampled for group in self.open.values()))
 
     def among(self, *states: State) -> list[Group]:
         """Return the open groups in one of ``states``."""
@@ -209,6 +280,7 @@ class Buffer:
         """End the step that trained ``batch``; from now on the new weights sample."""
         for group in batch:
             self.to(group, State.DONE)
+            self.ledger.trained += group.sampled
             del self.open[group.ticket]
         self.steps += 1
         if self.budget.staleness == 0:
@@ -217,9 +289,11 @@ class Buffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, as JSON values."""
-        return {"steps": self.steps, "admitted": self.admitted, "dropped": dict(self.dropped)}
+        tokens = self.ledger.state_dict()
+        return {"steps": self.steps, "admitted": self.admitted, "dropped": dict(self.dropped), "tokens": tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts that `state_dict` returned."""
         self.steps, self.admitted = state["steps"], state["admitted"]
         self.dropped = Counter(state["dropped"])
+        self.ledger = TokenLedger(**state["tokens"])

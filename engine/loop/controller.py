@@ -302,6 +302,7 @@ class Controller:
                     raise flight.error
             assert flight.tree is not None
             self.buffer.to(group, State.JUDGING)
+            self.buffer.sampled(group, flight.tree)
             finished.append((group, flight.tree))
         if finished:
             with self._timed(None, "reward"):
@@ -341,7 +342,7 @@ class Controller:
                 problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))
                 group.prompt = self.source.prompt(problem)
                 group.attempt += 1
-                group.parts.clear()
+                self.buffer.discard(group, "retried")
                 self.buffer.to(group, State.QUEUED)
             case Add(responses, rewards) if len(responses) == len(rewards):
                 group.parts.append(self.judging.given(group, responses, rewards))

@@ -78,6 +78,8 @@ class Learner:
                         tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))[~drop] = values
             sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
             sums.count("filter/failed_groups", len(trees) - len(kept))
+            left = _sampled(trees) - _sampled(kept)
+            sums.count("filter/failed_tokens", left)
             for term, _ in self.terms:
                 term.prepare(kept + given)
         updated = False
@@ -102,6 +104,7 @@ class Learner:
             if self.parts.drop_zero_variance and self.critic is None:  # which learns from every group
                 rollouts = [tree for tree in members if any(term.sees(tree) for term, _ in weighed)]
             sums.count("filter/unseen_groups", len(members) - len(rollouts))
+            sums.count("filter/unseen_tokens", _sampled(members) - _sampled(rollouts))
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, weight in weighed
@@ -111,6 +114,8 @@ class Learner:
             batches = self._packed(live)
         if not batches or not terms:
             sums.count("actor/empty_updates")
+            if self.critic is None:
+                sums.count("filter/unseen_tokens", _sampled(rollouts))
             if batches and self.critic is not None:  # it learns while the policy waits
                 self._teach_critic(batches, sums)
             return False
@@ -263,3 +268,7 @@ class Learner:
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _sampled(trees: Sequence[TokenTree]) -> int:
+    return sum(tree.sampled_tokens for tree in trees)

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..data.segment import Origin
 from ..data.store import read_texts, write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError
@@ -57,6 +56,8 @@ class RunSummary:
     problems: int
     seconds: float
     export: Path
+    tokens: str | None
+    """One line about the fate of every sampled token."""
     failures: list[str]
     """One line for each kind of failure: responses that could not be sampled or judged."""
 
@@ -133,6 +134,7 @@ class Orchestrator:
             problems=len(self.evaluation.problems),
             seconds=time.perf_counter() - begin,
             export=export,
+            tokens=self.buffer.summary(),
             failures=[line for failures in self.failures.values() if (line := failures.summary())],
         )
 
@@ -195,6 +197,8 @@ class Orchestrator:
             sums.count(f"group/restarted_{reason}", count)
         self.controller.restarted.clear()
         metrics = sums.means()
+        for reason in ("failed", "unseen"):
+            self.buffer.ledger.leave_out(reason, int(metrics[f"filter/{reason}_tokens"]))
         if self.evaluation.due(step, self.options.steps):
             metrics |= self._evaluate()
         times = self.watch.read(self.learner.phases.read())
@@ -376,7 +380,6 @@ def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> No
         rewards = tree.rewards["reward"]
         if not np.isnan(rewards).any():
             sums.add("reward/group_std", float(rewards.std()))
-    origin = np.concatenate([tree.origin for tree in trees])
-    sums.count("rollout/sampled_tokens", int(np.count_nonzero(origin == Origin.SAMPLED)))
+    sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))

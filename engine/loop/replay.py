@@ -78,6 +78,7 @@ class Replay(Controller):
         for group, (_, parts) in zip(self.buffer.admit([prompt for prompt, _ in some]), some, strict=True):
             group.parts = parts
             group.tree.set("group", group.ticket)
+            self.buffer.sampled(group, group.tree)
             for state in (State.SAMPLING, State.JUDGING, State.READY):
                 self.buffer.to(group, state)
         batch = self.buffer.batch()
