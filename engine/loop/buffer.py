@@ -141,9 +141,9 @@ class TokenLedger:
         """
         rest = self.sampled - self.trained - sum(self.dropped.values()) - still_open
         if rest or self.trained < 0:
+            wrong = "missing" if rest > 0 else "counted twice"
             raise LedgerError(
-                f"{abs(rest)} of {self.sampled} sampled tokens are {'missing' if rest > 0 else 'counted twice'}; this is "
-                "a mistake in rolltree, please report it."
+                f"{abs(rest)} of {self.sampled} sampled tokens are {wrong}; this is a mistake in rolltree, please report it."
             )
         if not self.sampled:
             return None
