@@ -143,7 +143,8 @@ class TokenLedger:
         if rest or self.trained < 0:
             wrong = "missing" if rest > 0 else "counted twice"
             raise LedgerError(
-                f"{abs(rest)} of {self.sampled} sampled tokens are {wrong}; this is a mistake in rolltree, please report it."
+                f"{abs(rest)} of {self.sampled} sampled tokens are {wrong}; this is a mistake in rolltree, "
+                "please report it."
             )
         if not self.sampled:
             return None
