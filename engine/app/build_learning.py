@@ -60,6 +60,7 @@ def learning_parts(config: TrainConfig, model: PreTrainedModel) -> LearningParts
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
+        inert=inert(config),
     )
 
 
@@ -150,6 +151,59 @@ def corrected(objective: Objective, config: TrainConfig) -> Objective:
     if objective.mismatch == "none" or rescores(config):
         return objective
     return replace(objective, ratio_base="current", dynamic_clip=False)
+
+
+def inert(config: TrainConfig) -> list[str]:
+    """Return a sentence for each loss term whose ratio is 1 in every update, about the part of it that never acts.
+
+    Ratios are 1 where one update a step follows from the policy that sampled, and where the correction of the lag
+    replaces the old policy by the current one.
+    """
+    if config.trainer.updates_per_step > 1:
+        return []
+    lag = config.loop.staleness > 0
+    if lag and (config.loop.correction == "none" or config.algorithm.old_logprob == "recompute"):
+        return []
+    found = []
+    for term, _ in loss_terms(config):
+        if not isinstance(term, TokenTerm):
+            continue
+        asked = _named_objective(config, term.name)
+        parts = [what for acts, what in _of_ratio(asked) if acts]
+        if not parts:
+            continue
+        why = (
+            f"loop.correction = '{config.loop.correction}' compares with the policy before the step's one update"
+            if lag
+            else "the step's one update starts from the policy that sampled"
+        )
+        remedy = 'or loop.correction to "none", to compare with the sampler' if lag else "to let them act"
+        found.append(
+            f"Loss term '{term.name}': {why}, so every ratio is 1 and its {' and '.join(parts)} never act; set "
+            f"trainer.updates_per_step to 2 or more {remedy}."
+        )
+    return found
+
+
+def _named_objective(config: TrainConfig, term: str) -> Objective:
+    """Return the objective of a term as it is configured, without the correction of the lag."""
+    given: Any = config.algorithm
+    if term != "actor":
+        given = next(other for other in config.algorithm.terms if other.name == term)
+    return Objective.preset(given.objective, **given.objective_options)
+
+
+def _of_ratio(asked: Objective) -> list[tuple[bool, str]]:
+    """Return the parts of an objective that have an effect only where the ratio is not 1."""
+    reads, rule = asked.formula.reads, asked.rule
+    if asked.ratio_base in ("self", "current") or not asked.needs_old:
+        return []
+    return [
+        (asked.formula.bounded or asked.dynamic_clip or asked.clip_ratio_c is not None, "bounds of the ratio"),
+        (asked.ratio_level != "token", f"ratios of the {asked.ratio_level.partition('_')[0]}"),
+        (bool(reads & {"tau_pos", "tau_neg"}), "gate"),
+        (rule is not None and rule.reads_ratio, "weights of ratios"),
+    ]
 
 
 def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:

@@ -41,7 +41,7 @@ from .build import (
     kept_entries,
     rollout_program,
 )
-from .build_learning import corrects, objective
+from .build_learning import corrects, inert, objective
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -109,6 +109,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         f"{math.ceil(packed / trainer.max_tokens)} micro-batches of {trainer.max_tokens} packed tokens, "
         f"{trainer.updates_per_step} optimiser step(s)"
     )
+    for sentence in inert(config):
+        yield f"never acts         {sentence}"
     held = budget(config).capacity
     on_cpu = choose_device(config.model.device).type == "cpu"
     copies = rollout.backend == "native" and config.loop.overlaps(on_cpu=on_cpu)

@@ -61,6 +61,9 @@ class Learner:
             torch.OutOfMemoryError: not even one sequence fits into memory.
         """
         parts = self.parts
+        if step == 1:
+            for sentence in parts.inert:
+                self.note(sentence)
         with self.watch.part("pack"):
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]

@@ -42,6 +42,7 @@ class LearningParts:
         temperature: temperature of sampling and of the log-probs in the loss.
         max_tokens: packed tokens of one micro-batch.
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
+        inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
     """
 
@@ -61,6 +62,7 @@ class LearningParts:
     max_tokens: int
     drop_zero_variance: bool
     self_check: bool
+    inert: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

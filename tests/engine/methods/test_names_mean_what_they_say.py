@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine import UserError
+from rolltree.engine import UserError, load_config
+from rolltree.engine.app.build_learning import inert
+from rolltree.engine.app.dry_run import plan_lines
 
 from ..tiny import write_run
 from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
@@ -425,3 +427,31 @@ def test_all_wrong_groups_of_ngrpo_are_trained(toml, tmp_path):
         return torch.stack(losses).mean()
 
     check_gradient(steps, ngrpo)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--algorithm.objective=cispo"], "starts from the policy that sampled, so every ratio is 1 and its bounds"),
+        (["--algorithm.objective=sapo"], "its gate never act"),
+        (["--algorithm.objective=gspo"], "bounds of the ratio and ratios of the sequence never act"),
+        (["--algorithm.objective=dcpo_clip", "--loop.staleness=1"], "loop.correction = 'truncate' compares"),
+        (["--algorithm.objective=dppo_tv", "--loop.staleness=1"], 'or loop.correction to "none"'),
+        (["--algorithm.objective=cispo", "--trainer.updates_per_step=2"], None),
+        (["--algorithm.objective=dppo_tv", "--loop.staleness=1", "--loop.correction=none"], None),
+        (["--algorithm.objective=reinforce"], None),
+        (["--algorithm.objective=on_policy_pg"], None),
+    ],
+)
+def test_parts_that_never_act_are_named(toml, options, said):
+    config = load_config(toml, options)
+    found = inert(config)
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+def test_the_first_step_names_what_never_acts(toml, tmp_path):
+    steps = take_steps(toml, tmp_path, "--algorithm.objective=cispo", "--trainer.steps=2")
+    assert sum("never act" in note for note in steps.notes) == 1
+    lines = list(plan_lines(load_config(toml, ["--algorithm.objective=cispo", f"--output_dir={tmp_path}/plan"])))
+    assert sum(line.startswith("never acts ") for line in lines) == 1
