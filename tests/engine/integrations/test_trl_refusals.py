@@ -40,12 +40,12 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=64, **IDS)),
         "GPT2LMHeadModel has no rotary positions",
     ),
-    "scaled logits": (
+    "logits scaled and capped": (
         lambda: CohereForCausalLM(
             CohereConfig(vocab_size=30, hidden_size=16, intermediate_size=16, num_hidden_layers=1, logit_scale=0.5,
-                         num_attention_heads=2, num_key_value_heads=2, **IDS)
+                         num_attention_heads=2, num_key_value_heads=2, final_logit_softcapping=5.0, **IDS)
         ),
-        r"CohereForCausalLM multiplies its logits \(logit_scale\)",
+        r"CohereForCausalLM multiplies its logits by 0.5 \(logit_scale\) and caps them",
     ),
 }  # fmt: skip
 
