@@ -41,7 +41,7 @@ def gpg(trees: Sequence[TokenTree]) -> Credit:
     """GPG (Chu et al. 2025, arXiv 2504.02546): ``alpha (R - mu)``, alpha the number of responses of the batch over the
     number with a reward other than 0 (at least 1)."""
     every = np.concatenate([rewards_of(tree) for tree in trees])
-    alpha = len(every) / max(np.count_nonzero(every), 1)
+    alpha = len(every) / max(int(np.count_nonzero(every)), 1)
     return Credit("leaf", [alpha * centred(rewards_of(tree)) for tree in trees])
 
 
