@@ -137,8 +137,9 @@ class Judging:
             self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
-        """Return responses that were given and not sampled, with their rewards."""
-        ids = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in responses]
+        """Return responses that were given and not sampled, with their rewards; the end token is their last."""
+        end = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        ids = [[*self.tokenizer(text, add_special_tokens=False)["input_ids"], *end] for text in responses]
         tree = TokenTree.from_nodes(
             [-1] + [0] * len(ids),
             [Segment.prompt(group.prompt.token_ids), *(Segment.make(some, origin=Origin.INJECTED) for some in ids)],

@@ -19,6 +19,7 @@ from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_m
 MINE = """
 import numpy as np
 from rolltree.engine.methods.credit import Credit
+from rolltree.engine.methods.groups import Add
 
 def odd(text, entry):
     return float(sum(map(ord, text)) % 2)
@@ -34,6 +35,9 @@ def wrong(tree):
 
 def right(text, entry):
     return 1.0
+
+def gold(tree):
+    return Add(["Answer: 3"], [1.0])
 
 def by_prompt(text, entry):  # some groups all right, some all wrong, some mixed
     kind = sum(map(ord, entry["question"])) % 3
@@ -455,3 +459,13 @@ def test_the_first_step_names_what_never_acts(toml, tmp_path):
     assert sum("never act" in note for note in steps.notes) == 1
     lines = list(plan_lines(load_config(toml, ["--algorithm.objective=cispo", f"--output_dir={tmp_path}/plan"])))
     assert sum(line.startswith("never acts ") for line in lines) == 1
+
+
+def test_responses_that_are_added_end_as_sampled_ones_do(toml, tmp_path):
+    teach = '--algorithm.terms=[{name="teach",objective="sft",select="injected"}]'
+    steps = take_steps(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:gold", teach, "--algorithm.weight=0")
+    end = steps.orchestrator.tokenizer.eos_token_id
+    added = [(tree, leaf) for tree, leaf in leaves_of(steps.trees) if not along(tree, leaf, "loss_mask").any()]
+    assert len(added) == len(steps.trees)
+    assert all(along(tree, leaf, "token_id")[-1] == end for tree, leaf in added)
+    check_gradient(steps, lambda model: -torch.cat([plain_logprobs(model, *leaf) for leaf in added]).mean())
