@@ -91,7 +91,7 @@ def task_norm(trees: Sequence[TokenTree]) -> Credit:
 
 @group
 def noise_forward(tree: TokenTree, *, false_negatives: float) -> Array:  # [L]
-    """Noisy verifiers, forward correction (Cai et al. 2025, arXiv 2510.00915): ``rho`` where R = 1, ``rho - 1`` where
+    """Noisy verifiers, forward correction (Cai et al. 2025): ``rho`` where R = 1, ``rho - 1`` where
     R = 0, rho the rate at which the verifier rejects right answers."""
     return np.where(rewards_of(tree) > 0, false_negatives, false_negatives - 1)
 
@@ -198,7 +198,7 @@ def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
 
 
 def canon(trees: Sequence[TokenTree], *, share: float = 0.5) -> Credit:
-    """CANON by length (Chen et al. 2025, arXiv 2509.23962; the mixing is inferred): the group is split at its median
+    """CANON by length (Chen et al. 2025; the mixing is inferred): the group is split at its median
     length; ``share (R - mean of the other half) + (1 - share) (R - mean of the own half)``."""
 
     def of_leaves(tree: TokenTree) -> Array:  # [L]
