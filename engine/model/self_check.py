@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..data.pack import pack
@@ -91,13 +92,16 @@ def check_model(model: PreTrainedModel) -> None:
     """Check that log-probs of a small random tree are those of its sequences under the model's own forward.
 
     Costs two small forwards for the first model of a class and configuration, and a dictionary look-up afterwards. With
-    another attention than "rolltree" only the fused head is compared. A model on the meta device is not checked.
+    another attention than "rolltree" only the fused head is compared. A model on the meta device or sharded by FSDP2 is
+    not checked.
 
     Raises:
         ValueError: they are not; :func:`skip_check` lets the model pass nevertheless.
     """
     implementation = model.config._attn_implementation
-    if _seen.get(model) in (implementation, EVERY) or any(p.is_meta for p in model.parameters()):
+    if _seen.get(model) in (implementation, EVERY) or any(
+        p.is_meta or isinstance(p, DTensor) for p in model.parameters()
+    ):
         return
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     key = type(inner), implementation, model.config.to_json_string(), model.dtype
