@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, batch_logprob, pack
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, UserError, batch_logprob, pack
 from rolltree.engine.integrations.trees import odd_layers
 from rolltree.engine.model import attention
+from rolltree.engine.model.recurrent import FAMILIES
+from rolltree.engine.model.self_check import own_logprobs
 
 PAGE = Path(__file__).parent / "models.md"
 BATCH = 12  # types that one process measures
@@ -51,6 +52,24 @@ SMALL: dict[str, Any] = {
     "swa_num_key_value_heads": 2, "swa_head_dim": 8, "swa_v_head_dim": 6, "mlp_hidden_size": 48,
 }  # fmt: skip
 """Sizes by the names that configurations give them; a type gets those that it has."""
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 32,
+    "mamba_expand": 2,
+}  # fmt: skip
+CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "kimi_linear": {"num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 48},
+    "lfm2": CONV,
+    "lfm2_moe": CONV | {"num_dense_layers": 1},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "n_groups": 2, "ssm_state_size": 8, "chunk_size": 32,
+    },
+}  # fmt: skip
+"""Sizes of a type that other types do not have, and layers of each of its kinds."""
 LIST_FIELDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "no_rope_layers")
 OPTIONAL = ("head_dim", "num_key_value_heads", "n_group", "topk_group", "num_experts_per_tok", "n_routed_experts")
 """Sizes that are set where a configuration leaves them out."""
@@ -74,9 +93,12 @@ def small_config(name: str) -> Any:
         given |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
     for field in LIST_FIELDS:
         kinds = fields.get(field)
-        if isinstance(kinds, list) and kinds:
+        if isinstance(kinds, list) and kinds and "num_hidden_layers" in given:
             distinct = list(dict.fromkeys(kinds))
             given[field] = (distinct * 4)[: given["num_hidden_layers"]]
+    given |= OWN_SIZES.get(text.model_type, {})
+    if "layers_block_type" in OWN_SIZES.get(text.model_type, {}):  # the list alone says how many layers there are
+        given.pop("num_hidden_layers", None)
     made = type(text)(**given) if text is default else type(default)(text_config=given)
     made.get_text_config().tie_word_embeddings = False
     return made
@@ -97,6 +119,8 @@ def models(name: str) -> tuple[Any, Any]:
     for key, parameter in ours.named_parameters():  # none is left at 0, as sinks and biases are
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key)))
         parameter.data.add_(0.1 * noise.to(parameter.dtype))
+        if key.endswith("A_log"):  # as drawn, recurrent layers forget within a token
+            parameter.data.copy_(torch.linspace(0.01, 0.3, parameter.numel()).view_as(parameter).log())
     plain.load_state_dict(ours.state_dict())
     return ours.float(), plain.float()
 
@@ -106,18 +130,6 @@ def tree_of(seed: int = 0) -> TokenTree:
     draw = np.random.default_rng(seed)
     prompt, a, b, c, d, e = (draw.integers(5, VOCABULARY - 5, size=n).tolist() for n in (5, 6, 4, 9, 3, 7))
     return TokenTree.from_sequences(prompt, [a + b, a + c, a + b[:2] + d, e, e[:4] + d + b])
-
-
-def flat_logprob(model: Any, tree: TokenTree) -> list[Tensor]:
-    """Return the log-probs of each leaf's response under the model's own forward."""
-    paths = [s.prompt + s.response for s in tree.flatten()]
-    ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)
-    for i, path in enumerate(paths):
-        ids[i, : len(path)], mask[i, : len(path)] = torch.tensor(path), 1
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    logprob = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    first = len(tree.flatten()[0].prompt) - 1
-    return [logprob[i, first : len(path) - 1] for i, path in enumerate(paths)]
 
 
 def errors(ours: Any, plain: Any, *, pieces: bool = False) -> tuple[float, float]:
@@ -130,7 +142,7 @@ def errors(ours: Any, plain: Any, *, pieces: bool = False) -> tuple[float, float
     differences, loss = [], torch.zeros(())
     for tree, mine, own in zip(trees, batch.to_leaves(got.detach()), batch.to_leaves(weights), strict=True):
         counted = set()
-        for leaf, (values, flat, w) in enumerate(zip(mine, flat_logprob(plain, tree), own, strict=True)):
+        for leaf, (values, flat, w) in enumerate(zip(mine, own_logprobs(plain, tree), own, strict=True)):
             differences.append((values - flat).abs().max())
             for row, value, weight in zip(tree.response_rows(leaf).tolist(), flat, w, strict=True):
                 if row not in counted:  # the tree has a shared token once
@@ -169,13 +181,15 @@ def measured(name: str) -> dict[str, Any]:
     except Exception as error:  # a type may need a package, or sizes of its own
         return row | {"state": "not made", "remark": _sentence(error)}
     try:
-        flat_logprob(plain, tree_of())
+        own_logprobs(plain, tree_of())
     except Exception as error:
         return row | {"state": "not made", "remark": f"its own forward: {_sentence(error)}"}
-    if kinds := odd_layers(ours):
+    if ours.config.get_text_config().model_type not in FAMILIES and (kinds := odd_layers(ours)):
         return row | {"remark": f"layers of the kind {', '.join(kinds)}"}
     try:
         row["logprob"], row["gradient"] = errors(ours, plain)
+    except UserError as error:
+        return row | {"remark": _sentence(error)}
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
         named = isinstance(error, ValueError) and any(w in str(error) for w in ("trees", "fused head", "own forward"))
         return row | {"state": PLAIN if named else "FAILS", "remark": _sentence(error)}
@@ -192,7 +206,7 @@ def measured(name: str) -> dict[str, Any]:
 
 def _sentence(error: Exception) -> str:
     first = (" ".join(str(error).split()) or type(error).__name__)[:200].replace("|", "/")
-    return f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{first}"
+    return f"{'' if isinstance(error, ValueError | UserError) else type(error).__name__ + ': '}{first}"
 
 
 def rows(names: list[str]) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from ..errors import UserError
 from ..loop.parts import LearningParts
 from ..methods.advantages import ADVANTAGES
 from ..methods.credit import CreditFunction
-from ..methods.papers import OWN_SELECTION
 from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
@@ -230,11 +229,10 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
             terms.append((PairTerm(choose, term.name, term.loss_options), weight))
             continue
         assert term.objective is not None
-        select = term.select or OWN_SELECTION.get(term.objective)
         of_tokens = TokenTerm(
-            objective(config, f"{key}.objective", term.objective, term.objective_options, select),
+            objective(config, f"{key}.objective", term.objective, term.objective_options, term.select),
             term.name,
-            _selection(f"{key}.select", select, term.select_options),
+            _selection(f"{key}.select", term.select, term.select_options),
             config.rollout.max_new_tokens,
         )
         terms.append((of_tokens, weight))

@@ -220,7 +220,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
                 f"Held-out accuracy on {summary.problems} problems: {100 * summary.accuracy_before:.1f} % before, "
                 f"{100 * summary.accuracy_after:.1f} % after ({gain:+.1f} points)."
             )
-        lines += [*([] if summary.tokens is None else [summary.tokens]), *summary.failures]
+        lines += filter(None, [summary.tokens, *summary.failures])
         lines += [
             f"Report: {report}",
             f"Model:  {summary.export} (a Hugging Face directory)",

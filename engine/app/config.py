@@ -264,16 +264,22 @@ def _resolve_callables(data: dict[str, Any], base: Path) -> None:
 
 
 def _with_parts_of_papers(data: dict[str, Any]) -> dict[str, Any]:
-    """Give an objective the advantage and the selection of its paper where the configuration names none."""
+    """Give objectives the advantage and the selection of their papers where the configuration names none."""
     algorithm, roles = data.get("algorithm", {}), data.get("roles")
     if not isinstance(algorithm, dict):
         return data
-    name = str(algorithm.get("objective", ""))
-    own = {"advantage": OWN_ADVANTAGE.get(name), "select": OWN_SELECTION.get(name)}
+    advantage = OWN_ADVANTAGE.get(str(algorithm.get("objective", "")))
     if isinstance(roles, dict) and roles.get("critic") is not None:
-        own["advantage"] = "gae"
-    found = {key: part for key, part in own.items() if part is not None}
-    return data | {"algorithm": found | algorithm} if found else data
+        advantage = "gae"
+    made = _with_selection(algorithm)
+    if isinstance(terms := made.get("terms"), list):
+        made = made | {"terms": [_with_selection(term) if isinstance(term, dict) else term for term in terms]}
+    return data | {"algorithm": made if advantage is None else {"advantage": advantage} | made}
+
+
+def _with_selection(term: dict[str, Any]) -> dict[str, Any]:
+    own = OWN_SELECTION.get(str(term.get("objective", "")))
+    return term if own is None else {"select": own} | term
 
 
 def _validate(data: dict[str, Any]) -> TrainConfig:

@@ -65,7 +65,7 @@ class KVStore(Protocol):
 
 
 class Tree(NamedTuple):
-    """What the attention of one forward needs to know: packed tokens, or the store that knows them."""
+    """The structure that the attention of one forward follows: packed tokens, or the store that knows them."""
 
     subtree_end: Tensor | None = None  # [T] int32
     position: Tensor | None = None  # [T], depth of each token along its path

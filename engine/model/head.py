@@ -25,7 +25,7 @@ class Head(NamedTuple):
     lora: HeadLora | None
     """peft's LoRA adapter on the head itself: the effective weight is ``weight + lora.scale b a``."""
     scale: float = 1.0
-    """Of the logits: the ops take it as a temperature of 1 / scale. 1 where there is a softcap."""
+    """The factor of the logits, which the ops take as a temperature of 1 / scale; 1 where there is a softcap."""
 
     def options(self, temperature: float | Tensor = 1.0) -> dict[str, Any]:
         """Return the keyword arguments of the fused head's ops other than the weight, at ``temperature``."""

@@ -29,9 +29,9 @@ from ..data.recurrence import Recurrence
 from ..errors import UserError
 
 RECURRENT = re.compile(
-    r"Mamba|Rwkv|Recurrent|GatedDelta|DeltaAttention|LinearAttention|Lightning|ShortConv|Retention|Hyena|LSTM"
+    r"Mamba|Rwkv|Recurrent|GatedDelta|DeltaAttention|(?<!Kimi)LinearAttention|Lightning|ShortConv|Retention|Hyena|LSTM"
 )
-"""Names of the classes of layers that carry a state from token to token."""
+"""Names of the classes of layers that carry a state from token to token; KimiLinearAttention is latent attention."""
 
 MAMBA = ("causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
 DELTA = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
@@ -285,4 +285,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba,
     "mamba2_split_conv1d_scan_combined": _separately,
 }
-"""What replaces a function of a mixer's module on trees."""
+"""The functions that replace those of a mixer's module on trees, by name."""

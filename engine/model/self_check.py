@@ -1,7 +1,8 @@
 """Checks once that a model computes packed trees as it computes flat sequences.
 
 `tree_error` compares on real rollouts, before training. `check_model` compares on random tokens, at the first use of a
-model, with the model's own forward and logits; its result holds for all models of one class and configuration.
+model, with the model's own forward and logits; its result holds for all models of one class, configuration
+and precision.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def _sample(trees: Sequence[TokenTree]) -> TokenTree | None:
     return None
 
 
-_found: dict[tuple[Any, ...], float | str] = {}
-"""Class, configuration and dtype -> the error of `check_model`, or the reason for which trees cannot be computed."""
+_found: dict[tuple[Any, ...], float] = {}
+"""Class, attention, configuration and precision -> the error of `check_model`."""
 _seen: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 """Models that need no check with the attention named."""
 EVERY = "every attention"
@@ -104,7 +105,8 @@ def check_model(model: PreTrainedModel) -> None:
     ):
         return
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    key = type(inner), implementation, model.config.to_json_string(), model.dtype
+    where = "on packed trees" if implementation == attention.NAME else "by the fused head"
+    key = type(inner), implementation, model.config.to_json_string(), _precision(model)
     if key not in _found:
         with _evaluating(model):
             try:
@@ -112,13 +114,12 @@ def check_model(model: PreTrainedModel) -> None:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as why:  # of code not made for it
-                _found[key] = " ".join(str(why).split())[:300].rstrip(".") or type(why).__name__
-    error, where = _found[key], "on packed trees" if implementation == attention.NAME else "by the fused head"
-    if isinstance(error, str):
-        raise ValueError(
-            f"{type(inner).__name__} cannot be computed {where} ({error}); train it on plain sequences by its own "
-            "forward."
-        )
+                said = " ".join(str(why).split())[:300].rstrip(".") or type(why).__name__
+                raise ValueError(
+                    f"{type(inner).__name__} cannot be computed {where} ({said}); train it on plain sequences by its "
+                    "own forward."
+                ) from why
+    error = _found[key]
     if not trees_fit(error, _precision(model)):
         raise ValueError(
             f"{type(inner).__name__} gives other log-probs {where} than under its own forward (mean difference "
@@ -145,16 +146,22 @@ def _own_error(model: PreTrainedModel, trees: bool) -> float:
     got = {
         int(i): v for which, own in zip(batch.leaf_index, leaves, strict=True) for i, v in zip(which, own, strict=True)
     }
-    paths = [s.prompt + s.response for s in tree.flatten()]
+    own = own_logprobs(model, tree)
+    return float(torch.cat([(own[i] - values).abs() for i, values in got.items()]).mean())
+
+
+def own_logprobs(model: PreTrainedModel, tree: TokenTree) -> list[Tensor]:  # [n] each
+    """Return the log-probs of each leaf's response under the model's own forward on padded sequences."""
+    leaves = list(tree.flatten())
+    paths = [leaf.prompt + leaf.response for leaf in leaves]
     ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)
     for i, path in enumerate(paths):
         ids[i, : len(path)], mask[i, : len(path)] = torch.tensor(path), 1
     ids, mask = ids.to(model.device), mask.to(model.device)
     logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
     logprob = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    response = slice(len(trunk) - 1, None)
-    difference = [(logprob[i, response][: len(g)] - g).abs() for i, g in got.items()]
-    return float(torch.cat(difference).mean())
+    spans = [slice(len(leaf.prompt) - 1, len(path) - 1) for leaf, path in zip(leaves, paths, strict=True)]
+    return [values[span] for values, span in zip(logprob, spans, strict=True)]
 
 
 def _precision(model: PreTrainedModel) -> torch.dtype:

@@ -60,7 +60,7 @@ class Level(NamedTuple):
     parts: tuple[tuple[int, int, int], ...]  # index of the size, first and last + 1 of its chunks
     parent: (
         Tensor | None
-    )  # [n] int64, each chunk's parent in the level above; None: the same one. Level 0: given states
+    )  # [n] int64, each chunk's parent in the level above (at level 0 a given state); None: the same
     order: Tensor | None  # [n] int64, the chunks by their parents
     children: Tensor | None  # [m] int64, chunks of each parent
     kept: Tensor | None  # [e] int64, chunks whose end states are returned; None for none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,3 +104,12 @@ def write_run(directory: Path) -> Path:
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     return toml
+
+
+def write_job(directory: Path, mine: str) -> Path:
+    """Write a run with a user's parts in ``mine.py`` and six demonstrations in ``given.jsonl``; return its TOML."""
+    path = write_run(directory)
+    (directory / "mine.py").write_text(mine)
+    rows = [{"prompt": f"{a} + 2 =", "response": f"Answer: {a + 2}"} for a in range(6)]
+    (directory / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

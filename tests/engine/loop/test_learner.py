@@ -16,7 +16,7 @@ from rolltree.engine.app.build import build, rollout_program
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop import learner
 
-from ..tiny import ROOT, write_run
+from ..tiny import ROOT, write_job
 
 MINE = """
 import numpy as np
@@ -40,12 +40,7 @@ def first(tree):
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("learner")
-    path = write_run(directory)
-    (directory / "mine.py").write_text(MINE)
-    rows = [{"prompt": f"{a} + 2 =", "response": f"Answer: {a + 2}"} for a in range(6)]
-    (directory / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_job(tmp_path_factory.mktemp("learner"), MINE)
 
 
 def run(toml: Path, tmp_path: Path, *overrides: str) -> tuple[list[dict[str, float]], Orchestrator]:

@@ -6,10 +6,11 @@ nothing of the loss, the credit or the trees' packing is used twice.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rolltree.engine import Orchestrator, load_config
 from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 
 FIXED = (
     "--trainer.steps=1", "--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat",
@@ -42,7 +44,7 @@ class Update:
 
 @dataclass
 class Steps:
-    """What a run did."""
+    """The updates of a run, its rows of metrics and its notes."""
 
     updates: list[Update]
     rows: list[dict[str, float]]
@@ -54,6 +56,22 @@ class Steps:
         return [tree for update in self.updates for tree in update.trees]
 
 
+STARTED: dict[str, Rewards] = {}
+
+
+class Shared(Rewards):
+    """A started pool that outlives its run: the next run with the same verifier does not start processes again."""
+
+    def __init__(self, verifier: str, pool: Rewards) -> None:
+        if verifier not in STARTED:
+            STARTED[verifier] = pool.__enter__()
+            atexit.register(pool.close)
+        self.pool = STARTED[verifier]
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        return self.pool.score(items)
+
+
 def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str] = ()) -> Steps:
     """Run ``toml`` with `FIXED` and ``overrides``, without the keys in ``unset`` of either."""
     fixed = [flag for flag in FIXED if flag.partition("=")[0].removeprefix("--") not in unset]
@@ -61,7 +79,9 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
     console = Console()
     notes: list[str] = []
     console.note = notes.append  # type: ignore[method-assign,assignment]
-    run = Orchestrator(build(config, console=console))
+    parts = build(config, console=console)
+    shared = Shared(config.reward.model_dump_json(), parts.rewards)
+    run = Orchestrator(replace(parts, rewards=shared, check_rewards=lambda: ""))
     learner, trainer = run.learner, run.learner.trainer
     updates: list[Update] = []
     one_update, optim_step = learner._one_update, trainer.optim_step

@@ -13,7 +13,7 @@ from rolltree.engine import UserError, load_config
 from rolltree.engine.app.build_learning import inert
 from rolltree.engine.app.dry_run import plan_lines
 
-from ..tiny import write_run
+from ..tiny import write_job
 from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 
 MINE = """
@@ -47,12 +47,7 @@ def by_prompt(text, entry):  # some groups all right, some all wrong, some mixed
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("names")
-    path = write_run(directory)
-    (directory / "mine.py").write_text(MINE)
-    rows = [{"prompt": f"{a} + 2 =", "response": f"Answer: {a + 2}"} for a in range(6)]
-    (directory / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_job(tmp_path_factory.mktemp("names"), MINE)
 
 
 def reward(toml: Path, name: str) -> str:
@@ -408,6 +403,14 @@ def test_an_objective_brings_the_credit_of_its_paper(toml, tmp_path, name):
         np.testing.assert_allclose(tree.advantage, OF_PAPERS[name](tree, steps.trees), rtol=1e-5, atol=1e-6)
     if name not in ("dr_grpo", "grpo"):
         assert any(abs(tree.advantage - norm(rewards(tree))).max() > 1e-3 for tree in steps.trees)
+
+
+@pytest.mark.parametrize(("given", "select"), [("", "rewarded"), (',select="sampled_only"', "sampled_only")])
+def test_every_term_brings_the_selection_of_its_paper(toml, given, select):
+    term = f'{{name="imitation",objective="raft"{given}}}'
+    config = load_config(toml, [f"--algorithm.terms=[{term}]"])
+    assert config.algorithm.terms[0].select == select
+    assert config.algorithm.select is None
 
 
 def test_another_credit_is_used_if_it_is_asked_for(toml, tmp_path):

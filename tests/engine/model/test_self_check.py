@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, RwkvConfig
 
 from rolltree.engine import TokenTree, UserError, load_model
+from rolltree.engine.model import self_check
 from rolltree.engine.model.self_check import tree_error, trees_fit
 
 from .test_tree_equals_flat import CONFIGS, make_models, random_tree
@@ -51,3 +52,18 @@ def test_layers_with_a_state_are_refused_at_load(tmp_path, config, says) -> None
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"(cannot be tree-masked|cannot be loaded).*{says}"):
         load_model(tmp_path)
+
+
+def test_each_precision_is_checked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is rounding under autocast must not be held against the model in fp32."""
+    monkeypatch.setattr(self_check, "_found", {})
+    monkeypatch.setattr(
+        self_check, "_own_error", lambda model, trees: 0.01 if torch.is_autocast_enabled("cpu") else 1e-6
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        self_check.check_model(make_models("qwen3")[0])
+    self_check.check_model(make_models("qwen3")[0])
+    monkeypatch.setattr(self_check, "_found", {})
+    monkeypatch.setattr(self_check, "_own_error", lambda model, trees: 0.01)
+    with pytest.raises(ValueError, match="other log-probs"):
+        self_check.check_model(make_models("qwen3")[0])
