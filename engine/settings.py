@@ -429,6 +429,9 @@ class TrainConfig(Section):
 
     name: str
     """Name of the run and of its directory."""
+    recipe: str | None = None
+    """Published method by name, see docs/methods.md: its keys apply where neither the file nor the command line gives
+    them. Lists of tables are combined by `name`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random choices: problems, sampling, order."""
     output_dir: str = "runs"

@@ -4,6 +4,6 @@
 `build.build`, which makes every part of the run (`build_learning` those that learn), and gives them to
 `loop.Orchestrator`; `console` shows the progress. Nothing below this package reads the configuration as a whole.
 
-The other commands: `dry_run` (plan, and ``rolltree methods``), `show` (``rollout``), `compile` (``kernels build``),
+The other commands: `dry_run` (plan), `methods`, `show` (``rollout``), `compile` (``kernels build``),
 `doctor`, and the packages `report` (HTML pages on runs) and `server` (``serve``). Read `cli`, `config`, `build` first.
 """

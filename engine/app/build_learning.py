@@ -24,7 +24,7 @@ from ..methods.shaping import SHAPINGS, Shaping
 from ..model.loading import choose_device, load_model
 from ..model.roles import Role
 from ..parts.calling import ask
-from ..parts.resolve import resolve
+from ..parts.resolve import options_of, resolve
 from ..settings import TrainConfig
 from ..train.critic import Critic
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
@@ -247,14 +247,19 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
 def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
     """Return the functions that shape rewards, each with its name for messages.
 
+    A shipped one that has an option ``longest`` takes `rollout.max_new_tokens` for it by default.
+
     Raises:
         UserError: there is no such function, or it has no such option.
     """
-    key = "reward.shaping"
-    return [
-        (f"{key} '{given.name}'", resolve(key, given.name, given.options, known=SHAPINGS, inputs=("tree",)))
-        for given in config.reward.shaping
-    ]
+    key, found = "reward.shaping", []
+    for given in config.reward.shaping:
+        options = given.options
+        if given.name in SHAPINGS and "longest" in options_of(SHAPINGS[given.name], ("tree",)):
+            options = {"longest": config.rollout.max_new_tokens} | options
+        shaping = resolve(key, given.name, options, known=SHAPINGS, inputs=("tree",), options_key=f"{key}.options")
+        found.append((f"{key} '{given.name}'", shaping))
+    return found
 
 
 def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection | None:

@@ -171,7 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--arch", required=True, choices=["90a", "100a"], help="Hopper or Blackwell")
     kernels.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="of a directory (bfloat16)")
     kernels.epilog = keys
-    command("methods", _methods, "List objectives, advantage estimators and rollout programs.")
+    methods = command("methods", _methods, "List recipes, objectives, advantage estimators and rollout programs.")
+    methods.add_argument(
+        "name", metavar="NAME", nargs="?", help="show one of them: formula, source, what is inferred, and the recipe"
+    )
+    methods.add_argument("--papers", action="store_true", help="list papers, each with its recipe")
     command("doctor", _doctor, "Show what was found on this machine and what is missing.")
     commands.add_parser("bench", help="Time the ops, their peers and limits; see `rolltree bench --help`.")
     return parser
@@ -294,10 +298,12 @@ def _kernels(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _methods(_: argparse.Namespace, __: list[str]) -> int:
-    from .dry_run import method_lines
+def _methods(args: argparse.Namespace, _: list[str]) -> int:
+    from .methods import about, method_lines, paper_lines
 
-    print("\n".join(method_lines()))
+    if args.name is not None and args.papers:
+        raise UserError("`rolltree methods` takes a name or --papers, not both.")
+    print("\n".join(paper_lines() if args.papers else method_lines() if args.name is None else about(args.name)))
     return 0
 
 

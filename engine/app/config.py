@@ -1,7 +1,7 @@
 """The configuration of a run: a TOML file, checked by pydantic, with dotted overrides from the command line.
 
-Precedence: defaults < TOML file < ``--section.key value``. Every mistake is a :class:`UserError` of one sentence that
-names the file (or the flag), the key, and what is allowed.
+Precedence: defaults < recipe (`recipes`) < TOML file < ``--section.key value``. Every mistake is a :class:`UserError`
+of one sentence that names the file (or the flag), the key, and what is allowed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import UserError
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..settings import Section, TrainConfig
+from .recipes import combined, read_recipe
 
 OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
 """The form `file.py:object`."""
@@ -61,7 +62,8 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
         The configuration, frozen, with defaults filled in.
 
     Raises:
-        UserError: unreadable or broken file, unknown key, wrong type or range, keys that contradict each other.
+        UserError: unreadable or broken file, unknown key or recipe, wrong type or range, keys that contradict each
+            other.
     """
     path = Path(path)
     data = _read_toml(path)
@@ -75,6 +77,8 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
         _put(data, key, value)
     if given:
         _resolve_callables(data, Path())
+    if isinstance(recipe := data.get("recipe"), str):
+        data = combined(read_recipe(recipe).keys, data)
     try:
         return _validate(data)
     except ValidationError as error:
@@ -357,12 +361,18 @@ def _type_name(annotation: Any) -> str:
 
 
 def resolved_toml(config: TrainConfig) -> str:
-    """Write the whole configuration, with defaults, as TOML that `load_config` reads back to an equal one."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """Write the whole configuration, with defaults, as TOML that `load_config` reads back to an equal one.
+
+    Keys of a recipe are written like all others and its name is a comment, so that the text stays what it is when the
+    recipe changes.
+    """
+    recipe = "" if config.recipe is None else f"# the keys of recipe '{config.recipe}' are written out\n"
+    return recipe + tomli_w.dumps(config.model_dump(exclude_none=True, exclude={"recipe"}))
 
 
 FREE_TO_CHANGE = (
     "name",
+    "recipe",
     "output_dir",
     "trackers",
     "model.create",

@@ -1,11 +1,10 @@
-"""The plan of a run (``rolltree train --dry-run``) and the list of its parts (``rolltree methods``)."""
+"""The plan of a run (``rolltree train --dry-run``)."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
-from rolltree.kernels.policy_loss import ALIASES, PRESETS, RECONSTRUCTED
 
 from ..errors import UserError
 from ..loop import preflight
 from ..loop.sources import PromptSource, held_out
-from ..methods.advantages import ADVANTAGES
-from ..methods.groups import GROUP_CALLBACKS
-from ..methods.schedules import SCHEDULES
-from ..methods.selections import PAIRINGS, SELECTIONS
-from ..methods.shaping import SHAPINGS
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.calling import failure
-from ..parts.resolve import NEEDED, import_object, options_of
-from ..programs import PROGRAMS
+from ..parts.resolve import import_object
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
 from ..rollout.sampling_params import eos_token_ids
 from ..settings import TrainConfig
@@ -42,6 +34,7 @@ from .build import (
     rollout_program,
 )
 from .build_learning import corrects, inert, objective
+from .recipes import flat, read_recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -64,6 +57,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     device = choose_device(config.model.device)
     rollout, trainer = config.rollout, config.trainer
     yield "# plan"
+    if config.recipe is not None:
+        yield f"recipe             {recipe_line(config)}"
     found = preflight.holds_a_run(config.run_dir)
     taken = "holds a run: it would need --resume or another name" if found else "would be made"
     yield f"run directory      {config.run_dir} ({taken})"
@@ -122,6 +117,28 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"
 
 
+def recipe_line(config: TrainConfig) -> str:
+    """Return the keys that a run has from its recipe, and those of the recipe that the file or a flag changed."""
+    assert config.recipe is not None
+    keys: dict[bool, list[str]] = {True: [], False: []}
+    for key, value in flat(read_recipe(config.recipe).keys):
+        given: Any = config.model_dump(mode="json")
+        for part in key.split("."):
+            given = (given or {}).get(part)
+        keys[_holds(given, value)].append(key)
+    changed = f"; changed: {', '.join(sorted(keys[False]))}" if keys[False] else ""
+    return f"{config.recipe}: {', '.join(sorted(keys[True]))}{changed}"
+
+
+def _holds(given: Any, wanted: Any) -> bool:
+    """Return whether ``given`` has all values of ``wanted``; it may have more keys and more tables."""
+    if isinstance(wanted, dict):
+        return isinstance(given, dict) and all(_holds(given.get(key), value) for key, value in wanted.items())
+    if isinstance(wanted, list) and all(isinstance(item, dict) for item in wanted):
+        return isinstance(given, list) and all(any(_holds(mine, item) for mine in given) for item in wanted)
+    return bool(given == wanted)
+
+
 def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     check_model_dir(path)
     try:
@@ -155,48 +172,3 @@ def _ends(path: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
-
-
-def method_lines() -> Iterator[str]:
-    """Yield the parts that a configuration may name, each with the first line of its docstring."""
-    yield "objectives (algorithm.objective)"
-    for name, preset in PRESETS.items():
-        if name in ALIASES:
-            other, how = ALIASES[name]
-            yield f"  {name:18} {other} {how}"
-            continue
-        needs = ", ".join(preset.needs_fields)
-        with_fields = f", needs {needs}" if needs else ""
-        inferred = f"; inferred: {', '.join(RECONSTRUCTED[name])}" if name in RECONSTRUCTED else ""
-        yield f"  {name:18} {preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}{inferred}"
-    yield "advantages (algorithm.advantage)"
-    for name, function in ADVANTAGES.items():
-        yield _method_line(name, function, ("trees",))
-    yield "shaping of rewards (reward.shaping.name)"
-    for name, shaping in SHAPINGS.items():
-        yield _method_line(name, shaping, ("tree",))
-    yield "schedules (algorithm.weight, algorithm.terms.weight, trainer.lr_scale)"
-    for name, schedule in SCHEDULES.items():
-        yield _method_line(name, schedule, ("step", "metrics"))
-    yield "selections (algorithm.select, algorithm.terms.select)"
-    for name, selection in SELECTIONS.items():
-        yield _method_line(name, selection, ("tree",))
-    yield "pairs of preference losses (algorithm.terms.pairs)"
-    for name, pairing in PAIRINGS.items():
-        yield _method_line(name, pairing, ("tree",))
-    yield "group callbacks (loop.callback)"
-    for name, callback in GROUP_CALLBACKS.items():
-        yield _method_line(name, callback, ("tree",))
-    yield "rollout programs (rollout.program)"
-    for name, program in PROGRAMS.items():
-        yield _method_line(name, program, ())
-
-
-def _method_line(name: str, part: Callable[..., Any], inputs: tuple[str, ...]) -> str:
-    known = options_of(part, inputs).items()
-    options = ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
-    return f"  {name:18} {_first_line(part)}{f' [{options}]' if options else ''}"
-
-
-def _first_line(thing: Callable[..., Any]) -> str:
-    return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")

@@ -15,6 +15,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from . import credit
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
+from .selections import most_varied
 
 
 def _normalised(values: Array, eps: float = EPS) -> Array:
@@ -213,6 +214,23 @@ def canon(trees: Sequence[TokenTree], *, share: float = 0.5) -> Credit:
     return Credit("leaf", [of_leaves(tree) for tree in trees])
 
 
+def batch_std(trees: Sequence[TokenTree]) -> Credit:
+    """Lite PPO (Liu et al. 2025, arXiv 2508.08221): ``(R - mu) / (sd + 1e-6)`` with mu of the group and sd over all
+    responses of the batch."""
+    every = np.concatenate([rewards_of(tree) for tree in trees])
+    spread = float(every.std(ddof=1)) if len(every) > 1 else 1.0
+    return Credit("leaf", [centred(rewards_of(tree)) / (spread + EPS) for tree in trees])
+
+
+@group
+def pods(tree: TokenTree, *, keep: int) -> Array:  # [L]
+    """PODS (Xu et al. 2025, arXiv 2504.13818): `group_norm` among the ``keep`` responses that the selection
+    `most_varied` chooses; 0 for the others."""
+    found, chosen = np.zeros(tree.num_leaves), most_varied(tree, keep=keep)
+    found[chosen] = _normalised(rewards_of(tree)[chosen])
+    return found
+
+
 @group
 def learnable(tree: TokenTree) -> Array:  # [L]
     """Difficulty-weighted groups (as in PuzzleCraft; the form is inferred): `group_norm` times ``4 p (1 - p)``, p the
@@ -250,4 +268,6 @@ ADVANTAGES: dict[str, Callable[..., Credit]] = {
     "turn_credit": turn_credit,
     "canon": canon,
     "learnable": learnable,
+    "batch_std": batch_std,
+    "pods": pods,
 }

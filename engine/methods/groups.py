@@ -72,4 +72,27 @@ def until_unequal(tree: TokenTree, *, more: int = 4, most: int = 2) -> Answer:
     return More(more) if tree.meta["attempt"] < most else Drop("equal_rewards")
 
 
-GROUP_CALLBACKS: dict[str, GroupCallback] = {"dynamic_sampling": dynamic_sampling, "until_unequal": until_unequal}
+def top_up(tree: TokenTree, *, most: int = 4) -> Answer:
+    """DARS (as in Depth-Breadth Synergy in RLVR): sample hard problems more often, so that all have the same sum of
+    absolute `group_norm` advantages, which is ``2 n sqrt(p (1 - p))`` for n rewards of 0 and 1: after n responses with
+    a pass rate p below 1/2, ``n / (2 sqrt(p (1 - p))) - n`` more.
+
+    Args:
+        most: at most this many times n responses altogether (the default is inferred, and so is p = 1 / (2 n) where
+            none is right).
+    """
+    rewards = tree.rewards["reward"]
+    known = rewards[~np.isnan(rewards)]
+    n = len(known)
+    if tree.meta["attempt"] > 1 or n == 0:
+        return None
+    rate = max(float(np.mean(known >= 1)), 0.5 / n)
+    more = round(min(n / (2 * (rate * (1 - rate)) ** 0.5), most * n) - n) if rate < 0.5 else 0
+    return More(more) if more > 0 else None
+
+
+GROUP_CALLBACKS: dict[str, GroupCallback] = {
+    "dynamic_sampling": dynamic_sampling,
+    "until_unequal": until_unequal,
+    "top_up": top_up,
+}

@@ -63,7 +63,33 @@ def steer(
     return min(high, max(low, value))
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine, "steer": steer}
+def towards(
+    _: int,
+    metrics: Mapping[str, float],
+    *,
+    metric: str,
+    target: float,
+    own: str,
+    initial: float = 0.0,
+    step: float,
+    low: float = 0.0,
+    high: float = math.inf,
+) -> float:
+    """Skywork-OR1's adaptive coefficient (He et al. 2025, arXiv 2505.22312, section 3.3): the value grows by ``step``
+    after each step where ``metric`` was at most ``target`` and falls by it otherwise, within ``low`` and ``high``.
+
+    Args:
+        metric: a metric that raising the value raises, such as ``actor/entropy`` for an entropy bonus.
+        own: the metric that records this value (``schedule/...``), from which the next one is computed.
+        initial: the value before ``own`` is first recorded.
+    """
+    value = metrics.get(own, initial)
+    if metric in metrics:
+        value += step if metrics[metric] <= target else -step
+    return min(high, max(low, value))
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine, "steer": steer, "towards": towards}
 
 
 def find_schedule(key: str, given: float | str | Sequence[tuple[int, float]], options: Mapping[str, Any]) -> Schedule:

@@ -43,6 +43,51 @@ def reward_weighted(tree: TokenTree, *, beta: float = 1.0) -> Array:  # [L]
     return len(rewards) * weights / weights.sum()
 
 
+def unlikely(tree: TokenTree, *, below: float = 0.9) -> Array:  # [T]
+    """SPO's probability mask (Guo et al. 2025, arXiv 2505.23564): select the sampled tokens that had a probability
+    under ``below`` (default inferred), where continuations part."""
+    return sampled(tree) & (np.exp(tree.behaviour_logprob) < below)
+
+
+def random_share(tree: TokenTree, *, share: float = 0.2) -> Array:  # [T]
+    """Random tokens (Not All Tokens Learn Alike): select each sampled token with probability ``share``, by its group
+    and place alone; the loss is a mean over the selected."""
+    rng = np.random.default_rng([int(tree.group[0]), 0x5EED])
+    return sampled(tree) & (rng.random(tree.num_tokens) < share)
+
+
+def most_varied(tree: TokenTree, *, keep: int) -> Array:  # [L]
+    """PODS (Xu et al. 2025, arXiv 2504.13818): select the ``keep`` responses of a group whose rewards have the largest
+    variance, which are some of the highest and some of the lowest; with the advantage `pods`."""
+    return np.isin(np.arange(tree.num_leaves), _most_varied(_rewards(tree), keep))
+
+
+def _most_varied(rewards: Array, keep: int) -> Array:  # [min(keep, L)] int64
+    if np.isinf(rewards).any():
+        return np.zeros(0, np.int64)
+    order = np.argsort(rewards, kind="stable")
+    keep = min(keep, len(order))
+    chosen = [np.concatenate([order[:low], order[len(order) - keep + low :]]) for low in range(keep + 1)]
+    return max(chosen, key=lambda some: rewards[some].var())
+
+
+def consistent(tree: TokenTree, *, keep: int) -> Array:  # [L]
+    """PROF (Ye et al. 2025, arXiv 2509.03403): select ``keep`` responses of a group, as many right as wrong ones where
+    there are enough: the right with the highest and the wrong with the lowest mean process reward (in `token_reward`;
+    responses without steps come last, and the balance is inferred)."""
+    rewards = _rewards(tree)
+    if np.isinf(rewards).any():
+        return np.zeros(tree.num_leaves, bool)
+    steps = np.split(tree.token_reward.astype(np.float64), np.cumsum(tree.response_length)[:-1])
+    mean = np.array([np.nanmean(some) if (~np.isnan(some)).any() else np.nan for some in steps])
+    right = rewards >= 1
+    score = np.nan_to_num(np.where(right, mean, -mean), nan=-np.inf)
+    first, second = (np.flatnonzero(side)[np.argsort(-score[side], kind="stable")] for side in (right, ~right))
+    most = keep - min(len(second), keep // 2)
+    first = first[:most]
+    return np.isin(np.arange(tree.num_leaves), np.concatenate([first, second[: keep - len(first)]]))
+
+
 def _rewards(tree: TokenTree) -> Array:  # [L] float64
     """Return the rewards of responses; -inf if they were not judged (demonstrations), so that none is selected."""
     if "reward" not in tree.rewards:
@@ -56,6 +101,10 @@ SELECTIONS: dict[str, Callable[..., Array]] = {
     "rewarded": rewarded,
     "best": best,
     "reward_weighted": reward_weighted,
+    "unlikely": unlikely,
+    "random_share": random_share,
+    "most_varied": most_varied,
+    "consistent": consistent,
 }
 
 

@@ -1,0 +1,187 @@
+"""What a run may be made of (``rolltree methods``): recipes, papers, and the parts that a configuration names."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rolltree.kernels.policy_loss import ALIASES, PRESETS, RECONSTRUCTED
+from rolltree.kernels.policy_loss.rules import RULES
+from rolltree.kernels.policy_loss.surrogates import SURROGATES
+
+from ..errors import UserError
+from ..methods.advantages import ADVANTAGES
+from ..methods.groups import GROUP_CALLBACKS
+from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
+from ..methods.schedules import SCHEDULES
+from ..methods.selections import PAIRINGS, SELECTIONS
+from ..methods.shaping import SHAPINGS
+from ..parts.resolve import NEEDED, options_of
+from ..programs import PROGRAMS
+from .recipes import Recipe, flat, read_recipe, recipe_names
+
+
+class Kind(NamedTuple):
+    """The parts that one key of the configuration names."""
+
+    title: str
+    keys: tuple[str, ...]
+    """Keys of the configuration that name one, dotted, without the names of lists' tables."""
+    parts: Mapping[str, Callable[..., Any]]
+    inputs: tuple[str, ...]
+    """The arguments that the run fills in."""
+
+
+KINDS = (
+    Kind("advantages", ("algorithm.advantage",), ADVANTAGES, ("trees",)),
+    Kind("shaping of rewards", ("reward.shaping.name",), SHAPINGS, ("tree",)),
+    Kind(
+        "schedules",
+        (
+            "algorithm.weight", "algorithm.terms.weight", "trainer.lr_scale", "loop.temperature_scale",
+            "loop.length_scale",
+        ),
+        SCHEDULES, ("step", "metrics"),
+    ),
+    Kind("selections", ("algorithm.select", "algorithm.terms.select"), SELECTIONS, ("tree",)),
+    Kind("pairs of preference losses", ("algorithm.terms.pairs",), PAIRINGS, ("tree",)),
+    Kind("group callbacks", ("loop.callback",), GROUP_CALLBACKS, ("tree",)),
+    Kind("rollout programs", ("rollout.program",), PROGRAMS, ()),
+)  # fmt: skip
+OBJECTIVE_KEYS = ("algorithm.objective", "algorithm.terms.objective")
+
+
+def method_lines() -> Iterator[str]:
+    """Yield recipes and the parts that a configuration may name, each with the first line of its documentation."""
+    yield "recipes (recipe)"
+    for name in recipe_names():
+        yield f"  {name:21} {read_recipe(name).papers[0]}"
+    yield f"objectives ({OBJECTIVE_KEYS[0]})"
+    for name in PRESETS:
+        yield f"  {name:21} {_objective(name)}"
+    for kind in KINDS:
+        yield f"{kind.title} ({', '.join(kind.keys)})"
+        for name, part in kind.parts.items():
+            options = _options(part, kind.inputs)
+            yield f"  {name:21} {_paragraph(part)}{f' [{options}]' if options else ''}"
+
+
+def paper_lines() -> Iterator[str]:
+    """Yield every paper that a recipe follows, in alphabetical order, with the recipe."""
+    found = [(str(paper), name) for name in recipe_names() for paper in read_recipe(name).papers]
+    for paper, name in sorted(found, key=lambda pair: (pair[0].casefold(), pair[1])):
+        yield f"{name:21} {paper}"
+
+
+def about(name: str) -> Iterator[str]:
+    """Yield what is known of the recipe or part called ``name``: all of that name, with the recipes that use it.
+
+    Raises:
+        UserError: nothing has that name.
+    """
+    found: list[Iterator[str]] = []
+    if name in recipe_names():
+        found.append(_about_recipe(read_recipe(name)))
+    if name in PRESETS:
+        found.append(_about_objective(name))
+    found += [_about_part(kind, name) for kind in KINDS if name in kind.parts]
+    if not found:
+        known = [*recipe_names(), *PRESETS, *(part for kind in KINDS for part in kind.parts)]
+        near = list(dict.fromkeys(difflib.get_close_matches(name[:100], known, n=3, cutoff=0.4)))
+        hint = f"the nearest are {', '.join(near)}" if len(near) > 1 else f"did you mean '{near[0]}'" if near else ""
+        raise UserError(f"There is no method '{name[:100]}'; {hint or '`rolltree methods` lists all'}.")
+    for i, lines in enumerate(found):
+        if i:
+            yield ""
+        yield from lines
+
+
+def _about_recipe(recipe: Recipe) -> Iterator[str]:
+    yield f"recipe {recipe.name}"
+    yield from _wrapped("papers", "; ".join(map(str, recipe.papers)))
+    for label in ("formula", "differs", "source", "inferred", "needs", "equal"):
+        if label in recipe.about:
+            yield from _wrapped(label, recipe.about[label])
+    yield ""
+    yield from textwrap.indent(recipe.toml, "  ").splitlines()
+    named = [(kind, value) for kind in KINDS for value in _named(recipe, kind.keys) if value in kind.parts]
+    if named:
+        yield ""
+    for kind, part in named:
+        yield from _wrapped(f"{kind.keys[0]} = {part}", _paragraph(kind.parts[part]))
+
+
+def _about_objective(name: str) -> Iterator[str]:
+    yield f"objective {name} (algorithm.objective)"
+    preset = PRESETS[name]
+    yield from _wrapped("settings", _objective(name))
+    formulas: list[Callable[..., Any]] = []
+    if preset.surrogate in RULES:
+        formulas.append(RULES[preset.surrogate].function)
+    if preset.surrogate in SURROGATES:
+        formulas.append(SURROGATES[preset.surrogate].formula)
+    for formula in formulas:
+        yield from _wrapped("formula", " ".join((inspect.getdoc(formula) or "").split()))
+    if name in OWN_ADVANTAGE:
+        yield from _wrapped("advantage", f"{OWN_ADVANTAGE[name]}, unless algorithm.advantage is given")
+    if name in OWN_SELECTION:
+        yield from _wrapped("selection", f"{OWN_SELECTION[name]}, unless `select` is given")
+    yield from _used(name, OBJECTIVE_KEYS)
+
+
+def _about_part(kind: Kind, name: str) -> Iterator[str]:
+    yield f"{name} ({kind.keys[0]})"
+    yield from textwrap.indent(inspect.getdoc(kind.parts[name]) or "", "  ").splitlines()
+    if options := _options(kind.parts[name], kind.inputs):
+        yield from _wrapped("options", options)
+    yield from _used(name, kind.keys)
+
+
+def _used(name: str, keys: tuple[str, ...]) -> Iterator[str]:
+    users = [other for other in recipe_names() if name in _named(read_recipe(other), keys)]
+    if users:
+        yield from _wrapped("recipes", ", ".join(users))
+
+
+def _named(recipe: Recipe, keys: tuple[str, ...]) -> list[Any]:
+    """Return the values that a recipe gives ``keys``, within lists of tables too."""
+    found: list[Any] = []
+    for key, value in flat(recipe.keys):
+        for table in value if isinstance(value, list) else []:
+            if isinstance(table, dict):
+                found += [table[k] for k in table if f"{key}.{k}" in keys]
+        if key in keys:
+            found.append(value)
+    return [value for value in found if isinstance(value, str)]
+
+
+def _objective(name: str) -> str:
+    """Describe a preset on one line."""
+    if name in ALIASES:
+        other, how = ALIASES[name]
+        return f"{other} {how}"
+    preset = PRESETS[name]
+    needs = ", ".join(preset.needs_fields)
+    with_fields = f", needs {needs}" if needs else ""
+    inferred = f"; inferred: {', '.join(RECONSTRUCTED[name])}" if name in RECONSTRUCTED else ""
+    return f"{preset.surrogate}, {preset.ratio_level} ratio, {preset.aggregation}{with_fields}{inferred}"
+
+
+def _options(part: Callable[..., Any], inputs: tuple[str, ...]) -> str:
+    known = options_of(part, inputs).items()
+    return ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
+
+
+def _paragraph(thing: Callable[..., Any]) -> str:
+    """Return the first paragraph of a docstring on one line."""
+    return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        f"{label}: {text}", 110, initial_indent="  ", subsequent_indent="    ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
