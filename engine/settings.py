@@ -349,7 +349,8 @@ class TrainerSection(Section):
     """Largest number of packed tokens in one micro-batch."""
     self_check: bool = True
     """Before the first update, compare some responses computed as a tree with the same computed one by one; if they
-    differ, updates share no prefixes."""
+    differ, updates share no prefixes. After each update, check that a sampler with a copy of the weights holds those
+    that were sent and gives their log-probs; if not, the run stops."""
     max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
     """The run stops after this many steps in a row with a non-finite loss or gradient, or without sampled responses."""
 

@@ -146,6 +146,7 @@ def sampling_parts(
         overlaps=loop.overlaps(on_cpu=on_cpu),
         on_cpu=on_cpu,
         keep_keys=loop.keep_keys,
+        trained=None if not config.trainer.self_check or getattr(engine, "model", None) is model else model,
     )
 
 

@@ -32,6 +32,7 @@ from .buffer import Buffer, Group, State
 from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
 from .parts import SamplingParts
+from .publication import Publication
 from .runtime import Cores, Progress
 from .unfinished import group_state
 
@@ -62,6 +63,7 @@ class Controller:
     ) -> None:
         self.parts, self.buffer, self.watch, self.console, self.trace = parts, buffer, watch, console, trace
         self.sampler, self.source = parts.sampler, parts.source
+        self.publication = Publication(parts, console.note)
         self._params = parts.params  # of the step for which the sampler works
         self._sampling: dict[Group, Flight] = {}
         self._changed = threading.Condition(threading.RLock())
@@ -114,10 +116,14 @@ class Controller:
                 self._advance() if self._thread is None else self._await_change()
 
     def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
-        """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change."""
+        """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change.
+
+        Raises:
+            RunError: the sampler does not sample the policy that was sent.
+        """
         with self.watch.part("sync"), self.paused():
             if weights is not None:
-                self.sampler.load(weights, version, keep_keys=self.parts.keep_keys)
+                self.publication.send(weights, version)
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()

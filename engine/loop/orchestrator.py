@@ -165,6 +165,7 @@ class Orchestrator:
     def _begin(self) -> None:
         (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
         self.watch.restart()
+        self.controller.publication.check(self.learner.weights(), 0)
         row = self._evaluate() | self.watch.read()
         self._save(row)  # from now on the run can be resumed
         self.log.append(0, row)
@@ -309,7 +310,7 @@ class Orchestrator:
         self.source.load_state_dict(Archive(_named(saved.tensors, PROMPTS)).unpack(state["prompts"]))
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
-        self.sampler.load(self.learner.weights(), self.learner.trainer.updates, keep_keys=False)
+        self.controller.publication.send(self.learner.weights(), self.learner.trainer.updates)
         self.controller.load_state_dict(_named(saved.tensors, OPEN), state["groups"])
         self._remember_rollouts(saved.step)
         for name, failures in self.failures.items():

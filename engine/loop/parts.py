@@ -81,6 +81,8 @@ class SamplingParts:
         on_cpu: sampling and training share the cores of one CPU.
         keep_keys: continue with keys that older weights computed.
         seed: seed of the run; a group's seed follows from it and the ticket.
+        trained: the trained model, with which a sampler that has a copy of its own is compared after each publication;
+            None for no comparison.
     """
 
     sampler: Sampler
@@ -98,6 +100,7 @@ class SamplingParts:
     overlaps: bool = False
     on_cpu: bool = False
     keep_keys: bool = False
+    trained: PreTrainedModel | None = None
 
 
 @dataclass(frozen=True)

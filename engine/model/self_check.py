@@ -14,16 +14,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..data.pack import pack
 from ..data.tree import TokenTree
 from . import attention
 from .decoder import unchecked_logprob
 
+Array = npt.NDArray[Any]
 MOST_TOKENS = 4096  # in the flat sample
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 REDUCED = 0.1  # for bf16 and fp16, whose rounding changes log-probs by some hundredths
@@ -130,11 +132,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _own_error(model: PreTrainedModel, trees: bool) -> float:
-    config = model.config.get_text_config()
-    special = {
-        v for n, v in vars(model.config).items() if n.endswith(("token_id", "token_index")) and isinstance(v, int)
-    }
-    usual = np.setdiff1d(np.arange(config.vocab_size), list(special))
+    usual = usual_tokens(model.config)
     draw = np.random.default_rng(0)
     trunk, *branches = (usual[draw.integers(len(usual), size=n)].tolist() for n in (4, 9, 7, 5, 11, 3))
     first, second, third, fourth, fifth = branches
@@ -148,6 +146,30 @@ def _own_error(model: PreTrainedModel, trees: bool) -> float:
     }
     own = own_logprobs(model, tree)
     return float(torch.cat([(own[i] - values).abs() for i, values in got.items()]).mean())
+
+
+def usual_tokens(config: PreTrainedConfig) -> Array:  # [n] int64
+    """Return the tokens of a model's vocabulary without those that its configuration gives a meaning of their own."""
+    special = {v for n, v in vars(config).items() if n.endswith(("token_id", "token_index")) and isinstance(v, int)}
+    return np.setdiff1d(np.arange(config.get_text_config().vocab_size), list(special))
+
+
+@torch.no_grad()
+def sampled_error(model: PreTrainedModel, trees: Sequence[TokenTree]) -> float:
+    """Return the mean absolute difference (nats) between the log-probs that a sampler recorded, at temperature 1, and
+    those that ``model`` computes for the same tokens on plain sequences."""
+    longest = max(int(tree.path_length.max()) for tree in trees)
+    recorded, computed = [], []
+    with _evaluating(model):
+        for batch in pack(trees, max_tokens=max(longest, MOST_TOKENS), device=model.device, flat=True):
+            values = batch.to_leaves(unchecked_logprob(model, batch).logprob)
+            for part, leaves in zip(batch.trees, values, strict=True):
+                for leaf, own in enumerate(leaves):
+                    rows = part.response_rows(leaf)
+                    sampled = part.loss_mask[rows]
+                    recorded.append(part.behaviour_logprob[rows][sampled])
+                    computed.append(own.float().cpu().numpy()[sampled])
+    return float(np.abs(np.concatenate(recorded) - np.concatenate(computed)).mean())
 
 
 def own_logprobs(model: PreTrainedModel, tree: TokenTree) -> list[Tensor]:  # [n] each

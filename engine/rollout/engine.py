@@ -20,6 +20,7 @@ from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
+from .digest import Held
 from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer, check_text
 from .steering import Steering
 
@@ -267,6 +268,13 @@ class RolloutEngine(ABC):
 
         Raises:
             ValueError: the model has no parameter of a given name or shape; nothing has changed then.
+        """
+
+    @abstractmethod
+    def digests(self) -> dict[str, Held]:
+        """Return the digests of the weights that the engine computes with, by the names of the model's parameters.
+
+        Weights that the engine keeps in another form (packed, quantised, distributed over devices) are absent.
         """
 
     @abstractmethod

@@ -21,6 +21,7 @@ from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import RolloutProgram
 from .branch import Request
+from .digest import Held
 from .engine import RolloutEngine
 from .sampling_params import SamplingParams
 from .saving import request_state, restore_request
@@ -144,6 +145,16 @@ class Sampler(Protocol):
         """Return the log-probs [tokens] float32 of continuations, for each prompt; see `RolloutEngine.score`."""
         ...
 
+    def probe(self, prompts: Sequence[Sequence[int]], *, n: int, tokens: int, seed: int) -> list[TokenTree]:
+        """Sample ``n`` plain responses of ``tokens`` tokens to each prompt, as rollouts are sampled but without a
+        program and at temperature 1. Unfinished flights may continue meanwhile."""
+        ...
+
+    def digests(self) -> Mapping[str, Held]:
+        """Return the digests of the weights that it samples with, by their names in the model; those of weights that
+        it keeps in another form are absent."""
+        ...
+
     def forget_prefixes(self) -> None:
         """Drop the cached keys of prefixes."""
         ...
@@ -256,6 +267,16 @@ class LocalSampler:
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[Array]]:
         return self.engine.score(prompts, continuations)
+
+    def probe(self, prompts: Sequence[Sequence[int]], *, n: int, tokens: int, seed: int) -> list[TokenTree]:
+        params = SamplingParams(n=n, max_new_tokens=tokens, ignore_eos=True, seed=seed)
+        try:
+            return self.engine.generate(prompts, params)
+        finally:
+            self._land()
+
+    def digests(self) -> Mapping[str, Held]:
+        return self.engine.digests()
 
     def forget_prefixes(self) -> None:
         self.engine.forget_prefixes()

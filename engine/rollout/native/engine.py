@@ -16,6 +16,7 @@ from ...data.segment import Text
 from ...errors import UserError
 from ...model import attention, recurrent
 from ..branch import Request
+from ..digest import Held, digests
 from ..engine import RolloutEngine
 from ..sampling_params import INT32, check_integer
 from .drafts import DraftConfig, Drafts
@@ -149,6 +150,10 @@ class NativeEngine(RolloutEngine):
             if not keep_kv:
                 self.loop.preempt_all()
                 self.cache.forget_dropped()
+
+    def digests(self) -> dict[str, Held]:
+        with self._lock:
+            return digests(dict(self.model.named_parameters()))
 
     def sleep(self, *, weights: bool = False) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 # must be set before vllm is imported, so that weights can be passed within this process
@@ -19,20 +19,26 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.inputs import TokensPrompt
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from ..branch import Request
+from ..digest import Held, digests
 from ..engine import RolloutEngine
 from ..sampling_params import eos_token_ids
 from .loop import VllmLoop, is_plain
 
 Array = npt.NDArray[Any]
 TRANSFER = "rolltree"
+PLAIN = (VocabParallelEmbedding, LinearBase, RMSNorm, GemmaRMSNorm)
+UNQUANTIZED = (type(None), UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
 
 
 @dataclass
@@ -160,6 +166,11 @@ class VllmEngine(RolloutEngine):
             if not keep_kv:
                 self.loop.preempt_all()
 
+    def digests(self) -> dict[str, Held]:
+        with self._lock:
+            workers = self.llm.apply_model(_digests)
+        return {name: held for found in workers for name, held in found.items()}
+
     def sleep(self, *, weights: bool = False) -> None:
         """Free the KV cache until `wake`; needs ``enable_sleep_mode=True``. Unfinished requests are aborted, and `wake`
         continues them."""
@@ -178,7 +189,8 @@ class VllmEngine(RolloutEngine):
 
     def forget_prefixes(self) -> None:
         with self._lock:
-            self.llm.reset_prefix_cache()
+            if not self.llm.reset_prefix_cache():  # refused while requests hold keys
+                self.loop.preempt_all()
 
     @property
     def vocabulary(self) -> int:
@@ -224,6 +236,34 @@ def _without_odd_modules() -> Iterator[None]:
         yield
     finally:
         sys.modules.update(odd)
+
+
+def _digests(model: nn.Module) -> dict[str, Held]:
+    """Return the digests of a worker's plain weights by the names of a Hugging Face checkpoint.
+
+    vLLM holds the weights of some layers as one, such as those of queries, keys and values, which are told apart here.
+    Absent are quantised ones, experts, those distributed over devices, and on a CPU the layers that vLLM packs.
+    """
+    if get_tensor_model_parallel_world_size() > 1:
+        return {}
+    merged: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, PLAIN) or not isinstance(getattr(module, "quant_method", None), UNQUANTIZED):
+            continue
+        parent, _, own = path.rpartition(".")
+        for name, parameter in module.named_parameters(recurse=False):
+            sizes = getattr(module, "output_sizes", None) if own in merged else None
+            if not parameter.numel():  # a packed copy has taken its place
+                continue
+            if sizes is not None:
+                for part, tensor in zip(merged[own], parameter.split(sizes), strict=True):
+                    found[f"{parent}.{part}.{name}"] = tensor
+            elif isinstance(module, VocabParallelEmbedding):
+                found[f"{path}.{name}"] = parameter[: module.org_vocab_size]  # the rest is padding
+            else:
+                found[f"{path}.{name}"] = parameter
+    return digests(found)
 
 
 def _known(path: list[int], output: Any, prompt: int) -> Array:

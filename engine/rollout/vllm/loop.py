@@ -123,11 +123,15 @@ class VllmLoop(Steering):
         self._let_go(request)
 
     def preempt_all(self) -> None:
-        flows = list(self._flows.values())
+        flows, leaves = list(self._flows.values()), list(self._scores.values())
         for flow in flows:
             self._keep(flow)
             self._drop(flow.branch)
-        self._engine.reset_prefix_cache()
+        self._engine.abort_request(list(self._scores))
+        self._scores.clear()
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its cached keys, although no request is left; start a new engine.")
+        self._ask_scores(leaves)
         for flow in flows:
             if not flow.branch.request.done:
                 with self._alone(flow.branch.request):
@@ -229,11 +233,14 @@ class VllmLoop(Steering):
             return
         leaves = [leaf for leaf in request.leaves.values() if leaf.length]
         self._unscored[request.number] = len(leaves)
+        self._ask_scores(leaves)
+        if not leaves:
+            self._complete(request)
+
+    def _ask_scores(self, leaves: Iterable[Branch]) -> None:
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         for leaf in leaves:
             self._scores[self._add_to_vllm(leaf.node.column("token"), asked)] = leaf
-        if not leaves:
-            self._complete(request)
 
     def _take_score(self, leaf: Branch, output: Any) -> None:
         tokens = leaf.node.column("token").tolist()

@@ -1,0 +1,112 @@
+"""Publication of the policy to the sampler, and the check that the sampler then samples this policy.
+
+A sampler that computes with the trained module itself needs no check. Any other one has a copy of the weights, and is
+checked after each publication, and once before the first step:
+
+1. The digests of the weights that it holds are those of the weights that were sent, in the sampler's precision.
+2. The log-probs that it records for the responses to a canary prompt are those that the trained module computes for
+   them. This covers what a digest does not: weights kept in another form, cached keys, the sampler's own kernels.
+
+A digest reads the weights once more on both sides, which takes about as long as copying them. The canary is one prompt
+of 32 tokens and four responses of eight, so eight decoding steps and a small forward of the trained module. Unfinished
+responses of a run continue in those steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..data.tree import TokenTree
+from ..errors import RunError
+from ..model.self_check import sampled_error, trees_fit, usual_tokens
+from ..rollout.digest import digests
+from ..rollout.sampler import WeightSource
+from .parts import SamplingParts
+
+PROMPT_TOKENS, RESPONSES, RESPONSE_TOKENS = 32, 4, 8
+"""Size of the canary; inferred, so that the prompt fills a page of the KV cache and the responses share it."""
+REMEDY = (
+    "the run would train on another policy's samples; use another version of the backend, or rollout.backend = 'native'"
+)
+
+
+class Publication:
+    """Sends the policy to the sampler.
+
+    Args:
+        parts: the sampler, and the trained model if the sampler has a copy of its own.
+        note: called with sentences for the user.
+
+    Attributes:
+        difference: mean absolute difference (nats) of the last canary's log-probs; None before the first.
+    """
+
+    def __init__(self, parts: SamplingParts, note: Callable[[str], object]) -> None:
+        self.parts, self.note = parts, note
+        self.difference: float | None = None
+        self._told = False
+
+    def send(self, weights: WeightSource, version: int) -> None:
+        """Make the sampler load ``weights`` and check it; ``version`` counts the updates of the policy.
+
+        Raises:
+            RunError: the sampler does not sample the policy of these weights.
+        """
+        self.parts.sampler.load(weights, version, keep_keys=self.parts.keep_keys)
+        self.check(weights, version)
+
+    def check(self, weights: WeightSource, version: int) -> None:
+        """Check that the sampler samples the policy of ``weights``, which the trained model has now.
+
+        Raises:
+            RunError: it does not.
+        """
+        if self.parts.trained is None:
+            return
+        dtype = self._check_digests(weights, version)
+        trees = self._canary(version)
+        if other := {v for tree in trees for v in tree.policy_version[tree.loss_mask].tolist()} - {version}:
+            raise RunError(f"After update {version} the sampler records version {min(other)} for its tokens; {REMEDY}.")
+        self.difference = sampled_error(self.parts.trained, trees)
+        if not trees_fit(self.difference, dtype):
+            raise RunError(
+                f"After update {version} the sampler's log-probs of a canary prompt differ from the trained model's by "
+                f"{self.difference:.3g} nats a token on average; {REMEDY}, or set trainer.self_check to false."
+            )
+
+    def _check_digests(self, weights: WeightSource, version: int) -> torch.dtype:
+        """Compare the digests of all weights that the sampler holds as they are; return the lowest precision found."""
+        sent, held = weights.tensors(), self.parts.sampler.digests()
+        compared = {name: tensor.detach().to(held[name].dtype) for name, tensor in sent.items() if name in held}
+        expected = digests(compared)
+        if wrong := [name for name in compared if held[name] != expected[name]]:
+            raise RunError(
+                f"After update {version} the sampler holds other weights than were sent: '{wrong[0]}' and "
+                f"{len(wrong) - 1} more of {len(sent)} tensors; {REMEDY}."
+            )
+        if len(compared) < len(sent) and not self._told:
+            self._told = True
+            self.note(
+                f"The sampler keeps {len(sent) - len(compared)} of {len(sent)} weights in a form of its own; these are "
+                "checked by the log-probs of a canary prompt alone."
+            )
+        dtypes = {tensor.dtype for tensor in sent.values()} | {value.dtype for value in held.values()}
+        return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+    def _canary(self, version: int) -> list[TokenTree]:
+        """Sample the canary's responses.
+
+        The prompt is the same each time, so that keys which an old policy cached would be found. Where the run keeps
+        such keys (`loop.keep_keys`), the prompt changes with the version instead.
+        """
+        parts = self.parts
+        assert parts.trained is not None
+        longest = parts.sampler.longest or PROMPT_TOKENS + RESPONSE_TOKENS
+        tokens = min(RESPONSE_TOKENS, longest // 2)
+        draw = np.random.default_rng(version if parts.keep_keys else 0)
+        usual = usual_tokens(parts.trained.config)
+        prompt = usual[draw.integers(len(usual), size=min(PROMPT_TOKENS, longest - tokens))]
+        return parts.sampler.probe([prompt.tolist()], n=RESPONSES, tokens=tokens, seed=version)
