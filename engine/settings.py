@@ -353,6 +353,13 @@ class TrainerSection(Section):
     that were sent and gives their log-probs; if not, the run stops."""
     max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
     """The run stops after this many steps in a row with a non-finite loss or gradient, or without sampled responses."""
+    ranks: PositiveInt = 1
+    """Processes that train together, over which FSDP2 shards all models."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds that a rank waits for the others before the update counts as failed."""
+    reshard: bool = True
+    """Free the gathered weights of a layer after its forward and gather them again for its backward (FSDP2's
+    `reshard_after_forward`)."""
 
     def optimizer(self, lr: float | None = None) -> TrainerConfig:
         """Return the optimiser's configuration, with another learning rate if ``lr`` is given."""

@@ -52,6 +52,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     """
     check_learning(config)
     check_old_logprobs(config)
+    check_ranks(config)
     trained = training_config(config)
     checkpoints = config.run_dir / "checkpoints"
     saved = checkpoint.load_latest(checkpoints, trained) if resume else None
@@ -294,6 +295,18 @@ def check_old_logprobs(config: TrainConfig) -> None:
         raise UserError(
             f"{why} uses the sampler's log-probs, which top_p, top_k and min_p change; leave these out of "
             "[rollout] or set it back."
+        )
+
+
+def check_ranks(config: TrainConfig) -> None:
+    """Check that the run can start its ranks.
+
+    Raises:
+        UserError: it asks for several.
+    """
+    if config.trainer.ranks > 1:
+        raise UserError(
+            f"`trainer.ranks` = {config.trainer.ranks}: runs cannot start several training processes yet; set it to 1."
         )
 
 

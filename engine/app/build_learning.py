@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from rolltree.kernels import Objective
@@ -23,23 +25,27 @@ from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
 from ..model.loading import choose_device, load_model
 from ..model.roles import Role
+from ..model.sharding import shard
 from ..parts.calling import ask
 from ..parts.resolve import options_of, resolve
 from ..settings import TrainConfig
 from ..train.critic import Critic
+from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 
 FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
 """Fields of objectives, each with the role that scores it."""
 
 
-def learning_parts(config: TrainConfig, model: PreTrainedModel) -> LearningParts:
-    """Make the parts that `Learner` uses.
+def learning_parts(config: TrainConfig, model: PreTrainedModel, group: Group = ALONE) -> LearningParts:
+    """Make the parts that `Learner` uses, with every model sharded over ``group``.
 
     Raises:
         UserError: a part is unknown, cannot be loaded, or needs something that the run does not have.
     """
     loop, trainer = config.loop, config.trainer
+    spread = spreading(config, group, model.device.type)
+    spread(model)
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
@@ -52,15 +58,33 @@ def learning_parts(config: TrainConfig, model: PreTrainedModel) -> LearningParts
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
         ),
         length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
-        roles=roles(config, model),
-        critic=critic(config),
+        roles=roles(config, model, spread),
+        critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
         inert=inert(config),
+        group=group,
     )
+
+
+Spread = Callable[[PreTrainedModel], object]
+
+
+def spreading(config: TrainConfig, group: Group, device: str) -> Spread:
+    """Return the function that shards a model over the devices of ``group``, which are of one type.
+
+    It does nothing for a process that trains alone.
+    """
+
+    def spread(model: PreTrainedModel) -> None:
+        if group.count > 1:
+            mesh = init_device_mesh(device, (group.count,))
+            shard(model, mesh=mesh, reshard_after_forward=config.trainer.reshard)
+
+    return spread
 
 
 def corrects(config: TrainConfig) -> bool:
@@ -269,8 +293,8 @@ def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection
     return found
 
 
-def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
-    """Load the models that score log-probs for the loss.
+def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[Role]:
+    """Load the models that score log-probs for the loss, each sharded by ``spread`` as ``model`` is.
 
     Raises:
         UserError: one cannot be loaded, or its vocabulary or parameters differ from the policy's.
@@ -282,7 +306,7 @@ def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
         if reference.path is None:
             weights = Role.snapshot(model)
         else:
-            weights = _weights(reference.path, "roles.reference.path", model)
+            weights = _weights(reference.path, "roles.reference.path", model, spread)
         found.append(
             Role(
                 "ref_logprob",
@@ -302,24 +326,25 @@ def roles(config: TrainConfig, model: PreTrainedModel) -> list[Role]:
                 f"roles.teacher.path = '{config.roles.teacher.path}' has another vocabulary than the policy; choose a "
                 "teacher with the policy's tokenizer."
             )
+        spread(teacher)
         found.append(Role("teacher_logprob", teacher))
     return found
 
 
-def _weights(path: str, key: str, model: PreTrainedModel) -> dict[str, Tensor]:
+def _weights(path: str, key: str, model: PreTrainedModel, spread: Spread) -> dict[str, Tensor]:
     other = load_model(path, dtype=model.dtype)
-    weights = Role.snapshot(other)
     ours = {name: p.shape for name, p in model.named_parameters()}
-    if {name: w.shape for name, w in weights.items()} != ours:
+    if {name: p.shape for name, p in other.named_parameters()} != ours:
         raise UserError(f"{key} = '{path}' has other parameter shapes than the policy; give a model with the same.")
-    return weights
+    spread(other)
+    return Role.snapshot(other)
 
 
-def critic(config: TrainConfig) -> Critic | None:
-    """Load the critic of `[roles.critic]`; None if the run has none."""
+def critic(config: TrainConfig, group: Group, spread: Spread) -> Critic | None:
+    """Load the critic of `[roles.critic]`, sharded by ``spread`` over ``group``; None if the run has none."""
     chosen = config.roles.critic
     if chosen is None:
         return None
     device = choose_device(config.model.device)
     model = load_model(chosen.path or config.model.path, dtype=getattr(torch, config.model.dtype), device=device)
-    return Critic(model, config.trainer.optimizer(chosen.lr), clip=chosen.clip)
+    return Critic(model, config.trainer.optimizer(chosen.lr), clip=chosen.clip, group=group, spread=spread)

@@ -29,6 +29,7 @@ from .build import (
     check_learning,
     check_lengths,
     check_old_logprobs,
+    check_ranks,
     group_callback,
     kept_entries,
     rollout_program,
@@ -51,6 +52,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     rewards = make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks)
     program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
     check_old_logprobs(config)
+    check_ranks(config)
     check_backend(config.rollout)
     group_callback(config)
     preflight.check_writable(config.run_dir)

@@ -36,7 +36,7 @@ OldLogprob = Tensor | Literal["behaviour", "proximal"] | None
 class TreeBatch:
     """Packed trees: ``T`` rows, ``M`` targets, ``R`` rows that predict a target, ``L`` leaves."""
 
-    trees: tuple[TokenTree, ...]
+    trees: tuple[TokenTree, ...]  # empty for a filler of `distribute`, which has no token in the loss
     tree_index: tuple[int, ...]  # each tree's index in the list given to pack()
     leaf_index: tuple[Array, ...]  # each tree's leaves, as indices in the tree given to pack()
     input_ids: Tensor  # [T] int64
@@ -64,7 +64,7 @@ class TreeBatch:
     padded: tuple[int, int] | None  # (B, S): plain sequences that the model computes as a padded batch [B, S]
     place: Tensor  # [T] int64, each row's place in that batch, flattened
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, computed one after the other; empty: at once
-    of: int = 1  # micro-batches of the update
+    of: int = 1  # micro-batches of the update, those of all ranks
     plan: HeadPlan | None = None  # of the terms' head pass; None: made when it runs. Pieces have their own
 
     def to(self, device: torch.device | str) -> TreeBatch:

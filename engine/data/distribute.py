@@ -21,20 +21,24 @@ def distribute(
     cost: CostModel,
     *,
     max_tokens: int,
+    flat: bool = False,
+    unshare: CostModel | None = None,
     device: torch.device | str | None = None,
 ) -> list[list[TreeBatch]]:
     """Batches for every rank: about equal work, the same number of batches, and each tree on one rank.
 
     Trees are assigned in order of cost, each to the rank with the least work. A rank with fewer batches gets further
-    ones without any loss, because ranks synchronise in every batch (FSDP). ``tree_index`` counts in ``trees``.
+    ones that stand for no tree, because ranks synchronise in every batch (FSDP); so does a rank without a tree.
+    ``tree_index`` counts in ``trees``.
+
+    Args:
+        max_tokens, flat, unshare, device: as for :func:`pack`.
 
     Raises:
-        ValueError: there are fewer trees than ranks, or a tree does not fit; see :func:`pack`.
+        ValueError: a tree does not fit; see :func:`pack`.
     """
     checks.size("ranks", ranks)
     checks.all_of("trees", trees, TokenTree)
-    if len(trees) < ranks:
-        raise ValueError(f"{len(trees)} trees cannot be distributed over {ranks} ranks; give at least one tree a rank.")
     load = np.zeros(ranks)
     members: list[list[int]] = [[] for _ in range(ranks)]
     costs = [cost.shared(tree) for tree in trees]
@@ -44,19 +48,25 @@ def distribute(
         load[lightest] += costs[i]
     of_ranks = []
     for mine in members:
-        batches = pack([trees[i] for i in mine], max_tokens=max_tokens, device=device)
+        batches = pack([trees[i] for i in mine], max_tokens=max_tokens, device=device, flat=flat, unshare=unshare)
         of_ranks.append([replace(b, tree_index=tuple(mine[i] for i in b.tree_index)) for b in batches])
-    most = max(map(len, of_ranks))
-    for batches in of_ranks:
-        smallest = min(batches, key=lambda b: b.num_tokens)
-        batches += [_silent(smallest) for _ in range(most - len(batches))]
+    if trees:
+        most = max(map(len, of_ranks))
+        filler = _silent(min((b for batches in of_ranks for b in batches), key=lambda b: b.num_tokens))
+        for batches in of_ranks:
+            batches += [filler] * (most - len(batches))
     return of_ranks
 
 
 def _silent(batch: TreeBatch) -> TreeBatch:
-    """``batch`` without any token in the loss."""
+    """``batch`` without any token in the loss, and of no tree: nothing counts it or is scored by it."""
+    chosen = {name: torch.zeros_like(v) for name, v in batch.columns.items() if name.startswith("select_")}
     return replace(
         batch,
+        trees=(),
+        tree_index=(),
+        leaf_index=(),
+        columns=batch.columns | chosen,
         loss_mask=torch.zeros_like(batch.loss_mask),
         leaf_length=torch.zeros_like(batch.leaf_length),
         leaf_advantage=torch.zeros_like(batch.leaf_advantage),

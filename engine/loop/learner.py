@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..data.batch import TreeBatch
 from ..data.cost import CostModel
+from ..data.distribute import distribute
 from ..data.equal_prefixes import share_equal_prefixes
 from ..data.pack import pack
 from ..data.tree import TokenTree
@@ -24,7 +25,7 @@ from ..model import varlen
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..rollout import SamplingParams
 from ..train.phases import MODEL, Phases
-from ..train.terms import TokenTerm
+from ..train.terms import PairTerm, TokenTerm
 from ..train.trainer import Metrics, Trainer, Weighted
 from .metrics import Stopwatch, Sums
 from .parts import LearningParts
@@ -33,6 +34,9 @@ from .utilization import Mfu
 
 class Learner:
     """Turns judged trees into updates of the policy.
+
+    Each of several ranks (`LearningParts.group`) has all trees and calls the same methods: credit, normalisers and
+    schedules are computed by all of them on all trees, log-probs and losses by each on its share.
 
     Args:
         watch: accounts for the time of each part.
@@ -45,8 +49,10 @@ class Learner:
         self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
         self.metrics: dict[str, float] = {}  # metrics of the last step, which schedules may read
         self.phases = Phases(parts.model.device)
-        self.trainer = Trainer(parts.model, parts.optimizer, self.phases)
-        self.mfu = Mfu.of(parts.model)
+        self.group = parts.group
+        self.trainer = Trainer(parts.model, parts.optimizer, self.phases, self.group)
+        self.mfu = Mfu.of(parts.model, self.group.count)
+        self.cost = CostModel.of(parts.model)
         self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
         self._flat: bool | None = None  # None: not tested yet
 
@@ -57,8 +63,8 @@ class Learner:
             True if the policy has changed.
 
         Raises:
-            UserError: a schedule returned a number out of range.
-            torch.OutOfMemoryError: not even one sequence fits into memory.
+            UserError: a schedule returned a number out of range, or a term needs whole trees that do not fit.
+            torch.OutOfMemoryError: not even one sequence fits into memory; or, with several ranks, an update does not.
         """
         parts = self.parts
         if step == 1:
@@ -120,7 +126,7 @@ class Learner:
             if self.critic is None:
                 sums.count("filter/unseen_tokens", _sampled(rollouts))
             if batches and self.critic is not None:  # it learns while the policy waits
-                self._teach_critic(batches, sums)
+                self._teach_critic(batches, live, sums)
             return False
         lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
         for lag in lags:
@@ -130,7 +136,7 @@ class Learner:
             metrics = None
             while metrics is None:
                 try:
-                    metrics = self._train(batches, terms, self.temperature(step), on_policy)
+                    metrics = self._train(batches, live, terms, self.temperature(step), on_policy)
                 except torch.OutOfMemoryError as error:
                     self._halve(live, error)
                     sums.count("actor/out_of_memory")
@@ -139,23 +145,31 @@ class Learner:
         for name, (total, count) in metrics.items():
             sums.add(name, total, count)
         if self.critic is not None:
-            self._teach_critic(batches, sums)
+            self._teach_critic(batches, live, sums)
         for role in self.roles:
             role.follow(self.model)
         return True
 
-    def _teach_critic(self, batches: Sequence[TreeBatch], sums: Sums) -> None:
+    def _teach_critic(self, batches: Sequence[TreeBatch], trees: Sequence[TokenTree], sums: Sums) -> None:
         assert self.critic is not None
         with self.watch.part("update_critic"):
-            for name, (total, count) in self.critic.learn(batches).items():
+            loss_tokens = sum(tree.loss_tokens for tree in trees)
+            for name, (total, count) in self.critic.learn(batches, loss_tokens).items():
                 sums.add(name, total, count)
 
     def _train(
-        self, batches: Sequence[TreeBatch], terms: Sequence[Weighted], temperature: float, on_policy: bool
+        self,
+        batches: Sequence[TreeBatch],
+        trees: Sequence[TokenTree],
+        terms: Sequence[Weighted],
+        temperature: float,
+        on_policy: bool,
     ) -> Metrics:
-        tokens = sum(tree.logical_tokens for batch in batches for tree in batch.trees)
-        for batch in batches:
-            self.trainer.forward_backward(batch, terms, tokens, temperature=temperature, on_policy=on_policy)
+        tokens = sum(tree.logical_tokens for tree in trees)
+        for number, batch in enumerate(batches, start=1):
+            self.trainer.forward_backward(
+                batch, terms, tokens, temperature=temperature, on_policy=on_policy, last=number == len(batches)
+            )
         return self.trainer.optim_step()
 
     def _shared(self, trees: list[TokenTree]) -> list[TokenTree]:
@@ -164,21 +178,33 @@ class Learner:
         return trees if self._shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
 
     def _packed(self, trees: list[TokenTree]) -> list[TreeBatch]:
-        found = pack(
-            trees,
-            max_tokens=self.max_tokens,
-            in_pieces=True,
-            flat=self._shares_nothing(trees),
-            unshare=CostModel.of(self.model) if varlen.kernel() is not None else None,
-        )
-        return [replace(batch, of=len(found)) for batch in found]
+        """Return the micro-batches of this rank: as many as the others have."""
+        unshare = self.cost if varlen.kernel() is not None else None
+        flat = self._shares_nothing(trees)
+        if self.group.count == 1:
+            found = pack(trees, max_tokens=self.max_tokens, in_pieces=True, flat=flat, unshare=unshare)
+            return [replace(batch, of=len(found)) for batch in found]
+        shares = distribute(trees, self.group.count, self.cost, max_tokens=self.max_tokens, flat=flat, unshare=unshare)
+        real = [batch for batches in shares for batch in batches if batch.trees]
+        parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
+        whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
+        if not whole and (needs := [term.name for term, _ in self.terms if isinstance(term, PairTerm)]):
+            raise UserError(
+                f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
+                f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
+                "trainer.max_tokens, or set trainer.ranks to 1."
+            )
+        return [replace(batch, of=len(real)) for batch in shares[self.group.rank]]
 
     def _halve(self, trees: Sequence[TokenTree], error: torch.OutOfMemoryError) -> None:
         """Halve the size of micro-batches after an update that ran out of memory.
 
         Raises:
-            torch.OutOfMemoryError: ``error``, if the longest sequence would not fit.
+            torch.OutOfMemoryError: ``error``, if the longest sequence would not fit, or on one of several ranks, since
+                the others wait for it in a collective.
         """
+        if self.group.count > 1:
+            raise
         self.trainer.drop_gradients()
         if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in trees):
             raise
@@ -214,18 +240,38 @@ class Learner:
         if not trees:
             return
         with self.watch.part("old_log_prob"):
-            flat = self._shares_nothing(trees)
-            for role in self.roles:
-                role.score(trees, max_tokens=self.parts.max_tokens, temperature=temperature, flat=flat)
+            if self.roles:
+                flat = self._shares_nothing(trees)
+                batches = self._to_score(trees, in_pieces=not flat, flat=flat)
+                for role in self.roles:
+                    role.score(trees, batches, temperature=temperature)
+                    self._exchange(trees, batches, role.column)
             if self.critic is not None:
-                self.critic.score(trees, max_tokens=self.parts.max_tokens)
+                batches = self._to_score(trees)
+                self.critic.score(trees, batches)
+                self._exchange(trees, batches, "value")
+
+    def _to_score(self, trees: Sequence[TokenTree], *, in_pieces: bool = False, flat: bool = False) -> list[TreeBatch]:
+        """Pack the trees that this rank scores."""
+        most = self.parts.max_tokens
+        if self.group.count == 1:
+            return pack(trees, max_tokens=most, in_pieces=in_pieces, flat=flat)
+        return distribute(trees, self.group.count, self.cost, max_tokens=most, flat=flat)[self.group.rank]
+
+    def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
+        """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
+        mine = {i: trees[i].columns[column] for batch in batches for i in batch.tree_index}
+        for rank, theirs in enumerate(self.group.gather(mine)):
+            if rank != self.group.rank:
+                for i, values in theirs.items():
+                    trees[i].set(column, values)
 
     def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
         """Return True if the model computes trees wrongly, so that updates must be flat; tested once, on rollouts."""
         if self._flat is None and trees:
             skip_check(self.model)  # it is done here, on real rollouts, or not wanted
             error = tree_error(self.model, trees) if self.parts.self_check else None
-            self._flat = not trees_fit(error, self.model.dtype)
+            self._flat = not all(trees_fit(e, self.model.dtype) for e in self.group.gather(error))
             if self._flat:
                 self.note(
                     f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "

@@ -25,6 +25,7 @@ from ..rollout.sampler import Sampler
 from ..train.checkpoint import Checkpoint
 from ..train.config import TrainerConfig
 from ..train.critic import Critic
+from ..train.group import ALONE, Group
 from ..train.terms import LossTerm
 from .budget import Budget
 from .runtime import Progress
@@ -44,6 +45,7 @@ class LearningParts:
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
+        group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
     """
 
     model: PreTrainedModel
@@ -63,6 +65,7 @@ class LearningParts:
     drop_zero_variance: bool
     self_check: bool
     inert: Sequence[str] = ()
+    group: Group = ALONE
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Mfu:
     the forward pass, as many for the gradient of the input, and as many for the gradient of trained weights.
 
     Args:
-        peak: TFLOP/s of the device; None if it is not known, then nothing is recorded.
+        peak: TFLOP/s of the devices together; None if it is not known, then nothing is recorded.
     """
 
     def __init__(self, model: PreTrainedModel, peak: float | None) -> None:
@@ -66,10 +66,11 @@ class Mfu:
         self._flop = 0.0
 
     @staticmethod
-    def of(model: PreTrainedModel) -> Mfu:
-        """Return the meter for the device of ``model``."""
+    def of(model: PreTrainedModel, devices: int = 1) -> Mfu:
+        """Return the meter for ``devices`` devices like that of ``model``, which update it together."""
         known = model.device.type == "cuda"
-        return Mfu(model, peak_tflop_s(torch.cuda.get_device_name(model.device), model.dtype) if known else None)
+        peak = peak_tflop_s(torch.cuda.get_device_name(model.device), model.dtype) if known else None
+        return Mfu(model, None if peak is None else devices * peak)
 
     def add(self, trees: Sequence[TokenTree], head_tflop: float) -> None:
         """Count an update on ``trees`` with ``head_tflop`` TFLOP in the head."""

@@ -113,9 +113,11 @@ def _head_pass(
 ) -> TermsLossOutput:
     its = head(model)
     options: dict[str, Any] = {**its.options(temperature), "plan": plan}
+    weight = its.weight
     if head_grad is not None:
         options |= {"weight_grad": head_grad, "in_forward": True}
-    return linear_terms_loss(hidden, its.weight, target, terms, row=row, **options)
+        weight = weight if weight.is_leaf else weight.detach().requires_grad_()  # gathered: nothing flows to the shards
+    return linear_terms_loss(hidden, weight, target, terms, row=row, **options)
 
 
 def with_plan(

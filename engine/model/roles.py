@@ -12,13 +12,14 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..data.batch import TreeBatch
 from ..data.columns import Array
-from ..data.pack import pack
 from ..data.tree import TokenTree
 from .logprob import batch_logprob
+from .sharding import local, named_shards
 
 
 class Role:
@@ -27,7 +28,8 @@ class Role:
     Args:
         column: the token column of the scores, such as ``ref_logprob``.
         model: the model that computes; the policy itself for a role that has only weights of its own.
-        weights: the role's weights by parameter name, of the policy's shapes; None: those of ``model``.
+        weights: the role's weights by parameter name, of the policy's shapes, or of its shards' (`snapshot`); None:
+            those of ``model``.
         reset_every: after every so many updates of the policy its weights are copied; 0: never.
         ema: share of the old weights that is kept at every update of the policy; None: the weights do not change.
         initial: the weights are the policy's at the start of the run, so a checkpoint must hold them.
@@ -50,24 +52,24 @@ class Role:
 
     @staticmethod
     def snapshot(model: PreTrainedModel, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return a copy of the model's parameters on ``device``."""
-        return {name: p.detach().to(device, copy=True) for name, p in model.named_parameters()}
+        """Return a copy of the model's parameters on ``device``; of a sharded model the copy of this rank's shards."""
+        return {name: local(p.detach()).to(device, copy=True) for name, p in named_shards(model).items()}
 
-    def score(self, trees: Sequence[TokenTree], *, max_tokens: int, temperature: float, flat: bool = False) -> None:
-        """Write the log-prob of every response token into the role's column.
+    def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float) -> None:
+        """Write the log-prob of every response token of ``batches`` into the role's column.
 
-        Each distinct prefix is scored once, even if several responses sampled it independently; with ``flat`` every
-        response is scored on its own. Costs one forward without gradient, 2 N H V FLOP of it in the head.
+        Each row of a batch, a distinct prefix, is scored once, even if several responses sampled it independently.
+        Costs one forward without gradient, 2 N H V FLOP of it in the head.
 
         Args:
-            max_tokens: of one micro-batch.
+            trees: from which ``batches`` were packed.
             temperature: divides the logits.
         """
         device = self.model.device
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad(), self._swapped():
-            for waiting in pack(trees, max_tokens=max_tokens, in_pieces=not flat, flat=flat):
+            for waiting in batches:
                 batch = waiting.to(device)
                 write_column(
                     trees, batch, self.column, batch_logprob(self.model, batch, temperature=temperature).logprob
@@ -79,13 +81,12 @@ class Role:
         self.seen += 1
         if self.weights is None:
             return
+        now = {name: local(p.detach()) for name, p in named_shards(policy).items()}
         if self.reset_every and self.seen % self.reset_every == 0:
-            self.weights = {
-                name: p.detach().to(self.weights[name].device, copy=True) for name, p in policy.named_parameters()
-            }
+            self.weights = {name: p.to(self.weights[name].device, copy=True) for name, p in now.items()}
         elif self.ema is not None:
-            for name, p in policy.named_parameters():
-                self.weights[name].lerp_(p.detach().to(self.weights[name].device), 1 - self.ema)
+            for name, p in now.items():
+                self.weights[name].lerp_(p.to(self.weights[name].device), 1 - self.ema)
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -95,15 +96,38 @@ class Role:
 
 @contextmanager
 def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Put ``weights`` in place of the parameters of ``model`` in a with-block; nothing is copied within one device."""
-    theirs = {name: p.data for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
+    """Put ``weights`` in place of the parameters of ``model`` in a with-block.
+
+    Nothing is copied within one device, unless the model is sharded: FSDP knows shards by their memory.
+    """
+    own = named_shards(model)
+    if any(isinstance(p, DTensor) for p in own.values()):
+        with _copied(model, weights):
+            yield
+        return
+    theirs = {name: p.data for name, p in own.items()}
+    for name, p in own.items():
         p.data = weights[name].to(p.device)
     try:
         yield
     finally:
-        for name, p in model.named_parameters():
+        for name, p in own.items():
             p.data = theirs[name]
+
+
+@contextmanager
+def _copied(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Copy ``weights``, this rank's, into the shards of ``model`` in a with-block."""
+    shards = {name: local(p.detach()) for name, p in named_shards(model).items()}
+    before = {name: part.clone() for name, part in shards.items()}
+    for name, part in shards.items():
+        part.copy_(weights[name])
+    try:
+        yield
+    finally:
+        named_shards(model)  # what is gathered has the role's weights
+        for name, part in shards.items():
+            part.copy_(before[name])
 
 
 def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, values: Tensor) -> None:

@@ -1,26 +1,39 @@
-"""Shards a decoder over ranks by FSDP2, to match the modules that this package calls."""
+"""Shards a decoder over ranks by FSDP2, to match the modules that this package calls.
+
+Losses are divided by normalisers of the whole update, so gradients of the ranks are *added*, not averaged as is FSDP's
+default.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from transformers import PreTrainedModel
+
+ADDED = "_rolltree_added"
+"""Attribute of parameters whose gradients are added over the ranks."""
 
 
 def shard(model: PreTrainedModel, **options: Any) -> None:
-    """Shard every layer, then the decoder and the head, which stays tied to the embedding if it is.
+    """Shard every layer, then the decoder, the head, which stays tied to the embedding if it is, and all other modules.
+
+    The gradient of a parameter is then the sum of the ranks' gradients, so each rank computes its share of one loss.
 
     The causal model itself stays unsharded: its own forward, which would compute logits, is never called.
 
     Args:
-        options: passed to ``fully_shard``: ``mesh``, ``mp_policy``, ``reshard_after_forward``, ...
+        options: passed to ``fully_shard``: ``mesh``, ``mp_policy`` (default: reductions in fp32),
+            ``reshard_after_forward``, ...
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
     """
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)} | options
     decoder = model.get_decoder()
     embedding, layer = model.get_input_embeddings(), model.get_output_embeddings()
     tied = layer.weight is embedding.weight
@@ -28,14 +41,66 @@ def shard(model: PreTrainedModel, **options: Any) -> None:
         fully_shard(block, **options)
     fully_shard(decoder, **options)
     if tied:
-        layer.weight = embedding.weight  # the sharded parameter
-    else:
-        fully_shard(layer, **options)
+        getattr(layer, "base_layer", layer).weight = embedding.weight  # the sharded parameter
+    for module in list(model.modules()):  # an untied head, adapters of a head, a value head
+        own = list(module.parameters(recurse=False))
+        if not all(map(_is_sharded, own)):
+            fully_shard(module, ignored_params=set(filter(_is_sharded, own)), **options)
+    for module in _sharded(model):
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+        module.set_gradient_divide_factor(1.0)
+    for parameter in model.parameters():
+        setattr(parameter, ADDED, True)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def _sharded(model: PreTrainedModel) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return ``weight``, gathered if it is sharded; its gradient is then averaged over the ranks, as FSDP does."""
+    """Return ``weight``, gathered if it is sharded.
+
+    Its gradient is then reduced over the ranks as FSDP reduces those of the other parameters: added after `shard`,
+    otherwise averaged.
+    """
     if not isinstance(weight, DTensor):
         return weight
-    full: Tensor = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
+    how = "sum" if hasattr(weight, ADDED) else "avg"
+    full: Tensor = weight.full_tensor(grad_placements=[Partial(how)] * weight.device_mesh.ndim)
     return full
+
+
+def added(gradient: Tensor, weight: DTensor) -> DTensor:
+    """Return the sum of the ranks' ``gradient``, a whole tensor on each, sharded as ``weight`` is."""
+    partial = DTensor.from_local(gradient, weight.device_mesh, [Partial("sum")] * weight.device_mesh.ndim)
+    total: DTensor = partial.redistribute(placements=weight.placements)
+    return total
+
+
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole ``tensor``, which every rank has, sharded as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor``, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def named_shards(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters by name, of a sharded model the shards: after a forward some are gathered still."""
+    for module in _sharded(model):
+        module.reshard()
+    return dict(model.named_parameters())
+
+
+def reduce_gradients(model: PreTrainedModel, now: bool) -> None:
+    """Let the next backward of a sharded model reduce the gradients over the ranks, or only add to this rank's."""
+    for module in _sharded(model):
+        module.set_requires_gradient_sync(now, recurse=False)

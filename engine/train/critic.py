@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from rolltree.kernels import TermsLossOutput, value_loss
 
 from ..data.batch import TreeBatch
-from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.roles import write_column
 from .config import TrainerConfig
+from .group import ALONE, Group
 from .trainer import Metrics, Trainer
 
 
@@ -29,9 +29,19 @@ class Critic:
         model: a decoder of its own; its language-model head is not used.
         config: of its optimiser.
         clip: limit of a value's change from the scored one, as in PPO implementations (default as in verl); None: none.
+        group: the ranks that train it together.
+        spread: shards the model over the ranks; called when the head of values is a part of it.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, clip: float | None = 0.5) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        *,
+        clip: float | None = 0.5,
+        group: Group = ALONE,
+        spread: Callable[[PreTrainedModel], object] | None = None,
+    ) -> None:
         self.model, self.clip = model, clip
         size = model.config.get_text_config().hidden_size
         head = model.get_output_embeddings()
@@ -40,17 +50,22 @@ class Critic:
         model.value_head = nn.Linear(size, 1).to(model.device, torch.float32)
         nn.init.zeros_(model.value_head.weight)
         nn.init.zeros_(model.value_head.bias)
-        self.trainer = Trainer(model, config)
+        if spread is not None:
+            spread(model)
+        self.trainer = Trainer(model, config, group=group)
 
-    def score(self, trees: Sequence[TokenTree], *, max_tokens: int) -> None:
-        """Write the value before every response token into the column ``value``, ``max_tokens`` at a time."""
+    def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch]) -> None:
+        """Write the value before every response token of ``batches`` into the column ``value`` of ``trees``."""
         with torch.no_grad():
-            for waiting in pack(trees, max_tokens=max_tokens):
+            for waiting in batches:
                 batch = waiting.to(self.model.device)
                 write_column(trees, batch, "value", self._values(batch))
 
-    def learn(self, batches: Sequence[TreeBatch]) -> Metrics:
+    def learn(self, batches: Sequence[TreeBatch], loss_tokens: int) -> Metrics:
         """Make one update towards ``value_target``; the loss is a mean over the logical tokens in the loss.
+
+        Args:
+            loss_tokens: their number in the update, on all ranks.
 
         Returns:
             Metrics as ``{name: (sum, count)}``.
@@ -58,9 +73,8 @@ class Critic:
         Raises:
             RunError: as for `Trainer.optim_step`.
         """
-        normalizer = float(sum(batch.loss_tokens for batch in batches))
-        for batch in batches:
-            self.trainer.accumulate(partial(self._backward, batch, normalizer))
+        for number, batch in enumerate(batches, start=1):
+            self.trainer.accumulate(partial(self._backward, batch, float(loss_tokens)), last=number == len(batches))
         metrics = self.trainer.optim_step()
         return {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
 

@@ -26,7 +26,9 @@ from ..data.batch import TreeBatch
 from ..data.device import fetch, to_device
 from ..errors import RunError, UserError
 from ..model.loss import backward, with_plan
+from ..model.sharding import added, placed, reduce_gradients
 from .config import TrainerConfig
+from .group import ALONE, Group
 from .phases import MODEL, OPTIMIZER, Phases
 from .terms import LossTerm
 
@@ -68,10 +70,6 @@ class _Pending:
             self.sums[name] = (value, count) if before is None else (before[0] + value, before[1] + count)
 
 
-def _identity(values: list[Tensor]) -> list[Tensor]:
-    return values
-
-
 class Trainer:
     """AdamW on fp32 master weights: `forward_backward` sums gradients over micro-batches, `optim_step` applies them.
 
@@ -83,7 +81,7 @@ class Trainer:
         model: trained on the device of its parameters.
         config: of the optimiser.
         phases: records which part of an update the device computes when.
-        reduce: sums tensors over all ranks, in place; the identity on one rank.
+        group: the ranks that train the model, which is sharded over them (`shard`); each takes a share of the batches.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class Trainer:
         model: PreTrainedModel,
         config: TrainerConfig,
         phases: Phases | None = None,
-        reduce: Callable[[list[Tensor]], list[Tensor]] = _identity,
+        group: Group = ALONE,
     ) -> None:
         self.model = model
         self.config = config
@@ -99,13 +97,14 @@ class Trainer:
         self.lr_scale = 1.0  # factor of the learning rate, for schedules
         self.updates = 0  # optimiser steps taken
         self.bad_steps = 0  # non-finite ones since the last good one
-        self._reduce = reduce
+        self._group = group
         self._gradient_share = 1.0  # share of the last update's rows with a gradient, for the next plan
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for _, p in self._named]
         self._device = self._masters[0].device
         head = model.get_output_embeddings().weight
         self._head = next((i for i, (_, p) in enumerate(self._named) if p is head and _sums_in_fp32(p)), None)
+        self._whole_head_grad: Tensor | None = None  # [V, H] this rank's gradient of a sharded head
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
@@ -119,15 +118,18 @@ class Trainer:
         *,
         temperature: float,
         on_policy: bool,
+        last: bool = True,
     ) -> None:
         """Add the gradients of one micro-batch to those of the update.
 
         Args:
             batch: in the host's memory; it is planned there and moved to the model's device.
             terms: the summands of the loss, with the weight and the normaliser that each has in the whole update.
-            tokens: logical tokens of the whole update; the batch's share of them weighs the experts' load balancing.
+            tokens: logical tokens of the whole update, on all ranks; the batch's share of them weighs the experts' load
+                balancing.
             temperature: divides the logits of the distribution whose log-probs enter the loss.
             on_policy: the current weights are those that sampled, so the ratio is 1 and no old log-probs are needed.
+            last: reduce the gradients of a sharded model over the ranks, those of the micro-batches before included.
 
         Raises:
             ValueError: off policy, a token in the loss has no old log-prob.
@@ -149,10 +151,16 @@ class Trainer:
             )
 
         self._pending.single_term = len(terms) == 1
-        self.accumulate(compute)
+        self.accumulate(compute, last)
 
-    def accumulate(self, compute: Callable[[], TermsLossOutput]) -> None:
-        """Run ``compute`` and add the gradients it leaves on the parameters, its loss and its metrics to the update."""
+    def accumulate(self, compute: Callable[[], TermsLossOutput], last: bool = True) -> None:
+        """Run ``compute`` and add the gradients it leaves on the parameters, its loss and its metrics to the update.
+
+        Args:
+            last: as for `forward_backward`.
+        """
+        if self._group.count > 1:
+            reduce_gradients(self.model, last)
         if self._pending.batches == 0:
             self._enter(MODEL)
             self.model.train()
@@ -188,14 +196,19 @@ class Trainer:
             self._enter(None)
 
     def _step(self, pending: _Pending) -> Metrics:
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
+        self._reduce_head_grad()
+        norm = _full(torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm))
         lr = self._lr()
         self._enter(OPTIMIZER)  # again: `met` relates the last mark before the wait to the host's time
-        values = self._reduce([pending.loss, pending.finite, *(v for pair in pending.sums.values() for v in pair)])
-        loss, grad_norm, finite, *numbers = fetch([values[0], norm, *values[1:]])
+        pairs = [v for pair in pending.sums.values() for v in pair]
+        loss, grad_norm, finite, *numbers = fetch([pending.loss, norm, pending.finite, *pairs])
         if self.phases is not None:
             self.phases.met()
-        metrics: Metrics = dict(zip(pending.sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+        own: dict[str, tuple[float, ...]] = {"": (loss, finite, pending.batches, sum(pending.head_flop))}
+        own |= zip(pending.sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True)
+        sums = self._group.added(own)
+        loss, finite, batches, head_flop = sums.pop("")
+        metrics: Metrics = {name: (value, count) for name, (value, count) in sums.items()}
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._apply()
@@ -212,13 +225,13 @@ class Trainer:
         if applied:
             metrics["actor/grad_norm"] = (grad_norm, 1)
         else:
-            metrics["actor/nonfinite_micro_batches"] = (pending.batches - finite, 1)
+            metrics["actor/nonfinite_micro_batches"] = (batches - finite, 1)
         if pending.single_term is None:
             return metrics
         if pending.single_term and "actor/pg_clipfrac" in metrics and self._device.type == "cpu":
             clipped, computed = metrics["actor/pg_clipfrac"][0], metrics["actor/ppo_kl"][1]
             self._gradient_share = 1 - clipped / max(computed, clipped, 1)
-        metrics["perf/head_tflop"] = (sum(pending.head_flop) / 1e12, 1)
+        metrics["perf/head_tflop"] = (head_flop / 1e12, 1)
         return metrics
 
     def tensors(self) -> dict[str, Tensor]:
@@ -228,6 +241,7 @@ class Trainer:
     def drop_gradients(self) -> None:
         """Discard the micro-batches since the last `optim_step`, after an update was interrupted."""
         self._pending = _Pending.none(self._device)
+        self._whole_head_grad = None
         self._optimizer.zero_grad(set_to_none=True)
         for _, parameter in self._named:
             parameter.grad = None
@@ -257,12 +271,14 @@ class Trainer:
             )
         with torch.no_grad():
             for (name, parameter), master in zip(self._named, self._masters, strict=True):
-                master.copy_(tensors[f"weight.{name}"])
+                master.copy_(placed(tensors[f"weight.{name}"], master))
                 parameter.copy_(master)
                 if f"step.{name}" in tensors:  # absent where no gradient has reached the parameter yet
+                    step, *moments = (tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq"))
+                    moments = [placed(moment, master).to(master.device, copy=True) for moment in moments]
                     self._optimizer.state[master] = {
-                        key: tensors[f"{key}.{name}"].to(master.device, copy=True)
-                        for key in ("step", "exp_avg", "exp_avg_sq")
+                        "step": step.to(master.device, copy=True),
+                        **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True)),
                     }
         self.updates = counters["updates"]
         self.bad_steps = counters["bad_steps"]
@@ -280,9 +296,22 @@ class Trainer:
         if self._head is None:
             return None
         master = self._masters[self._head]
+        if isinstance(master, DTensor):
+            if self._whole_head_grad is None:
+                self._whole_head_grad = torch.zeros(master.shape, dtype=torch.float32, device=self._device)
+            return self._whole_head_grad
         if master.grad is None and master is not self._named[self._head][1]:
             master.grad = torch.zeros_like(master)
         return master.grad
+
+    def _reduce_head_grad(self) -> None:
+        """Add the gradient of a sharded head, which the micro-batches have added up on each rank, to the others'."""
+        if self._head is None or self._whole_head_grad is None:
+            return
+        master = self._masters[self._head]
+        assert isinstance(master, DTensor)
+        total, self._whole_head_grad = added(self._whole_head_grad, master), None
+        master.grad = total if master.grad is None else master.grad.add_(total)
 
     def _gather_gradients(self) -> None:
         for (_, parameter), master in zip(self._named, self._masters, strict=True):
@@ -304,4 +333,8 @@ class Trainer:
 
 
 def _sums_in_fp32(parameter: Tensor) -> bool:
-    return parameter.dtype in (torch.float32, torch.bfloat16) and not isinstance(parameter, DTensor)
+    return parameter.dtype in (torch.float32, torch.bfloat16)
+
+
+def _full(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

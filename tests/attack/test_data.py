@@ -131,7 +131,7 @@ BUILDERS = [
     Builder("pack, flat", budget, {"max_tokens": itself}, {"max_tokens": BAD_SIZES},
             lambda **given: pack(**given, flat=True)),
     Builder("distribute", lambda data: budget(data) | {"ranks": 2}, {"max_tokens": itself, "ranks": itself},
-            {"max_tokens": BAD_SIZES, "ranks": [*BAD_SIZES, 3]}, lambda **given: distribute(**given, cost=COST)),
+            {"max_tokens": BAD_SIZES, "ranks": BAD_SIZES}, lambda **given: distribute(**given, cost=COST)),
     Builder(
         "SamplingParams", lambda data: {"n": data.draw(st.integers(1, 64))},
         dict.fromkeys(("n", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "stop_token_ids",

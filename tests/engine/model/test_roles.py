@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from rolltree.engine import TokenTree, pack
-from rolltree.engine.model import roles
 from rolltree.engine.model.roles import Role, swapped
-from rolltree.engine.train import critic as critics
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic
 from rolltree.kernels import value_loss
@@ -31,7 +29,8 @@ def test_scores_are_those_of_plain_transformers(max_tokens, flat):
     before = {name: p.detach().clone() for name, p in ours.named_parameters()}
     weights = other_weights(ours)
     trees = [random_tree(3, 3, 20), random_tree(4, 1, 2), conversations(0)]
-    Role("ref_logprob", ours, weights).score(trees, max_tokens=max_tokens, temperature=0.7, flat=flat)
+    batches = pack(trees, max_tokens=max_tokens, in_pieces=not flat, flat=flat)
+    Role("ref_logprob", ours, weights).score(trees, batches, temperature=0.7)
     assert all(torch.equal(before[name], p) for name, p in ours.named_parameters())
     theirs.load_state_dict(weights, strict=False)
     for tree in trees:
@@ -63,28 +62,21 @@ def sampled_alike() -> list[TokenTree]:
 
 @pytest.mark.parametrize("kind", ["role", "critic"])
 @pytest.mark.parametrize("max_tokens", [10_000, 60, 32])
-def test_what_leaves_sampled_alike_is_scored_once(kind, max_tokens, monkeypatch):
+def test_what_leaves_sampled_alike_is_scored_once(kind, max_tokens):
     """Values of all responses are those of plain sequences, and tokens computed those of distinct prefixes: whole
     trees, many in a batch, pieces of a tree (of a role), or its leaves' parts (of a critic)."""
     ours, theirs = make_models("qwen3")
-    computed = []
-    module = roles if kind == "role" else critics
-
-    def counted(*arguments, **options):
-        batches = pack(*arguments, **options)
-        computed.extend(batch.num_tokens for batch in batches)
-        return batches
-
-    monkeypatch.setattr(module, "pack", counted)
     trees = sampled_alike()
+    batches = pack(trees, max_tokens=max_tokens, in_pieces=kind == "role")
+    computed = [batch.num_tokens for batch in batches]
     recorded = [{name: values.copy() for name, values in tree.columns.items()} for tree in trees]
     if kind == "role":
         column = "ref_logprob"
-        Role(column, ours).score(trees, max_tokens=max_tokens, temperature=0.7)
+        Role(column, ours).score(trees, batches, temperature=0.7)
     else:
         column, critic = "value", Critic(ours, TrainerConfig())
         torch.nn.init.normal_(ours.value_head.weight, generator=torch.Generator().manual_seed(1))
-        critic.score(trees, max_tokens=max_tokens)
+        critic.score(trees, batches)
     for tree, before in zip(trees, recorded, strict=True):
         assert tree.columns.keys() == before.keys() | {column}
         assert all(np.array_equal(tree.columns[name], values, equal_nan=True) for name, values in before.items())
@@ -145,7 +137,7 @@ def test_critic_learns_what_a_flat_critic_learns():
     with torch.no_grad():
         critic.model.value_head.weight.normal_(generator=torch.Generator().manual_seed(1))
         critic.model.value_head.bias.fill_(0.3)
-    critic.score([tree], max_tokens=100)
+    critic.score([tree], pack([tree], max_tokens=100))
     assert not np.isnan(tree.value[tree.loss_mask]).any()
     targets = np.random.default_rng(2).normal(size=tree.response_length.sum()).astype(np.float32)
     tree.set("value_target", targets)
@@ -172,7 +164,7 @@ def test_critic_learns_what_a_flat_critic_learns():
     critic.trainer._apply = lambda: grads.update(
         {name: p.grad.clone() for name, p in critic.model.named_parameters() if p.grad is not None}
     )
-    metrics = critic.learn(pack([tree], max_tokens=100))
+    metrics = critic.learn(pack([tree], max_tokens=100), tree.loss_tokens)
     assert float(metrics["critic/loss"][0]) == pytest.approx(float(want.loss), rel=1e-5)
     close(grads["value_head.weight"], head.weight.grad, 1e-5)
     reference = dict(theirs.named_parameters())

@@ -88,7 +88,7 @@ def scored(model: Any, trees: list[TokenTree]) -> list[TokenTree]:
     for k, column in enumerate(SCORED):
         torch.manual_seed(20 + k)
         weights = {name: p.detach() + 0.05 * torch.randn_like(p) for name, p in model.named_parameters()}
-        Role(column, model, weights).score(trees, max_tokens=1000, temperature=TEMPERATURE)
+        Role(column, model, weights).score(trees, pack(trees, max_tokens=1000), temperature=TEMPERATURE)
     for tree in trees:
         tree.set("pass_rate", 0.4)
     return trees
@@ -237,13 +237,14 @@ def test_a_critic_learns_what_it_learns_of_sequences() -> None:
     merged([tree])
     critic = Critic(ours, TrainerConfig(lr=1e-3, max_grad_norm=1e9), clip=0.2)
     torch.nn.init.normal_(ours.value_head.weight, generator=torch.Generator().manual_seed(1))
-    critic.score([tree], max_tokens=1000)
+    critic.score([tree], pack([tree], max_tokens=1000))
     rng = np.random.default_rng(1)
     tree.set("value_target", rng.normal(size=tree.response_length.sum()))
     tree.set("value", tree.value + 0.3)  # some move beyond the clip
     found = []
     critic.trainer._apply = lambda: found.append([p.grad.clone() for p in ours.parameters() if p.grad is not None])  # type: ignore[method-assign,assignment,return-value]
-    losses = [float(critic.learn(pack([tree], max_tokens=1000, flat=flat))["critic/loss"][0]) for flat in (False, True)]
+    batches = [pack([tree], max_tokens=1000, flat=flat) for flat in (False, True)]
+    losses = [float(critic.learn(some, tree.loss_tokens)["critic/loss"][0]) for some in batches]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert len(found[0]) == len(found[1]) > 10
     assert all((a - b).norm() <= 5e-5 * b.norm() for a, b in zip(*found, strict=True))

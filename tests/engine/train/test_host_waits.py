@@ -81,11 +81,12 @@ def test_the_critic_waits_once() -> None:
     trees = make_trees()
     for tree in trees:
         tree.rewards["reward"] = tree.advantage
-    learner.score(trees, max_tokens=10_000)
+    learner.score(trees, pack(trees, max_tokens=10_000))
     give_credit(gae, "gae", trees)
     learner.model.to("meta")
     learner.trainer = Trainer(learner.model, TrainerConfig(lr=1e-3))
-    assert waits(lambda: learner.learn(pack(trees, max_tokens=10_000)), value=1.0) == ONCE
+    tokens = sum(tree.loss_tokens for tree in trees)
+    assert waits(lambda: learner.learn(pack(trees, max_tokens=10_000), tokens), value=1.0) == ONCE
 
 
 def test_without_a_plan_of_the_host_it_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""The processes that train one model together, and the few values that they tell each other.
+
+FSDP2 (`engine/model/sharding.py`) exchanges parameters and gradients. All else that the ranks must agree on (the loss,
+counts of metrics, scores of trees) goes through a `Group`, and every decision of an update is made from such values, so
+no rank takes another way than the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Group:
+    """``count`` processes, of which this one is number ``rank``; by default a process that trains alone."""
+
+    count: int = 1
+    rank: int = 0
+
+    @staticmethod
+    def joined() -> Group:
+        """Return the group of torch.distributed's default process group, which this process has joined."""
+        return Group(dist.get_world_size(), dist.get_rank())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every rank, in their order; all ranks must call it. It is pickled."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value)
+        return found
+
+    def added(self, sums: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+        """Return the sums of the numbers under each name over all ranks; not every rank needs to have every name.
+
+        The order of the additions is that of the ranks, so the sums are the same bits on all of them.
+        """
+        if self.count == 1:
+            return dict(sums)
+        total: dict[str, tuple[float, ...]] = {}
+        for theirs in self.gather(dict(sums)):
+            for name, numbers in theirs.items():
+                before = total.get(name, (0.0,) * len(numbers))
+                total[name] = tuple(a + b for a, b in zip(before, numbers, strict=True))
+        return total
+
+
+ALONE = Group()

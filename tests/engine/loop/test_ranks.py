@@ -1,0 +1,116 @@
+"""Updates on several ranks are those of one process; wrong code is told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolltree.engine import UserError, load_config
+from rolltree.engine.app.build import build
+from rolltree.engine.app.console import Console
+from rolltree.engine.loop.metrics import Sums
+from rolltree.engine.train.group import ALONE, Group
+
+from ..tiny import write_run
+from .rank_runs import (
+    CASES,
+    MUTANTS,
+    USER,
+    Result,
+    alone,
+    differences,
+    learn,
+    make,
+    of_cases,
+    of_mutants,
+    on_ranks,
+    sampled,
+)
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run(tmp_path_factory.mktemp("ranks"))
+    (path.parent / "mine.py").write_text(USER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trees(toml: Path) -> list[list[Any]]:
+    return sampled(toml, 2, 7)
+
+
+@pytest.fixture(scope="module")
+def one(toml: Path, trees: list[list[Any]]) -> dict[str, Result]:
+    return {name: alone(toml, trees, case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def two(toml: Path, trees: list[list[Any]]) -> list[dict[str, Result]]:
+    return on_ranks(of_cases, toml.parent, 2, toml, trees, list(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_learn_what_one_process_learns(
+    case: str, one: dict[str, Result], two: list[dict[str, Result]]
+) -> None:
+    for rank in two:
+        assert differences(one[case], rank[case]) == {}
+
+
+def test_wrong_code_differs(toml: Path, trees: list[list[Any]], one: dict[str, Result]) -> None:
+    found, _ = on_ranks(of_mutants, toml.parent, 2, toml, trees)
+    assert found.keys() == MUTANTS.keys()
+    for name, result in found.items():
+        bad = differences(one[MUTANTS[name][0]], result)
+        assert max(bad.values(), default=0) > 1e-3, name
+
+
+def divided(group: Group, toml: Path, trees: list[list[Any]]) -> str:
+    """Return what is said of preference pairs where the trees do not fit."""
+    learner = make(toml, CASES["pairs, recomputed log-probs"], group)
+    learner.max_tokens = max(int(tree.path_length.max()) for tree in trees[0])
+    with pytest.raises(UserError) as said:
+        learner.update(trees[0], [], 1, Sums())
+    return str(said.value)
+
+
+def test_pairs_of_a_divided_tree_are_refused_on_all_ranks(toml: Path, trees: list[list[Any]]) -> None:
+    for said in on_ranks(divided, toml.parent, 2, toml, trees):
+        assert said.startswith("The loss term 'dpo' compares responses of a whole tree, and with trainer.ranks = 2")
+
+
+def test_a_run_on_ranks_is_refused(toml: Path) -> None:
+    with pytest.raises(UserError, match=r"`trainer\.ranks` = 2: runs cannot .* set it to 1"):
+        build(load_config(toml, ["--trainer.ranks=2"]), console=Console())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_ten_steps(count: int, toml: Path) -> None:
+    trees = sampled(toml, 10, 7)
+    ranks = on_ranks(of_cases, toml.parent, count, toml, trees, list(CASES))
+    for name, case in CASES.items():
+        expected = alone(toml, trees, replace(case, micro_batches_of=count if case.micro_batches_of else 0))
+        for rank in ranks:
+            assert differences(expected, rank[name]) == {}, name
+
+
+def rounded(group: Group, toml: Path, trees: list[list[Any]]) -> Result:
+    case = CASES["tokens, two updates"]
+    return learn(make(toml, case, group, "--model.dtype=bfloat16"), trees, case)
+
+
+def test_bf16_is_rounded_no_more_than_in_one_process(
+    toml: Path, trees: list[list[Any]], one: dict[str, Result]
+) -> None:
+    """Errors of gradients, against fp32, are those of one process that rounds as much."""
+    exact, alike = one["tokens, two updates"], rounded(ALONE, toml, trees)
+    for result in on_ranks(rounded, toml.parent, 2, toml, trees):
+        for name, gradient in exact.gradients.items():
+            mine, theirs = ((other.gradients[name] - gradient).norm() / gradient.norm() for other in (result, alike))
+            assert mine < 1.5 * theirs + 1e-3, name
+        assert max(differences(alike, result).values(), default=0.0) < 0.1
