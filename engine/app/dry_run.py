@@ -30,6 +30,7 @@ from .build import (
     check_lengths,
     check_old_logprobs,
     check_ranks,
+    check_workers,
     group_callback,
     kept_entries,
     rollout_program,
@@ -54,6 +55,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     check_old_logprobs(config)
     check_ranks(config)
     check_backend(config.rollout)
+    check_workers(config)
     group_callback(config)
     preflight.check_writable(config.run_dir)
     device = choose_device(config.model.device)
@@ -100,6 +102,9 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         f"a step             {trainer.prompts_per_step} prompts x {rollout.n} responses by '{rollout.program}', at "
         f"most {most} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
     )
+    if rollout.engines:
+        cluster = config.placement.cluster or "this machine"
+        yield f"engines            {rollout.engines} processes of Ray on {cluster}"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
     yield (
         f"update             {main.surrogate} loss, {main.aggregation}; at most "

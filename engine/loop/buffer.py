@@ -79,6 +79,8 @@ class Group:
     """Number of requests made for the group before the present one."""
     sampled: int = 0
     """Number of tokens sampled in its responses that are finished."""
+    place: int | None = None
+    """`Flight.place` of its newest responses."""
     parts: list[Responses] = field(default_factory=list)
     """Responses of each request; the newest may not be judged yet."""
 

@@ -284,6 +284,7 @@ class Controller:
                 self._seed(group),
                 group.prompt.context,
                 kept,
+                near=group.place,
             )
             for group in groups
         ]
@@ -299,6 +300,8 @@ class Controller:
         finished = []
         for group in [group for group, flight in self._sampling.items() if flight.done]:
             flight = self._sampling.pop(group)
+            if flight.begun_anew:
+                self.restarted["lost"] += flight.begun_anew
             if isinstance(flight.error, LostError):
                 self.buffer.to(group, State.QUEUED)
                 self.restarted["lost"] += 1
@@ -309,7 +312,8 @@ class Controller:
             assert flight.tree is not None
             self.buffer.to(group, State.JUDGING)
             self.buffer.sampled(group, flight.tree)
-            finished.append((group, flight.tree))
+            group.place = flight.place
+            finished.append((group, flight.tree, flight.texts))
         if finished:
             with self._timed(None, "reward"):
                 self.judging.add(finished)

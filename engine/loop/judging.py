@@ -73,13 +73,17 @@ class Judging:
         """True if verdicts are outstanding or not taken."""
         return bool(self._waiting or self._asked or self._judged)
 
-    def add(self, finished: Sequence[tuple[Group, TokenTree]]) -> None:
-        """Add trees with (further) responses of their groups and request the verdicts on them."""
-        texts = decode(self.tokenizer, [tree for _, tree in finished])
-        for (group, tree), some in zip(finished, texts, strict=True):
+    def add(self, finished: Sequence[tuple[Group, TokenTree, list[str] | None]]) -> None:
+        """Add trees with (further) responses of their groups, and request the verdicts on them.
+
+        Args:
+            finished: each with the responses' texts, or None where the sampler has not decoded them.
+        """
+        decoded = iter(decode(self.tokenizer, [tree for _, tree, texts in finished if texts is None]))
+        for group, tree, texts in finished:
             tree.set("group", group.ticket)
-            group.parts.append(Responses(tree, some, unsampled(tree)))
-        self.ask([group for group, _ in finished])
+            group.parts.append(Responses(tree, next(decoded) if texts is None else texts, unsampled(tree)))
+        self.ask([group for group, _, _ in finished])
 
     def ask(self, groups: Sequence[Group]) -> None:
         """Request verdicts on each group's newest responses; those that could not be sampled are not judged."""

@@ -122,7 +122,7 @@ class Orchestrator:
         begin = time.perf_counter()
         self.console.start(self.options.steps)
         # Everything has loaded before the directory is made, so an early mistake leaves no files.
-        with self.parts.rewards:
+        with closing(self.sampler), self.parts.rewards:
             self.console.phase("reading the reference answers")
             if note := self.parts.check_rewards():
                 self.console.note(f"{note}.")

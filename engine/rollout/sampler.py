@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..data.segment import Text
 from ..data.tree import TokenTree
-from ..programs import RolloutProgram
+from ..programs import RolloutProgram, make_program
 from .branch import Request
 from .digest import Held
 from .engine import RolloutEngine
@@ -44,6 +44,8 @@ class Job:
         seed: determines the samples together with the prompt and ``params``.
         context: input of the rollout program, for example the answer to verify with.
         kept: state of an unfinished job (`Kept.state`), from which it continues.
+        version: policy version of the oldest weights that may sample it.
+        near: `Flight.place` of an earlier job with the same prompt, whose keys may still be there.
     """
 
     prompt: Sequence[int]
@@ -51,15 +53,26 @@ class Job:
     seed: int = 0
     context: Any = None
     kept: Mapping[str, Any] | None = None
+    version: int = 0
+    near: int | None = None
 
 
 @dataclass(eq=False)
 class Flight:
-    """A submitted job; ``tree`` or ``error`` is set when it is done."""
+    """A submitted job; ``tree`` or ``error`` is set when it is done.
+
+    Attributes:
+        texts: texts of the leaves' responses, if the sampler has decoded them.
+        begun_anew: how often the job began anew, because the engine that had it was lost.
+        place: number of the engine that had it, of several.
+    """
 
     job: Job
     tree: TokenTree | None = None
     error: Exception | None = None
+    texts: list[str] | None = None
+    begun_anew: int = 0
+    place: int | None = None
 
     @property
     def done(self) -> bool:
@@ -171,13 +184,23 @@ class Sampler(Protocol):
         """Wait until the device has finished its work."""
         ...
 
+    def close(self) -> None:
+        """End the processes that sample, if it has any of its own."""
+        ...
+
 
 class LocalSampler:
-    """Samples with an engine in this process and a rollout program."""
+    """Samples with an engine in this process and a rollout program.
 
-    def __init__(self, engine: RolloutEngine, program: RolloutProgram) -> None:
-        self.engine, self.program = engine, program
+    Attributes:
+        failed: error of the last step if it failed as a whole, which ended all requests that it computed.
+    """
+
+    def __init__(self, engine: RolloutEngine, program: str | RolloutProgram) -> None:
+        self.engine = engine
+        self.program = make_program(program) if isinstance(program, str) else program
         self.tally: Counter[str] = Counter()
+        self.failed: Exception | None = None
         self._flights: dict[Flight, Request] = {}
         self._landed: list[Flight] = []  # done, not returned yet
 
@@ -189,11 +212,11 @@ class LocalSampler:
     def end_token_ids(self) -> Collection[int]:
         return self.engine.end_token_ids
 
-    def submit(self, jobs: Sequence[Job]) -> list[Flight]:
+    def submit(self, jobs: Sequence[Job], *, held_out: bool = False) -> list[Flight]:
         requests = self.engine.submit(
             [job.prompt for job in jobs],
             [job.params for job in jobs],
-            self.program,
+            self._held_out if held_out else self.program,
             seeds=[job.seed for job in jobs],
             contexts=[job.context for job in jobs],
         )
@@ -208,8 +231,11 @@ class LocalSampler:
 
     def step(self, seconds: float) -> list[Flight]:
         counts = self.engine.loop.counts
-        before, begin = {name: counts[name] for name in TALLIED}, time.perf_counter()
-        self.engine.step()
+        before, begin = {name: counts[name] for name in (*TALLIED, "failed_steps")}, time.perf_counter()
+        ended = self.engine.step()
+        self.failed = None
+        if counts["failed_steps"] > before["failed_steps"]:
+            self.failed = next((request.error for request in ended if request.error), RuntimeError("unknown"))
         self.tally["us"] += round(1e6 * (time.perf_counter() - begin))
         self.tally.update({name: counts[name] - before[name] for name in TALLIED})
         self._land()
@@ -256,12 +282,16 @@ class LocalSampler:
             return self.engine.generate(
                 [job.prompt for job in jobs],
                 [job.params for job in jobs],
-                self.program if self.program.answers_held_out else "flat",
+                self._held_out,
                 seeds=[job.seed for job in jobs],
                 contexts=[job.context for job in jobs],
             )
         finally:
             self._land()
+
+    @property
+    def _held_out(self) -> str | RolloutProgram:
+        return self.program if self.program.answers_held_out else "flat"
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
@@ -292,3 +322,6 @@ class LocalSampler:
     def settle(self) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+    def close(self) -> None:
+        return

@@ -32,6 +32,7 @@ EXCEPTIONS = {
     ("engine.settings", "engine.train.config"),  # a dataclass without imports
     ("engine.registration", "engine.model.attention"),  # by name, after Transformers was imported
     ("engine.app.cli", "bench.cli"),  # by name, for `rolltree bench`
+    ("engine.app.build", "engine.integrations.ray"),  # only where a run has engines in other processes
 }
 """The only imports that may break a rule."""
 

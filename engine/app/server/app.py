@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.segment import LeafStatus
 from ...rollout import Completion, RolloutEngine, SamplingParams
-from .driver import Driver, EngineFailedError, Job
 from .form import Form, Scored, error, event, usage
 from .grammar import Grammars
 from .prompts import Offered, answer_schema, chat_prompt, completion_prompts, forced_tool, offered_tools
+from .rollouts import EngineFailedError, Job, Rollouts
 from .schema import ChatBody, CompletionBody, Sampling
 
 Body = TypeVar("Body", bound=Sampling)
@@ -60,13 +60,13 @@ def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0)
     Raises:
         ValueError: the engine has no tokenizer.
     """
-    service = Service(engine, name, Driver(engine, stalled_after_s=stalled_after_s))
+    service = Service(engine, name, Rollouts(engine, stalled_after_s=stalled_after_s))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.driver.start()
+        service.rollouts.start()
         yield
-        service.driver.stop()
+        service.rollouts.stop()
 
     app = FastAPI(title="rolltree", lifespan=lifespan)
     app.add_exception_handler(RefusedError, _refuse)
@@ -76,7 +76,7 @@ def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0)
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        well, known = service.driver.health()
+        well, known = service.rollouts.health()
         return JSONResponse(known, 200 if well else 503)
 
     card = {"id": name, "object": "model", "created": 0, "owned_by": "rolltree"}
@@ -121,12 +121,12 @@ class Task:
 class Service:
     """Checks requests, submits them to the engine and formats their answers."""
 
-    def __init__(self, engine: RolloutEngine, name: str, driver: Driver) -> None:
+    def __init__(self, engine: RolloutEngine, name: str, rollouts: Rollouts) -> None:
         if engine.tokenizer is None:
             raise ValueError("A server takes and returns texts, so its engine needs a tokenizer.")
         self.engine = engine
         self.name = name
-        self.driver = driver
+        self.rollouts = rollouts
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self._grammars = Grammars(self.tokenizer, engine.vocabulary)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="rolltree-prompts")
@@ -222,7 +222,7 @@ class Service:
         try:
             if task.echo and task.form.logprobs:
                 for i, prompt in enumerate(task.prompts):
-                    records = await self.driver.call(partial(self.engine.prompt_logprobs, prompt, task.top))
+                    records = await self.rollouts.call(partial(self.engine.prompt_logprobs, prompt, task.top))
                     scored[i] = Scored.of_prompt(prompt, records)
             job = await self._submit(task)
         except ValueError as wrong:
@@ -231,7 +231,7 @@ class Service:
             nothing = [Scored() for _ in task.prompts]
             return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in nothing], scored))
         if task.body.stream:
-            return Events(self._events(job, task), partial(self.driver.finished, job))
+            return Events(self._events(job, task), partial(self.rollouts.finished, job))
         try:
             while not job.done:
                 try:
@@ -240,7 +240,7 @@ class Service:
                     if await http.is_disconnected():
                         raise ClientDisconnect from None
         finally:
-            self.driver.finished(job)
+            self.rollouts.finished(job)
         if failed := _failure(job):
             return JSONResponse(error(failed, "server_error", 500), 500)
         choices = [rollout.completions() for rollout in job.rollouts]
@@ -253,7 +253,7 @@ class Service:
             return None
         seeds = [(task.params.seed + i) % 2**64 for i in range(len(task.prompts))]
         params = [task.params] * len(task.prompts)
-        return await self.driver.submit(task.prompts, params, seeds, watched=bool(task.body.stream))
+        return await self.rollouts.submit(task.prompts, params, seeds, watched=bool(task.body.stream))
 
     @staticmethod
     def _whole(task: Task, choices: Sequence[Sequence[Completion]], scored: Sequence[Scored | None]) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class Canned:
 
     def settle(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 # -- other parts of a controller ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,373 @@
+"""Rollout engines in other processes, which together are the run's `Sampler`.
+
+Each engine is a worker whose object is a `Host`. Its states:
+
+    starting -> loading -> serving -> lost: a new worker begins again at starting
+        +-----------------^      no weights have been loaded yet, so it samples with those of the model's directory
+
+Only a serving engine gets jobs. An engine comes to `serving` only with the newest weights, and every job names the
+version that it needs, for which its host waits; so a job never sees older weights. A job goes to the engine with the
+fewest responses in flight, or where the keys of its prompt are; the jobs of one admission begin together.
+
+A worker that ends, or that takes no step for ``hang_s`` while it has work, is killed and replaced. Its jobs begin anew
+elsewhere, with their seeds, so the same tokens are sampled if the weights are the same. A result is the value of one
+future; those of a killed worker are discarded with it, so no job has two results.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..data.segment import Text
+from ..data.tree import TokenTree
+from ..errors import RunError
+from ..rollout.host import Facts, Health, Host, Result, pack_weights
+from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
+from .workers import LostError, Reference, Worker, Workers
+
+LOOK_S = 0.05
+"""Seconds between checks of the engines while a caller waits for one answer."""
+HEALTH_S = 5.0
+"""Seconds between two questions about an engine's health."""
+START_S = 900.0
+"""Seconds that an engine may take to start: it loads a model, and vLLM compiles it."""
+
+
+@dataclass(eq=False)
+class _Engine:
+    """A worker and what it has been asked."""
+
+    index: int
+    worker: Worker
+    facts: Future[Facts] | None
+    """Unanswered while it starts."""
+    asked_at: float
+    """Time of the newest question about its health; before it serves, of its start or of the load."""
+    pid: int | None = None
+    arrival: Future[int] | None = None
+    """Load with which it comes to serving."""
+    serving: bool = False
+    jobs: dict[int, tuple[Flight, Future[Result]]] = field(default_factory=dict)
+    asked: dict[Future[Any], float] = field(default_factory=dict)
+    """Unanswered calls whose answers say nothing, and their times."""
+    health: Future[Health] | None = None
+    tally: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def load(self) -> int:
+        """Number of responses in flight."""
+        return sum(flight.job.params.n for flight, _ in self.jobs.values())
+
+    def ask(self, now: float, method: str, *args: Any) -> None:
+        self.asked[self.worker.ask(method, *args)] = now
+
+    def futures(self) -> Iterator[Future[Any]]:
+        yield from (future for _, future in self.jobs.values())
+        yield from self.asked
+        yield from (future for future in (self.facts, self.arrival, self.health) if future is not None)
+
+
+class Fleet:
+    """Samples with engines in other processes; see `Sampler` and the module's description.
+
+    Args:
+        workers: starts the engines.
+        engines: their number.
+        make: makes the `Host` of an engine, in its process.
+        args: arguments of ``make``.
+        hang_s: seconds without a step, or without an answer, after which an engine is replaced.
+        restarts: most engines that may be lost between two loads of weights.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        engines: int,
+        make: Callable[..., Host],
+        *args: Any,
+        hang_s: float,
+        restarts: int,
+    ) -> None:
+        self.workers, self._make, self._args = workers, make, args
+        self._hang_s, self._restarts = hang_s, restarts
+        self._version = 0
+        self._weights: tuple[list[Reference], bool] | None = None  # the newest buckets, and `keep_keys`
+        self._numbers = 0
+        self._lost = 0  # engines since the last weights
+        self._before: Counter[str] = Counter()  # tally of workers that are no more
+        self._pending: list[Flight] = []  # without an engine
+        self._held_out: set[Flight] = set()  # unfinished, of `generate`
+        self._landed: list[Flight] = []  # done, not returned yet
+        self._facts: Facts | None = None
+        self._engines = [self._start(index) for index in range(engines)]
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def longest(self) -> int | None:
+        return self._known().longest
+
+    @property
+    def end_token_ids(self) -> Collection[int]:
+        return self._known().end_token_ids
+
+    def _known(self) -> Facts:
+        while self._facts is None:
+            self._round(LOOK_S)
+        return self._facts
+
+    @property
+    def tally(self) -> Counter[str]:
+        """Sums over the engines as of their newest results; see `Sampler.tally`."""
+        return sum((engine.tally for engine in self._engines), self._before)
+
+    # -- jobs -------------------------------------------------------------------------------------------------------
+
+    def submit(self, jobs: Sequence[Job]) -> list[Flight]:
+        flights = [Flight(replace(job, version=self._version)) for job in jobs]
+        self._pending += flights
+        self._dispatch()
+        return flights
+
+    def step(self, seconds: float) -> list[Flight]:
+        self._round(0.0 if self._landed else seconds)
+        done, self._landed = self._landed, []
+        return done
+
+    def generate(self, jobs: Sequence[Job]) -> list[TokenTree]:
+        flights = [Flight(replace(job, version=self._version)) for job in jobs]
+        self._held_out |= set(flights)
+        self._pending += flights
+        try:
+            self._dispatch()
+            for flight in flights:
+                while not flight.done:
+                    self._round(LOOK_S)
+                if flight.error is not None:
+                    raise flight.error
+        finally:
+            self.drop([flight for flight in flights if not flight.done])
+            self._landed = [flight for flight in self._landed if flight not in self._held_out]
+            self._held_out.clear()
+        return [flight.tree for flight in flights if flight.tree is not None]
+
+    def kept(self, flights: Sequence[Flight]) -> list[Kept]:
+        wanted, asked = set(flights), []
+        for engine in self._engines:
+            if mine := {number: flight for number, (flight, _) in engine.jobs.items() if flight in wanted}:
+                asked.append((list(mine.values()), engine.worker.ask("kept", list(mine))))
+        states: dict[Flight, Kept] = {}
+        for mine_, future in asked:
+            while not future.done():
+                self._round(LOOK_S, future)
+            if not isinstance(future.exception(), LostError):  # lost ones begin anew, here and when resumed
+                states |= dict(zip(mine_, future.result(), strict=True))
+        unbegun = Kept(None, None)
+        return [
+            Kept(dict(flight.job.kept), None) if found == unbegun and flight.job.kept is not None else found
+            for flight in flights
+            for found in [states.get(flight, unbegun)]
+        ]
+
+    def drop(self, flights: Sequence[Flight]) -> None:
+        dropped = set(flights)
+        self._pending = [flight for flight in self._pending if flight not in dropped]
+        for engine in self._engines:
+            if numbers := [number for number, (flight, _) in engine.jobs.items() if flight in dropped]:
+                for number in numbers:
+                    del engine.jobs[number]
+                engine.ask(self.workers.clock(), "drop", numbers)
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[Array]]:
+        while True:
+            if serving := [engine for engine in self._engines if engine.serving]:
+                future = min(serving, key=lambda engine: engine.load).worker.ask("score", prompts, continuations)
+                while not future.done():
+                    self._round(LOOK_S, future)
+                if not isinstance(future.exception(), LostError):
+                    found: list[list[Array]] = future.result()
+                    return found
+            self._round(LOOK_S)
+
+    # -- weights and keys -------------------------------------------------------------------------------------------
+
+    def load(self, weights: WeightSource | None, version: int, *, keep_keys: bool) -> None:
+        """Let every engine fetch the weights while it samples; jobs submitted from now on wait for them there."""
+        if weights is None:
+            raise ValueError("Engines in other processes need weights; none were given.")
+        self._version, self._lost = version, 0
+        self._weights = [self.workers.put(bucket) for bucket in pack_weights(weights.tensors())], keep_keys
+        for engine in self._engines:
+            if engine.serving:
+                engine.asked[self._ask_load(engine)] = self.workers.clock()
+            elif engine.arrival is not None:
+                engine.arrival, engine.asked_at = self._ask_load(engine), self.workers.clock()
+
+    def _ask_load(self, engine: _Engine) -> Future[int]:
+        assert self._weights is not None
+        buckets, keep_keys = self._weights
+        return engine.worker.ask("load", buckets, self._version, keep_keys)
+
+    def forget_prefixes(self) -> None:
+        for engine in self._engines:
+            if engine.serving:
+                engine.ask(self.workers.clock(), "forget_prefixes")
+
+    def remember(self, texts: Iterable[Text]) -> None:
+        """Pass texts to the present engines; one that is started later drafts from what it samples itself."""
+        given = list(texts)
+        for engine in self._engines:
+            engine.ask(self.workers.clock(), "remember", given)
+
+    # -- what needs nothing here ------------------------------------------------------------------------------------
+
+    def in_thread(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.workers.close()
+
+    # -- one round --------------------------------------------------------------------------------------------------
+
+    def _round(self, seconds: float, *others: Future[Any]) -> None:
+        """Wait for an answer of the engines or of ``others``; then collect results, replace lost engines, send jobs."""
+        self.workers.wait([*others, *(future for engine in self._engines for future in engine.futures())], seconds)
+        for engine in list(self._engines):
+            try:
+                self._read(engine)
+                self._look_after(engine)
+            except LostError as error:
+                self._replace(engine, str(error).rstrip("."))
+        self._dispatch()
+
+    def _read(self, engine: _Engine) -> None:
+        """Take the answers of an engine.
+
+        Raises:
+            LostError: the engine is no more.
+        """
+        if engine.facts is not None and engine.facts.done():
+            self._facts, engine.facts = engine.facts.result(), None
+            engine.pid = self._facts.pid
+            engine.asked_at = self.workers.clock()
+            if self._weights is None:
+                engine.serving = True
+            else:
+                engine.arrival = self._ask_load(engine)
+        if engine.arrival is not None and engine.arrival.done():
+            engine.arrival.result()
+            engine.arrival, engine.serving, engine.asked_at = None, True, self.workers.clock()
+        for number, (flight, future) in list(engine.jobs.items()):
+            if future.done():
+                self._land(engine, flight, future)
+                del engine.jobs[number]
+        for future in [future for future in engine.asked if future.done()]:
+            future.result()
+            del engine.asked[future]
+
+    def _land(self, engine: _Engine, flight: Flight, future: Future[Result]) -> None:
+        error = future.exception()
+        if isinstance(error, LostError):
+            raise error
+        if error is not None:
+            assert isinstance(error, Exception)
+            flight.error = error
+        else:
+            result = future.result()
+            self._check_version(engine, flight.job, result.tree)
+            flight.tree, flight.texts, engine.tally = _writable(result.tree), result.texts, result.tally
+        flight.place = engine.index
+        self._landed.append(flight)
+
+    def _check_version(self, engine: _Engine, job: Job, tree: TokenTree) -> None:
+        sampled = tree.policy_version[tree.loss_mask]
+        if job.kept is None and len(sampled) and (oldest := int(sampled.min())) < job.version:
+            raise RunError(
+                f"Rollout engine {engine.index} sampled with the weights of version {oldest} for a job that needs "
+                f"version {job.version}; this is a defect of rolltree, please report it."
+            )
+
+    def _look_after(self, engine: _Engine) -> None:
+        """Ask for the engine's health.
+
+        Raises:
+            LostError: it takes too long to start, to answer, or to take a step.
+        """
+        now = self.workers.clock()
+        if not engine.serving:
+            if now - engine.asked_at > START_S:
+                raise LostError(f"it did not start and load the weights within {START_S:.0f} s")
+            return
+        if engine.asked and now - min(engine.asked.values()) > START_S:
+            raise LostError(f"it did not load the weights within {START_S:.0f} s")
+        if engine.health is None:
+            if now - engine.asked_at >= HEALTH_S:
+                engine.health, engine.asked_at = engine.worker.ask("health"), now
+            return
+        if engine.health.done():
+            found = engine.health.result()
+            engine.health, engine.tally = None, found.tally
+            if not found.alive or found.idle_s > self._hang_s:
+                raise LostError(f"it took no step for {found.idle_s:.0f} s while it had work (placement.hang_s)")
+        elif now - engine.asked_at > self._hang_s:
+            raise LostError(f"it gave no answer for {now - engine.asked_at:.0f} s (placement.hang_s)")
+
+    def _start(self, index: int) -> _Engine:
+        worker = self.workers.start("engine", index, self._make, *self._args)
+        return _Engine(index, worker, worker.ask("facts"), self.workers.clock())
+
+    def _replace(self, engine: _Engine, why: str) -> None:
+        """Kill an engine and start another in its place; its jobs begin anew."""
+        engine.worker.kill()
+        self._lost += 1
+        if self._lost > self._restarts:
+            raise RunError(
+                f"{self._lost} rollout engines were lost since the last update of the weights (placement.restarts = "
+                f"{self._restarts}), the last because {why}; look into the logs of Ray (/tmp/ray/session_latest/logs)."
+            )
+        again = [flight for flight, _ in engine.jobs.values()]
+        for flight in again:
+            flight.begun_anew += 1
+        self._pending = again + self._pending
+        self._before += engine.tally
+        self._engines[engine.index] = self._start(engine.index)
+
+    def _dispatch(self) -> None:
+        """Send the flights that wait for an engine, those of one engine together."""
+        serving = [engine for engine in self._engines if engine.serving]
+        if not serving or not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        load = {engine.index: engine.load for engine in serving}
+        sent: dict[tuple[int, bool], dict[int, Flight]] = {}
+        for flight in pending:
+            place = flight.job.near if flight.job.near in load else min(load, key=lambda index: (load[index], index))
+            assert place is not None
+            load[place] += flight.job.params.n
+            self._numbers += 1
+            sent.setdefault((place, flight in self._held_out), {})[self._numbers] = flight
+        for (place, held_out), flights in sent.items():
+            engine = self._engines[place]
+            jobs = {number: flight.job for number, flight in flights.items()}
+            engine.ask(self.workers.clock(), "run", jobs, held_out)
+            for number, flight in flights.items():
+                engine.jobs[number] = flight, engine.worker.ask("result", number)
+
+
+def _writable(tree: TokenTree) -> TokenTree:
+    """Copy the arrays of a received tree that the learner writes; they may be read-only."""
+    tree.columns = {name: np.array(values) for name, values in tree.columns.items()}
+    tree.rewards = {name: np.array(values) for name, values in tree.rewards.items()}
+    return tree

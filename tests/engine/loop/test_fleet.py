@@ -1,0 +1,372 @@
+"""The fleet over made-up engines that answer, hang, end and load when the test says so, on a clock of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.errors import RunError
+from rolltree.engine.loop.fleet import HEALTH_S, START_S, Fleet
+from rolltree.engine.loop.workers import InThreads, Worker
+from rolltree.engine.rollout import SamplingParams
+from rolltree.engine.rollout.host import Facts, Health, Result
+from rolltree.engine.rollout.sampler import Flight, Job, Kept
+
+HANG_S = 30.0
+
+
+class Weights:
+    """The source of weights whose only number is their version."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor([float(self.version)])}
+
+
+class Made:
+    """An engine that answers a job of seed s with the token s, labelled with its version."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.version, self.weights = 0, 0.0
+        self.hung, self.slow = False, False
+        self.jobs: dict[int, Job] = {}
+        self.futures: dict[int, Future[Result]] = {}
+        self.results: dict[int, Future[Result]] = {}
+        self.loads: list[tuple[Future[int], int, float]] = []
+        self.runs: list[tuple[dict[int, Job], bool]] = []
+        stage.made.append(self)
+
+    def facts(self) -> Facts:
+        return Facts(64, [0], 1)
+
+    def load(self, buckets: list[Any], version: int, keep_keys: bool) -> Future[int]:
+        ((data, _, _),) = buckets[0].get().values()
+        future: Future[int] = Future()
+        self.loads.append((future, version, float(np.array(data).view(np.float32)[0])))
+        return future
+
+    def run(self, jobs: dict[int, Job], held_out: bool) -> None:
+        self.runs.append((jobs, held_out))
+        self.jobs |= jobs
+        new: dict[int, Future[Result]] = {number: Future() for number in jobs}
+        self.futures |= new
+        self.results |= new
+
+    def result(self, number: int) -> Future[Result]:
+        return self.results.pop(number)
+
+    def kept(self, numbers: list[int]) -> list[Kept]:
+        return [Kept({"seed": self.jobs[n].seed}, None) if n in self.jobs else Kept(None, None) for n in numbers]
+
+    def drop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.jobs.pop(number, None)
+
+    def forget_prefixes(self) -> None: ...
+
+    def score(self, prompts: Any, continuations: Any) -> Any:
+        return [[np.full(len(c), -1.0, np.float32) for c in some] for some in continuations]
+
+    def health(self) -> Any:
+        if self.hung:
+            return Future()
+        return Health(self.version, HANG_S + 1 if self.slow else 0.0, None, True, Counter(steps=1))
+
+    # -- told by the test
+
+    def finish_loads(self) -> None:
+        for future, version, weights in self.loads:
+            self.version, self.weights = version, weights
+            future.set_result(version)
+        self.loads.clear()
+
+    def finish(self, number: int, *, careless: bool = False) -> bool:
+        """Finish a job, if its weights are here."""
+        job = self.jobs[number]
+        if job.version > self.version and not careless:
+            return False
+        del self.jobs[number]
+        tree = TokenTree.from_sequences(
+            list(job.prompt), [[job.seed]], behaviour_logprobs=[np.array([-1.0])], policy_version=self.version
+        )
+        tree.meta["weights"] = self.weights
+        self.futures[number].set_result(Result(tree, [str(job.seed)], Counter(steps=1)))
+        return True
+
+
+class Stage(InThreads):
+    """Threads with a clock that moves only while the fleet waits in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Made] = []
+        self.now = 0.0
+        self.workers: dict[int, Worker] = {}
+
+    def start(self, role: Any, index: int, make: Any, *args: Any) -> Worker:
+        self.workers[index] = super().start(role, index, make, *args)
+        return self.workers[index]
+
+    def drain(self) -> None:
+        """Let all calls that were asked be made."""
+        for worker in self._started:
+            if not worker._killed:
+                worker._calls._thread.submit(int).result(20)
+
+    def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
+        self.drain()
+        done = {future for future in futures if future.done()}
+        if not done:
+            self.now += seconds or 0.0
+        return done
+
+    def clock(self) -> float:
+        return self.now
+
+
+@contextmanager
+def fleet(engines: int = 2, restarts: int = 100, make: Any = Made) -> Iterator[tuple[Fleet, Stage]]:
+    stage = Stage()
+    made = Fleet(stage, engines, make, stage, hang_s=HANG_S, restarts=restarts)
+    try:
+        assert made.longest == 64  # waits for the first
+        for _ in range(3):
+            made.step(0.01)
+        yield made, stage
+    finally:
+        made.close()
+
+
+def job(seed: int, n: int = 1, **given: Any) -> Job:
+    return Job([1, 2], SamplingParams(n=n, max_new_tokens=4), seed, **given)
+
+
+def finish_all(stage: Stage) -> None:
+    stage.drain()
+    for made in stage.made:
+        made.finish_loads()
+        for number in list(made.jobs):
+            made.finish(number)
+
+
+def steps(made: Fleet, count: int, seconds: float) -> None:
+    for _ in range(count):
+        made.step(seconds)
+
+
+def answers(done: list[Flight]) -> list[int]:
+    return [int(flight.tree.token_id[-1]) for flight in done if flight.tree is not None]
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 4)),
+    st.tuples(st.just("finish"), st.integers(0, 1000)),
+    st.tuples(st.just("end"), st.integers(0, 2)),
+    st.tuples(st.just("hang"), st.integers(0, 2)),
+    st.tuples(st.just("stall"), st.integers(0, 2)),
+    st.tuples(st.just("weights"), st.just(0)),
+    st.tuples(st.just("loaded"), st.integers(0, 1000)),
+    st.tuples(st.just("step"), st.integers(1, 40)),
+)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3), st.lists(ACTIONS, max_size=40))
+def test_every_job_has_one_result_of_weights_that_are_new_enough(engines: int, actions: list[tuple[str, int]]) -> None:
+    """Deaths, hangs, loads and ends of jobs in any order; what a lost engine still answers is wrong and ignored."""
+    with fleet(engines) as (made, stage):
+        needed: dict[Flight, int] = {}
+        done: list[Flight] = []
+        version = 0
+        for what, number in actions:
+            stage.drain()
+            alive = [m for m in stage.made if not m.hung]
+            jobs = [(m, n) for m in alive for n in m.jobs]
+            worker = stage.workers[number % engines]
+            match what:
+                case "submit":
+                    flights = made.submit([job(100 + len(needed) + i) for i in range(number)])
+                    needed |= dict.fromkeys(flights, version)
+                case "finish" if jobs:
+                    jobs[number % len(jobs)][0].finish(jobs[number % len(jobs)][1])
+                case "end":
+                    worker.kill()
+                case "hang":
+                    stage.made[-1 - number % len(stage.made)].hung = True
+                case "stall":
+                    stage.made[-1 - number % len(stage.made)].slow = True
+                case "weights":
+                    version += 1
+                    made.load(Weights(version), version, keep_keys=False)
+                case "loaded" if alive:
+                    alive[number % len(alive)].finish_loads()
+                case "step":
+                    for _ in range(number):
+                        done += made.step(1.0)
+        begin = stage.now
+        while len(done) < len(needed):
+            finish_all(stage)
+            done += made.step(1.0)
+            assert stage.now - begin < 3 * (HANG_S + HEALTH_S), "it waits without a limit"
+        assert len(set(done)) == len(done) == len(needed)
+        assert answers(done) == [flight.job.seed for flight in done]
+        for flight, least in needed.items():
+            assert flight.tree is not None
+            assert flight.texts == [str(flight.job.seed)]
+            assert flight.tree.policy_version[-1] >= least
+            assert flight.tree.meta["weights"] == flight.tree.policy_version[-1]  # a new engine loaded them first
+
+
+def test_the_result_of_a_killed_engine_is_never_accepted() -> None:
+    with fleet(1) as (made, stage):
+        (flight,) = made.submit([job(5)])
+        stage.drain()
+        (old,) = stage.made
+        stage.workers[0].kill()
+        old.jobs = {number: job(6) for number in old.jobs}  # another answer than the new engine's
+        for number in list(old.jobs):
+            old.finish(number)
+        assert made.step(0.1) == []
+        while not flight.done:
+            finish_all(stage)
+            made.step(0.1)
+        assert answers([flight]) == [5]
+        assert flight.begun_anew == 1
+
+
+@pytest.mark.parametrize("how", ["hung", "slow"])
+def test_an_engine_without_steps_is_replaced_in_time(how: str) -> None:
+    with fleet(2) as (made, stage):
+        flights = made.submit([job(i) for i in range(4)])
+        stage.drain()
+        setattr(stage.made[0], how, True)
+        for number in list(stage.made[1].jobs):
+            stage.made[1].finish(number)
+        begin = stage.now
+        while len(stage.made) == 2:
+            made.step(1.0)
+        assert stage.now - begin <= HANG_S + 2 * HEALTH_S
+        while not all(flight.done for flight in flights):
+            finish_all(stage)
+            made.step(1.0)
+        assert sorted(flight.begun_anew for flight in flights) == [0, 0, 1, 1]
+
+
+def test_an_engine_that_never_starts_is_replaced_and_many_losses_end_the_run() -> None:
+    class Silent(Made):
+        def facts(self) -> Any:
+            return Future()
+
+    stage = Stage()
+    made = Fleet(stage, 1, Silent, stage, hang_s=HANG_S, restarts=2)
+    with pytest.raises(RunError, match=r"3 rollout engines were lost .*placement\.restarts = 2.*did not start"):
+        steps(made, 100, 60.0)
+    assert stage.now <= 3 * (START_S + 120)
+    made.close()
+
+
+def test_losses_are_counted_between_two_updates() -> None:
+    with fleet(1, restarts=1) as (made, stage):
+        for version in range(1, 4):  # one loss for each
+            stage.workers[0].kill()
+            made.step(1.0)
+            made.load(Weights(version), version, keep_keys=False)
+        stage.workers[0].kill()
+        made.step(1.0)
+        stage.workers[0].kill()
+        with pytest.raises(RunError, match="2 rollout engines were lost"):
+            made.step(1.0)
+
+
+def test_a_new_engine_loads_the_newest_weights_before_its_first_job() -> None:
+    with fleet(1) as (made, stage):
+        made.load(Weights(1), 1, keep_keys=False)
+        stage.workers[0].kill()
+        made.step(1.0)
+        (flight,) = made.submit([job(1)])
+        for _ in range(5):
+            made.step(1.0)
+        new = stage.made[-1]
+        assert new.loads
+        assert not new.jobs
+        made.load(Weights(2), 2, keep_keys=False)  # while it loads the first
+        stage.drain()
+        new.finish_loads()
+        made.step(1.0)
+        stage.drain()
+        assert new.weights == 2.0
+        assert len(new.jobs) == 1
+        finish_all(stage)
+        made.step(1.0)
+        assert flight.done
+
+
+def test_an_engine_that_samples_with_older_weights_ends_the_run() -> None:
+    with fleet(1) as (made, stage):
+        made.load(Weights(1), 1, keep_keys=False)
+        made.submit([job(1)])
+        stage.drain()
+        (number,) = stage.made[0].jobs
+        stage.made[0].finish(number, careless=True)
+        with pytest.raises(RunError, match=r"engine 0 sampled with the weights of version 0 .* needs version 1"):
+            made.step(1.0)
+
+
+def test_jobs_begin_together_at_the_least_loaded_engine_or_where_their_keys_are() -> None:
+    with fleet(2) as (made, stage):
+        first = made.submit([job(1, n=6), job(2, n=2), job(3, n=2), job(4, n=2), job(5, n=1)])
+        stage.drain()
+        runs = [[sorted(j.seed for j in jobs.values()) for jobs, _ in m.runs] for m in stage.made]
+        assert runs == [[[1, 5]], [[2, 3, 4]]]
+        finish_all(stage)
+        made.step(1.0)
+        assert [flight.place for flight in first] == [0, 1, 1, 1, 0]
+        made.submit([job(6, near=1), job(7, near=1)])
+        stage.drain()
+        assert [j.seed for j in stage.made[1].jobs.values()] == [6, 7]
+
+
+def test_held_out_problems_are_answered_beside_rollouts() -> None:
+    with fleet(1) as (made, stage):
+        (flight,) = made.submit([job(1)])
+        inner = stage.wait
+        stage.wait = lambda futures, seconds: (finish_all(stage), inner(futures, seconds))[1]  # type: ignore[method-assign]
+        trees = made.generate([job(8), job(9)])
+        assert [int(tree.token_id[-1]) for tree in trees] == [8, 9]
+        assert [held_out for _, held_out in stage.made[0].runs] == [False, True]
+        assert made.step(1.0) == [flight]  # it ended meanwhile
+
+
+def test_unfinished_jobs_are_kept_and_dropped() -> None:
+    with fleet(2) as (made, stage):
+        flights = made.submit([job(i) for i in range(3)])
+        resumed = made.submit([job(3, kept={"n": 1})])
+        assert [kept.state for kept in made.kept(flights)] == [{"seed": i} for i in range(3)]
+        stage.workers[0].kill()
+        stage.workers[1].kill()
+        assert made.kept([*flights, *resumed]) == [*[Kept(None, None)] * 3, Kept({"n": 1}, None)]
+        made.drop(flights)
+        while not resumed[0].done:
+            finish_all(stage)
+            made.step(1.0)
+        stage.drain()
+        assert not any(m.jobs for m in stage.made[2:])
+
+
+def test_scores_come_from_an_engine_that_lives() -> None:
+    with fleet(2) as (made, stage):
+        stage.workers[0].kill()
+        found = made.score([[1]], [[[2, 3]]])
+        assert found[0][0].tolist() == [-1.0, -1.0]

@@ -1,0 +1,299 @@
+"""Whole runs with engines in threads, and behind the mark ``ray`` in processes of Ray, against runs of one process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rolltree.engine.app import build
+from rolltree.engine.errors import UserError
+from rolltree.engine.loop import fleet as fleet_module
+from rolltree.engine.loop.fleet import Fleet
+from rolltree.engine.loop.orchestrator import Orchestrator
+from rolltree.engine.loop.workers import InThreads, LostError, Reference
+from rolltree.engine.rollout.host import Host
+
+from ..tiny import write_run
+from .scale import Saboteur, ages, assert_close, train
+from .test_durability import assert_same_run, audit, rows
+
+SHORT = ["--evaluation.problems=4", "--evaluation.every=2", "--trainer.steps=3", "--checkpoint.every=3"]
+STALE = [
+    "--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1",
+    "--rollout.max_new_tokens=40", "--algorithm.advantage=group_norm",
+]  # fmt: skip
+WITHIN = 2e-5
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("scale"))
+
+
+@pytest.fixture(scope="module")
+def alone(toml: Path) -> Path:
+    """The directory of the run of one process."""
+    config, _ = train(toml, [f"--output_dir={toml.parent}/alone", *SHORT])
+    return config.run_dir
+
+
+@pytest.fixture(autouse=True)
+def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers changes torch's functions while it loads a model, which threads of one process would see."""
+    lock, load_model = threading.Lock(), build.load_model
+
+    def alone(*args: Any, **options: Any) -> Any:
+        with lock:
+            return load_model(*args, **options)
+
+    monkeypatch.setattr(build, "load_model", alone)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
+    """Workers in threads, which runs use instead of Ray."""
+    made = InThreads()
+    monkeypatch.setattr(build, "make_fleet", partial(build.make_fleet, workers=made))
+    return made
+
+
+# -- in threads -------------------------------------------------------------------------------------------------------
+
+
+def test_one_engine_elsewhere_gives_the_bits_of_one_process(
+    toml: Path, alone: Path, threads: InThreads, tmp_path: Path
+) -> None:
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=1"])
+    assert_same_run(config.run_dir, alone)
+
+
+def test_two_engines_give_the_same_tokens(toml: Path, alone: Path, threads: InThreads, tmp_path: Path) -> None:
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
+    assert_close(config.run_dir, alone, WITHIN)
+
+
+def test_an_engine_that_keeps_its_first_weights_is_found(
+    toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative: it names the new version and samples with old weights."""
+
+    def pretend(self: Host, buckets: Any, version: int, keep_keys: bool = False) -> Any:
+        return self.call(lambda: setattr(self.engine, "policy_version", version) or version)
+
+    monkeypatch.setattr(Host, "load", pretend)
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
+    with pytest.raises(AssertionError):
+        assert_close(config.run_dir, alone, WITHIN)
+
+
+class Slow(InThreads):
+    """Weights take a while to fetch."""
+
+    def put(self, value: Any) -> Reference:
+        inner = super().put(value)
+
+        class Late:
+            def get(self) -> Any:
+                time.sleep(0.2)
+                return inner.get()
+
+        return Late()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_no_token_is_older_than_its_group(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """With loads that are late; without the hosts' wait for the version, older tokens appear (the negative)."""
+    monkeypatch.setattr(build, "make_fleet", partial(build.make_fleet, workers=Slow()))
+    if not waits:
+        submit = Fleet.submit
+
+        def of_any_version(self: Fleet, jobs: Any) -> Any:
+            before, self._version = self._version, 0
+            try:
+                return submit(self, jobs)
+            finally:
+                self._version = before
+
+        monkeypatch.setattr(Fleet, "submit", of_any_version)
+    seen: list[list[tuple[int, int]]] = []
+    arguments = [f"--output_dir={tmp_path}", *STALE, "--rollout.engines=2", "--trainer.steps=6"]
+    config, _ = train(toml, arguments, lambda run: seen.append(ages(run)))
+    assert len(seen[0]) == 6 * config.trainer.prompts_per_step
+    assert any(started for started, _ in seen[0])
+    assert all(oldest >= started for started, oldest in seen[0]) == waits
+    if waits:
+        assert max(row.get("policy/lag", 0) for row in rows(config.run_dir)) <= 1
+
+
+def test_engines_that_end_in_the_middle_lose_no_group(toml: Path, tmp_path: Path, threads: InThreads) -> None:
+    saboteurs = []
+
+    def watch(run: Orchestrator) -> None:
+        assert isinstance(run.sampler, Fleet)
+        strikes = [(step, partial(strike_when_busy, run.sampler, kill_worker)) for step in (1, 3, 5)]
+        saboteurs.append(Saboteur(run, strikes))
+        saboteurs[0].start()
+
+    arguments = [f"--output_dir={tmp_path}", *STALE, "--rollout.engines=2", "--trainer.steps=8"]
+    config, _ = train(toml, arguments, watch)
+    assert saboteurs[0].done == 3
+    assert len(audit(config)) == 8 * config.trainer.prompts_per_step
+    assert sum(row.get("group/restarted_lost", 0) for row in rows(config.run_dir)) >= 1
+
+
+def strike_when_busy(fleet: Fleet, strike: Callable[[Any], object]) -> None:
+    """Strike an engine that has jobs."""
+    while True:
+        for engine in list(fleet._engines):
+            if engine.serving and engine.jobs:
+                strike(engine)
+                return
+        time.sleep(0.001)
+
+
+def kill_worker(engine: Any) -> None:
+    engine.worker.kill()
+
+
+def test_without_ray_asking_for_engines_is_one_sentence(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = build.importlib.util.find_spec
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    with pytest.raises(UserError, match=r"rollout\.engines = 1 needs Ray.*install rolltree\[ray\]"):
+        train(toml, [f"--output_dir={toml.parent}/none", "--rollout.engines=1"])
+    assert not (toml.parent / "none").exists()
+
+
+# -- in processes of Ray ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """One Ray for all tests, with room for their workers."""
+    from rolltree.engine.integrations.ray import RayWorkers
+
+    RayWorkers({"engine": ({"CPU": 1.0}, 8)}).close()
+    import ray
+
+    yield ray
+    ray.shutdown()
+
+
+class Thing:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def fail(self) -> None:
+        raise ZeroDivisionError("of the thing")
+
+    def total(self, numbers: Reference) -> int:
+        return sum(numbers.get())
+
+    def add(self, number: int) -> list[int]:
+        self.added = [*getattr(self, "added", []), number]
+        return self.added
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_workers_are_processes_that_end_alone(ray: Any) -> None:
+    from rolltree.engine.integrations.ray import RayWorkers
+
+    workers = RayWorkers({"engine": ({"CPU": 1.0}, 2)})
+    one, other = (workers.start("engine", i, Thing) for i in range(2))
+    pids = [worker.ask("pid").result(60) for worker in (one, other)]
+    assert len({*pids, os.getpid()}) == 3
+    with pytest.raises(ZeroDivisionError, match="of the thing"):
+        one.ask("fail").result(60)
+    added = [one.ask("add", number) for number in range(200)]  # Ray itself hands them over in any order
+    assert added[-1].result(60) == list(range(200))
+    assert one.ask("total", workers.put([1, 2, 3])).result(60) == 6
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(LostError, match="engine 0 has ended"):
+        one.ask("pid").result(60)
+    one.kill()
+    again = workers.start("engine", 0, Thing)  # in the same place
+    assert again.ask("pid").result(60) not in pids
+    assert other.ask("pid").result(60) == pids[1]
+    workers.close()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_one_process_of_ray_gives_the_bits_of_this_process(ray: Any, toml: Path, alone: Path, tmp_path: Path) -> None:
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=1"])
+    assert_same_run(config.run_dir, alone)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_two_processes_of_ray_give_the_same_tokens(ray: Any, toml: Path, alone: Path, tmp_path: Path) -> None:
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
+    assert_close(config.run_dir, alone, WITHIN)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_processes_that_are_killed_or_stopped_lose_no_group(
+    ray: Any, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.5)
+    saboteurs, seen = [], []
+
+    def signal_to(number: signal.Signals, engine: Any) -> None:
+        os.kill(engine.pid, number)
+
+    def watch(run: Orchestrator) -> None:
+        assert isinstance(run.sampler, Fleet)
+        kinds = [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL]
+        strikes = [
+            (step, partial(strike_when_busy, run.sampler, partial(signal_to, kind)))
+            for step, kind in zip((2, 10, 20), kinds, strict=True)
+        ]
+        saboteurs.append(Saboteur(run, strikes))
+        saboteurs[0].start()
+        seen.append(ages(run))
+
+    arguments = [f"--output_dir={tmp_path}", *STALE, "--rollout.engines=2", "--trainer.steps=40"]
+    config, _ = train(toml, [*arguments, "--placement.hang_s=3"], watch)
+    assert saboteurs[0].done == 3
+    assert len(audit(config)) == 40 * config.trainer.prompts_per_step
+    assert sum(row.get("group/restarted_lost", 0) for row in rows(config.run_dir)) >= 3
+    assert all(oldest >= started for started, oldest in seen[0])
+
+
+@pytest.mark.ray
+def test_nothing_listens_beyond_loopback(ray: Any) -> None:
+    """Of this process, of Ray's and of its workers."""
+    mine = psutil.Process()
+    known = [mine, *mine.children(recursive=True)]
+    assert len(known) > 3
+    listening = [c.laddr.ip for p in known for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert len(listening) > 3
+    assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(120)
+def test_a_client_with_another_token_is_refused(ray: Any) -> None:
+    address = ray.get_runtime_context().gcs_address
+    joins = f"import ray; ray.init('{address}', log_to_driver=False); print('joined')"
+    for token, expected in ((os.environ["RAY_AUTH_TOKEN"], True), (secrets.token_hex(32), False)):
+        environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        done = subprocess.run(
+            [sys.executable, "-c", joins], env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert ("joined" in done.stdout) == expected, done.stderr
