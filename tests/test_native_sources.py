@@ -75,6 +75,7 @@ def test_names() -> None:
     assert found(r"\b(?:torch::)?(?:stable|headeronly)::([\w:]+)") == NAMES
 
 
+@pytest.mark.aot
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for the narrowest vectors of x86")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/cpu/*.cpp")), ids=lambda file: file.stem)

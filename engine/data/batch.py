@@ -21,6 +21,7 @@ from rolltree.kernels import HeadPlan, Objective, PathIndex, PolicyFields
 
 from .columns import Array
 from .device import to_device
+from .media import Media
 from .paths import response_pairs
 from .pieces import Piece
 from .tree import TokenTree
@@ -64,6 +65,7 @@ class TreeBatch:
     padded: tuple[int, int] | None  # (B, S): plain sequences that the model computes as a padded batch [B, S]
     place: Tensor  # [T] int64, each row's place in that batch, flattened
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, computed one after the other; empty: at once
+    media: Media | None = None  # the pictures whose rows are among the batch's
     of: int = 1  # micro-batches of the update, those of all ranks
     plan: HeadPlan | None = None  # of the terms' head pass; None: made when it runs. Pieces have their own
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .columns import COLUMNS, Array
+from .media import distinct
 from .segment import LeafStatus, Segment
 from .tree import TokenTree
 
@@ -35,7 +36,8 @@ def join(trees: Sequence[TokenTree]) -> TokenTree:
         segments += _segments(tree)[1:]
         leaves += [node + shift if node else 0 for node in tree.leaf_node.tolist()]
         statuses += [LeafStatus(int(status)) for status in tree.status]
-    joined = TokenTree.from_nodes(parents, segments, leaves, statuses)
+    pictures = [picture for tree in trees for picture in tree.pictures]
+    joined = TokenTree.from_nodes(parents, segments, leaves, statuses, pictures=pictures)
     for name in dict.fromkeys(name for tree in trees for name in tree.rewards):
         parts = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
         joined.rewards[name] = np.concatenate(parts)
@@ -87,4 +89,5 @@ def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
         leaf_order=of_all("leaf_order", leaves),
         leaf_prompt=of_all("leaf_prompt"),
         columns={name: of_all(name) for name in dict.fromkeys(name for tree in trees for name in tree.columns)},
+        pictures=distinct([picture for tree in trees for picture in tree.pictures]),
     )

@@ -40,5 +40,5 @@ def share_equal_prefixes(tree: TokenTree) -> TokenTree:
     length[0] = prompt
     columns: dict[str, Array] = {name: own[name][source] if name in own else v for name, v in tree.columns.items()}
     shared = in_order(nodes.parent, length, tree.token_id[source], nodes.leaf_node, tree.leaf_prompt, columns)
-    shared.rewards, shared.meta = dict(tree.rewards), dict(tree.meta)
+    shared.rewards, shared.meta, shared.pictures = dict(tree.rewards), dict(tree.meta), tree.pictures
     return shared

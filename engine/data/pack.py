@@ -15,6 +15,7 @@ from .batch import TreeBatch
 from .columns import COLUMNS, Array
 from .concat import side_by_side
 from .cost import CostModel
+from .media import FIRST_ID, Media
 from .paths import CREDIT, depth_first, has_credit, response_pairs
 from .pieces import cut
 from .rows import Rows, concat_rows, distinct_rows
@@ -58,10 +59,13 @@ def pack(
             the others, for an attention kernel that is faster on those.
 
     Raises:
-        ValueError: one root-to-leaf path exceeds ``max_tokens`` without ``in_pieces``; or ``max_tokens`` is below 1.
+        ValueError: one root-to-leaf path exceeds ``max_tokens`` without ``in_pieces``; ``max_tokens`` is below 1; or a
+            tree lacks a picture whose rows it holds, or is to be ``flat`` and has pictures.
     """
     checks.all_of("trees", trees, TokenTree)
     checks.size("max_tokens", max_tokens)
+    if flat and any(tree.pictures for tree in trees):
+        raise ValueError("Trees with pictures are computed as trees only; pack them without flat.")
     if flat:
         return _pack_flat(trees, max_tokens, device)
     parts: list[Part] = []
@@ -179,6 +183,13 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
     row = rows.of_token[all_of.parent_row[response]]
     head_row, head_index = np.unique(row, return_inverse=True)
     loss_mask = (all_of.loss_mask & (all_of.response_leaves > 0))[response]
+    input_ids, target = all_of.token_id[rows.token], all_of.token_id[response]
+    media = Media.of(input_ids, rows.position, rows.end, all_of.pictures, device)
+    if media is not None:
+        of_picture = target >= FIRST_ID
+        if (of_picture & loss_mask).any():
+            raise ValueError("A picture's rows are in the loss; only tokens of the vocabulary can be trained on.")
+        target = np.where(of_picture, 0, target)  # of no use, and within the vocabulary
     copies = np.bincount(rows.of_token, weights=(all_of.last_leaf - all_of.first_leaf + 1)[node])
     bounds = np.cumsum([0, *(tree.num_tokens for tree in trees)])
 
@@ -195,11 +206,11 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         trees=tuple(trees),
         tree_index=tuple(part.tree_index for part in parts),
         leaf_index=tuple(part.leaf_index for part in parts),
-        input_ids=tensor(all_of.token_id[rows.token]),
+        input_ids=tensor(input_ids),
         position_ids=tensor(rows.position),
         subtree_end=tensor(rows.end, np.int32),
         row=tensor(row),
-        target=tensor(all_of.token_id[response]),
+        target=tensor(target),
         head_row=tensor(head_row),
         head_index=tensor(head_index.reshape(-1)),
         loss_mask=tensor(loss_mask, np.bool_),
@@ -220,6 +231,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         padded=None,
         place=torch.arange(rows.num_rows, device=device),
         pieces=(),
+        media=media,
     )
 
 

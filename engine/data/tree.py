@@ -26,6 +26,7 @@ import numpy.typing as npt
 from . import checks
 from .build import check_count, merge, order_nodes
 from .columns import COLUMNS, Array, find_column
+from .media import Picture, distinct
 from .segment import LeafStatus, Origin, Segment, Sequence
 
 
@@ -51,6 +52,7 @@ class TokenTree:
     columns: dict[str, Array] = field(default_factory=dict)  # further values, declared in columns.py; written by set()
     rewards: dict[str, Array] = field(default_factory=dict)  # name -> [L] float32
     meta: dict[str, Any] = field(default_factory=dict)  # prompt id, task, ...
+    pictures: tuple[Picture, ...] = ()  # whose rows are among the tokens, each once
 
     def __getattr__(self, name: str) -> Array:
         """The declared column ``name``; one that was not set reads as its fill and is read-only.
@@ -164,6 +166,8 @@ class TokenTree:
         segments: Seq[Segment],
         leaf_nodes: Seq[int],
         statuses: Seq[LeafStatus],
+        *,
+        pictures: Seq[Picture] = (),
     ) -> TokenTree:
         """The tree of nodes given in any order that puts parents first.
 
@@ -172,6 +176,7 @@ class TokenTree:
             segments: tokens of each node. An empty one other than the prompt's is replaced by its parent.
             leaf_nodes: the node at which each leaf ends; the order given becomes the leaf index.
             statuses: how each leaf ended.
+            pictures: whose rows are among the tokens.
 
         Raises:
             ValueError: the prompt is empty, no leaf is given, a parent does not precede its child, a leaf's node does
@@ -200,7 +205,9 @@ class TokenTree:
         }
         tokens = Segment(np.concatenate([segment.token_ids for segment in segments]), columns)
         status = checks.codes("statuses", statuses, LeafStatus)
-        return of_runs(parents, [len(segment) for segment in segments], tokens, leaf_nodes, status)
+        tree = of_runs(parents, [len(segment) for segment in segments], tokens, leaf_nodes, status)
+        tree.pictures = distinct(pictures)
+        return tree
 
     @staticmethod
     def from_sequences(
@@ -213,6 +220,7 @@ class TokenTree:
         policy_version: int | Seq[npt.ArrayLike] = 0,
         statuses: Seq[LeafStatus] | None = None,
         columns: Mapping[str, Seq[npt.ArrayLike]] | None = None,
+        pictures: Seq[Picture] = (),
     ) -> TokenTree:
         """The tree of prompts and responses, shared prefixes merged.
 
@@ -232,6 +240,7 @@ class TokenTree:
             statuses: how each response ended; STOP where absent.
             columns: further columns by name, with an entry a response: of tokens and paths one number for all its
                 tokens or one a token, of leaves one number.
+            pictures: whose rows (`media.expand`) are among the tokens.
 
         Raises:
             ValueError: no response, an empty prompt, prompts that share no first token, per-response data whose
@@ -246,6 +255,7 @@ class TokenTree:
             sums = np.zeros(tree.num_tokens, np.float64)
             np.add.at(sums, tree.path_tokens, values)
             tree.set(name, sums)
+        tree.pictures = distinct(pictures)
         return tree
 
     @staticmethod
@@ -254,6 +264,7 @@ class TokenTree:
         responses: Seq[Seq[int]],
         *,
         columns: Mapping[str, Seq[npt.ArrayLike]] | None = None,
+        pictures: Seq[Picture] = (),
         **per_response: Any,
     ) -> tuple[list[TokenTree], list[Array]]:
         """Trees of samples of any prompts, one for each first token, and the indices ``[L]`` of each tree's samples.
@@ -275,6 +286,7 @@ class TokenTree:
                 [prompts[i] for i in some],
                 [responses[i] for i in some],
                 columns={name: [values[i] for i in some] for name, values in (columns or {}).items()},
+                pictures=pictures,
                 **{name: [values[i] for i in some] for name, values in per_response.items()},
             )
             for some in members.values()
@@ -306,7 +318,7 @@ class TokenTree:
             {name: values[keep[COLUMNS[name].per]] for name, values in self.columns.items()},
         )
         tree.rewards = {name: values[keep_leaf] for name, values in self.rewards.items()}
-        tree.meta = dict(self.meta)
+        tree.meta, tree.pictures = dict(self.meta), self.pictures
         return tree
 
     def chain(self, leaf: int) -> TokenTree:
@@ -332,7 +344,7 @@ class TokenTree:
             {name: values[keep[COLUMNS[name].per]] for name, values in self.columns.items()},
         )
         tree.rewards = {name: values[[leaf]] for name, values in self.rewards.items()}
-        tree.meta = dict(self.meta)
+        tree.meta, tree.pictures = dict(self.meta), self.pictures
         return tree
 
     # -- views ------------------------------------------------------------------------------------------------------

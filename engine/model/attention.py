@@ -30,6 +30,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -64,6 +65,14 @@ class KVStore(Protocol):
         ...
 
 
+class Block(NamedTuple):
+    """Rows that attend to each other in both directions, and to the path before them."""
+
+    begin: int
+    end: int
+    seen: Tensor  # [n] int64, the rows on the path, and the block's own
+
+
 class Tree(NamedTuple):
     """The structure that the attention of one forward follows: packed tokens, or the store that knows them."""
 
@@ -72,6 +81,7 @@ class Tree(NamedTuple):
     kv_store: KVStore | None = None
     cu_seqlens: Tensor | None = None  # [B + 1] int32, for plain sequences laid end to end
     longest: int = 0  # of these sequences
+    blocks: tuple[Block, ...] = ()  # none of which a branch cuts
 
 
 _current: ContextVar[Tree | None] = ContextVar("rolltree_tree", default=None)
@@ -87,7 +97,7 @@ def tree_mask(tree: Tree, device: torch.device | str = "cpu") -> Tensor:  # [1, 
 def keywords(decoder: nn.Module, tree: Tree) -> dict[str, Any]:
     """Return ``tree`` as keyword arguments of ``decoder``, for layers that are compiled; none if it takes none."""
     cls: Any = type(decoder)
-    if not _takes_keywords(cls):
+    if tree.blocks or not _takes_keywords(cls):  # keywords cannot say which rows attend in both directions
         return {}
     given: dict[str, Any] = {"subtree_end": tree.subtree_end, "kv_store": tree.kv_store}
     if tree.cu_seqlens is not None:
@@ -177,6 +187,8 @@ def _attention(
         )  # fmt: skip
     else:
         out = _packed(module, q, k, v, tree, scaling, window, softcap, sink, chunk)
+        if tree.blocks:
+            out = _both_ways(module, out, q, k, v, tree, scaling, window, softcap, sink)
     return (out if out.shape[-1] == width else out[..., :width])[None], None
 
 
@@ -213,6 +225,45 @@ def _packed(
         softcap=softcap,
         sink=sink,
     )
+
+
+def _both_ways(
+    module: nn.Module,
+    out: Tensor,  # [T, Hq, D]
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    tree: Tree,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sink: Tensor | None,  # [Hq]
+) -> Tensor:  # [T, Hq, D]
+    """Compute the rows of the tree's blocks again, each block with all keys of its path and its own.
+
+    Such a row's keys are those of its path and one further interval, the rest of its block, and no row of another
+    branch. With a sliding window, a key still lies less than the window before its query.
+    """
+    if softcap is not None or sink is not None:
+        raise ValueError(
+            f"{type(module).__name__} has attention in both directions with a softcap or sinks, which is not supported."
+        )
+    rows, parts = [], []
+    for begin, end, seen in tree.blocks:
+        mask = None
+        if window is not None:
+            assert tree.position is not None
+            position = tree.position.reshape(-1)
+            mask = position[seen] > position[begin:end, None] - window
+        keys, values = (
+            x.index_select(0, seen).transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (k, v)
+        )
+        part = F.scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale
+        )
+        parts.append(part[0].transpose(0, 1))
+        rows.append(torch.arange(begin, end, device=q.device))
+    return out.index_copy(0, torch.cat(rows), torch.cat(parts).to(out.dtype))
 
 
 def _tree(module: nn.Module, mask: Tensor | DeferredMask | None, kwargs: dict[str, Any]) -> Tree | None:

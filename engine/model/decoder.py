@@ -18,7 +18,9 @@ from ..data.batch import TreeBatch
 from ..data.pieces import PieceStore, depth_first
 from ..data.recurrence import recurrence_of
 from . import attention, recurrent
+from .attention import Block
 from .head import decoder_of, target_logprob
+from .pictures import Features, embedded, encode, family_of, rotary_input
 
 
 class Decoded(NamedTuple):
@@ -28,17 +30,20 @@ class Decoded(NamedTuple):
     router_loss: Tensor | None  # [], for a mixture of experts with output_router_logits in its config
 
 
-def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None) -> Decoded:
+def decode(
+    model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None, features: Features | None = None
+) -> Decoded:
     """Return the final hidden states of the batch's tokens, or of those of one piece.
 
     The experts' load balancing loss counts a token once for every leaf below it, as in the flat batch.
 
     Args:
         store: keys and values of the piece to compute, for a batch that is computed in pieces.
+        features: the vision tower's output for the batch's pictures, if it is known; its pieces share one.
 
     Raises:
-        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or the batch is in pieces and
-            ``store`` is None.
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, the batch is in pieces and
+            ``store`` is None, or it has pictures that the model does not take.
     """
     if batch.pieces and store is None:
         raise ValueError(
@@ -60,13 +65,18 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
         ids, copies = (_padded(t, batch) for t in (ids, copies))
         inputs = {"input_ids": ids.view(batch.padded), "attention_mask": copies.view(batch.padded)}
     else:
-        tree = attention.Tree(batch.subtree_end, positions, None, batch.cu_seqlens, batch.longest)
+        tree = attention.Tree(
+            batch.subtree_end, positions, None, batch.cu_seqlens, batch.longest, _blocks(model, batch)
+        )
         if store is not None:
             tree = attention.Tree(None, positions, store)
         mask = attention.tree_mask(tree)
         context = attention.computing(mask)
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": mask}
         inputs |= attention.keywords(decoder, tree)
+        if batch.media is not None:
+            del inputs["input_ids"]
+            inputs |= _with_pictures(decoder, batch, rows, features or encode_pictures(model, batch))
         if recurrent.install(model):
             inputs["recurrence"] = recurrence_of(batch) if store is None else store.recurrence
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
@@ -83,6 +93,52 @@ def decode(model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = 
     # its attention mask weighs each token
     router_loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, copies.view(1, -1))
     return Decoded(hidden, model.router_aux_loss_coef * router_loss)
+
+
+def encode_pictures(model: PreTrainedModel, batch: TreeBatch) -> Features | None:
+    """Run the model's vision tower on the distinct pictures of ``batch``; None if it has none.
+
+    Raises:
+        ValueError: the model takes no pictures, or these were made for another model.
+    """
+    media = batch.media
+    if media is None:
+        return None
+    if family_of(model).grid != (media.rotary is not None):
+        raise ValueError(
+            f"The pictures were made for another model than {type(model).__name__}; make them with its processor."
+        )
+    return encode(model, media.inputs, media.sizes)
+
+
+def _with_pictures(decoder: nn.Module, batch: TreeBatch, rows: slice, features: Features | None) -> dict[str, Any]:
+    """Return the decoder's arguments in place of ``input_ids``, and its positions if they are not the depth."""
+    media = batch.media
+    assert media is not None
+    assert features is not None
+    ids = batch.input_ids[rows]
+    begin, end = rows.start or 0, rows.stop or len(batch.input_ids)
+    which = slice(*(int(n) for n in torch.searchsorted(media.row, torch.tensor([begin, end]).to(media.row))))
+    inputs = embedded(decoder, ids, media.row[which] - begin, media.source[which], features)
+    if media.rotary is not None:
+        inputs["position_ids"] = rotary_input(batch.position_ids[rows], media.rotary[:, rows])
+    return inputs
+
+
+def _blocks(model: PreTrainedModel, batch: TreeBatch) -> tuple[Block, ...]:
+    """Return the rows of pictures that attend to each other in both directions."""
+    if batch.media is None or not family_of(model).both_ways:
+        return ()
+    if batch.pieces:
+        raise ValueError(
+            f"The pictures of {type(model).__name__} attend in both directions, which trees in pieces do not support; "
+            "raise max_tokens."
+        )
+    every = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+    return tuple(
+        Block(begin, end, ((every < end) & (batch.subtree_end > begin)).nonzero()[:, 0])
+        for begin, end in batch.media.spans
+    )
 
 
 def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:
@@ -121,6 +177,6 @@ def _logprob_of_pieces(
                 found.setdefault(name, values.new_empty(len(batch.target)))[p.target] = values
 
     (tree,) = batch.trees
-    run = partial(decode, model, batch)
+    run = partial(decode, model, batch, features=encode_pictures(model, batch))
     depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=False)
     return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)

@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..errors import UserError
-from . import attention, recurrent
+from . import attention, pictures, recurrent
 from .fused_layers import fuse_layers
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
@@ -50,12 +57,21 @@ def check_model_dir(path: str | Path) -> None:
         raise UserError(f"'{directory}' holds {why} (expected model.safetensors).")
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    train_tower: bool = False,
+) -> Any:
     """Load a causal language model with tree attention and fused layers (:func:`.fused_layers.fuse_layers`).
+
+    A model that takes pictures (`pictures.FAMILIES`) comes with its vision tower.
 
     Args:
         path: a Hugging Face directory or hub name; the weights must be safetensors.
         dtype: of the parameters.
+        train_tower: let the parameters outside of the decoder and its head have gradients; they are frozen by default.
 
     Raises:
         UserError: the model cannot be read, its tensors do not match its configuration, or it has layers that do not
@@ -67,8 +83,10 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     try:
         config = AutoConfig.from_pretrained(path)
         _check_layers(config, path)
+        takes_pictures = config.model_type in pictures.FAMILIES
+        auto = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
         # wrong shapes are ignored here, so that _check_tensors can name them
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = auto.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -82,6 +100,9 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     except Exception as error:  # a damaged directory can make transformers raise anything
         raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
     _check_tensors(model, found, path)
+    if takes_pictures:
+        for _, parameter in pictures.tower_parameters(model):
+            parameter.requires_grad_(train_tower)
     recurrent.install(model, str(path))
     return fuse_layers(model.to(device))
 

@@ -31,9 +31,10 @@ from rolltree.kernels.linear_policy_loss.terms import named
 
 from ..data.batch import OldLogprob, TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
-from .decoder import Decoded, decode, unchecked_logprob
+from .decoder import Decoded, decode, encode_pictures, unchecked_logprob
 from .head import head, target_logprob
 from .logprob import check_call
+from .pictures import Features
 
 AnyTerm = Term | LogprobTerm
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -307,5 +308,12 @@ def _in_two_passes(
 
 def _visit(model: PreTrainedModel, batch: TreeBatch, use: Callable[[PieceStore, Decoded], None]) -> None:
     (tree,) = batch.trees
-    run = partial(decode, model, batch)
+    features = encode_pictures(model, batch)
+    levels = [] if features is None else [features.embedding, *features.deeper]
+    cut = [level.detach().requires_grad_(level.requires_grad) for level in levels]
+    shared = Features(cut[0], tuple(cut[1:])) if cut else None
+    run = partial(decode, model, batch, features=shared)
     depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=True)
+    trained = [level for level, leaf in zip(levels, cut, strict=True) if leaf.grad is not None]
+    if trained:  # the tower runs backward once, with the gradients of all pieces
+        torch.autograd.backward(trained, [leaf.grad for leaf in cut if leaf.grad is not None])

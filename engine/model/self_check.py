@@ -24,6 +24,7 @@ from ..data.pack import pack
 from ..data.tree import TokenTree
 from . import attention
 from .decoder import unchecked_logprob
+from .pictures import own_inputs
 
 Array = npt.NDArray[Any]
 MOST_TOKENS = 4096  # in the flat sample
@@ -55,6 +56,10 @@ def _tree_error(model: PreTrainedModel, sample: TokenTree) -> float | None:
     shared = packed.to_leaves(unchecked_logprob(model, packed).logprob)[0]
     most = int(sample.path_length.max())
     total, count = 0.0, 0
+    if sample.pictures:  # positions and features by the model's own forward, not by ours again
+        own = own_logprobs(model, sample)
+        differences = torch.cat([(a - b).abs() for a, b in zip(own, shared, strict=True)])
+        return float(differences.mean()) if len(differences) else None
     for batch in pack([sample], max_tokens=max(most, MOST_TOKENS), device=model.device, flat=True):
         alone = batch.to_leaves(unchecked_logprob(model, batch).logprob)
         for leaf, (values,) in zip(batch.leaf_index, alone, strict=True):
@@ -173,7 +178,12 @@ def sampled_error(model: PreTrainedModel, trees: Sequence[TokenTree]) -> float:
 
 
 def own_logprobs(model: PreTrainedModel, tree: TokenTree) -> list[Tensor]:  # [n] each
-    """Return the log-probs of each leaf's response under the model's own forward on padded sequences."""
+    """Return the log-probs of each leaf's response under the model's own forward on padded sequences.
+
+    With pictures it runs once a leaf, since some models take pictures by sample.
+    """
+    if tree.pictures:
+        return [_own_logprobs_with_pictures(model, tree, leaf) for leaf in range(tree.num_leaves)]
     leaves = list(tree.flatten())
     paths = [leaf.prompt + leaf.response for leaf in leaves]
     ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)
@@ -184,6 +194,14 @@ def own_logprobs(model: PreTrainedModel, tree: TokenTree) -> list[Tensor]:  # [n
     logprob = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     spans = [slice(len(leaf.prompt) - 1, len(path) - 1) for leaf, path in zip(leaves, paths, strict=True)]
     return [values[span] for values, span in zip(logprob, spans, strict=True)]
+
+
+def _own_logprobs_with_pictures(model: PreTrainedModel, tree: TokenTree, leaf: int) -> Tensor:  # [n]
+    path = tree.token_id[tree.path_rows(leaf)]
+    inputs = own_inputs(model, path, tree.pictures)
+    logits: Tensor = model(**inputs, use_cache=False).logits[0].float()
+    targets = inputs["input_ids"][0, int(tree.leaf_prompt[leaf]) :]
+    return logits[int(tree.leaf_prompt[leaf]) - 1 : -1].log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def _precision(model: PreTrainedModel) -> torch.dtype:
