@@ -115,7 +115,8 @@ class DataConfig(Section):
 class DraftsConfig(Section):
     rows: NonNegativeInt = 0
     """The native backend drafts tokens from earlier texts in decoding steps of at most this many rows; 0: never. The
-    sampled tokens stay the same; their log-probs, and so the trained weights, differ by rounding."""
+    sampled tokens stay the same; their log-probs, and so the trained weights, differ by rounding. Models with recurrent
+    layers sample without drafts."""
     tokens: PositiveInt = 4
     """Largest number of drafted tokens of a sequence in one decoding step."""
     remembered: Annotated[int, Field(ge=256, lt=2**31)] = 1 << 20
@@ -159,8 +160,12 @@ class RolloutConfig(Section):
     """Largest number of sequences decoded together."""
     kv_tokens: PositiveInt = 65536
     """Capacity of the native backend's paged KV cache, in tokens."""
+    kept_states: Annotated[int, Field(ge=0, lt=2**31)] = 64
+    """States of recurrent layers that the native backend keeps besides those of running sequences, for branches that
+    fork, go back or were preempted; without one, tokens are computed again. No effect on other models."""
     compile: bool = False
-    """Decode with torch.compile, after some seconds of compilation; on a CPU this is no faster."""
+    """Decode with torch.compile, after some seconds of compilation; on a CPU this is no faster. Not for models with
+    recurrent layers."""
     drafts: DraftsConfig = DraftsConfig()
 
 

@@ -219,6 +219,7 @@ def make_engine(
         own = EngineConfig(
             kv_tokens=rollout.kv_tokens,
             max_batch_rows=rollout.max_batch_rows,
+            kept_states=rollout.kept_states,
             compile=rollout.compile,
             drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
         )

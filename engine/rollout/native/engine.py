@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
 from .score import prompt_logprobs, score
+from .states import StateCache
 from .stops import Stops
 
 Array = npt.NDArray[Any]
+log = logging.getLogger("rolltree.rollout")
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,12 @@ class EngineConfig:
     """Most branches decoded in one step."""
     max_prefill_tokens: int = 2048
     """Most tokens with missing keys computed in the same step, such as those of prompts."""
+    kept_states: int = 64
+    """States of recurrent layers that are kept besides those of running branches, for forks, rewinds, preempted and
+    resumed branches and later prompts; without one, tokens are computed again. No effect on models without such layers.
+    """
     cuda_graphs: bool = True
-    """Replay steps that only decode as CUDA graphs; no effect on a CPU."""
+    """Replay steps that only decode as CUDA graphs; no effect on a CPU and on models with recurrent layers."""
     compile: bool = False
     """Let torch.compile fuse the operations between matrix products; the first steps wait for it."""
     drafts: DraftConfig | None = None
@@ -59,7 +66,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
             check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
-        for name in ("kv_tokens", "host_kv_tokens"):  # slots are int32
+        for name in ("kv_tokens", "host_kv_tokens", "kept_states"):  # slots are int32
             check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
@@ -76,7 +83,7 @@ class NativeEngine(RolloutEngine):
         config: sizes and switches; None for the defaults.
 
     Raises:
-        UserError: the compiled module is missing, or the model has recurrent layers.
+        UserError: the compiled module is missing, or ``compile`` is set for a model with recurrent layers.
     """
 
     loop: NativeLoop
@@ -91,11 +98,16 @@ class NativeEngine(RolloutEngine):
         self.model = model
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
-        if recurrent.install(model):
+        has_states = recurrent.install(model)
+        if has_states and self.config.compile:
             raise UserError(
-                f"{type(model).__name__} has recurrent layers, which the native engine does not sample from yet; set "
-                "rollout.backend to 'vllm'."
+                f"{type(model).__name__} has recurrent layers, which the native engine cannot compile; set "
+                "rollout.compile=false."
             )
+        drafts = self.config.drafts
+        if has_states and drafts is not None:
+            log.warning("%s has recurrent layers, so no tokens are drafted.", type(model).__name__)
+            drafts = None
         if model.config._attn_implementation != attention.NAME:
             model.set_attn_implementation(attention.NAME)
         self._device = model.get_output_embeddings().weight.device
@@ -104,6 +116,7 @@ class NativeEngine(RolloutEngine):
             self.config.page_size,
             self._device,
             host_tokens=self.config.host_kv_tokens,
+            states=StateCache(self.config.kept_states, self._device) if has_states else None,
             debug=self.config.debug,
         )
         stops = Stops(model, tokenizer)
@@ -121,7 +134,7 @@ class NativeEngine(RolloutEngine):
             stops,
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
-            drafts=Drafts(self.config.drafts) if self.config.drafts else None,
+            drafts=Drafts(drafts) if drafts else None,
         )
         self._adapters: list[str] = []
         self._adapter = 0
@@ -172,7 +185,7 @@ class NativeEngine(RolloutEngine):
 
     def forget_prefixes(self) -> None:
         with self._lock:
-            self.cache.tree.forget()
+            self.cache.forget_prefixes()
 
     def remember(self, texts: Iterable[Text]) -> None:
         """Draft from texts that were sampled before a restart, or by another engine. No sampled token changes."""
@@ -212,8 +225,9 @@ class NativeEngine(RolloutEngine):
     def stats(self) -> dict[str, float]:
         """Counts of the base class, and ``prefill_tokens`` (computed for missing keys), ``prefix_hit_tokens`` (prompt
         tokens found in the cache), ``preemptions``, ``restored_tokens`` (keys copied back from the host),
-        ``peak_pages`` and ``peak_kv_tokens`` of the KV cache."""
-        scheduler, tree = self.loop.scheduler, self.cache.tree
+        ``peak_pages`` and ``peak_kv_tokens`` of the KV cache; with recurrent layers also ``peak_states`` (of running
+        branches and kept) and ``state_evictions`` (kept states that were dropped for newer ones)."""
+        scheduler, tree, states = self.loop.scheduler, self.cache.tree, self.cache.states
         return {
             **super().stats,
             "prefill_tokens": scheduler.prefill_tokens,
@@ -222,6 +236,7 @@ class NativeEngine(RolloutEngine):
             "restored_tokens": scheduler.restored_tokens,
             "peak_pages": tree.peak_pages,
             "peak_kv_tokens": tree.peak_keys,
+            **({} if states is None else {"peak_states": states.peak, "state_evictions": states.evictions}),
         }
 
     def reset_stats(self) -> None:
@@ -229,6 +244,8 @@ class NativeEngine(RolloutEngine):
         scheduler = self.loop.scheduler
         scheduler.prefill_tokens = scheduler.restored_tokens = scheduler.preemptions = 0
         self.cache.tree.start_counting()
+        if self.cache.states is not None:
+            self.cache.states.peak = self.cache.states.evictions = 0
 
     @property
     def vocabulary(self) -> int:

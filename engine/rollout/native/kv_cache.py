@@ -16,6 +16,7 @@ from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from ...errors import UserError
 from .host_keys import HostKeys
+from .states import StateCache
 
 try:
     from ._host import KvExhaustedError, KvTree
@@ -75,6 +76,7 @@ class KvCache:
         kv_tokens: capacity in tokens.
         page_size: tokens of a page.
         host_tokens: tokens whose keys are kept in host memory after preemption dropped them.
+        states: the states of recurrent layers, for a model that has them.
         debug: compare the attention of every layer and step with the reference.
 
     Raises:
@@ -82,7 +84,14 @@ class KvCache:
     """
 
     def __init__(
-        self, kv_tokens: int, page_size: int, device: torch.device, *, host_tokens: int = 0, debug: bool = False
+        self,
+        kv_tokens: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        host_tokens: int = 0,
+        states: StateCache | None = None,
+        debug: bool = False,
     ) -> None:
         if not BUILT:
             raise UserError(
@@ -92,6 +101,7 @@ class KvCache:
         self.tree = KvTree(kv_tokens // page_size, page_size)
         self.spare_slot = self.tree.num_pages * page_size
         """A slot that no node reads: keys of tokens that are only queried again are written here."""
+        self.states = states
         self.groups: list[int] = []
         """Distinct numbers of query heads for each key head, of the layers with pages."""
         self._device = device
@@ -161,6 +171,12 @@ class KvCache:
     def evict_all(self) -> None:
         """Drop every key that can be computed again."""
         self.tree.evict_others(np.zeros(0, np.int64), self.tree.num_pages)
+
+    def forget_prefixes(self) -> None:
+        """Drop the keys, and the recurrent states, that are kept for later prompts."""
+        self.tree.forget()
+        if self.states is not None:
+            self.states.forget()
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +255,9 @@ class KvCache:
         return done
 
     def forget_dropped(self) -> None:
-        """Discard the keys on the host, which old weights computed."""
+        """Discard the keys on the host and the kept states, which old weights computed."""
+        if self.states is not None:
+            self.states.clear()
         if self._host is not None:
             self.tree.take_dropped()
             self._host.clear()
@@ -248,6 +266,8 @@ class KvCache:
         """Free the memory of the pages; the next `attend` of a layer makes empty ones."""
         self.forget_dropped()
         self._pages = {}
+        if self.states is not None:
+            self.states.free()
 
     def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]
         # zeros keep masked values past a node's keys finite in kernels; the additional page has the spare slot

@@ -256,6 +256,7 @@ class NativeLoop(Steering):
         if not parent.node.sealed:
             self._take_records(parent)
         children = self.children(parent, n)
+        self.scheduler.keep_state(parent)
         below = self.cache.fork(parent.kv, n)
         del sampling[parent.id]
         for child, kv in zip(children, below, strict=True):
@@ -301,7 +302,7 @@ class NativeLoop(Steering):
                     status = LeafStatus.STOP
                 elif rows.length[slot] >= rows.limit[slot]:
                     status = LeafStatus.LENGTH
-                rows.running[slot] = False
+                self.scheduler.stop(branch)
                 records = rows.sampled(slot)
                 segment = records[len(records) - int(rows.segment_tokens[slot]) :]
                 ended.append(self._end_segment(branch, segment, status, texts.get(slot)))

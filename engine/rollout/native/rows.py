@@ -67,6 +67,7 @@ class RowTable:
     stops_at_text: npt.NDArray[np.bool_]
     constrained: npt.NDArray[np.bool_]  # has biased or forbidden tokens
     adapter: npt.NDArray[np.int64]
+    state: npt.NDArray[np.int64]  # slot of a running branch's recurrent state before its last token; 0: none
 
     def __init__(self, capacity: int = 64, width: int = 64) -> None:
         self._hold(np.zeros(capacity, _ROW))
@@ -109,7 +110,7 @@ class RowTable:
     def save(self, slot: int) -> dict[str, Any]:
         """Return the columns and the records of a slot, from which `restore` rebuilds it."""
         state = dict(zip(_FIELDS, self._table[slot].item(), strict=True))
-        return {**state, "running": False, "records": self.sampled(slot)}
+        return {**state, "running": False, "state": 0, "records": self.sampled(slot)}
 
     def restore(self, branch: Branch, state: dict[str, Any]) -> int:
         """Take a slot for a branch with the result of `save` and return it."""

@@ -25,6 +25,7 @@ from .fused_decoder import FusedDecoder
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .scheduler import Step
+from .states import StateStep
 from .step_buffer import StepVector
 
 Array = npt.NDArray[Any]
@@ -39,7 +40,7 @@ class Runner:
         compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
             keys.
         fused: on a CPU, run the decoder as one call unless it is compiled.
-        cuda_graphs: on a CUDA device, replay steps that only decode.
+        cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Runner:
         if fused and not compiled and self._device.type == "cpu":
             self._fused = FusedDecoder(self._decoder, cache)
         self.graphs: DecodeGraphs | None = None
-        if cuda_graphs and self._device.type == "cuda":
+        if cuda_graphs and self._device.type == "cuda" and cache.states is None:
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
         self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
@@ -91,7 +92,7 @@ class Runner:
         vector = StepVector.of(step, draws, self._cache, self._device, least=least, before=self._vector)
         hidden = self._fused.run(vector) if self._fused is not None else None
         if hidden is None:
-            hidden = self._decode(*vector.begin(self._cache))
+            hidden = self._decode(*vector.begin(self._cache), step.states)
         if taken == 0:
             self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
@@ -107,11 +108,15 @@ class Runner:
         if self.graphs is not None:
             self.graphs.clear()
 
-    def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, H]
+    def _decode(self, input_ids: Tensor, position_ids: Tensor, states: StateStep | None = None) -> Tensor:
+        """Return the hidden states [N, H] of rows with ids and positions [N]."""
         # a layer's pages and head groups are known only after its first run, which is not compiled
         layers = self._layers if self._cache.ready else None
         tree = Tree(None, position_ids, self._cache)
         mask = tree_mask(tree)
+        recurrence = {}
+        if states is not None and self._cache.states is not None:
+            recurrence["recurrence"] = self._cache.states.recurrence(states)
         with layers.substituted() if layers is not None else nullcontext(), computing(mask):
             output = self._decoder(
                 input_ids=input_ids[None],
@@ -119,6 +124,7 @@ class Runner:
                 attention_mask=mask,
                 use_cache=False,
                 **keywords(self._decoder, tree),
+                **recurrence,
             )
         return output.last_hidden_state[0]
 

@@ -7,13 +7,16 @@ a rewind to dropped keys, an appended observation, or a preemption. They are com
 running rows, nodes nearest the root first. If pages run short, nodes without a holder are dropped first (least recently
 used first), then nodes that no running branch reads, then the youngest branch's own.
 The oldest branch is never preempted, so every step makes progress.
+
+A model with recurrent layers needs their state before the first token that is computed. The tokens since the last kept
+state are then computed again, even where their keys are held.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,7 @@ from ..branch import Branch, Request
 from .drafts import Drafts, cut
 from .kv_cache import KvCache, KvExhaustedError
 from .rows import RowTable
+from .states import StateCache, StateStep
 from .stops import Stops
 
 Array = npt.NDArray[Any]
@@ -42,6 +46,7 @@ class Step:
     sample_offset: Array  # [S] int64, drafted tokens between the branch's last one and the row
     adapter: int
     filled: list[Branch]  # branches whose missing keys the step computes
+    states: StateStep | None = None  # of a model with recurrent layers
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Fill:
     node: int
     begin: int  # offset of the first token within the node
     count: int
-    keys_held: bool = False  # the token is only queried again: its keys are in the cache
+    keys_held: bool = False  # the tokens are only queried again: their keys are in the cache
     samples: bool = False  # the last token is the branch's last: its row is sampled
 
 
@@ -101,7 +106,7 @@ class Scheduler:
         """Let a branch run, or wait for the missing keys of its path."""
         rows, tree, slot = self.rows, self.cache.tree, branch.slot
         pending = tree.end(branch.kv) == rows.position[slot]  # the cache does not hold the last token yet
-        if pending and not tree.missing(branch.kv)[0]:
+        if pending and not tree.missing(branch.kv)[0] and self._find_state(branch):
             rows.running[slot] = True
             return
         if pending:
@@ -110,9 +115,23 @@ class Scheduler:
 
     def suspend(self, branch: Branch) -> None:
         """Remove a branch from the running or waiting ones."""
-        self.rows.running[branch.slot] = False
+        self.stop(branch)
         if branch in self.waiting:
             self.waiting.remove(branch)
+            if self.cache.states is not None:
+                self.cache.states.unpin(branch.slot)
+
+    def stop(self, branch: Branch) -> None:
+        """Let a branch run no more; keep the recurrent state with which it may go on."""
+        if self.rows.running[branch.slot]:
+            self.keep_state(branch)
+        self.rows.running[branch.slot] = False
+
+    def keep_state(self, branch: Branch) -> None:
+        """Keep the recurrent state after a branch's tokens in the KV tree, for the branch or others to begin with."""
+        if self.cache.states is not None:
+            tree = self.cache.tree
+            self.cache.states.keep(tree, branch.kv, tree.end(branch.kv), int(self.rows.state[branch.slot]))
 
     def admit(self) -> Request | None:
         """Return the next queued request to start; None if its branches do not fit into the batch."""
@@ -148,13 +167,21 @@ class Scheduler:
 
     def preempt(self, branch: Branch) -> None:
         """Drop the keys that only ``branch`` holds; it waits until they are computed again."""
-        self.rows.running[branch.slot] = False
+        self.stop(branch)
         self.cache.tree.extend_by(branch.kv, [self.rows.last_token[branch.slot]])
         self.cache.tree.evict(branch.kv)
         insort(self.waiting, branch, key=_order)
         self.preemptions += 1
 
     # -- running branches -------------------------------------------------------------------------------------------
+
+    def _find_state(self, branch: Branch) -> bool:
+        """Give a branch the recurrent state before its last token; return False if it is needed and gone."""
+        states, slot = self.cache.states, branch.slot
+        if states is None:
+            return True
+        self.rows.state[slot] = states.find(self.cache.tree, branch.kv, int(self.rows.position[slot]))
+        return bool(self.rows.state[slot])
 
     def _running(self) -> Array:  # [R] int64
         slots = np.flatnonzero(self.rows.running & (self.rows.adapter == self._adapter))
@@ -198,10 +225,11 @@ class Scheduler:
         tree = self.cache.tree
         fills: list[Fill] = []
         planned: dict[int, int] = {}  # KvTree node -> keys that this step adds to it
+        coming: dict[int, set[int]] = {}  # serial of a node -> positions of the recurrent states that this step makes
         budget = self.max_prefill_tokens
         headroom = self._growth(np.flatnonzero(self.rows.running))
         for branch in [b for b in self.waiting if self.rows.adapter[b.slot] == self._adapter]:
-            missing = self._missing(branch, planned)
+            missing = self._missing(branch, planned, coming)
             pages = self._pages_of(missing)
             growth = self._growth(np.array([branch.slot])) * self._tips(branch)
             if idle and not fills:  # no other branch runs: this one may take all pages
@@ -212,7 +240,7 @@ class Scheduler:
                 if tree.free_pages < needed and tree.make_room(needed) < needed:
                     break
             if self._restore(missing, planned):
-                missing = self._missing(branch, planned)
+                missing = self._missing(branch, planned, coming)
                 pages = self._pages_of(missing)
             taken += pages
             headroom += growth
@@ -223,6 +251,7 @@ class Scheduler:
                     planned[fill.node] = planned.get(fill.node, 0) + fill.count
                 fill.samples = fill is missing[-1] and self._reaches_end(fill)
                 fills.append(fill)
+                self._expect_states(fill, coming)
                 if budget == 0:
                     break
             if fills[-1].samples:
@@ -239,9 +268,26 @@ class Scheduler:
                 self.restored_tokens += self.cache.restore(fill.node, fill.begin, fill.count)
         return self.restored_tokens > before
 
-    def _missing(self, branch: Branch, planned: Mapping[int, int]) -> list[Fill]:
+    def _expect_states(self, fill: Fill, coming: dict[int, set[int]]) -> None:
+        """Add the positions of the states that a fill makes to ``coming``; pin the last one of an unfinished branch."""
+        states, tree = self.cache.states, self.cache.tree
+        if states is None:
+            return
+        end = tree.position(fill.node) + fill.begin + fill.count
+        ends = coming.setdefault(tree.serial(fill.node), set())
+        ends.add(end)
+        if fill.samples:
+            if fill.count > 1:
+                ends.add(end - 1)
+            states.unpin(fill.branch.slot)
+        else:
+            states.pin(fill.branch.slot, tree, fill.node, end)
+
+    def _missing(self, branch: Branch, planned: Mapping[int, int], coming: Mapping[int, Iterable[int]]) -> list[Fill]:
         """Return the tokens to compute before ``branch`` is sampled, nodes nearest the root first."""
         tree = self.cache.tree
+        if self.cache.states is not None:
+            return self._since_state(branch, planned, coming, self.cache.states)
         missing = []
         for node, begin, count in zip(*tree.missing(branch.kv), strict=True):
             held = planned.get(node, 0)
@@ -251,6 +297,26 @@ class Scheduler:
             node = branch.kv
             last = tree.end(node) - tree.position(node) - 1
             missing.append(Fill(branch, node, last, 1, keys_held=True))
+        return missing
+
+    def _since_state(
+        self, branch: Branch, planned: Mapping[int, int], coming: Mapping[int, Iterable[int]], states: StateCache
+    ) -> list[Fill]:
+        """Return the tokens since the last recurrent state before the first that must be computed."""
+        tree, path = self.cache.tree, [branch.kv]
+        while (above := tree.parent(path[-1])) >= 0:
+            path.append(above)
+        path.reverse()
+        held = [tree.position(node) + tree.length(node) + planned.get(node, 0) for node in path]  # end of the keys
+        ends = [tree.end(node) for node in path]
+        first = min((h for h, end in zip(held, ends, strict=True) if h < end), default=ends[-1])
+        begin = states.nearest(tree, path, min(first, ends[-1] - 1), coming)
+        missing = []
+        for node, keys_end, end in zip(path, held, ends, strict=True):
+            position = tree.position(node)
+            for low, high, keys_held in ((position, keys_end, True), (keys_end, end, False)):
+                if (low := max(low, begin)) < high:
+                    missing.append(Fill(branch, node, low - position, high - low, keys_held))
         return missing
 
     def _reaches_end(self, fill: Fill) -> bool:
@@ -309,11 +375,12 @@ class Scheduler:
             position = _extend(position, [tree.position(fill.node) + fill.begin for fill in fills])
             self.prefill_tokens += sum(fill.count for fill in fills)
         order, kv_slots, plan = tree.arrange(node, count, appended, self.cache.spare_slot)
+        states = None if self.cache.states is None else self.cache.states.compose(tree, rows, slots, fills, order)
         sampler = sampler[order]
         if not fills and drafts is None:
             every = np.arange(len(order))
             input_ids, position_ids = token[order], position[order]
-            return Step(input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, self._adapter, [])
+            return Step(input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, self._adapter, [], states)
         begin = (np.cumsum(count) - count)[order]
         count, sampled = count[order], sampled[order]
         end = np.cumsum(count)
@@ -329,6 +396,7 @@ class Scheduler:
             sample_offset=offset,
             adapter=self._adapter,
             filled=[fill.branch for fill in fills],
+            states=states,
         )
 
 
