@@ -124,7 +124,7 @@ equality: $(VENV)/.ready-dev
 # Compile every Triton kernel for sm_80, sm_90 and sm_100, and every CUDA kernel of decoding where nvcc is, and compare the
 # machine code with the figures in bench/results/static-sm_*/. Needs no GPU.
 aot: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m aot tests/kernels --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m aot tests/kernels tests/test_native_sources.py --timeout 1800 $(ARGS)
 
 # Print the figures, and write those of sm_90 and sm_100 there.
 aot-write: $(VENV)/.ready-dev

@@ -162,7 +162,7 @@ def sampling_parts(
         overlaps=loop.overlaps(on_cpu=on_cpu),
         on_cpu=on_cpu,
         keep_keys=loop.keep_keys,
-        trained=None if not config.trainer.self_check or getattr(engine, "model", None) is model else model,
+        trained=None if not config.trainer.self_check or getattr(sampler, "model", None) is model else model,
     )
 
 
