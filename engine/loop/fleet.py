@@ -17,17 +17,18 @@ future; those of a killed worker are discarded with it, so no job has two result
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..errors import RunError
+from ..rollout.digest import Held
 from ..rollout.host import Facts, Health, Host, Result, pack_weights
 from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
 from .workers import LostError, Reference, Worker, Workers
@@ -195,6 +196,41 @@ class Fleet:
                     self._round(LOOK_S, future)
                 if not isinstance(future.exception(), LostError):
                     found: list[list[Array]] = future.result()
+                    return found
+            self._round(LOOK_S)
+
+    def probe(self, prompts: Sequence[Sequence[int]], *, n: int, tokens: int, seed: int) -> list[TokenTree]:
+        """Return the responses of every engine that serves; see `Sampler.probe`."""
+        answers: list[list[TokenTree]] = self._ask_all("probe", prompts, n, tokens, seed)
+        return [tree for trees in answers for tree in trees]
+
+    def digests(self) -> Mapping[str, Held]:
+        """Return the digests that all engines agree on; see `Sampler.digests`.
+
+        Raises:
+            RunError: two engines hold different weights.
+        """
+        first, *rest = self._ask_all("digests")
+        for held in rest:
+            if wrong := [name for name in first if held.get(name) != first[name]]:
+                raise RunError(
+                    f"Two rollout engines hold different weights of version {self._version}: '{wrong[0]}' and "
+                    f"{len(wrong) - 1} more of {len(first)} tensors; this is a defect of rolltree, please report it."
+                )
+        return cast("Mapping[str, Held]", first)
+
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Return the answers of the engines that serve, once these have the newest weights.
+
+        Engines that are lost meanwhile give none; there is at least one answer.
+        """
+        while True:
+            serving = [engine for engine in self._engines if engine.serving]
+            if serving and not any(engine.asked for engine in serving):
+                futures = [engine.worker.ask(method, *args) for engine in serving]
+                while not all(future.done() for future in futures):
+                    self._round(LOOK_S, *futures)
+                if found := [f.result() for f in futures if not isinstance(f.exception(), LostError)]:
                     return found
             self._round(LOOK_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,10 @@ from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
 from ..model.self_check import skip_check, tree_error, trees_fit
+from ..model.sharding import joined, local, named_shards, placed
 from ..rollout import SamplingParams
+from ..train import checkpoint
+from ..train.checkpoint import Saved
 from ..train.phases import MODEL, Phases
 from ..train.terms import PairTerm, TokenTerm
 from ..train.trainer import Metrics, Trainer, Weighted
@@ -55,6 +59,7 @@ class Learner:
         self.cost = CostModel.of(parts.model)
         self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
         self._flat: bool | None = None  # None: not tested yet
+        self._parameters = named_shards(parts.model)
 
     def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
         """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` trees.
@@ -284,6 +289,56 @@ class Learner:
         """Return the source of the policy's weights, for a sampler."""
         return self.trainer
 
+    @property
+    def updates(self) -> int:
+        """Number of updates of the policy."""
+        return self.trainer.updates
+
+    def save(self, directory: Path) -> Saved:
+        """Write `state_dict` for a checkpoint; of several ranks each writes its part, and all must call it.
+
+        The state holds the generators of numpy and Python, which are equal on all ranks.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        tensors, state = self.state_dict()
+        if self.group.count > 1:
+            generators, state["generators"] = checkpoint.generator_state()
+            tensors |= {f"{self._own}{name}": tensor for name, tensor in generators.items()}
+        return Saved(checkpoint.write_tensors(directory, tensors, self.group), state)
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None:
+        """Restore what `save` wrote with any number of ranks; all must call it.
+
+        Raises:
+            UserError: as for `load_state_dict`.
+        """
+        like = None if self.group.count == 1 else self._like
+        tensors = checkpoint.read_tensors(directory, like, self.group)
+        self.load_state_dict(tensors, state)
+        if self.group.count > 1 and (generators := _under(self._own, tensors)):
+            checkpoint.restore_generators(generators, state["generators"])
+
+    @property
+    def _own(self) -> str:
+        """Prefix of this rank's generators among the tensors of a checkpoint."""
+        return f"rank.{self.group.rank}/"
+
+    def _like(self, name: str, size: torch.Size) -> Tensor | None:
+        """Return a tensor that is sharded as ``name`` in a checkpoint is to be; None for one that every rank has."""
+        prefix, _, rest = name.rpartition("/")
+        if prefix.startswith("role."):
+            ours: Tensor | None = self._parameters.get(rest)
+        else:
+            trainer = self.critic.trainer if prefix == "critic" and self.critic is not None else self.trainer
+            ours = trainer.like(rest)
+        return ours if ours is not None and ours.shape == size else None
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face directory that plain transformers loads."""
+        self.model.save_pretrained(directory)
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
         tensors, counters = self.trainer.state_dict()
@@ -294,7 +349,8 @@ class Learner:
             tensors |= {f"critic/{name}": t for name, t in theirs.items()}
         for role in self.roles:
             if role.weights is not None and (role.initial or role.reset_every or role.ema is not None):
-                tensors |= {f"role.{role.column}/{name}": t for name, t in role.weights.items()}
+                theirs = {name: joined(w, self._parameters[name]) for name, w in role.weights.items()}
+                tensors |= {f"role.{role.column}/{name}": t for name, t in theirs.items()}
         return tensors, state
 
     def load_state_dict(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -312,7 +368,8 @@ class Learner:
         for role, seen in zip(self.roles, state["roles"], strict=True):
             role.seen = seen
             if role.weights is not None and (saved := _under(f"role.{role.column}/", tensors)):
-                role.weights = {name: saved[name].to(w.device, copy=True) for name, w in role.weights.items()}
+                shards = {name: local(placed(saved[name], p)) for name, p in self._parameters.items()}
+                role.weights = {name: shards[name].to(w.device, copy=True) for name, w in role.weights.items()}
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -189,8 +189,7 @@ class Orchestrator:
         with self.watch.part("dump_rollout_generations"):
             file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])
-        updates = self.learner.trainer.updates
-        self.controller.end_step(batch, self.learner.weights() if changed else None, updates)
+        self.controller.end_step(batch, self.learner.weights() if changed else None, self.learner.updates)
         for reason, count in (self.buffer.dropped - self._dropped).items():
             sums.count(f"group/dropped_{reason}", count)
         self._dropped = self.buffer.dropped.copy()
@@ -256,9 +255,8 @@ class Orchestrator:
     # -- directory, checkpoints -------------------------------------------------------------------------------------
 
     def _save(self, row: dict[str, float]) -> None:
-        tensors, learner = self.learner.state_dict()
         open_tensors, groups = self.controller.state_dict()
-        tensors |= {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
+        tensors = {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
         prompts = Archive()
         try:
             stream = prompts.pack(self.source.state_dict())
@@ -267,7 +265,6 @@ class Orchestrator:
         tensors |= {f"{PROMPTS}{name}": tensor for name, tensor in prompts.tensors.items()}
         self._best = self._better(row)
         state: dict[str, Any] = {
-            "learner": learner,
             "best": self._best,
             "demonstrations": None if self.demonstrations is None else self.demonstrations.state_dict(),
             "prompts": stream,
@@ -280,6 +277,7 @@ class Orchestrator:
         checkpoint.save(
             self.options.directory / "checkpoints",
             self.step,
+            learner=self.learner.save,
             tensors=tensors,
             state=state,
             trained=self.options.trained,
@@ -302,7 +300,7 @@ class Orchestrator:
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         state = saved.state
-        self.learner.load_state_dict(saved.tensors, state["learner"])
+        self.learner.load(saved.learner, state["learner"])
         if self.demonstrations is not None:
             self.demonstrations.load_state_dict(state["demonstrations"])
         self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
@@ -310,7 +308,7 @@ class Orchestrator:
         self.source.load_state_dict(Archive(_named(saved.tensors, PROMPTS)).unpack(state["prompts"]))
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
-        self.controller.publication.send(self.learner.weights(), self.learner.trainer.updates)
+        self.controller.publication.send(self.learner.weights(), self.learner.updates)
         self.controller.load_state_dict(_named(saved.tensors, OPEN), state["groups"])
         self._remember_rollouts(saved.step)
         for name, failures in self.failures.items():
@@ -344,7 +342,7 @@ class Orchestrator:
         target = self.options.directory / "export"
         temporary = target.with_name("export.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        self.model.save_pretrained(temporary)
+        self.learner.export(temporary)
         self.tokenizer.save_pretrained(temporary)
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)

@@ -88,6 +88,15 @@ def placed(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def joined(part: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor of which each rank has its ``part`` in the way that it has its part of ``like``."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor``, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import RolloutProgram
+from .digest import Held
 from .engine import RolloutEngine
 from .sampler import Array, Flight, Job, Kept, LocalSampler
 
@@ -197,6 +198,14 @@ class Host:
     def remember(self, texts: Sequence[Text]) -> Future[None]:
         """Add texts to those that drafts are taken from."""
         return self.call(partial(self.engine.remember, texts))
+
+    def probe(self, prompts: Sequence[Sequence[int]], n: int, tokens: int, seed: int) -> Future[list[TokenTree]]:
+        """See `Sampler.probe`."""
+        return self.call(partial(self.sampler.probe, prompts, n=n, tokens=tokens, seed=seed))
+
+    def digests(self) -> Future[dict[str, Held]]:
+        """See `Sampler.digests`."""
+        return self.call(lambda: dict(self.sampler.digests()))
 
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]

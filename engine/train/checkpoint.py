@@ -1,12 +1,13 @@
 """Checkpoints: everything a run needs to continue as if it had never stopped.
 
-``checkpoints/step_000040/`` holds ``*.safetensors`` (weights, optimiser, torch's generators), ``state.json`` (the rest,
-and the settings of the training) and ``manifest.json`` (size and SHA-256 of each). The directory is written as
+``checkpoints/step_000040/`` holds the learner's tensors (weights, optimiser) in ``learner/``, a file for each rank that
+trains; the run's tensors (open groups, torch's generators) in ``run.safetensors``; ``state.json`` (the rest, and the
+settings of the training) and ``manifest.json`` (size and SHA-256 of each). The directory is written as
 ``step_000040.tmp``, synced to disk and renamed, so under its final name it is complete, and a failed write leaves the
-earlier checkpoints unchanged.
+earlier checkpoints unchanged. Each rank writes, syncs and fingerprints its file, the run all others.
 
-`torch.distributed.checkpoint` writes and reads the tensors in its safetensors format: each file records which part of
-which tensor it holds, so another number of ranks can read them, and nothing is pickled.
+`torch.distributed.checkpoint` writes and reads the learner's tensors in its safetensors format: each file records which
+part of which tensor it holds, so another number of ranks can read them, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,33 +19,48 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import RunError, UserError
+from .group import ALONE, Group
 
-FORMAT = 6
-STATE, MANIFEST = "state.json", "manifest.json"
+FORMAT = 7
+READABLE = (6, 7)
+"""Format 6 has all tensors in one place, as one process wrote them."""
+LEARNER, RUN, STATE, MANIFEST = "learner", "run.safetensors", "state.json", "manifest.json"
+Files = dict[str, dict[str, Any]]
+"""Size and SHA-256 of files, by name."""
+
+
+class Saved(NamedTuple):
+    """The part of a learner in a checkpoint: the files that it wrote, and its state as values for JSON."""
+
+    files: Files
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory; tensors are on the CPU."""
+    """A checkpoint in memory but for the learner's tensors, which it reads itself; tensors are on the CPU."""
 
     path: Path
     step: int
+    learner: Path
+    """The directory of the learner's tensors."""
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     generators: tuple[dict[str, Tensor], dict[str, Any]]
@@ -57,6 +73,7 @@ def save(
     directory: Path,
     step: int,
     *,
+    learner: Callable[[Path], Saved],
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
     trained: Mapping[str, Any],
@@ -66,7 +83,8 @@ def save(
     """Write ``directory/step_<step>`` with the current state of the random number generators, and delete older ones.
 
     Args:
-        tensors: on any device; no two may share memory.
+        learner: writes the learner's tensors into a directory; its state becomes ``state["learner"]``.
+        tensors: the run's, on any device; no two may share memory.
         state: can be written as JSON.
         trained: the keys of the configuration that decide what is learned.
         keep: the number of newest checkpoints to keep.
@@ -82,19 +100,21 @@ def save(
     temporary = final.with_name(final.name + ".tmp")
     generator_tensors, generators = generator_state()
     everything = {name: tensor.detach().contiguous() for name, tensor in tensors.items()} | generator_tensors
-    document = {"state": dict(state), "generators": generators, "config": dict(trained)}
-    text = json.dumps(document)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob("*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        _write_tensors(temporary, everything)
-        (temporary / STATE).write_text(text, encoding="utf-8")
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        (temporary / LEARNER).mkdir()
+        saved = learner(temporary / LEARNER)
+        save_file(everything, temporary / RUN)
+        document = {"state": {**state, "learner": saved.state}, "generators": generators, "config": dict(trained)}
+        (temporary / STATE).write_text(json.dumps(document), encoding="utf-8")
+        files = {name: _fingerprint(temporary / name) for name in (RUN, STATE)}
+        files |= {f"{LEARNER}/{name}": file for name, file in saved.files.items()}
         manifest = {"format": FORMAT, "step": step, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
+        for path in (*(temporary / name for name in (RUN, STATE, MANIFEST, LEARNER)), temporary):
             _sync(path)
         temporary.rename(final)
         _sync(directory)
@@ -152,12 +172,12 @@ def load(path: Path) -> Checkpoint:
         version, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _corrupt(path, f"'{MANIFEST}' cannot be read ({error})") from error
-    if version != FORMAT:
+    if version not in READABLE:
         raise UserError(
-            f"The checkpoint '{path}' has format {version} and this rolltree reads format {FORMAT}; "
+            f"The checkpoint '{path}' has format {version} and this rolltree reads formats {READABLE}; "
             "resume with the version that wrote it."
         )
-    for name in sorted(files.keys() | {STATE} | {path.name for path in path.glob("*.safetensors")}):
+    for name in sorted(files.keys() | {STATE} | {str(p.relative_to(path)) for p in path.rglob("*.safetensors")}):
         try:
             found = _fingerprint(path / name)
         except OSError as error:
@@ -165,9 +185,11 @@ def load(path: Path) -> Checkpoint:
         if found != files.get(name):
             raise _corrupt(path, f"'{name}' is not as it was written (its size or SHA-256 differs)")
     document = json.loads((path / STATE).read_text(encoding="utf-8"))
-    tensors = _read_tensors(path)
+    learner = path if version == 6 else path / LEARNER
+    tensors = read_tensors(path) if version == 6 else load_file(path / RUN)
     generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("generator.")}
-    return Checkpoint(path, step, tensors, document["state"], (generators, document["generators"]), document["config"])
+    random_state = generators, document["generators"]
+    return Checkpoint(path, step, learner, tensors, document["state"], random_state, document["config"])
 
 
 # -- random number generators ------------------------------------------------------------------------------------------
@@ -201,21 +223,49 @@ def restore_generators(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Group = ALONE) -> Files:
+    """Write the learner's tensors, each rank its shards and a part of what all have whole; all ranks must call it.
+
+    Args:
+        tensors: of this rank, on any device; no two may share memory.
+
+    Returns:
+        The files of all ranks.
+
+    Raises:
+        OSError: a rank's file cannot be written.
+    """
+    everything = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _told_plainly():
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True), no_dist=True)
+        dcp.save(
+            everything,
+            storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True),
+            no_dist=group.count == 1,
+        )
+    mine: Files = {}
+    for path in directory.glob(f"shard-{group.rank + 1:05d}-*"):
+        _sync(path)
+        mine[path.name] = _fingerprint(path)
+    return {name: file for files in group.gather(mine) for name, file in files.items()}
 
 
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
+def read_tensors(
+    directory: Path, like: Callable[[str, torch.Size], Tensor | None] | None = None, group: Group = ALONE
+) -> dict[str, Tensor]:
+    """Read the tensors that `write_tensors` wrote with any number of ranks; all ranks must call it.
+
+    Args:
+        like: returns the tensor of this rank that is sharded as the one of that name and size is to be; None: a whole
+            tensor on the CPU, as all are by default.
+    """
     reader = HuggingFaceStorageReader(str(directory))
-    held = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in held.items()
-        if isinstance(one, TensorStorageMetadata)  # all are
-    }
+    tensors = {}
+    for name, one in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(one, TensorStorageMetadata)
+        ours, dtype = None if like is None else like(name, one.size), one.properties.dtype
+        tensors[name] = torch.empty(one.size, dtype=dtype) if ours is None else torch.empty_like(ours, dtype=dtype)
     with _told_plainly():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        dcp.load(tensors, storage_reader=reader, no_dist=group.count == 1)
     return tensors
 
 
@@ -227,8 +277,7 @@ def _told_plainly() -> Iterator[None]:
         try:
             yield
         except CheckpointException as report:
-            ((error, _),) = report.failures.values()
-            raise error from report
+            raise next(error for error, _ in report.failures.values()) from report
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

@@ -255,6 +255,12 @@ class Trainer:
                 tensors[f"{key}.{name}"] = value
         return tensors, {"updates": self.updates, "bad_steps": self.bad_steps}
 
+    def like(self, name: str) -> Tensor | None:
+        """Return a tensor that is sharded as the one that `state_dict` names so; None: it is not sharded."""
+        kind, _, parameter = name.partition(".")
+        named = {known: master for (known, _), master in zip(self._named, self._masters, strict=True)}
+        return None if kind == "step" else named.get(parameter)
+
     def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
         """Restore the result of :meth:`state_dict`.
 

@@ -27,6 +27,7 @@ from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
 from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.model import sharding
+from rolltree.engine.train import checkpoint
 from rolltree.engine.train import trainer as training
 from rolltree.engine.train.group import ALONE, Group
 
@@ -188,6 +189,42 @@ def _joined(rank: int, work: Callable[..., Any], store: str, count: int, argumen
 
 def of_cases(group: Group, toml: Path, trees: Sequence[list[Any]], names: Sequence[str]) -> dict[str, Result]:
     return {name: learn(make(toml, CASES[name], group), trees, CASES[name]) for name in names}
+
+
+RESUMED = ("sequences, a reference that moves, untied", "critic, fewer trees than ranks")
+"""Cases with weights of roles, or of a critic, in the checkpoint."""
+
+
+def saving(group: Group, toml: Path, trees: Sequence[list[Any]], directory: Path) -> dict[str, Result]:
+    """Learn two steps, save a checkpoint as a run does, and learn the rest."""
+    found = {}
+    for name in RESUMED:
+        learner, where = make(toml, CASES[name], group), directory / name
+        learn(learner, trees[:2], CASES[name])
+        if group.rank == 0:
+            checkpoint.save(
+                where,
+                2,
+                learner=lambda path, learner=learner: learner.save(group.gather(path)[0]),
+                tensors={},
+                state={},
+                trained={},
+                keep=1,
+            )
+        else:
+            learner.save(group.gather(None)[0])
+        found[name] = learn(learner, trees, CASES[name], 2)
+    return found
+
+
+def resuming(group: Group, toml: Path, trees: Sequence[list[Any]], directory: Path) -> dict[str, Result]:
+    """Learn the steps after those in the checkpoints of `saving`."""
+    found = {}
+    for name in RESUMED:
+        learner, saved = make(toml, CASES[name], group), checkpoint.load(directory / name / "step_000002")
+        learner.load(saved.learner, saved.state["learner"])
+        found[name] = learn(learner, trees, CASES[name], 2)
+    return found
 
 
 def differences(one: Result, other: Result) -> dict[str, float]:

@@ -213,8 +213,10 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     for file in sorted((theirs / "rollouts").glob("*.parquet")):
         assert pq.read_table(ours / "rollouts" / file.name).equals(pq.read_table(file)), file.name
     last = max((theirs / "checkpoints").glob("step_*")).name
-    for file in (theirs / "checkpoints" / last).glob("*.safetensors"):
-        got, expected = load_file(ours / "checkpoints" / last / file.name), load_file(file)
+    files = sorted((theirs / "checkpoints" / last).rglob("*.safetensors"))
+    assert len(files) == 2  # the learner's and the run's
+    for file in files:
+        got, expected = load_file(ours / file.relative_to(theirs)), load_file(file)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], expected[name]) for name in expected)
 

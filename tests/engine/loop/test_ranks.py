@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from rolltree.engine import UserError, load_config
 from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop.metrics import Sums
+from rolltree.engine.train import checkpoint
 from rolltree.engine.train.group import ALONE, Group
 
 from ..tiny import write_run
 from .rank_runs import (
     CASES,
     MUTANTS,
+    RESUMED,
     USER,
     Result,
     alone,
@@ -27,7 +30,9 @@ from .rank_runs import (
     of_cases,
     of_mutants,
     on_ranks,
+    resuming,
     sampled,
+    saving,
 )
 
 
@@ -81,6 +86,38 @@ def divided(group: Group, toml: Path, trees: list[list[Any]]) -> str:
 def test_pairs_of_a_divided_tree_are_refused_on_all_ranks(toml: Path, trees: list[list[Any]]) -> None:
     for said in on_ranks(divided, toml.parent, 2, toml, trees):
         assert said.startswith("The loss term 'dpo' compares responses of a whole tree, and with trainer.ranks = 2")
+
+
+@pytest.fixture(scope="module")
+def saved(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]], dict[str, Result]]:
+    """Checkpoints of two ranks, the trees of four steps, and what the two learn from the last two."""
+    directory, trees = tmp_path_factory.mktemp("saved"), sampled(toml, 4, 5)
+    first, second = on_ranks(saving, toml.parent, 2, toml, trees, directory)
+    assert all(differences(first[name], second[name]) == {} for name in RESUMED)
+    return directory, trees, first
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_another_number_of_ranks_goes_on(count: int, toml: Path, saved: Any) -> None:
+    directory, trees, expected = saved
+    assert len(list((directory / RESUMED[0] / "step_000002" / "learner").iterdir())) == 2
+    found = resuming(ALONE, toml, trees, directory) if count == 1 else None
+    for rank in [found] if found else on_ranks(resuming, toml.parent, count, toml, trees, directory):
+        for name in RESUMED:
+            assert differences(expected[name], rank[name]) == {}, name
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_a_file_of_a_rank_is_missed(damage: str, saved: Any, tmp_path: Path) -> None:
+    shutil.copytree(saved[0] / RESUMED[0], tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "step_000002"
+    (file,) = (path / "learner").glob("shard-00002-*")
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=f"'learner/{file.name}'"):
+        checkpoint.load(path)
 
 
 def test_a_run_on_ranks_is_refused(toml: Path) -> None:

@@ -15,7 +15,15 @@ from rolltree.engine.app.config import FREE_TO_CHANGE, config_keys, training_con
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint
-from rolltree.engine.train.checkpoint import latest, load, load_latest, restore_generators
+from rolltree.engine.train.checkpoint import (
+    Saved,
+    latest,
+    load,
+    load_latest,
+    read_tensors,
+    restore_generators,
+    write_tensors,
+)
 
 TENSORS = {
     "weight.a": torch.tensor([[0.1, -0.0, torch.inf], [torch.nan, 1e-42, 3.0]]),
@@ -23,6 +31,7 @@ TENSORS = {
     "step.a": torch.tensor(3.0),
     "empty": torch.zeros(0, 3),
 }
+LEARNED = {"updates": 3}
 STATE = {"prompts": {"cursor": 7, "big": 2**60}, "accuracy": 0.1 + 0.2, "text": "ü"}
 
 
@@ -37,20 +46,30 @@ def bits(tensor):
 
 
 def save(directory, step, tensors=TENSORS, state=STATE, keep=2):
-    return checkpoint.save(directory, step, tensors=tensors, state=state, trained=training_config(config()), keep=keep)
+    """Save ``tensors`` as the run's and again as the learner's."""
+    return checkpoint.save(
+        directory,
+        step,
+        learner=lambda path: Saved(write_tensors(path, tensors), LEARNED),
+        tensors=tensors,
+        state=state,
+        trained=training_config(config()),
+        keep=keep,
+    )
 
 
 def test_round_trip_is_bit_exact(tmp_path):
     path = save(tmp_path, 12, TENSORS, STATE, keep=2)
     assert path == tmp_path / "step_000012" == latest(tmp_path)
     loaded = load(path)
-    assert (loaded.path, loaded.step, loaded.state) == (path, 12, STATE)
-    assert loaded.tensors.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert loaded.tensors[name].dtype == tensor.dtype
-        assert loaded.tensors[name].shape == tensor.shape
-        assert bits(loaded.tensors[name]) == bits(tensor)
-    assert sorted(p.suffix for p in path.iterdir()) == [".json", ".json", ".safetensors"]
+    assert (loaded.path, loaded.step, loaded.state) == (path, 12, STATE | {"learner": LEARNED})
+    for found in (loaded.tensors, read_tensors(loaded.learner)):
+        assert found.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            assert found[name].dtype == tensor.dtype
+            assert found[name].shape == tensor.shape
+            assert bits(found[name]) == bits(tensor)
+    assert sorted(p.name for p in path.iterdir()) == ["learner", "manifest.json", "run.safetensors", "state.json"]
 
 
 def test_the_newest_are_kept_in_order_of_step(tmp_path):
@@ -68,12 +87,28 @@ def test_leftovers_of_a_killed_run_are_no_checkpoints(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000003"]
 
 
+def test_a_checkpoint_of_format_6_is_read(tmp_path):
+    path = tmp_path / "step_000007"
+    path.mkdir()
+    generators, values = checkpoint.generator_state()
+    write_tensors(path, TENSORS | generators)
+    document = {"state": STATE, "generators": values, "config": {}}
+    (path / "state.json").write_text(json.dumps(document))
+    files = {file.name: checkpoint._fingerprint(file) for file in path.iterdir()}
+    (path / "manifest.json").write_text(json.dumps({"format": 6, "step": 7, "files": files}))
+    loaded = load(path)
+    assert (loaded.step, loaded.state, loaded.generators[0].keys()) == (7, STATE, generators.keys())
+    found = read_tensors(loaded.learner)
+    assert all(bits(found[name]) == bits(loaded.tensors[name]) == bits(tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("part", ["run.safetensors", "learner/shard-00001-model-00001-of-00001.safetensors"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "state", "manifest", "no manifest"])
-def test_damage_is_named_and_never_passed_over(tmp_path, damage):
+def test_damage_is_named_and_never_passed_over(tmp_path, damage, part):
     older = save(tmp_path, 1, TENSORS, STATE, keep=2)
     path = save(tmp_path, 2, TENSORS, STATE, keep=2)
-    (tensors,), manifest = path.glob("*.safetensors"), path / "manifest.json"
-    name = tensors.name
+    tensors, manifest = path / part, path / "manifest.json"
+    name = part
     if damage == "flip":
         content = bytearray(tensors.read_bytes())
         content[-1] ^= 1
@@ -83,7 +118,7 @@ def test_damage_is_named_and_never_passed_over(tmp_path, damage):
     elif damage == "remove":
         tensors.unlink()
     elif damage == "add":
-        name = "other.safetensors"
+        name = "learner/other.safetensors"
         shutil.copy(tensors, path / name)
     elif damage == "state":
         name = "state.json"
@@ -122,18 +157,19 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, big):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
-    assert load(previous).state == STATE
+    assert load(previous).state == STATE | {"learner": LEARNED}
 
 
 WRITER = """
 import sys, torch
 from pathlib import Path
-from rolltree.engine.train.checkpoint import save
+from rolltree.engine.train.checkpoint import Saved, save, write_tensors
 from rolltree.engine.settings import TrainConfig
 config = TrainConfig.model_validate({"name": "r", "model": {"path": "m"}, "data": {"tasks": [{"name": "chain_sum"}]}})
 for step in range(1, 100000):
     tensors = {"w": torch.full((200_000,), float(step))}
-    save(Path(sys.argv[1]), step, tensors=tensors, state={"step": step}, trained={}, keep=2)
+    learner = lambda path: Saved(write_tensors(path, tensors), {})
+    save(Path(sys.argv[1]), step, learner=learner, tensors=tensors, state={"step": step}, trained={}, keep=2)
     print(step, flush=True)
 """
 
@@ -150,8 +186,8 @@ def test_killed_while_writing_or_removing(tmp_path):
         announced = int(process.stdout.read().split()[-1])
     loaded = load(latest(tmp_path))
     assert loaded.step in (announced, announced + 1)
-    assert loaded.state == {"step": loaded.step}
-    assert (loaded.tensors["w"] == loaded.step).all()
+    assert loaded.state == {"step": loaded.step, "learner": {}}
+    assert all((found["w"] == loaded.step).all() for found in (loaded.tensors, read_tensors(loaded.learner)))
 
 
 def test_generators_continue_where_they_were(tmp_path):
