@@ -17,7 +17,7 @@ from .concat import side_by_side
 from .cost import CostModel
 from .paths import CREDIT, depth_first, has_credit, response_pairs
 from .pieces import cut
-from .rows import Rows, concat_rows, distinct_rows
+from .rows import Rows, concat_rows, distinct_rows, head_rows
 from .tree import TokenTree
 
 WORTH_SHARING = 1.1
@@ -177,7 +177,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
     before = np.append(0, np.cumsum(response))  # targets before each token
     order = all_of.leaf_order
     row = rows.of_token[all_of.parent_row[response]]
-    head_row, head_index = np.unique(row, return_inverse=True)
+    head_row, head_index = head_rows(row, all_of.temperature[response])
     loss_mask = (all_of.loss_mask & (all_of.response_leaves > 0))[response]
     copies = np.bincount(rows.of_token, weights=(all_of.last_leaf - all_of.first_leaf + 1)[node])
     bounds = np.cumsum([0, *(tree.num_tokens for tree in trees)])
@@ -201,7 +201,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         row=tensor(row),
         target=tensor(all_of.token_id[response]),
         head_row=tensor(head_row),
-        head_index=tensor(head_index.reshape(-1)),
+        head_index=tensor(head_index),
         loss_mask=tensor(loss_mask, np.bool_),
         columns={name: torch.from_numpy(values).to(device) for name, values in _columns(all_of, response, loss_mask)},
         target_end=tensor(before[all_of.subtree_end[response]]),

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import TreeBatch
 from ..data.columns import Array
+from ..data.device import to_device
 from ..data.pack import pack
 from ..data.tree import TokenTree
 from .logprob import batch_logprob
@@ -61,17 +62,15 @@ class Role:
 
         Args:
             max_tokens: of one micro-batch.
-            temperature: divides the logits.
+            temperature: divides the logits of tokens that do not have one of their own.
         """
         device = self.model.device
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad(), self._swapped():
             for waiting in pack(trees, max_tokens=max_tokens, in_pieces=not flat, flat=flat):
-                batch = waiting.to(device)
-                write_column(
-                    trees, batch, self.column, batch_logprob(self.model, batch, temperature=temperature).logprob
-                )
+                batch, own = waiting.to(device), to_device(waiting.temperatures(temperature), device)
+                write_column(trees, batch, self.column, batch_logprob(self.model, batch, temperature=own).logprob)
         self.model.train(was_training)
 
     def follow(self, policy: PreTrainedModel) -> None:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import RunError, UserError
 
-FORMAT = 6
+FORMAT = 7
 STATE, MANIFEST = "state.json", "manifest.json"
 
 
