@@ -35,7 +35,7 @@ from ..rollout.host import Host
 from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
-from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, shapings
+from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, shapings
 from .config import resolved_toml, training_config
 
 
@@ -103,7 +103,15 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console=console,
         saved=saved,
         replay=replay,
+        stateful=stateful({"rollout.program": sampling.program.shared}),
     )
+
+
+def stateful(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the ``named`` objects that exchange their state with checkpoints."""
+    return {
+        key: part for key, part in named.items() if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    }
 
 
 def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
@@ -359,6 +367,8 @@ def check_old_logprobs(config: TrainConfig) -> None:
     why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
     if corrects(config):
         why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
+    elif mixes_policies(config):
+        why = f"`rollout.program` = '{rollout.program}', which may return tokens of older policies,"
     elif config.trainer.updates_per_step == 1:
         return
     if rollout.top_p < 1 or rollout.top_k or rollout.min_p:

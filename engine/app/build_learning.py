@@ -28,6 +28,7 @@ from ..model.roles import Role
 from ..model.sharding import shard
 from ..parts.calling import ask
 from ..parts.resolve import options_of, resolve
+from ..programs import make_program
 from ..settings import TrainConfig
 from ..train.critic import Critic
 from ..train.group import ALONE, Group
@@ -90,6 +91,11 @@ def spreading(config: TrainConfig, group: Group, device: str) -> Spread:
 def corrects(config: TrainConfig) -> bool:
     """Return whether the loss is corrected for the lag between sampler and policy."""
     return config.loop.staleness > 0 and config.loop.correction != "none"
+
+
+def mixes_policies(config: TrainConfig) -> bool:
+    """Return whether a group may hold tokens that an older policy sampled, at any staleness."""
+    return make_program(config.rollout.program, **config.rollout.program_options).gives_older
 
 
 def rescores(config: TrainConfig) -> bool:
@@ -182,7 +188,7 @@ def inert(config: TrainConfig) -> list[str]:
     Ratios are 1 where one update a step follows from the policy that sampled, and where the correction of the lag
     replaces the old policy by the current one.
     """
-    if config.trainer.updates_per_step > 1:
+    if config.trainer.updates_per_step > 1 or mixes_policies(config):
         return []
     lag = config.loop.staleness > 0
     if lag and (config.loop.correction == "none" or config.algorithm.old_logprob == "recompute"):

@@ -45,7 +45,7 @@ class TreeBatch:
     subtree_end: Tensor  # [T] int32
     row: Tensor  # [M] int64, the row that predicts the target
     target: Tensor  # [M] int64
-    head_row: Tensor  # [R] int64, distinct rows among `row`, ascending
+    head_row: Tensor  # [R] int64, distinct rows among `row`, ascending; a row once for each temperature of its targets
     head_index: Tensor  # [M] int64, row == head_row[head_index]
     loss_mask: Tensor  # [M] bool
     columns: dict[str, Tensor]  # those that training reads: of tokens and nodes [M], of leaves [L], of paths [P]
@@ -78,6 +78,20 @@ class TreeBatch:
     def behaviour_logprob(self) -> Tensor | None:  # [M] float32
         """The log-probs that the sampler recorded; None if a token in the loss has none."""
         return self.columns.get("behaviour_logprob")
+
+    def temperatures(self, default: float) -> float | Tensor:  # [M] float32
+        """The temperature at which each target was sampled; one number if it is that of all.
+
+        Args:
+            default: temperature of the targets that were not sampled, or greedily. Call it while the batch is in the
+                host's memory.
+        """
+        known = self.columns.get("temperature")
+        if known is None:
+            return default
+        found = torch.where(known > 0, known, default)  # NaN is not
+        first = default if not len(found) or (found == default).all() else float(found[0])
+        return first if (found == first).all() else found
 
     @property
     def num_tokens(self) -> int:

@@ -125,6 +125,7 @@ for _column in (
     Column("teacher_logprob", np.float32, "token", "of the teacher", fill=np.nan, merge="first", to_device=True),
     Column("policy_version", np.int32, "token", "optimiser steps behind the policy that sampled it"),
     Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
+    Column("temperature", np.float32, "token", "temperature it was sampled at", fill=np.nan, to_device=True),
     Column("token_reward", np.float32, "path", "reward of what ends with it, beside its response's", fill=np.nan),
     Column(
         "value", np.float32, "token", "return the critic expects before it", fill=np.nan, merge="first", to_device=True
@@ -132,6 +133,7 @@ for _column in (
     Column("value_target", np.float32, "path", "return the critic is to expect before it", to_device=True),
     Column("group", np.int64, "leaf", "number of the group that it was sampled in"),
     Column("status", np.int8, "leaf", "how the response ended, a LeafStatus"),
+    Column("trained", np.bool_, "leaf", "an update counts it; credit reads it in any case", fill=1),
     Column("advantage", np.float32, "leaf", "credit of a whole response", to_device=True),
     Column("node_advantage", np.float32, "node", "credit of a node's tokens, instead of their leaves'", to_device=True),
     Column("token_advantage", np.float32, "token", "credit of a token, instead of its leaves'", to_device=True),

@@ -18,7 +18,7 @@ from .cost import CostModel
 from .media import FIRST_ID, Media
 from .paths import CREDIT, depth_first, has_credit, response_pairs
 from .pieces import cut
-from .rows import Rows, concat_rows, distinct_rows
+from .rows import Rows, concat_rows, distinct_rows, head_rows
 from .tree import TokenTree
 
 WORTH_SHARING = 1.1
@@ -181,7 +181,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
     before = np.append(0, np.cumsum(response))  # targets before each token
     order = all_of.leaf_order
     row = rows.of_token[all_of.parent_row[response]]
-    head_row, head_index = np.unique(row, return_inverse=True)
+    head_row, head_index = head_rows(row, all_of.temperature[response])
     loss_mask = (all_of.loss_mask & (all_of.response_leaves > 0))[response]
     input_ids, target = all_of.token_id[rows.token], all_of.token_id[response]
     media = Media.of(input_ids, rows.position, rows.end, all_of.pictures, device)
@@ -212,7 +212,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         row=tensor(row),
         target=tensor(target),
         head_row=tensor(head_row),
-        head_index=tensor(head_index.reshape(-1)),
+        head_index=tensor(head_index),
         loss_mask=tensor(loss_mask, np.bool_),
         columns={name: torch.from_numpy(values).to(device) for name, values in _columns(all_of, response, loss_mask)},
         target_end=tensor(before[all_of.subtree_end[response]]),

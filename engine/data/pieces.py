@@ -25,7 +25,7 @@ from . import checks
 from .columns import Array
 from .device import to_device
 from .recurrence import PieceRecurrence
-from .rows import Rows, distinct_rows
+from .rows import Rows, distinct_rows, head_rows
 from .tree import TokenTree
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Piece:
     end: int
     last: int  # one past the last row that sees some row of the piece
     target: Tensor  # [m] int64, its targets among the batch's
-    head_row: Tensor  # [r] int64, the distinct predictors, counted from `begin`
+    head_row: Tensor  # [r] int64, the distinct predictors, counted from `begin`, as in `TreeBatch`
     head_index: Tensor  # [m] int64, a target's predictor among these
     plan: HeadPlan | None = None  # of its head pass; None: made where it runs
 
@@ -60,10 +60,11 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
                 at = int(branches[shortest][-1])
         bounds.append(min(at, rows.num_rows))
     predictor = rows.of_token[tree.parent_row[tree.prompt_length :]]
+    temperature = tree.temperature[tree.prompt_length :]
     pieces = []
     for begin, end in pairwise(bounds):
         target = np.flatnonzero((predictor >= begin) & (predictor < end))
-        head_row, head_index = np.unique(predictor[target] - begin, return_inverse=True)
+        head_row, head_index = head_rows(predictor[target] - begin, temperature[target])
         pieces.append(
             Piece(
                 begin,
@@ -71,7 +72,7 @@ def cut(tree: TokenTree, max_tokens: int, device: torch.device | str | None = No
                 int(rows.end[begin:end].max()),
                 torch.from_numpy(target).to(device),
                 torch.from_numpy(head_row).to(device),
-                torch.from_numpy(head_index.reshape(-1)).to(device),
+                torch.from_numpy(head_index).to(device),
             )
         )
     return tuple(pieces)

@@ -49,6 +49,15 @@ def distinct_rows(tree: TokenTree) -> Rows:
     return Rows(of_token, token, tree.position[token], end)
 
 
+def head_rows(row: Array, temperature: Array) -> tuple[Array, Array]:  # [M], [M] -> [R] int64, [M] int64
+    """The rows that the head reads, and the one of each target: the distinct rows, each once for every temperature that
+    its targets were sampled at (NaN is one of its own)."""
+    values, code = np.unique(temperature, return_inverse=True)
+    count = max(len(values), 1)
+    found, index = np.unique(row * count + code.reshape(-1), return_inverse=True)
+    return found // count, index.reshape(-1)
+
+
 def concat_rows(rows: Sequence[Rows]) -> Rows:
     """The rows of several trees side by side (`side_by_side`)."""
     tokens = np.cumsum([0, *(len(some.of_token) for some in rows)])

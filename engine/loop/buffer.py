@@ -181,6 +181,8 @@ class Buffer:
         self.admitted = 0
         self.dropped: Counter[str] = Counter()
         """Number of groups dropped so far, by reason."""
+        self.fallen: list[Group] = []
+        """Judged groups dropped since the last step."""
         self.ledger = TokenLedger()
 
     @property
@@ -225,6 +227,8 @@ class Buffer:
         self.ledger.drop(reason, group.sampled)
         del self.open[group.ticket]
         self.dropped[reason] += 1
+        if group.parts and all("reward" in part.tree.rewards for part in group.parts):
+            self.fallen.append(group)
 
     def sampled(self, group: Group, tree: TokenTree) -> None:
         """Enter the sampled tokens of a finished tree of an open group in the ledger."""

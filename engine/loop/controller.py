@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..methods.groups import Accept, Add, Drop, More, Retry
 from ..parts.calling import failure
@@ -111,7 +112,6 @@ class Controller:
             while True:
                 with self._changed:
                     if (batch := self.buffer.batch()) is not None:
-                        self.source.observe([group.tree for group in batch])
                         return batch
                 self._advance() if self._thread is None else self._await_change()
 
@@ -127,6 +127,20 @@ class Controller:
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
+
+    def observe(self, batch: Sequence[Group], credit: Callable[[Sequence[TokenTree]], object]) -> None:
+        """Show the prompts' source the groups of an ended step, the oldest first: those of ``batch``, which have their
+        credit, and those that were dropped after judging, which ``credit`` gives theirs."""
+        with self._changed:
+            dropped, self.buffer.fallen = self.buffer.fallen, []
+        if not self.source.observes:
+            return
+        for group in dropped:
+            group.tree.meta["dropped"] = group.reason
+        if dropped:
+            credit([group.tree for group in dropped])
+        with self._changed:
+            self.source.observe(sorted([*batch, *dropped], key=lambda group: group.ticket))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -179,7 +193,7 @@ class Controller:
             group = Group(**values)
             self.buffer.open[group.ticket] = group
             if request is not None:
-                self._begin(group, *self._submit([group], request["n"], request))
+                self._begin(group, *self._submit([group], kept=request))
             elif state is State.JUDGING:
                 group.state = state
                 self.judging.ask([group])
@@ -280,7 +294,7 @@ class Controller:
         jobs = [
             Job(
                 group.prompt.token_ids,
-                replace(now, n=n or group.prompt.n or now.n),
+                replace(now, **(kept["params"] if kept else {"n": n or group.prompt.n or now.n})),
                 self._seed(group),
                 group.prompt.context,
                 kept,

@@ -75,6 +75,28 @@ class Learner:
         if step == 1:
             for sentence in parts.inert:
                 self.note(sentence)
+        kept = self.credit(trees, step)
+        with self.watch.part("pack"):
+            sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
+            sums.count("filter/failed_groups", len(trees) - len(kept))
+            left = _sampled(trees) - _sampled(kept)
+            sums.count("filter/failed_tokens", left)
+            kept = _counted(kept, sums)
+            for term, _ in self.terms:
+                term.prepare(kept + given)
+        updated = False
+        self.trainer.lr_scale = at_step(parts.lr_scale, step, self.metrics)
+        self._record_schedules(step, sums)
+        for k in range(parts.updates_per_step):
+            share = slice(k, None, parts.updates_per_step)
+            updated |= self._one_update(kept[share], given[share], step, sums)
+        self.metrics = sums.means()
+        return updated
+
+    def credit(self, trees: Sequence[TokenTree], step: int) -> list[TokenTree]:
+        """Shape the rewards of ``trees``, let the roles score them and give them credit; return them without responses
+        whose judging failed."""
+        parts = self.parts
         with self.watch.part("pack"):
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
@@ -90,20 +112,7 @@ class Learner:
                     tree.advantage[~drop] = part.advantage
                     for name, values in part.rewards.items():
                         tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))[~drop] = values
-            sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
-            sums.count("filter/failed_groups", len(trees) - len(kept))
-            left = _sampled(trees) - _sampled(kept)
-            sums.count("filter/failed_tokens", left)
-            for term, _ in self.terms:
-                term.prepare(kept + given)
-        updated = False
-        self.trainer.lr_scale = at_step(parts.lr_scale, step, self.metrics)
-        self._record_schedules(step, sums)
-        for k in range(parts.updates_per_step):
-            share = slice(k, None, parts.updates_per_step)
-            updated |= self._one_update(kept[share], given[share], step, sums)
-        self.metrics = sums.means()
-        return updated
+        return kept
 
     def _one_update(
         self,
@@ -172,8 +181,9 @@ class Learner:
     ) -> Metrics:
         tokens = sum(tree.logical_tokens for tree in trees)
         for number, batch in enumerate(batches, start=1):
+            own = batch.temperatures(temperature)
             self.trainer.forward_backward(
-                batch, terms, tokens, temperature=temperature, on_policy=on_policy, last=number == len(batches)
+                batch, terms, tokens, temperature=own, on_policy=on_policy, last=number == len(batches)
             )
         return self.trainer.optim_step()
 
@@ -218,7 +228,7 @@ class Learner:
         self.note(f"An update ran out of memory; micro-batches have {self.max_tokens} tokens from now on.")
 
     def temperature(self, step: int) -> float:
-        """Return the sampling temperature of ``step``, at which its update also computes log-probs."""
+        """Return the sampling temperature of ``step``, at which its update computes log-probs of given tokens too."""
         return self.parts.temperature * self._scale("temperature_scale", step, math.inf)
 
     def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
@@ -370,6 +380,14 @@ class Learner:
             if role.weights is not None and (saved := _under(f"role.{role.column}/", tensors)):
                 shards = {name: local(placed(saved[name], p)) for name, p in self._parameters.items()}
                 role.weights = {name: shards[name].to(w.device, copy=True) for name, w in role.weights.items()}
+
+
+def _counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
+    """Return the trees without the responses that credit reads and no update counts."""
+    found = [t if t.trained.all() else t.without_leaves(~t.trained) for t in trees]
+    left = [tree for tree in found if tree is not None]
+    sums.count("filter/untrained_tokens", _sampled(trees) - _sampled(left))
+    return left
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..data.store import read_texts, write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError
+from ..parts.calling import call
 from ..train import checkpoint
 from . import preflight
 from .archive import Archive, NotKeptError
@@ -42,8 +43,8 @@ from .trackers import Trackers
 from .unfinished import RESTARTED
 from .utilization import GpuMonitor
 
-OPEN, PROMPTS = "open/", "prompts/"
-"""Name prefixes in a checkpoint: tensors of open groups, tensors of the prompts' source."""
+OPEN, OWN = "open/", "own/"
+"""Name prefixes in a checkpoint: tensors of open groups, tensors of the prompts' source and other parts."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ class Orchestrator:
             file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])
         self.controller.end_step(batch, self.learner.weights() if changed else None, self.learner.updates)
+        self.controller.observe(batch, partial(self.learner.credit, step=step))
         for reason, count in (self.buffer.dropped - self._dropped).items():
             sums.count(f"group/dropped_{reason}", count)
         self._dropped = self.buffer.dropped.copy()
@@ -197,7 +199,7 @@ class Orchestrator:
             sums.count(f"group/restarted_{reason}", count)
         self.controller.restarted.clear()
         metrics = sums.means()
-        for reason in ("failed", "unseen"):
+        for reason in ("failed", "untrained", "unseen"):
             self.buffer.ledger.leave_out(reason, int(metrics[f"filter/{reason}_tokens"]))
         if self.evaluation.due(step, self.options.steps):
             metrics |= self._evaluate()
@@ -255,19 +257,24 @@ class Orchestrator:
     # -- directory, checkpoints -------------------------------------------------------------------------------------
 
     def _save(self, row: dict[str, float]) -> None:
-        open_tensors, groups = self.controller.state_dict()
-        tensors = {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
-        prompts = Archive()
-        try:
-            stream = prompts.pack(self.source.state_dict())
-        except NotKeptError as error:
-            raise RunError(f"The state of data.source cannot be saved: {error} Give its rows plain values.") from error
-        tensors |= {f"{PROMPTS}{name}": tensor for name, tensor in prompts.tensors.items()}
+        with self.controller.paused():  # so that groups and parts are of one moment
+            open_tensors, groups = self.controller.state_dict()
+            tensors = {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
+            own = Archive()
+            try:
+                stream = own.pack(self.source.state_dict())
+            except NotKeptError as error:
+                raise RunError(
+                    f"The state of data.source cannot be saved: {error} Give its rows plain values."
+                ) from error
+            states = {key: self._state_of(key, part, own) for key, part in self.parts.stateful.items()}
+            tensors |= {f"{OWN}{name}": tensor for name, tensor in own.tensors.items()}
         self._best = self._better(row)
         state: dict[str, Any] = {
             "best": self._best,
             "demonstrations": None if self.demonstrations is None else self.demonstrations.state_dict(),
             "prompts": stream,
+            "parts": states,
             "buffer": self.buffer.state_dict(),
             "groups": groups,
             "metrics": row,
@@ -285,6 +292,16 @@ class Orchestrator:
             spare=None if self._best is None else self._best[1],
         )
         self._saved_step = self.step
+
+    @staticmethod
+    def _state_of(key: str, part: Any, archive: Archive) -> Any:
+        try:
+            return archive.pack(call(key, part.state_dict))
+        except NotKeptError as error:
+            raise RunError(
+                f"The state of {key} cannot be saved: {error} Let its state_dict return numbers, texts, arrays, and "
+                "lists and dicts of them."
+            ) from error
 
     def _better(self, row: dict[str, float]) -> tuple[float, int] | None:
         """Return the best checkpoint so far by `checkpoint.best`, including the present one."""
@@ -305,7 +322,10 @@ class Orchestrator:
             self.demonstrations.load_state_dict(state["demonstrations"])
         self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self._saved_step = saved.step
-        self.source.load_state_dict(Archive(_named(saved.tensors, PROMPTS)).unpack(state["prompts"]))
+        own = Archive(_named(saved.tensors, OWN))
+        self.source.load_state_dict(own.unpack(state["prompts"]))
+        for key, part in self.parts.stateful.items():
+            call(key, part.load_state_dict, own.unpack(state["parts"][key]))
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
         self.controller.publication.send(self.learner.weights(), self.learner.updates)

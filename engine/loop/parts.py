@@ -6,8 +6,8 @@ made; no other code changes them later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,8 @@ class Parts:
             cannot be judged, or an empty text.
         saved: the checkpoint from which a resumed run continues.
         replay: a file of recorded groups to learn from instead of sampling.
+        stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
+            ``state_dict`` and ``load_state_dict``.
     """
 
     options: RunOptions
@@ -168,3 +170,4 @@ class Parts:
     console: Progress
     saved: Checkpoint | None = None
     replay: Path | None = None
+    stateful: Mapping[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -22,6 +22,9 @@ from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 from ..tasks.verifiers import TasksetPrompts
+
+if TYPE_CHECKING:
+    from .buffer import Group
 
 TRAIN, HELD_OUT = 0, 1
 """Seeds of the streams of generated problems."""
@@ -150,10 +153,15 @@ class PromptSource:
         """The prompts of a file; empty if problems are generated."""
         return self._rows
 
-    def observe(self, trees: Sequence[TokenTree]) -> None:
-        """Pass judged trees to the user's source, if it has a method ``observe``."""
+    @property
+    def observes(self) -> bool:
+        """True if `observe` has an effect."""
+        return isinstance(self._stream, UserProblems) and self._stream.observes
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Pass the groups of an ended step to the user's source, if it has a method ``observe``."""
         if isinstance(self._stream, UserProblems):
-            self._stream.observe(trees)
+            self._stream.observe([group.tree for group in groups])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and digests of the files, for an `Archive`."""
@@ -206,8 +214,10 @@ class UserProblems:
     """Problems of the class that `data.source` names, by their number; each is requested once, in order.
 
     ``next(count)`` returns that many rows with the columns `data.prompt_key` and `data.answer_key`. ``observe(trees)``
-    is optional and gets each judged batch. ``state_dict()`` and ``load_state_dict(state)`` are optional and exchange
-    plain values with a checkpoint; without them, a resumed run calls ``next`` for the rows that were used before.
+    is optional and gets the groups of each ended step with their credit: those that were trained on, and those that
+    were dropped after judging, whose ``meta["dropped"]`` is the reason. ``state_dict()`` and ``load_state_dict(state)``
+    are optional and exchange plain values with a checkpoint; without them, a resumed run calls ``next`` for the rows
+    that were used before.
 
     Raises:
         UserError: the class does not exist, or one of its methods raises or returns something else.
@@ -233,9 +243,13 @@ class UserProblems:
         keys = self._config.prompt_key, self._config.answer_key
         return problem_of(self._ready[number], self._what, "source", number, *keys)
 
+    @property
+    def observes(self) -> bool:
+        return hasattr(self._own, "observe")
+
     def observe(self, trees: Sequence[TokenTree]) -> None:
-        """Pass judged trees to the class, if it has a method ``observe``."""
-        if hasattr(self._own, "observe"):
+        """Pass trees to the class, if it has a method ``observe``."""
+        if self.observes:
             call(self._what, self._own.observe, trees)
 
     def state_dict(self, cursor: int) -> dict[str, Any]:

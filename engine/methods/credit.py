@@ -234,11 +234,14 @@ def process(trees: Sequence[TokenTree]) -> Credit:
 
 
 def segment_value_diff(trees: Sequence[TokenTree]) -> Credit:
-    """SPO (Guo et al. 2025, arXiv 2505.23564): a node's advantage is ``V(node) - V(parent)``, where V is the mean
-    reward of the leaves below; 0 for the prompt."""
+    """SPO (Guo et al. 2025, arXiv 2505.23564): a node's advantage is ``V(node) - V(parent)``; 0 for the prompt.
+
+    V is the mean reward of the leaves below. Where responses that are not trained on begin at a node's end, as in
+    `spo_chain`, it is their mean reward; elsewhere such responses do not count.
+    """
 
     def difference(tree: TokenTree) -> Array:  # [K]
-        value = node_values(tree)
+        value = node_values(tree) if tree.trained.all() else _continued_values(tree)
         return value - value[np.maximum(tree.parent, 0)]
 
     return Credit("node", [difference(tree) for tree in trees])
@@ -301,6 +304,26 @@ def node_values(tree: TokenTree) -> Array:  # [K] float64
         return np.full(tree.num_nodes, rewards[0])
     below = np.concatenate([[0.0], np.cumsum(rewards[tree.leaf_order])])
     return (below[tree.last_leaf + 1] - below[tree.first_leaf]) / (tree.last_leaf - tree.first_leaf + 1)
+
+
+def _continued_values(tree: TokenTree) -> Array:  # [K] float64
+    """Return the mean reward of the untrained responses that begin at each node's end; where there are none, of the
+    trained leaves below, and of all leaves below a node that no trained one is below."""
+    rewards = rewards_of(tree)[tree.leaf_order]
+    trained = tree.trained[tree.leaf_order]
+
+    def below(values: Array) -> Array:  # [L] -> [K]
+        total = np.concatenate([[0.0], np.cumsum(values)])
+        return total[tree.last_leaf + 1] - total[tree.first_leaf]
+
+    count = below(trained)
+    start = tree.leaf_node[tree.leaf_order]  # of an untrained leaf: the first node above it with a trained leaf below
+    while (above := (count[start] == 0) & (tree.parent[start] >= 0)).any():
+        start = np.where(above, tree.parent[start], start)
+    begun = np.bincount(start[~trained], minlength=tree.num_nodes)
+    of_begun = np.bincount(start[~trained], rewards[~trained], tree.num_nodes)
+    live = np.where(count, below(rewards * trained) / np.maximum(count, 1), node_values(tree))
+    return np.where(begun, of_begun / np.maximum(begun, 1), live)
 
 
 def _boundaries(tree: TokenTree) -> Array:  # [L + 1] int64

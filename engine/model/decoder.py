@@ -154,7 +154,7 @@ def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 wher
 
 
 def unchecked_logprob(
-    model: PreTrainedModel, batch: TreeBatch, temperature: float = 1.0, want: Sequence[str] = ()
+    model: PreTrainedModel, batch: TreeBatch, temperature: float | Tensor = 1.0, want: Sequence[str] = ()
 ) -> LogprobOutput:
     """Compute `batch_logprob` for a model that needs no check, or that a check runs."""
     if batch.pieces:
@@ -165,13 +165,14 @@ def unchecked_logprob(
 
 
 def _logprob_of_pieces(
-    model: PreTrainedModel, batch: TreeBatch, temperature: float, want: Sequence[str]
+    model: PreTrainedModel, batch: TreeBatch, temperature: float | Tensor, want: Sequence[str]
 ) -> LogprobOutput:
     found: dict[str, Tensor] = {}
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        out = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, temperature, want)
+        own = temperature[p.target] if isinstance(temperature, Tensor) else temperature
+        out = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, own, want)
         for name, values in out._asdict().items():
             if values is not None:
                 found.setdefault(name, values.new_empty(len(batch.target)))[p.target] = values

@@ -105,13 +105,24 @@ def _head_lora(layer: Any) -> HeadLora | None:
     return HeadLora(a, b, float(layer.scaling[name]))
 
 
+def row_temperature(
+    temperature: float | Tensor,  # one for all, or [M]
+    head_index: Tensor,  # [M]
+    rows: int,
+) -> float | Tensor:  # one for all, or [rows]
+    """Return the temperature of the head's rows from that of the targets, which agree wherever they share a row."""
+    if not isinstance(temperature, Tensor):
+        return temperature
+    return temperature.new_ones(rows).scatter(0, head_index, temperature)
+
+
 def target_logprob(
     model: PreTrainedModel,
     hidden: Tensor,  # [T, H]
     target: Tensor,  # [M]
     head_row: Tensor,  # [R]
     head_index: Tensor,  # [M]
-    temperature: float | Tensor,  # one for all, or [R]
+    temperature: float | Tensor,  # one for all, or [M]
     want: Sequence[str],
 ) -> LogprobOutput:
     """Return the head's statistics of ``target``, predicted by the rows ``head_row[head_index]`` of ``hidden``.
@@ -119,9 +130,8 @@ def target_logprob(
     All values are fp32 and per target, ``[M]``.
     """
     its = head(model)
-    out = linear_logprob(
-        hidden.index_select(0, head_row), its.weight, target, row=head_index, want=want, **its.options(temperature)
-    )
+    options = its.options(row_temperature(temperature, head_index, len(head_row)))
+    out = linear_logprob(hidden.index_select(0, head_row), its.weight, target, row=head_index, want=want, **options)
     return LogprobOutput(
         logprob=out.logprob,
         logsumexp=out.logsumexp[head_index],

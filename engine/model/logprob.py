@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rolltree.kernels import LogprobOutput
@@ -18,12 +18,12 @@ from .self_check import check_model
 
 
 def batch_logprob(
-    model: PreTrainedModel, batch: TreeBatch, *, temperature: float = 1.0, want: Sequence[str] = ()
+    model: PreTrainedModel, batch: TreeBatch, *, temperature: float | Tensor = 1.0, want: Sequence[str] = ()
 ) -> LogprobOutput:
     """Compute the log-probability of every target of ``batch``, in nats.
 
     Args:
-        temperature: divides the logits.
+        temperature: divides the logits; one for all, or ``[M]`` (`TreeBatch.temperatures`).
         want: further statistics to compute: ``"entropy"``, ``"sum_p2"`` (sum of squared probabilities).
 
     Returns:

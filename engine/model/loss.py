@@ -32,7 +32,7 @@ from rolltree.kernels.linear_policy_loss.terms import named
 from ..data.batch import OldLogprob, TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
 from .decoder import Decoded, decode, encode_pictures, unchecked_logprob
-from .head import head, target_logprob
+from .head import head, row_temperature, target_logprob
 from .logprob import check_call
 from .pictures import Features
 
@@ -46,7 +46,7 @@ def batch_loss(
     objective: Objective,
     *,
     normalizer: float | Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or [M]
     old_logprob: OldLogprob = "behaviour",  # [M]
     ref_logprob: Tensor | None = None,  # [M]
     router_share: float = 1.0,
@@ -56,7 +56,8 @@ def batch_loss(
     Args:
         normalizer: divides the sum over logical tokens; see ``Objective.aggregation``. Give the count of the whole
             update, so that the loss does not depend on how the update is split into micro-batches.
-        temperature: divides the logits of the distribution whose log-probs enter the ratio.
+        temperature: divides the logits of the distribution whose log-probs enter the ratio; one for all, or one a
+            target (`TreeBatch.temperatures`).
         old_logprob: log-probs in the denominator of the ratio: a tensor, those recorded by the sampler ("behaviour"),
             the column ``proximal_logprob`` ("proximal"), or None for a single on-policy update (ratio 1).
         ref_logprob: log-probs of the reference policy, for objectives with a KL term; the batch's column by default.
@@ -86,7 +87,7 @@ def terms_loss(
     model: PreTrainedModel,
     batch: TreeBatch,
     terms: Sequence[AnyTerm],
-    temperature: float,
+    temperature: float | Tensor,  # or [M]
     router_share: float,
     head_grad: Tensor | None = None,
 ) -> TermsLossOutput:
@@ -95,11 +96,11 @@ def terms_loss(
     With ``head_grad [V, H]`` fp32, the gradient of the head's weight is added to it during this forward.
     """
     decoded = decode(model, batch)
-    return with_router_loss(
-        _head_pass(model, decoded.hidden, batch.target, terms, batch.row, temperature, batch.plan, head_grad),
-        decoded,
-        router_share,
-    )
+    hidden, row = decoded.hidden, batch.row
+    if isinstance(temperature, Tensor):  # targets of one row may have been sampled at several
+        hidden, row = hidden.index_select(0, batch.head_row), batch.head_index
+    out = _head_pass(model, hidden, batch.target, terms, row, temperature, batch.plan, head_grad)
+    return with_router_loss(out, decoded, router_share)
 
 
 def _head_pass(
@@ -108,12 +109,12 @@ def _head_pass(
     target: Tensor,  # [M]
     terms: Sequence[AnyTerm],
     row: Tensor,  # [M]
-    temperature: float,
+    temperature: float | Tensor,  # or [M]
     plan: HeadPlan | None,
     head_grad: Tensor | None,
 ) -> TermsLossOutput:
     its = head(model)
-    options: dict[str, Any] = {**its.options(temperature), "plan": plan}
+    options: dict[str, Any] = {**its.options(row_temperature(temperature, row, len(hidden))), "plan": plan}
     weight = its.weight
     if head_grad is not None:
         options |= {"weight_grad": head_grad, "in_forward": True}
@@ -122,7 +123,12 @@ def _head_pass(
 
 
 def with_plan(
-    model: PreTrainedModel, batch: TreeBatch, terms: Sequence[AnyTerm], *, gradient_share: float = 1.0
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    terms: Sequence[AnyTerm],
+    *,
+    gradient_share: float = 1.0,
+    by_target: bool = False,
 ) -> TreeBatch:
     """Return ``batch`` with the plan of its head pass, or of each piece's head pass.
 
@@ -131,6 +137,7 @@ def with_plan(
 
     Args:
         gradient_share: as for `plan_terms_loss`.
+        by_target: the head pass will get a temperature for each target.
     """
     layer = model.get_output_embeddings()
     V, H = layer.weight.shape
@@ -144,7 +151,8 @@ def with_plan(
         gradient_share=gradient_share,
     )
     if not batch.pieces:
-        return replace(batch, plan=planned(terms, num_rows=batch.num_tokens, row=batch.row))
+        rows, row = (len(batch.head_row), batch.head_index) if by_target else (batch.num_tokens, batch.row)
+        return replace(batch, plan=planned(terms, num_rows=rows, row=row))
     if (of_tokens := _of_tokens(terms)) is None:
         return batch
     pieces = [
@@ -167,7 +175,7 @@ def backward(
     batch: TreeBatch,
     terms: Sequence[AnyTerm],
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # or [M]
     router_share: float = 1.0,
     after_each: Callable[[], object] | None = None,
     head_grad: Callable[[], Tensor | None] | None = None,
@@ -215,6 +223,11 @@ def _taken(terms: Sequence[Term], piece: Piece) -> list[Term]:
     return [t._replace(fields=t.fields.take(piece.target)) for t in terms]
 
 
+def _own(temperature: float | Tensor, piece: Piece) -> float | Tensor:
+    """Return the temperature of the piece's targets."""
+    return temperature[piece.target] if isinstance(temperature, Tensor) else temperature
+
+
 class _Account:
     """Adds up loss and metrics over pieces."""
 
@@ -240,7 +253,7 @@ def _token_by_token(
     model: PreTrainedModel,
     batch: TreeBatch,
     terms: Sequence[Term],
-    temperature: float,
+    temperature: float | Tensor,  # or [M]
     router_share: float,
     after: Callable[[], object],
     into: Callable[[], Tensor | None],
@@ -250,7 +263,8 @@ def _token_by_token(
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
         hidden, target = decoded.hidden.index_select(0, p.head_row), batch.target[p.target]
-        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, temperature, p.plan, into())
+        own = _own(temperature, p)
+        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, own, p.plan, into())
         out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()
@@ -264,7 +278,7 @@ def _in_two_passes(
     model: PreTrainedModel,
     batch: TreeBatch,
     terms: Sequence[AnyTerm],
-    temperature: float,
+    temperature: float | Tensor,  # or [M]
     router_share: float,
     after: Callable[[], object],
 ) -> TermsLossOutput:
@@ -292,7 +306,8 @@ def _in_two_passes(
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        now = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, temperature, want)
+        target, own = batch.target[p.target], _own(temperature, p)
+        now = target_logprob(model, decoded.hidden, target, p.head_row, p.head_index, own, want)
         linear = (now.logprob * by_logprob[p.target]).sum()
         if now.entropy is not None:
             linear = linear + (now.entropy * by_entropy[0][p.target]).sum()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..data.batch import TreeBatch
 from ..data.columns import Array
+from ..data.device import to_device
 from ..data.tree import TokenTree
 from .logprob import batch_logprob
 from .sharding import local, named_shards
@@ -63,17 +64,16 @@ class Role:
 
         Args:
             trees: from which ``batches`` were packed.
-            temperature: divides the logits.
+            temperature: divides the logits of tokens that do not have one of their own.
         """
         device = self.model.device
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad(), self._swapped():
             for waiting in batches:
-                batch = waiting.to(device)
-                write_column(
-                    trees, batch, self.column, batch_logprob(self.model, batch, temperature=temperature).logprob
-                )
+                batch, own = waiting.to(device), to_device(waiting.temperatures(temperature), device)
+                logprob = batch_logprob(self.model, batch, temperature=own).logprob
+                write_column(trees, batch, self.column, logprob)
         self.model.train(was_training)
 
     def follow(self, policy: PreTrainedModel) -> None:

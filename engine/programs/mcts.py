@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data.segment import LeafStatus
+from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object
 from .hints import Judge
 from .program import (
@@ -28,19 +28,25 @@ from .program import (
 
 
 class SolutionCache:
-    """Solved responses by prompt, shared by all copies of a program."""
+    """Solved responses by prompt, with the log-probs, policy versions and temperature that they were sampled with."""
 
     def __init__(self) -> None:
-        self._solved: dict[Any, tuple[list[int], list[float]]] = {}
+        self._solved: dict[Any, Given] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SolutionCache:
-        return self
+        return self  # all copies of a program share it
 
-    def find(self, key: Any) -> tuple[list[int], list[float]] | None:
+    def find(self, key: Any) -> Given | None:
         return self._solved.get(key)
 
-    def keep(self, key: Any, token_ids: list[int], logprobs: list[float]) -> None:
-        self._solved.setdefault(key, (token_ids, logprobs))
+    def keep(self, key: Any, solution: Given) -> None:
+        self._solved.setdefault(key, solution)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"solved": dict(self._solved)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._solved = dict(state["solved"])
 
 
 class MCTS(RolloutProgram):
@@ -52,7 +58,8 @@ class MCTS(RolloutProgram):
     ended response is judged +1 or -1, which is added to the Q of each ancestor with the weight ``max(depth / leaf's
     depth, min_decay)``. The search ends at the first solution or after ``expansions`` expansions. Then all ended
     responses stay, and the best frontier branches are sampled to their ends, up to ``n`` leaves. A prompt with a cached
-    solution (by "id" of its context) gets it as one leaf and ``n - 1`` plain responses.
+    solution (by "id" of its context) gets it as one leaf, however old, and ``n - 1`` plain responses. Checkpoints hold
+    the solutions.
 
     Args:
         judge: function of a response's text and the context that returns its reward, or its name as
@@ -64,6 +71,7 @@ class MCTS(RolloutProgram):
 
     rewinds = True
     needs_entropies = True
+    gives_older = True
 
     def __init__(
         self,
@@ -88,7 +96,7 @@ class MCTS(RolloutProgram):
         )
         self.value_weight, self.entropy_weight, self.depth_weight = value_weight, entropy_weight, depth_weight
         self.min_decay = min_decay
-        self.solutions = SolutionCache()
+        self.shared = SolutionCache()
 
     def start(self, group: GroupState) -> int:
         self.judge = self.judge or self.verify
@@ -100,10 +108,10 @@ class MCTS(RolloutProgram):
         self._value: dict[BranchId, float] = {}
         self._ended: dict[BranchId, SegmentReport] = {}
         self._asked: set[BranchId] = set()
-        self._logprobs: dict[BranchId, npt.NDArray[Any]] = {}  # of each branch's own segments
+        self._sampled: dict[BranchId, npt.NDArray[Any]] = {}  # log-probs and versions of each branch's own segments
         self._left, self._searching = self.expansions, True
         self._solved: list[BranchId] = []
-        self._known = None if self._key() is None else self.solutions.find(self._key())
+        self._known = None if self._key() is None else self.shared.find(self._key())
         if self._known is not None:
             self._searching = False
             return max(group.width - 1, 1)
@@ -113,8 +121,8 @@ class MCTS(RolloutProgram):
         assert self.tokenizer is not None
         assert self.judge is not None
         for segment in finished:
-            known = self._logprobs.get(segment.branch, np.zeros(0, np.float32))
-            self._logprobs[segment.branch] = np.concatenate([known, segment.logprobs])
+            known = self._sampled.get(segment.branch, np.zeros((2, 0)))
+            self._sampled[segment.branch] = np.hstack([known, [segment.logprobs, segment.versions]])
             if segment.status is None and not self._searching:
                 yield Fork(segment.branch, segment_tokens=WHOLE)
             elif segment.status is None and segment.depth < self.max_depth:
@@ -128,9 +136,8 @@ class MCTS(RolloutProgram):
                     text = self.tokenizer.decode(segment.response_ids, skip_special_tokens=True)
                     yield Call(segment.branch, self.judge, (text, self.context))
         if self._known is not None and self._ended:
-            token_ids, logprobs = self._known
-            self._known = None
-            yield Rewind(min(self._ended), 0, 0, Given(token_ids, logprobs=logprobs))
+            solution, self._known = self._known, None
+            yield Rewind(min(self._ended), 0, 0, solution)
         yield from self._search(group)
 
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
@@ -167,9 +174,12 @@ class MCTS(RolloutProgram):
         self._frontier = {}
 
     def _remember(self, leaf: SegmentReport) -> None:
-        path = [self._logprobs[leaf.branch[:k]] for k in range(1, len(leaf.branch) + 1)]
-        if self._key() is not None:
-            self.solutions.keep(self._key(), leaf.response_ids.tolist(), np.concatenate(path).tolist())
+        if self._key() is None:
+            return
+        path = [self._sampled[leaf.branch[:k]] for k in range(1, len(leaf.branch) + 1)]
+        logprobs, versions = np.hstack(path)
+        ids, at = leaf.response_ids.tolist(), leaf.temperature
+        self.shared.keep(self._key(), Given(ids, Origin.SAMPLED, logprobs.tolist(), versions.astype(int).tolist(), at))
 
     def _score(self, branch: BranchId) -> float:
         segment = self._frontier[branch]

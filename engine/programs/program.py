@@ -81,6 +81,9 @@ class SegmentReport:
     response_ids: Array  # [length] int32, the whole response
     token_ids: Array  # [tokens] int32, sampled in this segment
     logprobs: Array  # [tokens] float32, under the distribution they were sampled from
+    versions: Array  # [tokens] int32, of the policy that sampled them
+    temperature: float
+    """Temperature that they were sampled at."""
     entropies: Array  # [tokens] float32, of softmax(logits / temperature)
     top_ids: Array  # [tokens, top_logprobs] int32, the likeliest tokens at each position, likeliest first
     top_logprobs: Array  # [tokens, top_logprobs] float32, under softmax(logits / temperature)
@@ -106,19 +109,24 @@ class Given:
     """Tokens inserted into a response: a tool's observation, a hint, or a chosen alternative token.
 
     With ``logprobs`` (one for each token, under the sampling distribution) they count as sampled and are trained on;
-    without, they are not trained on.
+    without, they are not trained on. ``versions`` and ``temperature`` are those that they were sampled with; by default
+    the present policy's and the branch's.
     """
 
     token_ids: Sequence[int]
     origin: Origin = Origin.INJECTED
     logprobs: Sequence[float] | None = None
+    versions: Sequence[int] | None = None
+    temperature: float | None = None
 
 
 @dataclass(frozen=True)
 class Fork:
     """Continue a resting branch as ``n`` branches, after the tokens in ``append``; ``n=1`` continues the branch itself.
 
-    With ``n=0`` nothing more is sampled: the appended tokens end the response.
+    With ``n=0`` nothing more is sampled: the appended tokens end the response. ``temperature`` and ``train`` hold for
+    the tokens from here on and for branches that continue them; None leaves them as they are. A response of a branch
+    with ``train=False`` is judged and counts in credit, but not in an update.
     """
 
     branch: BranchId
@@ -126,6 +134,8 @@ class Fork:
     append: Given | None = None
     segment_tokens: int | None = None
     """Length of the next segment in tokens; None for the program's, `WHOLE` for no limit."""
+    temperature: float | None = None
+    train: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,8 @@ class Rewind:
     n: int = 1
     append: Given | None = None
     segment_tokens: int | None = None
+    temperature: float | None = None
+    train: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,11 @@ class RolloutProgram(ABC):
     """True if the program may rewind leaves; the engine then keeps their keys while there is room."""
     needs_entropies: bool = False
     """True if the program reads the entropies of reports, which not every backend computes."""
+    gives_older: bool = False
+    """True if responses may hold tokens that an older policy sampled, so that ratios need the log-probs of sampling."""
+    shared: Any = None
+    """An object that the groups' copies of the program share. If it has ``state_dict`` and ``load_state_dict``,
+    checkpoints of a run hold it."""
     answers_held_out: bool = False
     """True if the program also answers held-out problems, with one branch each; otherwise plain sampling does."""
     note: str = ""

@@ -48,9 +48,11 @@ class SPOTree(RolloutProgram):
 
 
 class SPOChain(RolloutProgram):
-    """SPO-chain (arXiv 2505.23564): whole responses, and continuations from cuts, which estimate the cuts' values.
+    """SPO-chain (arXiv 2505.23564): whole responses, and continuations from cuts, which estimate the cuts' values and
+    are not trained on.
 
     A response is cut whenever ``cut_after`` tokens less likely than ``threshold`` have been sampled since the last cut.
+    Its beginning counts as a cut. The credit that reads the values is `segment_value_diff`.
 
     Args:
         chains: responses that are cut.
@@ -79,8 +81,8 @@ class SPOChain(RolloutProgram):
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         for segment in finished:
             if len(segment.branch) == 1 and segment.status is not LeafStatus.FAILED:
-                for cut in self.cuts(segment.logprobs):
-                    yield Rewind(segment.branch, cut, self.samples)
+                for cut in [0, *self.cuts(segment.logprobs)]:
+                    yield Rewind(segment.branch, cut, self.samples, train=False)
 
     def cuts(self, logprobs: Any) -> list[int]:
         """Return the response lengths at which segments end."""

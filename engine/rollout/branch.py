@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -103,6 +103,10 @@ class Node:
     records: Array = field(default_factory=lambda: NOTHING)  # [n], see sample_dtype
     origin: Origin = Origin.SAMPLED
     sealed: bool = False
+    temperature: float = float("nan")
+    """Temperature that the tokens were sampled at."""
+    trained: bool = True
+    """False: the tokens are in no policy loss."""
 
     def path(self) -> Iterator[Node]:
         """Yield the node and its ancestors, upwards."""
@@ -113,7 +117,7 @@ class Node:
 
     def split(self, keep: int) -> Node:
         """Move the first ``keep`` tokens to a new parent."""
-        upper = Node(self.parent, self.start, self.records[:keep], self.origin, sealed=True)
+        upper = replace(self, records=self.records[:keep], sealed=True)
         self.parent, self.start, self.records = upper, self.start + keep, self.records[keep:]
         return upper
 
@@ -133,6 +137,10 @@ class Branch:
     order: int
     boundaries: tuple[int, ...]
     """Response lengths at which the path's segments ended; the first is 0, the prompt."""
+    temperature: float = 1.0
+    """Temperature of the tokens that are sampled next."""
+    trained: bool = True
+    """An update counts the response."""
     kv: int = -1
     """Node of the KvTree that the branch holds; -1 for none."""
     slot: int = -1
@@ -255,7 +263,7 @@ class Request:
         tips = {**self.leaves, **self.sampling, **self.resting}
         if not tips:
             root = Node(None, 0, given(self.prompt), Origin.PROMPT, sealed=True)
-            tips[()] = Branch(self, (), root, self.seed, 0, (0,))
+            tips[()] = Branch(self, (), root, self.seed, 0, (0,), self.params.temperature)
         return [tips[key] for key in sorted(tips)]
 
     def token_tree(self) -> TokenTree:
@@ -271,6 +279,8 @@ class Request:
             [index[id(leaf.node)] for leaf in ordered],
             np.array([LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered], np.int8),
         )
+        if not all(leaf.trained for leaf in ordered):
+            tree.set("trained", [leaf.trained for leaf in ordered])
         if given := {i: leaf.reward for i, leaf in enumerate(ordered) if leaf.reward is not None}:
             tree.meta["given_rewards"] = given
         if self.errors:
@@ -284,13 +294,17 @@ def _tokens_of(nodes: Sequence[Node]) -> Segment:
     def column(name: str) -> Array:
         return np.concatenate([node.records[name] for node in nodes])
 
-    origin = np.repeat(np.array([node.origin for node in nodes], np.int8), [len(node.records) for node in nodes])
+    length = [len(node.records) for node in nodes]
+    origin = np.repeat(np.array([node.origin for node in nodes], np.int8), length)
+    temperature = np.repeat(np.array([node.temperature for node in nodes], np.float32), length)
+    trained = np.repeat(np.array([node.trained for node in nodes]), length)
     sampled, nan = origin == Origin.SAMPLED, np.float32(np.nan)
     columns = {
         "origin": origin,
-        "loss_mask": sampled,
+        "loss_mask": sampled & trained,
         "behaviour_logprob": np.where(sampled, column("logprob"), nan),
         "policy_version": np.where(sampled, column("version"), np.int32(0)),
         "entropy": np.where(sampled, column("entropy"), nan),
+        "temperature": np.where(sampled, temperature, nan),
     }
     return Segment(column("token"), columns)

@@ -8,6 +8,8 @@ from typing import Any
 from ..programs import RolloutProgram
 from .branch import Branch, Node, Request
 
+SCHEDULED = ("n", "temperature", "max_new_tokens")
+"""Sampling parameters that may differ from those of later requests."""
 GIVEN = ("tokenizer", "end_token_ids", "context", "verify")
 """Attributes of a program that the engine or the run sets."""
 
@@ -33,7 +35,7 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
 
     own = {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)}
     return {
-        "n": request.params.n,
+        "params": {name: getattr(request.params, name) for name in SCHEDULED},
         "forks": request.forks,
         "errors": dict(request.errors),
         "kept": list(request.kept),
@@ -41,7 +43,16 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
         "calls": [key for key, _ in request.calls],
         "program": request.program.state_dict(own),
         "nodes": [
-            (-1 if n.parent is None else index[id(n.parent)], n.start, n.records, n.origin, n.sealed) for n in ordered
+            (
+                -1 if n.parent is None else index[id(n.parent)],
+                n.start,
+                n.records,
+                n.origin,
+                n.sealed,
+                n.temperature,
+                n.trained,
+            )
+            for n in ordered
         ],
         **{where: [_branch_state(b, index[id(b.node)]) for b in some.values()] for where, some in branches.items()},
     }
@@ -51,7 +62,7 @@ def _branch_state(branch: Branch, node: int) -> tuple[Any, ...]:
     order = branch.order & 0xFFFFFFFF  # within its request
     return (
         branch.id, node, branch.seed, order, branch.boundaries, branch.status, branch.length, branch.rewinds,
-        branch.saved, branch.reward,
+        branch.saved, branch.reward, branch.temperature, branch.trained,
     )  # fmt: skip
 
 
@@ -63,13 +74,13 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
     request.lost_calls = state["calls"]
     request.program.load_state_dict(state["program"])
     nodes: list[Node] = []
-    for parent, start, records, origin, sealed in state["nodes"]:
-        nodes.append(Node(None if parent < 0 else nodes[parent], start, records, origin, sealed))
+    for parent, *own in state["nodes"]:
+        nodes.append(Node(None if parent < 0 else nodes[parent], *own))
     for where in ("leaves", "sampling", "resting"):
         place: dict[Any, Branch] = getattr(request, where)
         place.clear()  # an engine may have begun the request before it was aborted
-        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward in state[where]:
-            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries)
+        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward, *sampling in state[where]:
+            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *sampling)
             branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved
             branch.reward = reward
             place[key] = branch

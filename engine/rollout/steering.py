@@ -23,6 +23,7 @@ from ..parts.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Given, Prune, Reward, Rewind, SegmentReport
 from .branch import Branch, Node, Request, child_seed, given
 from .calls import CallPool
+from .sampling_params import TEMPERATURES
 
 Array = npt.NDArray[Any]
 WAIT_S = 0.05  # seconds between checks of the requests while only calls are outstanding
@@ -142,25 +143,19 @@ class Steering(ABC):
     def children(self, parent: Branch, n: int) -> list[Branch]:
         """Return the branches that replace ``parent``, whose node is sealed; a single one keeps its id and seed."""
         start, ids = parent.node.start + len(parent.node.records), self.child_ids(parent, n)
+
+        def child(id_: BranchId, seed: int, order: int) -> Branch:
+            node = Node(parent.node, start, temperature=parent.temperature, trained=parent.trained)
+            own = parent.boundaries, parent.temperature, parent.trained
+            return Branch(parent.request, id_, node, seed, order, *own)
+
         if ids == [parent.id]:
-            child = Branch(
-                parent.request, parent.id, Node(parent.node, start), parent.seed, parent.order, parent.boundaries
-            )
-            child.rewinds = parent.rewinds
-            return [child]
+            only = child(parent.id, parent.seed, parent.order)
+            only.rewinds = parent.rewinds
+            return [only]
         self.counts["forks"] += 1
         seeds = child_seed(parent.seed, np.arange(n)).tolist()
-        return [
-            Branch(
-                parent.request,
-                ids[i],
-                Node(parent.node, start),
-                seeds[i],
-                parent.request.next_order(),
-                parent.boundaries,
-            )
-            for i in range(n)
-        ]
+        return [child(ids[i], seeds[i], parent.request.next_order()) for i in range(n)]
 
     @staticmethod
     def segment_end(request: Request, length: int, tokens: int | None) -> int:
@@ -185,6 +180,8 @@ class Steering(ABC):
             response_ids=self.path_so_far(branch)[len(request.prompt) :],
             token_ids=segment["token"],
             logprobs=segment["logprob"],
+            versions=segment["version"],
+            temperature=branch.temperature,
             entropies=segment["entropy"],
             top_ids=segment["top_id"],
             top_logprobs=segment["top_logprob"],
@@ -252,12 +249,12 @@ class Steering(ABC):
                 break
             made = None
             match action:
-                case Fork(key, n, append, tokens) if n >= 1 or append:
-                    made = self._go_on(self._resting(request, key), n, append, tokens)
+                case Fork(key, n, append) if n >= 1 or append:
+                    made = self._go_on(self._resting(request, key), action)
                 case Finish(key, status):
                     self._finish(self._resting(request, key), status)
-                case Rewind(key, length, n, append, tokens) if n >= 1 or append:
-                    made = self._go_on(self._rewind(request, key, length), n, append, tokens)
+                case Rewind(key, length, n, append) if n >= 1 or append:
+                    made = self._go_on(self._rewind(request, key, length), action)
                 case Prune(key):
                     self._prune(request, key)
                 case Reward(key, value) if key in request.resting or key in request.leaves:
@@ -277,9 +274,19 @@ class Steering(ABC):
                 "nothing sampling; answer each full segment with Fork or Finish."
             )
 
-    def _go_on(self, branch: Branch, n: int, append: Given | None, segment_tokens: int | None) -> list[BranchId]:
-        """Let a resting branch continue as ``n`` branches; return their ids."""
-        request = branch.request
+    def _go_on(self, branch: Branch, action: Fork | Rewind) -> list[BranchId]:
+        """Let a resting branch continue as ``action`` says; return the ids of the branches that it becomes."""
+        request, n, append, segment_tokens = branch.request, action.n, action.append, action.segment_tokens
+        before = branch.temperature, branch.trained
+        if action.temperature is not None:
+            low, high = TEMPERATURES
+            if not (action.temperature == 0 or low <= action.temperature <= high):
+                raise ValueError(f"The temperature of a branch is {action.temperature!r}; give 0 or a positive number.")
+            branch.temperature = float(action.temperature)
+        if action.train is not None:
+            branch.trained = action.train
+        if (branch.temperature, branch.trained) != before:
+            self._seal(branch)  # its next tokens are another node's
         if append is not None and len(append.token_ids):
             if self._length(branch) + len(append.token_ids) + (n > 0) > request.params.max_new_tokens:
                 self.counts["appends_too_long"] += 1
@@ -308,7 +315,10 @@ class Steering(ABC):
         origin = append.origin if append.logprobs is None else Origin.SAMPLED
         self._seal(branch)
         start = branch.node.start + len(branch.node.records)
-        node = Node(branch.node, start, given(tokens, self.version, logprobs), origin, sealed=True)
+        versions: Any = self.version if append.versions is None else append.versions
+        temperature = branch.temperature if append.temperature is None else append.temperature
+        records = given(tokens, versions, logprobs)
+        node = Node(branch.node, start, records, origin, True, temperature, branch.trained)
         self._append(branch, node)
         branch.node = node
 
@@ -328,7 +338,8 @@ class Steering(ABC):
         source.rewinds += 1
         boundaries = tuple(b for b in source.boundaries if b <= length)
         seed = int(child_seed(source.seed, index))
-        branch = Branch(request, (*source.id, index), node, seed, request.next_order(), boundaries)
+        id_, order = (*source.id, index), request.next_order()
+        branch = Branch(request, id_, node, seed, order, boundaries, source.temperature, source.trained)
         self._open(branch, source, length)
         request.resting[branch.id] = branch
         self.counts["rewinds"] += 1

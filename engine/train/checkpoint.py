@@ -39,8 +39,6 @@ from ..errors import RunError, UserError
 from .group import ALONE, Group
 
 FORMAT = 7
-READABLE = (6, 7)
-"""Format 6 has all tensors in one place, as one process wrote them."""
 LEARNER, RUN, STATE, MANIFEST = "learner", "run.safetensors", "state.json", "manifest.json"
 Files = dict[str, dict[str, Any]]
 """Size and SHA-256 of files, by name."""
@@ -172,9 +170,9 @@ def load(path: Path) -> Checkpoint:
         version, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _corrupt(path, f"'{MANIFEST}' cannot be read ({error})") from error
-    if version not in READABLE:
+    if version != FORMAT:
         raise UserError(
-            f"The checkpoint '{path}' has format {version} and this rolltree reads formats {READABLE}; "
+            f"The checkpoint '{path}' has format {version} and this rolltree reads format {FORMAT}; "
             "resume with the version that wrote it."
         )
     for name in sorted(files.keys() | {STATE} | {str(p.relative_to(path)) for p in path.rglob("*.safetensors")}):

@@ -116,7 +116,7 @@ class Trainer:
         terms: Sequence[Weighted],
         tokens: int,
         *,
-        temperature: float,
+        temperature: float | Tensor,
         on_policy: bool,
         last: bool = True,
     ) -> None:
@@ -127,7 +127,8 @@ class Trainer:
             terms: the summands of the loss, with the weight and the normaliser that each has in the whole update.
             tokens: logical tokens of the whole update, on all ranks; the batch's share of them weighs the experts' load
                 balancing.
-            temperature: divides the logits of the distribution whose log-probs enter the loss.
+            temperature: divides the logits of the distribution whose log-probs enter the loss; one for all, or one a
+                target (`TreeBatch.temperatures`), in the host's memory.
             on_policy: the current weights are those that sampled, so the ratio is 1 and no old log-probs are needed.
             last: reduce the gradients of a sharded model over the ranks, those of the micro-batches before included.
 
@@ -137,14 +138,15 @@ class Trainer:
 
         def compute() -> TermsLossOutput:
             on_batch = [t.term.on(batch, t.normalizer, on_policy, t.weight) for t in terms]
-            planned = with_plan(self.model, batch, on_batch, gradient_share=self._gradient_share)
+            by_target = isinstance(temperature, Tensor)
+            planned = with_plan(self.model, batch, on_batch, gradient_share=self._gradient_share, by_target=by_target)
             plans = [planned.plan, *(piece.plan for piece in planned.pieces)]
             self._pending.head_flop.extend(plan.flop() for plan in plans if plan is not None)
             return backward(
                 self.model,
                 planned.to(self._device),
                 to_device(on_batch, self._device),
-                temperature=temperature,
+                temperature=to_device(temperature, self._device),
                 router_share=sum(tree.logical_tokens for tree in batch.trees) / tokens,
                 after_each=self._gather_gradients,
                 head_grad=self._head_grad,

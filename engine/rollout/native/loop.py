@@ -198,7 +198,7 @@ class NativeLoop(Steering):
     def _first(self, request: Request) -> Branch:
         request.started = True
         root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
-        branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
+        branch = Branch(request, (), root, request.seed, request.next_order(), (0,), request.params.temperature)
         branch.kv = self.cache.start(self._key(request), request.prompt)
         request.sampling[branch.id] = branch
         end = self.segment_end(request, 0, request.program.segment_tokens)
@@ -214,7 +214,7 @@ class NativeLoop(Steering):
             limit=params.max_new_tokens,
             segment_end=segment_end,
             forks=forks,
-            temperature=params.temperature,
+            temperature=branch.temperature,
             top_k=params.top_k or 0,
             top_p=params.top_p,
             min_p=params.min_p or 0.0,
@@ -364,6 +364,7 @@ class NativeLoop(Steering):
     def _sample(self, branch: Branch, n: int, segment_end: int) -> None:
         self._check_forks(n)
         slot = branch.slot
+        self.rows.temperature[slot] = branch.temperature
         self.rows.start_segment(slot, segment_end)
         self.rows.forks[slot] = n if n > 1 or branch.node.sealed else 0
         self.scheduler.resume(branch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class VllmLoop(Steering):
     def _start(self, request: Request, forks: int) -> None:
         request.started = True
         root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
-        branch = Branch(request, (), root, request.seed, request.next_order(), (0,))
+        branch = Branch(request, (), root, request.seed, request.next_order(), (0,), request.params.temperature)
         request.sampling[branch.id] = branch
         self._sample(branch, forks, self.segment_end(request, 0, request.program.segment_tokens))
 
@@ -154,7 +154,7 @@ class VllmLoop(Steering):
         stop_ids = set(params.stop_token_ids) | set(program.segment_stop_token_ids)
         stop_ids |= set() if params.ignore_eos else self._eos
         asked = SamplingParams(
-            temperature=params.temperature,
+            temperature=branch.temperature,
             top_p=params.top_p,
             top_k=params.top_k or 0,
             min_p=params.min_p or 0.0,
@@ -183,7 +183,8 @@ class VllmLoop(Steering):
 
     def _take(self, flow: Flow, output: Any) -> int:
         """Record the new tokens of a flow and return their number."""
-        params, program = flow.branch.request.params, flow.branch.request.program
+        program = flow.branch.request.program
+        params = replace(flow.branch.request.params, temperature=flow.branch.temperature)
         top = max(params.top_logprobs, program.top_logprobs)
         records = np.zeros(len(output.token_ids), sample_dtype(top))
         for record, token, known in zip(records, output.token_ids, output.logprobs or (), strict=True):

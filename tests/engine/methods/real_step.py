@@ -50,6 +50,8 @@ class Steps:
     rows: list[dict[str, float]]
     orchestrator: Orchestrator
     notes: list[str]
+    judged: list[TokenTree]
+    """The trees of all steps as they were judged, with responses that no update counts."""
 
     @property
     def trees(self) -> list[TokenTree]:
@@ -72,19 +74,26 @@ class Shared(Rewards):
         return self.pool.score(items)
 
 
-def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str] = ()) -> Steps:
+def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str] = (), resume: bool = False) -> Steps:
     """Run ``toml`` with `FIXED` and ``overrides``, without the keys in ``unset`` of either."""
     fixed = [flag for flag in FIXED if flag.partition("=")[0].removeprefix("--") not in unset]
     config = load_config(toml, [*fixed, f"--output_dir={directory}/runs", *overrides])
     console = Console()
     notes: list[str] = []
     console.note = notes.append  # type: ignore[method-assign,assignment]
-    parts = build(config, console=console)
+    parts = build(config, console=console, resume=resume)
     shared = Shared(config.reward.model_dump_json(), parts.rewards)
+    verify: Any = parts.sampling.program.verify
+    verify._rewards = shared
     run = Orchestrator(replace(parts, rewards=shared, check_rewards=lambda: ""))
     learner, trainer = run.learner, run.learner.trainer
     updates: list[Update] = []
-    one_update, optim_step = learner._one_update, trainer.optim_step
+    judged: list[TokenTree] = []
+    update, one_update, optim_step = learner.update, learner._one_update, trainer.optim_step
+
+    def wrapped(trees: list[TokenTree], *rest: Any) -> bool:
+        judged.extend(trees)
+        return update(trees, *rest)
 
     def wrapped_update(members: list[TokenTree], *rest: Any) -> bool:
         given = next(some for some in rest if isinstance(some, list) and all(isinstance(t, TokenTree) for t in some))
@@ -101,9 +110,10 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
         return metrics
 
     learner._one_update, trainer.optim_step = wrapped_update, wrapped_step  # type: ignore[method-assign]
+    learner.update = wrapped  # type: ignore[method-assign]
     run.run()
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    return Steps(updates, rows[1:], run, notes)
+    return Steps(updates, rows[1:], run, notes, judged)
 
 
 def leaves_of(trees: Sequence[TokenTree]) -> list[tuple[TokenTree, int]]:

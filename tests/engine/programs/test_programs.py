@@ -134,7 +134,13 @@ def test_leaves_are_what_the_model_says_alone_or_in_a_batch(name: str, family: s
     trees = run(name, native, everyone)
     for tree in trees:
         assert rescored(tree, model(family), 0.8, calling(name).get("logit_bias", {})) < 1e-5
-        assert (tree.loss_mask == (tree.origin == Origin.SAMPLED)).all()
+        trained = tree.response_leaves > 0  # tokens of some response that is trained on
+        if not tree.trained.all():
+            trained[tree.path_tokens] = np.repeat(tree.trained, tree.response_length)
+            for leaf in np.flatnonzero(tree.trained):
+                trained[tree.response_rows(leaf)] = True
+        assert (tree.loss_mask == ((tree.origin == Origin.SAMPLED) & trained)).all()
+        assert set(tree.temperature[tree.origin == Origin.SAMPLED]) <= {np.float32(0.8)}
     assert_all_free(native)
     if family == "qwen3":
         for i in everyone[::2]:
@@ -167,7 +173,8 @@ def test_spo_chain_cuts_behind_unsure_tokens() -> None:
     assert program.cuts(likely) == [4, 7]
     assert program.cuts(likely[:7]) == [4]  # not at the end
     (tree,) = run("spo_chain", engine(), [3], stop_token_ids=(), ignore_eos=True)
-    assert tree.num_leaves == 2 * (1 + 3 * 2)
+    assert tree.num_leaves == 2 * (1 + (1 + 3) * 2)  # continuations from the beginning too
+    assert tree.trained.sum() == 2
 
 
 def test_eptree_and_cure_branch_where_the_policy_was_unsure() -> None:
@@ -261,17 +268,20 @@ def test_mcts_stops_at_a_solution_and_remembers_it() -> None:
     native = engine()
     program = CASES["mcts"][0]()
     params = SamplingParams(n=4, **PARAMS)
+    native.policy_version = 7
     first = native.generate(PROMPTS, params, program, contexts=CONTEXTS)
-    solved = {i for i in range(len(PROMPTS)) if program.solutions.find(i) is not None}  # type: ignore[attr-defined]
+    native.policy_version = 9
+    solved = {i for i in range(len(PROMPTS)) if program.shared.find(i) is not None}
     assert solved
     again = native.generate(PROMPTS, params, program, contexts=CONTEXTS, seeds=range(6))
     for i, (before, tree) in enumerate(zip(first, again, strict=True)):
         if i in solved:
-            ids, logprobs = program.solutions.find(i)  # type: ignore[attr-defined]
-            assert ids in responses(before)
-            leaf = next(leaf for leaf in tree.flatten() if leaf.response == ids)
-            np.testing.assert_allclose(leaf.behaviour_logprob, np.float32(logprobs))
+            solution = program.shared.find(i)
+            assert solution.token_ids in responses(before)
+            leaf = next(leaf for leaf in tree.flatten() if leaf.response == solution.token_ids)
+            np.testing.assert_allclose(leaf.behaviour_logprob, np.float32(solution.logprobs))
             assert leaf.loss_mask.all()
+            assert (leaf.policy_version == 7).all()
 
 
 def test_treepo_ends_at_answers_and_repetitions_and_shares_by_log_prob() -> None:

@@ -28,6 +28,7 @@ from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.model.loading import load_model
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
 from rolltree.engine.rewards.judge import ProgramVerifier
+from rolltree.engine.rewards.policy import PolicyScorer
 from rolltree.engine.rewards.remote import SCORE, filled, past_proxies
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
@@ -288,6 +289,46 @@ def test_the_policys_own_probabilities_are_the_reward(home: Path, tmp_path: Path
         before, after = (made.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         (((logprobs),),) = first.score([before], [[after]])
         assert row["reward"] == pytest.approx(float(np.mean(logprobs)), abs=1e-4)
+
+
+@pytest.mark.parametrize("measure", ["product", "gain"])
+def test_the_reference_answer_replaces_the_responses_own(home: Path, tmp_path: Path, measure: str) -> None:
+    """VeriFree: the product of the answer's probabilities; RLPR: their mean, less that without the response."""
+    options = f'{{prompt="{{prompt}}{{response}}\\n= ", continuation="{{answer}}", measure="{measure}", mark="e"}}'
+    made = scored(home, tmp_path, f"--reward.options={options}", "--trainer.steps=1", "--rollout.n=8")
+    rows = pq.read_table(made.options.directory / "rollouts" / "step_000001.parquet").to_pylist()
+    first = NativeEngine(load_model(str(home / "model")), made.tokenizer)
+
+    def probabilities(before: str, answer: str) -> np.ndarray:
+        ids = [made.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, answer)]
+        return np.exp(first.score([ids[0]], [[ids[1]]])[0][0].astype(np.float64))
+
+    marked = [row for row in rows if "e" in row["response_text"]]
+    assert 0 < len(marked) < len(rows)
+    assert all(row["reward"] == 0 for row in rows if row not in marked)
+    for row in marked:
+        answer = str(eval(row["prompt_text"].partition(":")[2].rstrip(" =\n")))
+        reasoning = row["response_text"][: row["response_text"].rindex("e")]
+        given = probabilities(f"{row['prompt_text']}{reasoning}\n= ", answer)
+        expected = given.prod()
+        if measure == "gain":
+            expected = min(max(given.mean() - probabilities(f"{row['prompt_text']}\n= ", answer).mean(), 0), 1)
+        assert row["reward"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert measure == "gain" or any(row["reward"] > 0 for row in marked)
+
+
+def test_a_gain_is_the_difference_to_no_response_within_0_and_1() -> None:
+    known = {"q: good\n= ": [0.9, 0.7], "q: bad\n= ": [0.1, 0.1], "q:\n= ": [0.5, 0.3]}
+
+    def score(prompts: list[str], continuations: list[str]) -> list[np.ndarray]:
+        assert set(continuations) == {"4"}
+        return [np.log(known[prompt]) for prompt in prompts]
+
+    judge = PolicyScorer(score, prompt="{prompt}{response}\n= ", measure="gain", mark="|")
+    items = [RewardItem(text, {"answer": "4"}, prompt="q:") for text in (" good|5", " bad|4", " good")]
+    good, bad, unmarked = judge.score(items)
+    assert good.value == pytest.approx(0.4)
+    assert (bad.value, unmarked.value, unmarked.unparsed) == (0, 0, "no_mark")
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
