@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -15,21 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.engine.app import build as app_build
 from rolltree.engine.data.segment import LeafStatus, Origin
-from rolltree.engine.errors import RunError
 from rolltree.engine.loop.archive import Archive
 from rolltree.engine.programs import PROGRAMS, TreePO
 from rolltree.engine.rollout import Request, SamplingParams
 from rolltree.engine.rollout.sampler import Job, LocalSampler
 
-from ..loop.test_staleness import Run
 from ..programs.test_programs import CASES, CONTEXTS, PARAMS, calling, rescored
 from ..rollout.test_native_engine import PROMPTS, SIZES, letters, responses
 from ..rollout.test_requests import Asks
-from ..tiny import write_run
 
 pytestmark = pytest.mark.vllm
 PLAIN = SamplingParams(n=4, max_new_tokens=20, ignore_eos=True)
@@ -252,74 +247,3 @@ def check_its_own_drafts(method: str, directory: Path) -> None:
     for wrong in ({"temperature": 0.8}, {"top_p": 0.9}, {"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
         with pytest.raises(ValueError, match="speculative_config"):
             engine.generate(PROMPTS, SamplingParams(**wrong))
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
-def ignores(sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {}
-
-
-def only_some(sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in sent.items() if "mlp" not in name}  # layers that vLLM packs on a CPU
-
-
-def swaps_two_layers(sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    other = {"layers.0": "layers.1", "layers.1": "layers.0"}
-    return {re.sub(r"layers\.\d", lambda found: other[found[0]], name): tensor for name, tensor in sent.items()}
-
-
-def test_runs_check_what_vllm_samples_after_each_update(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        process.submit(check_runs, tmp_path).result()
-
-
-def check_runs(directory: Path) -> None:
-    """A right vLLM is accepted, with unfinished responses in flight too; one that does not load what was sent ends the
-    run at its first update: by digests where vLLM holds plain weights, by the canary where it packs them."""
-    toml = write_run(directory)
-    config = AutoConfig.from_pretrained(directory / "model")
-    config.head_dim = 32  # as wide as vLLM's kernels for the CPU take them
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory / "model")
-    rows = [{"prompt": f"{a} + 2 =", "answer": str(a + 2)} for a in range(9)]
-    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--rollout.backend=vllm", "--trainer.lr=0.05", "--trainer.steps=3", "--data.tasks=[]"]
-    options.append(f"--data.path={directory}/data.jsonl")
-    options.append("--rollout.vllm_options={enforce_eager=true, kv_cache_memory_bytes=67108864}")
-    engine = None
-    for staleness in (0, 1):
-        run = Run(toml, directory / f"right{staleness}", *options, f"--loop.staleness={staleness}")
-        if engine is None:
-            engine = run.loop.sampler.engine
-            # a second engine of vLLM in one process samples wrong tokens
-            app_build.make_engine = lambda *given, only=engine: only
-            first = {name: p.detach().clone() for name, p in run.loop.model.named_parameters()}
-            held = {name.split(".")[-2] for name in engine.digests()}
-            norms = {"norm", "q_norm", "k_norm", "input_layernorm", "post_attention_layernorm"}
-            assert held == norms | {"embed_tokens"}
-        engine.update_weights(first, version=0)
-        run.run()
-        assert run.loop.learner.trainer.updates >= 2
-        assert run.loop.controller.publication.difference < 1e-4
-        assert run.out.getvalue().count("weights in a form of its own") == 1
-    update = engine.llm.collective_rpc
-    for fault, said in [
-        (ignores, " holds other weights"),
-        (swaps_two_layers, " holds other weights"),
-        (only_some, "'s log-probs of a canary prompt differ"),
-    ]:
-        run = Run(toml, directory / fault.__name__, *options)
-        engine.update_weights(first, version=0)
-
-        def faulty(name: str, args: Any = (), fault: Any = fault) -> Any:
-            if name == "update_weights":
-                args = ({"weights": list(fault(dict(args[0]["weights"])).items())},)
-            return update(name, args=args)
-
-        engine.llm.collective_rpc = faulty
-        with pytest.raises(RunError, match=f"^After update 1 the sampler{said}"):
-            run.run()
-        engine.llm.collective_rpc = update
-        assert run.loop.learner.trainer.updates == 1
