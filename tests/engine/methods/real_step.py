@@ -82,7 +82,7 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
     notes: list[str] = []
     console.note = notes.append  # type: ignore[method-assign,assignment]
     parts = build(config, console=console, resume=resume)
-    shared = Shared(config.reward.model_dump_json(), parts.rewards)
+    shared = Shared(config.reward.model_dump_json(exclude={"shaping"}), parts.rewards)
     verify: Any = parts.sampling.program.verify
     verify._rewards = shared
     run = Orchestrator(replace(parts, rewards=shared, check_rewards=lambda: ""))
