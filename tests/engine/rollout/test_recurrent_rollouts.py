@@ -184,6 +184,14 @@ def test_prompts_that_are_known_begin_with_their_states() -> None:
     assert responses(forgotten) == responses(second)
 
 
+def test_a_kept_state_is_not_overwritten_by_an_only_child() -> None:
+    native = engine()
+    native.generate([PROMPTS[3]], SamplingParams(n=1, max_new_tokens=5, ignore_eos=True))
+    trees = native.generate([[*PROMPTS[3], 5, 6, 7]], PARAMS)
+    assert native.stats["prefill_tokens"] == 3
+    assert off(model("nemotron_h"), trees) < 1e-5
+
+
 def test_a_lost_state_costs_only_the_tokens_since_the_last_one() -> None:
     """Keys of a rewound path are held; its states are made again from those of the segments that are kept."""
     counts = {}
