@@ -44,7 +44,7 @@ test: $(VENV)/.ready-dev
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# Every recipe and every named part of a method takes a step of a tiny model, and its numbers are those of its formula.
+# Recipes and named parts of methods train a tiny model; see docs/methods.md for what is compared with formulas.
 methods: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/engine/methods -m "methods or not methods" --durations=15 $(ARGS)
 
