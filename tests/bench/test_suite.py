@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,11 @@ def prepared() -> Prepared:
     return Prepared()
 
 
-@pytest.mark.parametrize("entry", list(first_cases()), ids=str)
+def marked(entry: Entry) -> Any:
+    return pytest.param(entry, marks=[pytest.mark.slow] if entry.provider == "torch.compile" else [], id=str(entry))
+
+
+@pytest.mark.parametrize("entry", [marked(entry) for entry in first_cases()])
 def test_entry(entry: Entry, prepared: Prepared) -> None:
     if entry.bench.op == "trl_step":
         pytest.importorskip("trl", reason="TRL is not installed: pip install rolltree[trl]")

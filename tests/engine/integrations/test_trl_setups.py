@@ -35,7 +35,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("trl"))
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    "setup",
+    [s if s not in ("reentrant", "reference kept up") else pytest.param(s, marks=pytest.mark.slow) for s in SETUPS],
+)
 def test_same(path: str, setup: str) -> None:
     trainer, options = SETUPS[setup]
     tolerance = {"bfloat16": 2e-2}.get(setup, 2e-5)
@@ -63,7 +66,10 @@ ACCUMULATED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", ACCUMULATED)
+@pytest.mark.parametrize(
+    "case",
+    [c if "updates" in c or "generations" in c else pytest.param(c, marks=pytest.mark.slow) for c in ACCUMULATED],
+)
 def test_accumulated(path: str, case: str) -> None:
     """Loss, gradients and weights are those of any order; metrics are means over micro-batches, of the same order."""
     options = {"per_device_train_batch_size": 4, **ACCUMULATED[case]}

@@ -174,6 +174,7 @@ class Echo:
 SHOUT = '<tool_call>\n{"name": "shout", "arguments": {"text": "hi"}}\n</tool_call><|im_end|>'
 
 
+@pytest.mark.slow
 def test_several_environments(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollout has the tools of its own environment alone; one that owns a reward has that beside the others'."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -76,8 +76,15 @@ class CrashError(Exception):
     pass
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-@pytest.mark.parametrize("program", ["flat", "treepo"])
+@pytest.mark.parametrize(
+    ("program", "overlap"),
+    [
+        ("flat", "true"),
+        ("treepo", "false"),
+        pytest.param("flat", "false", marks=pytest.mark.slow),
+        pytest.param("treepo", "true", marks=pytest.mark.slow),
+    ],
+)
 def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap: str, program: str) -> None:
     options = "{}" if program == "flat" else "{segment_tokens=3,init=2}"
     arguments = [

@@ -166,7 +166,7 @@ class Rows:
 """
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_rows_of_a_source_hold_dates_and_other_objects_are_refused_at_once(
     tmp_path: Path, staleness: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,9 +193,9 @@ def rows(path: Path, changes: dict[int, dict[str, str]]) -> None:
     ("changes", "said"),
     [
         ({1: {"answer": "9"}}, "other training rows"),
-        ({1: {"prompt": "7+8="}}, "other training rows"),
+        pytest.param({1: {"prompt": "7+8="}}, "other training rows", marks=pytest.mark.slow),
         ({1: {"prompt": "2+1=", "answer": "3"}, 2: {"prompt": "1+1=", "answer": "2"}}, "other training rows"),
-        ({0: {"hint": "new"}}, "other training rows"),
+        pytest.param({0: {"hint": "new"}}, "other training rows", marks=pytest.mark.slow),
         ({7: {"answer": "0"}}, "other held-out rows"),
         ({}, None),
     ],
