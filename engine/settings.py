@@ -67,6 +67,11 @@ class DataConfig(Section):
     the columns below; see docs/environments.md and docs/architecture.md."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `source`."""
+    curriculum: str | None = None
+    """Choice of prompts by the results of earlier ones, over `path` or `tasks`: a name in `rolltree methods`, or
+    `file.py:Class`, see `engine/methods/curricula.py`. Default: none; `path` is shuffled and `tasks` are mixed."""
+    curriculum_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `curriculum`."""
     eval_path: str | None = None
     """Parquet or jsonl file of held-out problems. Default: the last `evaluation.problems` rows of `path`."""
     prompt_key: str = "prompt"
@@ -109,6 +114,17 @@ class DataConfig(Section):
             raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
         if self.source_options and self.source is None:
             raise ValueError("`data.source_options` apply to `data.source`; name one, or leave them out")
+        if self.curriculum_options and self.curriculum is None:
+            raise ValueError("`data.curriculum_options` apply to `data.curriculum`; name one, or leave them out")
+        if self.curriculum is not None and self.source is not None:
+            raise ValueError(
+                "`data.curriculum` chooses from `data.path` or `data.tasks`; a `data.source` chooses itself"
+            )
+        if self.curriculum == "difficulty" and self.tasks:
+            raise ValueError(
+                "`data.curriculum` = 'difficulty' needs `data.path`: the problems of `data.tasks` come once, before "
+                "their difficulty is known"
+            )
         return self
 
 

@@ -103,7 +103,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console=console,
         saved=saved,
         replay=replay,
-        stateful=stateful({"rollout.program": sampling.program.shared}),
+        stateful=stateful({"rollout.program": sampling.program.shared, "data.curriculum": source.curriculum}),
     )
 
 
@@ -435,11 +435,13 @@ def kept_entries(
         return None
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
-    return Entries({data.prompt_key, data.answer_key, data.n_key or data.answer_key}, all_read=all_read).kept
+    read = {data.prompt_key, data.answer_key, data.n_key or data.answer_key}
+    read |= {name for name in data.curriculum_options.values() if isinstance(name, str)}
+    return Entries(read, all_read=all_read).kept
 
 
 def _user_code_reads(config: TrainConfig) -> bool:
     """Return whether a function or class of the user's (``file.py:name``) receives entries."""
-    named: list[Any] = [config.reward.verifier, config.rollout.program, *config.data.tools]
+    named: list[Any] = [config.reward.verifier, config.rollout.program, config.data.curriculum, *config.data.tools]
     named += [*config.reward.options.values(), *config.rollout.program_options.values()]
     return any(isinstance(name, str) and ":" in name for name in named)

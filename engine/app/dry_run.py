@@ -15,6 +15,7 @@ from rolltree.kernels.dispatch import load_library
 
 from ..errors import UserError
 from ..loop import preflight
+from ..loop.curriculum import Curriculum
 from ..loop.sources import PromptSource, held_out
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.calling import failure
@@ -57,6 +58,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     check_backend(config.rollout)
     check_workers(config)
     group_callback(config)
+    if config.data.curriculum is not None:
+        Curriculum(config.data)
     preflight.check_writable(config.run_dir)
     device = choose_device(config.model.device)
     rollout, trainer = config.rollout, config.trainer

@@ -14,6 +14,7 @@ from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
 from ..errors import UserError
 from ..methods.advantages import ADVANTAGES
+from ..methods.curricula import CURRICULA
 from ..methods.groups import GROUP_CALLBACKS
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..methods.schedules import SCHEDULES
@@ -48,6 +49,7 @@ KINDS = (
     ),
     Kind("selections", ("algorithm.select", "algorithm.terms.select"), SELECTIONS, ("tree",)),
     Kind("pairs of preference losses", ("algorithm.terms.pairs",), PAIRINGS, ("tree",)),
+    Kind("curricula", ("data.curriculum",), CURRICULA, ()),
     Kind("group callbacks", ("loop.callback",), GROUP_CALLBACKS, ("tree",)),
     Kind("rollout programs", ("rollout.program",), PROGRAMS, ()),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
 from ..tasks.verifiers import TasksetPrompts
+from .curriculum import Curriculum
 
 if TYPE_CHECKING:
     from .buffer import Group
@@ -31,7 +33,7 @@ TRAIN, HELD_OUT = 0, 1
 SOURCES = {"games": Games, "verifiers": TasksetPrompts}
 """Classes that `data.source` may name."""
 GIVE_UP = 10_000
-"""Number of held-out problems in a row after which the source is assumed to have no others."""
+"""Number of held-out or refused problems in a row after which the source is assumed to have no others."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Prompt:
 class PromptSource:
     """Training prompts in an order that follows from ``seed``; a file is shuffled anew for each pass over it.
 
+    A curriculum may pass over prompts or choose their order; then that follows from the groups observed before too.
+
     Args:
         held_out: prompts whose problems are never returned.
         entries: called with a row and its description, returns what checkpoints can store of it; None if they store
@@ -90,6 +94,10 @@ class PromptSource:
         self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
         self._rows: list[Prompt] = []
         self._stream: Any = None
+        self.curriculum = None if config.curriculum is None else Curriculum(config)
+        self._taken: Counter[str] = Counter()  # rows chosen so far, by id; kept for a curriculum
+        self._numbers = [0] * len(config.tasks)  # of the problems that a curriculum chooses from: the next of each task
+        self._waiting: list[dict[int, Problem]] = [{} for _ in config.tasks]  # those before it that were not chosen
         if config.source is not None:
             self._stream = UserProblems(config)
         elif config.path is None:
@@ -110,9 +118,34 @@ class PromptSource:
         Raises:
             UserError: a prompt is longer than `data.max_prompt_tokens`, or every generated problem is held out.
         """
-        if self._rows:
+        if self.curriculum is not None and self.curriculum.orders:
+            prompts = self._chosen(count)
+        elif self._rows:
+            prompts = self._next_rows(count)
+        else:
+            prompts = self._next_problems(count)
+        if self.curriculum is not None:
+            prompts = [self.curriculum.sized(prompt, self._taken) for prompt in prompts]
+        return prompts
+
+    def _next_rows(self, count: int) -> list[Prompt]:
+        if self.curriculum is None:
             self._cursor += count
             return [self._row(turn) for turn in range(self._cursor - count, self._cursor)]
+        prompts: list[Prompt] = []
+        refused = 0
+        while len(prompts) < count:
+            prompt = self._row(self._cursor)
+            self._cursor += 1
+            if self.curriculum.accepts(prompt, self._taken):
+                prompts.append(prompt)
+                self._taken[prompt.id] += 1
+                refused = 0
+            elif (refused := refused + 1) >= len(self._rows):
+                raise self._all_refused()
+        return prompts
+
+    def _next_problems(self, count: int) -> list[Prompt]:
         problems: list[Problem] = []
         skipped = 0
         while len(problems) < count:
@@ -127,17 +160,69 @@ class PromptSource:
                         "evaluation.problems."
                     )
                 continue
+            if self.curriculum is not None and not self.curriculum.accepts(problem, self._taken):
+                if (skipped := skipped + 1) > GIVE_UP:
+                    raise self._all_refused()
+                continue
             skipped = 0
             problems.append(problem)
         return self._fit(make_prompts(problems, self._config, self._tokenizer))
 
+    def _chosen(self, count: int) -> list[Prompt]:
+        """Return the prompts that the curriculum's order begins with; it is asked again if its order is too short."""
+        assert self.curriculum is not None
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            before = len(prompts)
+            pool = self._pool(count - before)
+            for found in self.curriculum.order(pool.values(), self._taken, [self._seed, self._cursor]):
+                problem = pool[found]
+                accepted = self.curriculum.accepts(problem, self._taken)
+                if isinstance(problem, Prompt):
+                    self._taken[found] += accepted
+                    prompts += [problem] * accepted
+                else:
+                    for waiting in self._waiting:
+                        waiting.pop(int(found.rpartition("/")[2]), None)
+                    prompts += self._fit(make_prompts([problem] * accepted, self._config, self._tokenizer))
+                self._cursor += accepted
+                if len(prompts) == count:
+                    break
+            if len(prompts) == before:
+                raise self._all_refused()
+        return prompts
+
+    def _pool(self, count: int) -> Mapping[str, Prompt | Problem]:
+        """Return the rows, those chosen least often first, or the next ``count`` problems of each task."""
+        if self._rows:
+            taken = [self._taken[row.id] for row in self._rows]
+            place = {turn: np.argsort(self._shuffled(turn)).tolist() for turn in set(taken)}
+            order = sorted(range(len(taken)), key=lambda i: (taken[i], place[taken[i]][i]))
+            return {self._rows[i].id: self._rows[i] for i in order}
+        for index, waiting in enumerate(self._waiting):
+            for _ in range(GIVE_UP):
+                if len(waiting) >= count:
+                    break
+                # a number belongs to one task, as two tasks may have one name and ids have both
+                number = self._numbers[index] * len(self._waiting) + index
+                self._numbers[index] += 1
+                problem = self._stream.of_task(index, number)
+                if problem.text not in self._excluded:
+                    waiting[number] = problem
+        first = [list(waiting.values())[:count] for waiting in self._waiting]
+        return {problem.id: problem for problems in first for problem in problems}
+
+    def _all_refused(self) -> UserError:
+        assert self.curriculum is not None
+        return UserError(f"{self.curriculum.what} chooses no prompt any more; widen its options or add problems.")
+
     def peek(self, count: int) -> list[Prompt]:
         """Return the prompts that `next` will return, without advancing the cursor."""
-        cursor = self._cursor
+        kept = self._cursor, self._taken.copy(), list(self._numbers), [dict(waiting) for waiting in self._waiting]
         try:
             return self.next(count)
         finally:
-            self._cursor = cursor
+            self._cursor, self._taken, self._numbers, self._waiting = kept
 
     def prompt(self, problem: Problem) -> Prompt:
         """Return ``problem`` in the run's template.
@@ -156,10 +241,13 @@ class PromptSource:
     @property
     def observes(self) -> bool:
         """True if `observe` has an effect."""
-        return isinstance(self._stream, UserProblems) and self._stream.observes
+        return self.curriculum is not None or (isinstance(self._stream, UserProblems) and self._stream.observes)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Pass the groups of an ended step to the user's source, if it has a method ``observe``."""
+        """Pass the groups of an ended step to the curriculum or the user's source, if it has a method ``observe``."""
+        if self.curriculum is not None:
+            for group in groups:
+                self.curriculum.observe(group, self._taken)
         if isinstance(self._stream, UserProblems):
             self._stream.observe([group.tree for group in groups])
 
@@ -168,6 +256,8 @@ class PromptSource:
         state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self._rows), "digests": self._digests}
         if isinstance(self._stream, UserProblems):
             state["source"] = self._stream.state_dict(self._cursor)
+        if self.curriculum is not None:
+            state |= {"taken": self._taken, "numbers": self._numbers, "waiting": [list(w) for w in self._waiting]}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,6 +279,12 @@ class PromptSource:
                     "the file or start a run under another --name."
                 )
         self._cursor = state["cursor"]
+        if self.curriculum is not None:
+            self._taken, self._numbers = state["taken"], state["numbers"]
+            self._waiting = [
+                {number: self._stream.of_task(index, number) for number in numbers}
+                for index, numbers in enumerate(state["waiting"])
+            ]
         if isinstance(self._stream, UserProblems):
             self._stream.load_state_dict(state["source"])
 
@@ -206,8 +302,13 @@ class PromptSource:
     def _row(self, cursor: int) -> Prompt:
         turn, index = divmod(cursor, len(self._rows))
         if self._order[0] != turn:
-            self._order = (turn, np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist())
+            self._order = (turn, self._shuffled(turn))
         return self._rows[self._order[1][index]]
+
+    def _shuffled(self, turn: int) -> list[int]:
+        """Return the indices of the rows in the order of a pass over the file."""
+        order: list[int] = np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist()
+        return order
 
 
 class UserProblems:

@@ -48,6 +48,10 @@ class GymProblems:
         index = 0
         if len(self._names) > 1:
             index = int(np.random.default_rng([*self._seed, k]).choice(len(self._names), p=self._share))
+        return self.of_task(index, k)
+
+    def of_task(self, index: int, k: int) -> Problem:
+        """Return problem ``k`` of the task at ``index``."""
         generator = self._generator(index, k // CHUNK)
         try:
             item = dict(generator[k % CHUNK])

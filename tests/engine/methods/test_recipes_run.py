@@ -60,6 +60,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "pear": (RECORDED,),
     "opd": ("--roles.teacher={{path='{folder}/model'}}",),
     "brorl": ("--rollout.n=16",),
+    "dump": (
+        "--data.tasks=[{{name='chain_sum', options={{min_digits=1,max_digits=1}}}},"
+        "{{name='basic_arithmetic', options={{min_digits=1,max_digits=1,max_terms=3}}}}]",
+    ),
     "treepo": ("--rollout.program_options={{segment_tokens=3,init=2}}", "--rollout.n=4"),
     "branch_grpo": ("--rollout.program_options={{segment_tokens=3,init=2}}", "--rollout.n=4"),
     "spo_tree": ("--rollout.program_options={{branch_factors=[2,2],segment_tokens=3}}", "--rollout.n=4"),
@@ -269,6 +273,7 @@ FLAT: dict[str, tuple[Any, Any, str, Any]] = {
     "long_cot": (NORM, clipped(0.2, 0.2), "token", None),
     "miromind_m1": (NORM, clipped(0.2, 0.28), "token", None),
     "dars": (NORM, clipped(0.2, 0.2), "seq", None),
+    "dump": (NORM, clipped(0.2, 0.2), "seq", None),
 }
 """Advantage, loss of a token, mean over (tokens, responses' means or sums, or the longest responses), and KL."""
 

@@ -1,0 +1,129 @@
+"""Calls the curriculum of a run, and keeps the history of its prompts by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..errors import UserError
+from ..methods.curricula import CURRICULA, Candidate, Observed, Store
+from ..methods.shaping import GIVEN
+from ..parts.calling import call
+from ..parts.resolve import resolve
+from ..settings import DataConfig
+
+if TYPE_CHECKING:
+    from .buffer import Group
+    from .sources import Prompt
+
+
+class HasEntry(Protocol):
+    """The fields that a problem and a prompt have in common."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def task(self) -> str: ...
+    @property
+    def entry(self) -> dict[str, Any]: ...
+
+
+class Curriculum:
+    """The class that `data.curriculum` names, with what is known of each prompt; part of checkpoints.
+
+    Prompts of `data.tasks` come once, so nothing is kept of each.
+
+    Raises:
+        UserError: there is no such class, or it decides nothing.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        assert config.curriculum is not None
+        self.what = f"data.curriculum = '{config.curriculum}'"
+        self._own = resolve("data.curriculum", config.curriculum, config.curriculum_options, known=CURRICULA)
+        self._keeps = config.path is not None
+        self._observed: dict[str, list[float]] = {}  # number of judged responses and sum of their rewards, by prompt id
+        if not any(self._method(name) for name in ("order", "gate", "wanted")):
+            raise UserError(
+                f"{self.what} must be a class with a method order(store), gate(problem) or wanted(problem)."
+            )
+
+    @property
+    def orders(self) -> bool:
+        """True if the class has a method ``order``."""
+        return self._method("order") is not None
+
+    def order(self, problems: Iterable[HasEntry], taken: Mapping[str, int], seed: list[int]) -> Iterator[str]:
+        """Yield ids of ``problems``, the most wanted first.
+
+        Args:
+            taken: number of times that each problem was chosen.
+            seed: seed of the random numbers that the class may use.
+
+        Raises:
+            UserError: the class failed, or named no problem.
+        """
+        known = {problem.id: self._candidate(problem, taken) for problem in problems}
+        store = Store(known, np.random.default_rng(seed))
+        answer = call(self.what, iter, call(self.what, self._own.order, store))
+        while (found := call(self.what, next, answer, None)) is not None:
+            if not isinstance(found, str) or known.pop(found, None) is None:
+                raise UserError(
+                    f"{self.what}: order(store) named {found!r}, which is not the id of a problem in the store or was "
+                    "named before."
+                )
+            yield found
+
+    def accepts(self, problem: HasEntry, taken: Mapping[str, int]) -> bool:
+        """Return whether the problem may be sampled."""
+        gate = self._method("gate")
+        return gate is None or bool(call(self.what, gate, self._candidate(problem, taken)))
+
+    def sized(self, prompt: Prompt, taken: Mapping[str, int]) -> Prompt:
+        """Return the prompt with the number of responses that the class wants.
+
+        Raises:
+            UserError: it wants no positive integer.
+        """
+        wanted = self._method("wanted")
+        n = None if wanted is None else call(self.what, wanted, self._candidate(prompt, taken))
+        if n is None:
+            return prompt
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
+            raise UserError(f"{self.what}: wanted(problem) answered {n!r}; give an integer of at least 1, or None.")
+        return replace(prompt, n=n)
+
+    def observe(self, group: Group, taken: Mapping[str, int]) -> None:
+        """Enter the rewards of a group into the history, then show it to the class."""
+        tree = group.tree
+        rewards = tree.rewards.get(GIVEN, tree.rewards["reward"])
+        known = rewards[~np.isnan(rewards)].astype(np.float64)
+        if self._keeps and len(known):
+            count, total = self._observed.get(group.prompt.id, (0, 0.0))
+            self._observed[group.prompt.id] = [count + len(known), total + float(known.sum())]
+        if (observe := self._method("observe")) is not None:
+            candidate = self._candidate(group.prompt, taken)
+            call(self.what, observe, Observed(candidate, tree, group.reason or None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history, and the state of the class if it has any."""
+        own = self._method("state_dict")
+        return {"observed": self._observed, "own": None if own is None else own()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._observed = dict(state["observed"])
+        if (load := self._method("load_state_dict")) is not None:
+            load(state["own"])
+
+    def _candidate(self, problem: HasEntry, taken: Mapping[str, int]) -> Candidate:
+        count, total = self._observed.get(problem.id, (0, 0.0))
+        mean = total / count if count else None
+        return Candidate(problem.id, problem.task, problem.entry, taken.get(problem.id, 0), int(count), mean)
+
+    def _method(self, name: str) -> Callable[..., Any] | None:
+        found = getattr(self._own, name, None)
+        return found if callable(found) else None
