@@ -30,9 +30,22 @@ class Section(BaseModel):
 LONGEST_NAME = 200
 """Longest name of a run, in bytes; file systems allow 255, and a run appends suffixes to it."""
 VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program")
+REWARD_NAMES = ("reward", "verifier")
+"""Named rewards that every run may have: the one that counts, and the verifier's before any shaping."""
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # rows, tokens and steps are counted in 32 bits
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def known_verifier(name: str) -> str:
+    """Return ``name`` if it names a verifier.
+
+    Raises:
+        ValueError: there is no such verifier.
+    """
+    if name not in VERIFIERS and ":" not in name:
+        raise ValueError(f"it must be one of {', '.join(VERIFIERS)}, or file.py:function")
+    return name
 
 
 class ModelConfig(Section):
@@ -196,6 +209,40 @@ class ShapingConfig(Section):
     """Options of the shaping function."""
 
 
+class RewardPartConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+    """Name of the part's own value among the rewards, for `reward.shaping`, the advantage and the records."""
+    verifier: str
+    """Verifier of this part, as `reward.verifier`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the verifier."""
+    weight: float = 1.0
+    """Factor of the part's value in the reward, which is the sum over the parts that judge a problem."""
+    when: str | tuple[str, ...] = ()
+    """Task or tasks that the part judges: names in `data.tasks`, or values of the column `task` of `data.path` or
+    `data.source`. Default: all."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_free(cls, name: str) -> str:
+        if name in REWARD_NAMES:
+            raise ValueError("a run has a reward of this name already; choose another")
+        return name
+
+    @field_validator("verifier")
+    @classmethod
+    def _known_verifier(cls, verifier: str) -> str:
+        return known_verifier(verifier)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names in `when`; empty: all tasks."""
+        return (self.when,) if isinstance(self.when, str) else self.when
+
+    def judges(self, task: str | None) -> bool:
+        return not self.tasks or task in self.tasks
+
+
 class RewardConfig(Section):
     verifier: str = "task"
     """Verifier of responses: `task` (the dataset's own), `math` (math-verify against the reference answer), `exact`,
@@ -204,6 +251,8 @@ class RewardConfig(Section):
     docs/rewards.md."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier."""
+    parts: tuple[RewardPartConfig, ...] = ()
+    """Several verifiers instead of `verifier`; each has `workers` processes of its own."""
     shaping: tuple[ShapingConfig, ...] = ()
     """Functions applied to the rewards, in this order, before advantages are computed."""
     timeout_s: PositiveFloat = 10.0
@@ -222,9 +271,24 @@ class RewardConfig(Section):
     @field_validator("verifier")
     @classmethod
     def _known_verifier(cls, verifier: str) -> str:
-        if verifier not in VERIFIERS and ":" not in verifier:
-            raise ValueError(f"it must be one of {', '.join(VERIFIERS)}, or file.py:function")
-        return verifier
+        return known_verifier(verifier)
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        names = [part.name for part in self.parts]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two of `reward.parts` are called '{twice[0]}'; give each a name of its own")
+        if self.parts and (both := {"verifier", "options"} & self.model_fields_set):
+            raise ValueError(
+                f"`reward.{max(both)}` does not go with `reward.parts`, which have their own; leave it out, or make it "
+                "a part"
+            )
+        return self
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """The verifiers of the parts, or the only one."""
+        return tuple(part.verifier for part in self.parts) or (self.verifier,)
 
 
 class TermConfig(Section):
@@ -496,6 +560,17 @@ class TrainConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    def _parts_match(self, tasks: set[str]) -> None:
+        for part in self.reward.parts:
+            if unknown := sorted(set(part.tasks) - tasks):
+                raise ValueError(
+                    f"`when` of the part '{part.name}' (`reward.parts`) names '{unknown[0]}', which is not in "
+                    f"`data.tasks`; they are {', '.join(sorted(tasks))}"
+                )
+        left = sorted(t for t in tasks if self.reward.parts and not any(p.judges(t) for p in self.reward.parts))
+        if left:
+            raise ValueError(f"no part of `reward.parts` judges the task '{left[0]}'; add it to the `when` of one")
+
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.name
@@ -520,11 +595,14 @@ class TrainConfig(Section):
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
         sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
-        if not self.data.tasks and self.reward.verifier == "task":
+        if not self.data.tasks and "task" in self.reward.verifiers:
+            key = "a verifier of `reward.parts`" if self.reward.parts else "`reward.verifier`"
             raise ValueError(
-                '`reward.verifier` is "task", which needs `data.tasks`; '
+                f'{key} is "task", which needs `data.tasks`; '
                 f"for other prompts set it to one of {', '.join(VERIFIERS[1:])}, or file.py:function"
             )
+        if self.data.tasks:
+            self._parts_match({task.name for task in self.data.tasks})
         if self.data.source is not None and self.data.eval_path is None and evaluation.problems:
             raise ValueError(
                 "`data.source` has no held-out problems; name a file of them in `data.eval_path`, or set "

@@ -96,7 +96,14 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         learning=learning,
         evaluation=EvaluationParts(problems, greedy_params(config), config.evaluation.every),
         rewards=rewards,
-        check_rewards=partial(check_references, rewards, config.reward, [(p.id, p.entry) for p in known]),
+        check_rewards=partial(
+            check_references,
+            rewards,
+            config.reward,
+            [(p.id, p.entry) for p in known],
+            config.data.tasks,
+            all_known=config.data.path is not None,
+        ),
         demonstrations=None
         if demonstrations is None
         else Demonstrations(demonstrations, config.data, tokenizer, config.seed),
@@ -342,7 +349,8 @@ def rollout_program(config: RolloutConfig) -> RolloutProgram:
 def make_run_rewards(
     config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase
 ) -> Rewards:
-    """Make the verifier of responses, `reward.verifier`; its processes start when it is entered as a context.
+    """Make the verifier of responses, `reward.verifier` or `reward.parts`; its processes start when it is entered as a
+    context.
 
     Raises:
         UserError: the verifier cannot be used.
@@ -442,6 +450,8 @@ def kept_entries(
 
 def _user_code_reads(config: TrainConfig) -> bool:
     """Return whether a function or class of the user's (``file.py:name``) receives entries."""
-    named: list[Any] = [config.reward.verifier, config.rollout.program, config.data.curriculum, *config.data.tools]
+    programs = [config.rollout.program, config.data.curriculum, *config.data.tools]
+    named: list[Any] = [*config.reward.verifiers, *programs]
     named += [*config.reward.options.values(), *config.rollout.program_options.values()]
+    named += [value for part in config.reward.parts for value in part.options.values()]
     return any(isinstance(name, str) and ":" in name for name in named)

@@ -367,7 +367,10 @@ def resolved_toml(config: TrainConfig) -> str:
     recipe changes.
     """
     recipe = "" if config.recipe is None else f"# the keys of recipe '{config.recipe}' are written out\n"
-    return recipe + tomli_w.dumps(config.model_dump(exclude_none=True, exclude={"recipe"}))
+    left_out: dict[str, Any] = {"recipe": True}
+    if config.reward.parts:
+        left_out["reward"] = {"verifier", "options"}  # of no effect, and refused together with parts
+    return recipe + tomli_w.dumps(config.model_dump(exclude_none=True, exclude=left_out))
 
 
 FREE_TO_CHANGE = (

@@ -22,7 +22,7 @@ from ..parts.calling import failure
 from ..parts.resolve import import_object
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
 from ..rollout.sampling_params import eos_token_ids
-from ..settings import TrainConfig
+from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
 from .build import (
     budget,
@@ -94,10 +94,12 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"model              {path} from the hub, fetched when the run starts"
     with rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
-        yield f"verifier           {config.reward.verifier}{where}"
+        parts = [f"{part.weight:g} x {part.name} ({_judged_by(part)})" for part in config.reward.parts]
+        yield f"verifier           {' + '.join(parts) or config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
             yield f"containment        {note}"
-        if note := check_references(pool, config.reward, known):
+        all_known = config.data.path is not None and bool(known)
+        if note := check_references(pool, config.reward, known, config.data.tasks, all_known=all_known):
             yield f"reference answers  {note}"
     sampled = trainer.prompts_per_step * rollout.n
     most = sampled * rollout.max_new_tokens
@@ -125,6 +127,10 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
     yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"
+
+
+def _judged_by(part: RewardPartConfig) -> str:
+    return f"{part.verifier} for {', '.join(part.tasks)}" if part.tasks else part.verifier
 
 
 def recipe_line(config: TrainConfig) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import UserError
 from .archive import Archive, NotKeptError
 
-READ = {"answer", "solution", "id", "seed", "env", "messages"}
+READ = {"answer", "solution", "id", "seed", "env", "messages", "task"}
 """Columns that rolltree's own verifiers and programs read, in addition to those that the configuration names."""
 
 

@@ -62,7 +62,8 @@ def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bo
     normalised by its group, then whitened over the responses of the batch.
 
     Args:
-        weights: the weight of each named reward of the verifier.
+        weights: the weight of each named reward of the verifier; one that judges no response of a group (all NaN, see
+            `reward.parts`) adds nothing there.
         whiten: whiten the sum over the batch.
 
     Raises:
@@ -74,7 +75,9 @@ def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bo
         for name, weight in weights.items():
             if name not in tree.rewards:
                 raise UserError(f"The verifier named no reward '{name}'; it named {', '.join(sorted(tree.rewards))}.")
-            total += weight * _normalised(tree.rewards[name].astype(np.float64))
+            values = tree.rewards[name].astype(np.float64)
+            if not np.isnan(values).all():  # else the reward does not judge this problem's task
+                total += weight * _normalised(values)
         found.append(total)
     return Credit("leaf", credit.whitened(found, [np.ones(len(values)) for values in found]) if whiten else found)
 

@@ -1,8 +1,8 @@
 """Rewards: verifiers in killable processes, judges and reward models on servers, or the policy itself judge responses.
 
-`make_rewards` returns the `Rewards` that `reward.verifier` names. It takes `RewardItem`s (a response's text and its
-problem's entry) and returns `RewardResult`s; ``verdicts`` and ``spans`` write these on the group's tree, where
-`engine/methods` reads them.
+`make_rewards` returns the `Rewards` that `reward.verifier` names, or the weighted sum of several (``parts``). It takes
+`RewardItem`s (a response's text and its problem's entry) and returns `RewardResult`s; ``verdicts`` and ``spans`` write
+these on the group's tree, where `engine/methods` reads them.
 
 Read ``interface``; then ``pool`` with its processes ``keeper`` and ``worker``; then ``verifiers``, whose math reads
 answers by ``answers`` (marks), ``reading`` (notation) and ``mathematics`` (comparison). ``remote`` asks servers,

@@ -1,4 +1,4 @@
-"""Makes the `Rewards` that `reward.verifier` names."""
+"""Makes the `Rewards` that `reward.verifier` or `reward.parts` name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ..errors import UserError
 from ..parts.resolve import resolve
 from ..settings import RewardConfig, TaskConfig
 from .interface import FromProgram, Rewards
+from .parts import RewardParts, task_names
 from .policy import PolicyScorer, Score
 from .pool import RewardPool
 from .remote import Judge, RewardModel
@@ -32,6 +33,15 @@ def make_rewards(config: RewardConfig, tasks: Sequence[TaskConfig] = (), score: 
     Raises:
         UserError: the verifier cannot be used, or has no such option.
     """
+    if config.parts:
+        parts = []
+        for part in config.parts:
+            alone = config.model_copy(update={"verifier": part.verifier, "options": part.options, "parts": ()})
+            try:
+                parts.append((part, make_rewards(alone, tasks, score)))
+            except UserError as error:
+                raise UserError(f"The part '{part.name}' (reward.parts) cannot be used: {error}") from error
+        return RewardParts(parts, task_names(tasks))
     if config.verifier not in OWN:
         return RewardPool(config, tasks)
     known: dict[str, dict[str, Any]] = {

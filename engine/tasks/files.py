@@ -42,7 +42,7 @@ def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_k
 
     Args:
         where: names the source in error messages.
-        task, number: make the problem's id, ``task/number``.
+        task, number: make the problem's id, ``task/number``; a text in the row's column ``task`` is its task instead.
 
     Raises:
         UserError: the row lacks a column, or its prompt is neither a text nor a conversation.
@@ -67,7 +67,10 @@ def problem_of(row: dict[str, Any], where: str, task: str, number: int, prompt_k
         raise UserError(
             f"Row {number} of {where} holds half a character (a lone surrogate) in column '{prompt_key}'; mend it."
         )
-    return Problem(f"{task}/{number}", task, text, row | {"answer": answer[1]}, messages)
+    own = row.get("task")
+    return Problem(
+        f"{task}/{number}", own if isinstance(own, str) and own else task, text, row | {"answer": answer[1]}, messages
+    )
 
 
 def _messages(found: list[Any], where: str, prompt_key: str) -> tuple[dict[str, str], ...]:

@@ -1,0 +1,125 @@
+"""Several verifiers in one run (`reward.parts`): the reward is the weighted sum of the parts that judge a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Self
+
+import numpy as np
+
+from ..errors import UserError
+from ..settings import RewardPartConfig, TaskConfig
+from .interface import RewardItem, RewardResult, Rewards
+from .spans import Span
+
+LARGEST = float(np.finfo(np.float32).max)
+TaskOf = Callable[[Mapping[str, Any]], str | None]
+
+
+def task_names(tasks: Sequence[TaskConfig]) -> TaskOf:
+    """Return a function of a problem's entry that returns the name of its task; None if it has none.
+
+    The task is that of `data.tasks`, or the text in the row's column ``task``.
+    """
+
+    def task_of(entry: Mapping[str, Any]) -> str | None:
+        if tasks:
+            index = entry.get("task_index")
+            return None if index is None else tasks[index].name
+        task = entry.get("task")
+        return task if isinstance(task, str) else None
+
+    return task_of
+
+
+class RewardParts(Rewards):
+    """Judges each response by all parts that judge its task.
+
+    The named rewards of a verdict are the parts' own values, NaN where a part does not judge the task or has no
+    verdict; what a part names itself is ``<part>.<name>``. A response has no reward if one of its parts failed or
+    skipped it. Spans are multiplied by their part's weight. ``unparsed`` is the word of the first part that has one.
+
+    Args:
+        parts: the configuration of each part, with its verifier.
+        task_of: see `task_names`.
+    """
+
+    def __init__(self, parts: Sequence[tuple[RewardPartConfig, Rewards]], task_of: TaskOf) -> None:
+        self._parts, self._task_of = parts, task_of
+        self.in_turn = any(rewards.in_turn for _, rewards in parts)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as started:
+            for part, rewards in self._parts:
+                try:
+                    started.enter_context(rewards)
+                except UserError as error:
+                    raise UserError(f"The part '{part.name}' (reward.parts) cannot be used: {error}") from error
+            started.pop_all()
+        notes = dict.fromkeys(rewards.note for _, rewards in self._parts if rewards.note)
+        self.note = "; ".join(notes)
+        return self
+
+    def close(self) -> None:
+        for _, rewards in self._parts:
+            rewards.close()
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        wanted = self._judged([item.entry for item in items])
+        found: list[dict[int, RewardResult]] = []
+        with ThreadPoolExecutor(len(self._parts)) as threads:
+            waiting = [
+                None if rewards.in_turn or not mine else threads.submit(rewards.score, [items[i] for i in mine])
+                for (_, rewards), mine in zip(self._parts, wanted, strict=True)
+            ]
+            for (_, rewards), mine, answer in zip(self._parts, wanted, waiting, strict=True):
+                if answer is not None:
+                    verdicts = answer.result()
+                else:  # the engine's own thread asks the policy
+                    verdicts = rewards.score([items[i] for i in mine]) if mine else []
+                found.append(dict(zip(mine, verdicts, strict=True)))
+        return [self._sum(items[i], [of_part.get(i) for of_part in found]) for i in range(len(items))]
+
+    def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
+        reasons: list[str | None] = [self._nobody(entry) for entry in entries]
+        for (part, rewards), mine in zip(self._parts, self._judged(entries), strict=True):
+            for i, why in zip(mine, rewards.check([entries[i] for i in mine]), strict=True):
+                if why is not None:
+                    reasons[i] = reasons[i] or f"part '{part.name}': {why}"
+        return reasons
+
+    def _judged(self, entries: Sequence[dict[str, Any]]) -> list[list[int]]:
+        """Return for each part the indices of the problems that it judges."""
+        tasks = [self._task_of(entry) for entry in entries]
+        return [[i for i, task in enumerate(tasks) if part.judges(task)] for part, _ in self._parts]
+
+    def _nobody(self, entry: dict[str, Any]) -> str | None:
+        task = self._task_of(entry)
+        if any(part.judges(task) for part, _ in self._parts):
+            return None
+        return "no part of reward.parts judges " + ("rows without a task" if task is None else f"the task '{task}'")
+
+    def _sum(self, item: RewardItem, verdicts: Sequence[RewardResult | None]) -> RewardResult:
+        """Combine the verdicts of the parts on a response; None: the part does not judge its task."""
+        total, named, spans = 0.0, dict[str, float](), list[Span]()
+        reason, skipped, unparsed = self._nobody(item.entry), None, None
+        for (part, _), verdict in zip(self._parts, verdicts, strict=True):
+            named[part.name] = np.nan
+            if verdict is None:
+                continue
+            named |= {f"{part.name}.{name}": value for name, value in verdict.named.items()}
+            spans += [(begin, end, part.weight * value) for begin, end, value in verdict.spans]
+            reason, skipped = reason or verdict.reason, skipped or verdict.skipped
+            unparsed = unparsed or verdict.unparsed
+            if verdict.value is not None:
+                named[part.name] = verdict.value
+                total += part.weight * verdict.value
+        if reason is None and abs(total) > LARGEST:
+            reason = f"the sum of the parts is {total:g}, which is not finite in fp32"
+        if reason is not None:
+            return RewardResult(None, reason, named)
+        if skipped is not None:
+            return RewardResult(None, None, named, skipped=skipped)
+        return RewardResult(total, None, named, spans, unparsed)
