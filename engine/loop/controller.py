@@ -175,7 +175,10 @@ class Controller:
             self._collect()
             kept = dict(zip(self._sampling, self.sampler.kept(list(self._sampling.values())), strict=True))
             try:
-                groups = [group_state(group, kept.get(group), archive) for group in self.buffer.open.values()]
+                groups = [
+                    group_state(group, self._sampling.get(group), kept.get(group), archive)
+                    for group in self.buffer.open.values()
+                ]
             except NotKeptError as error:
                 raise RunError(
                     f"An open group cannot be saved: {error} Give prompts plain entries, or set loop.staleness to 0."
@@ -188,12 +191,13 @@ class Controller:
         for packed in groups:
             values = archive.unpack(packed)
             request, state = values.pop("request"), State(values.pop("state"))
+            params = values.pop("params")
             if (lost := values.pop("lost")) is not None:
                 self.restarted[lost] += 1
             group = Group(**values)
             self.buffer.open[group.ticket] = group
             if request is not None:
-                self._begin(group, *self._submit([group], kept=request))
+                self._begin(group, *self._submit([group], kept=request, params=params))
             elif state is State.JUDGING:
                 group.state = state
                 self.judging.ask([group])
@@ -287,14 +291,19 @@ class Controller:
                 self._begin(group, flight)
 
     def _submit(
-        self, groups: Sequence[Group], n: int | None = None, kept: Mapping[str, Any] | None = None
+        self,
+        groups: Sequence[Group],
+        n: int | None = None,
+        kept: Mapping[str, Any] | None = None,
+        params: Mapping[str, Any] | None = None,
     ) -> list[Flight]:
-        """Submit jobs of ``n`` responses (None: the prompt's own or the usual number), or continue from ``kept``."""
+        """Submit jobs of ``n`` responses (None: the prompt's own or the usual number), or continue from ``kept`` with
+        the sampling parameters ``params``."""
         now = self._params
         jobs = [
             Job(
                 group.prompt.token_ids,
-                replace(now, **(kept["params"] if kept else {"n": n or group.prompt.n or now.n})),
+                replace(now, **(params or {"n": n or group.prompt.n or now.n})),
                 self._seed(group),
                 group.prompt.context,
                 kept,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..rollout.sampler import Kept
+from ..rollout.sampler import Flight, Kept
 from .archive import Archive, NotKeptError
 from .buffer import Group
 
@@ -17,11 +17,16 @@ KEPT = ("ticket", "prompt", "started", "overtaken", "attempt", "sampled", "parts
 """Fields of `Group` that a checkpoint stores."""
 
 
-def group_state(group: Group, kept: Kept | None, archive: Archive) -> Any:
+SCHEDULED = ("n", "temperature", "max_new_tokens")
+"""Sampling parameters that may differ from those of later jobs."""
+
+
+def group_state(group: Group, flight: Flight | None, kept: Kept | None, archive: Archive) -> Any:
     """Pack ``group`` into ``archive``.
 
     Args:
-        kept: the sampler's state of the unfinished job; None if the group is not being sampled.
+        flight: the unfinished job; None if the group is not being sampled.
+        kept: the sampler's state of this job.
 
     Raises:
         NotKeptError: the prompt or the responses cannot be stored.
@@ -33,4 +38,6 @@ def group_state(group: Group, kept: Kept | None, archive: Archive) -> Any:
         except NotKeptError:
             unfinished, lost = None, "state"
     values = {name: getattr(group, name) for name in KEPT}
-    return archive.pack({**values, "state": group.state.value, "request": unfinished, "lost": lost})
+    values |= {"state": group.state.value, "request": unfinished, "lost": lost}
+    params = None if flight is None else {name: getattr(flight.job.params, name) for name in SCHEDULED}
+    return archive.pack(values | {"params": params})

@@ -31,10 +31,12 @@ def batch_logprob(
         values of a batch in pieces have no gradient.
 
     Raises:
-        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or fails `check_model`.
+        ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or fails `check_model`; or
+            ``temperature`` has another shape.
         TypeError: ``model`` or ``batch`` has another type.
     """
     check_call("batch_logprob", model, batch)
+    check_temperature("batch_logprob", batch, temperature)
     return unchecked_logprob(model, batch, temperature, want)
 
 
@@ -52,3 +54,16 @@ def check_call(op: str, model: object, batch: object) -> None:
     checked: Any = model
     if batch.padded is None and checked.config._attn_implementation == NAME:  # others are refused, or plain
         check_model(checked)
+
+
+def check_temperature(op: str, batch: TreeBatch, temperature: object) -> None:
+    """Check the shape of temperatures of targets; numbers are checked where the head uses them.
+
+    Raises:
+        ValueError: it is not one a target.
+    """
+    if isinstance(temperature, Tensor) and temperature.shape != batch.target.shape:
+        raise ValueError(
+            f"{op}: temperature must be a number or a tensor [{len(batch.target)}], one a target "
+            f"(TreeBatch.temperatures), got {shown(temperature)}."
+        )

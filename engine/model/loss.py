@@ -33,7 +33,7 @@ from ..data.batch import OldLogprob, TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
 from .decoder import Decoded, decode, encode_pictures, unchecked_logprob
 from .head import head, row_temperature, target_logprob
-from .logprob import check_call
+from .logprob import check_call, check_temperature
 from .pictures import Features
 
 AnyTerm = Term | LogprobTerm
@@ -74,6 +74,7 @@ def batch_loss(
         TypeError: an argument is of another type.
     """
     check_call("batch_loss", model, batch)
+    check_temperature("batch_loss", batch, temperature)
     check = Arguments("batch_loss", "batch.input_ids", batch.input_ids)
     if not isinstance(objective, Objective):
         check.wrong_type("objective", "an Objective", objective)

@@ -8,8 +8,6 @@ from typing import Any
 from ..programs import RolloutProgram
 from .branch import Branch, Node, Request
 
-SCHEDULED = ("n", "temperature", "max_new_tokens")
-"""Sampling parameters that may differ from those of later requests."""
 GIVEN = ("tokenizer", "end_token_ids", "context", "verify")
 """Attributes of a program that the engine or the run sets."""
 
@@ -35,7 +33,6 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
 
     own = {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)}
     return {
-        "params": {name: getattr(request.params, name) for name in SCHEDULED},
         "forks": request.forks,
         "errors": dict(request.errors),
         "kept": list(request.kept),

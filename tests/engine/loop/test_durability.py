@@ -295,14 +295,14 @@ def test_out_of_memory_halves_the_micro_batches(toml: Path, tmp_path: Path, monk
             budgets.append(max(sum(t.num_tokens for t in batch.trees) for batch in batches))
             return train(self, batches, *rest)
 
-        def accumulate(self, compute, *, fails=fails, budgets=budgets, add=add):
+        def accumulate(self, compute, last=True, *, fails=fails, budgets=budgets, add=add):
             def breaks():
                 out = compute()
                 if fails and len(budgets) == 1:
                     raise torch.OutOfMemoryError("as on a device that is full")
                 return out
 
-            return add(self, breaks)
+            return add(self, breaks, last)
 
         with monkeypatch.context() as patch:
             patch.setattr(Learner, "_train", spy)
@@ -325,13 +325,13 @@ def test_micro_batches_that_are_not_finite_are_counted(toml: Path, tmp_path: Pat
     config = load_config(toml, arguments)
     accumulate, seen = Trainer.accumulate, []
 
-    def breaks_second(self, compute):
+    def breaks_second(self, compute, last=True):
         def computed():
             out = compute()
             seen.append(out)
             return out._replace(loss=out.loss * float("nan")) if len(seen) == 2 else out
 
-        return accumulate(self, computed)
+        return accumulate(self, computed, last)
 
     monkeypatch.setattr(Trainer, "accumulate", breaks_second)
     run, _ = orchestrate(config)

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,15 +59,16 @@ def assert_same(run: Orchestrator, whole: Orchestrator, without: tuple[str, ...]
 
 
 def test_a_disk_that_fills_up_ends_the_run_which_goes_on_later(toml, tmp_path, whole, monkeypatch) -> None:
-    write = checkpoint._write_tensors
+    write = checkpoint.write_tensors
 
-    def full(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-        write(directory, tensors)  # as far as it gets
-        if directory.name == "step_000002.tmp":
+    def full(directory: Path, tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
+        files = write(directory, tensors, *rest)  # as far as it gets
+        if "step_000002.tmp" in (directory.name, directory.parent.name):
             raise OSError(28, "No space left on device")
+        return files
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_tensors", full)
+        patch.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(RunError, match=r"No space left.*step_000001' is intact: free disk space and use --resume"):
             orchestrate(toml, tmp_path / "a").run()
     run = orchestrate(toml, tmp_path / "a", resume=True)

@@ -178,7 +178,7 @@ def test_a_directory_without_a_checkpoint_is_taken_over(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(orchestrator.checkpoint, "_write_tensors", full)
+        patch.setattr(orchestrator.checkpoint, "write_tensors", full)
         with pytest.raises(RunError, match=r"No space left.*free disk space and start over\.$"):
             orchestrate(config)[0].run()
     assert (config.run_dir / "config.toml").exists()

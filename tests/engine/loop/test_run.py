@@ -250,6 +250,9 @@ def test_report_and_methods(finished, capsys):
     listed = capsys.readouterr().out
     assert "tree_path_mean" in listed
     assert "[tool, initial=8, beam=2" in listed
-    assert "gspo               ppo, sequence ratio, seq_mean_token_mean; inferred: eps_low, eps_high" in listed
-    heads = ("objectives", "advantages", "shaping", "schedules", "selections", "pairs", "group", "rollout")
+    assert "gspo                  ppo, sequence ratio, seq_mean_token_mean; inferred: eps_low, eps_high" in listed
+    heads = (
+        "recipes", "objectives", "advantages", "shaping", "schedules", "selections", "pairs", "curricula", "group",
+        "rollout",
+    )  # fmt: skip
     assert all(line.startswith((" ", *heads)) for line in listed.splitlines())

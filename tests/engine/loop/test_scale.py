@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from rolltree.engine.app import build
-from rolltree.engine.errors import UserError
+from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop import fleet as fleet_module
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.orchestrator import Orchestrator
@@ -94,7 +94,10 @@ def test_an_engine_that_keeps_its_first_weights_is_found(
         return self.call(lambda: setattr(self.engine, "policy_version", version) or version)
 
     monkeypatch.setattr(Host, "load", pretend)
-    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
+    arguments = [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"]
+    with pytest.raises(RunError, match="holds other weights than were sent"):
+        train(toml, arguments)
+    config, _ = train(toml, [*arguments, "--name=unchecked", "--trainer.self_check=false"])
     with pytest.raises(AssertionError):
         assert_close(config.run_dir, alone, WITHIN)
 
@@ -132,6 +135,7 @@ def test_no_token_is_older_than_its_group(
         monkeypatch.setattr(Fleet, "submit", of_any_version)
     seen: list[list[tuple[int, int]]] = []
     arguments = [f"--output_dir={tmp_path}", *STALE, "--rollout.engines=2", "--trainer.steps=6"]
+    arguments += ["--trainer.self_check=false"]  # it waits for the loads
     config, _ = train(toml, arguments, lambda run: seen.append(ages(run)))
     assert len(seen[0]) == 6 * config.trainer.prompts_per_step
     assert any(started for started, _ in seen[0])

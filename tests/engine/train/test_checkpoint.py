@@ -87,21 +87,6 @@ def test_leftovers_of_a_killed_run_are_no_checkpoints(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000003"]
 
 
-def test_a_checkpoint_of_format_6_is_read(tmp_path):
-    path = tmp_path / "step_000007"
-    path.mkdir()
-    generators, values = checkpoint.generator_state()
-    write_tensors(path, TENSORS | generators)
-    document = {"state": STATE, "generators": values, "config": {}}
-    (path / "state.json").write_text(json.dumps(document))
-    files = {file.name: checkpoint._fingerprint(file) for file in path.iterdir()}
-    (path / "manifest.json").write_text(json.dumps({"format": 6, "step": 7, "files": files}))
-    loaded = load(path)
-    assert (loaded.step, loaded.state, loaded.generators[0].keys()) == (7, STATE, generators.keys())
-    found = read_tensors(loaded.learner)
-    assert all(bits(found[name]) == bits(loaded.tensors[name]) == bits(tensor) for name, tensor in TENSORS.items())
-
-
 @pytest.mark.parametrize("part", ["run.safetensors", "learner/shard-00001-model-00001-of-00001.safetensors"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "state", "manifest", "no manifest"])
 def test_damage_is_named_and_never_passed_over(tmp_path, damage, part):
