@@ -238,4 +238,5 @@ def test_every_name_is_another_credit():
         found[name] = np.concatenate(values)
     names = list(found)
     alike = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if np.allclose(found[a], found[b], atol=1e-4)]
-    assert alike == [("group_norm", "turn_credit")]  # responses of one turn: equal by definition
+    equal = [("batch_std", "task_norm"), ("group_norm", "turn_credit")]  # by definition, with one task and one turn
+    assert alike == equal
