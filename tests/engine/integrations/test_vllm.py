@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.engine.data.segment import LeafStatus, Origin
+from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.loop.archive import Archive
 from rolltree.engine.programs import PROGRAMS, TreePO
 from rolltree.engine.rollout import Request, SamplingParams
 from rolltree.engine.rollout.sampler import Job, LocalSampler
 
-from ..programs.test_programs import CASES, CONTEXTS, PARAMS, calling, rescored
+from ..programs.test_programs import CASES, CONTEXTS, PARAMS, calling, counted_rows, rescored
 from ..rollout.test_native_engine import PROMPTS, SIZES, letters, responses
 from ..rollout.test_requests import Asks
 
@@ -76,7 +76,7 @@ def test_leaves_of_every_program_are_what_the_model_says(engine: Any, name: str)
     params = SamplingParams(n=n, **PARAMS, **calling(name))
     for tree in engine.generate(PROMPTS, params, program(), seeds=range(6), contexts=CONTEXTS):
         assert rescored(tree, net(), 0.8, calling(name).get("logit_bias", {})) < 1e-5
-        assert (tree.loss_mask == (tree.origin == Origin.SAMPLED)).all()
+        assert (tree.loss_mask == counted_rows(tree)).all()
     assert not engine.llm.llm_engine.has_unfinished_requests()
 
 

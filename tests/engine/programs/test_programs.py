@@ -98,6 +98,16 @@ def run(name: str, native: NativeEngine, prompts: list[int], **params: Any) -> l
     )
 
 
+def counted_rows(tree: TokenTree) -> Any:  # [T] bool
+    """Return the sampled tokens of the responses that updates count."""
+    counted = tree.response_leaves > 0
+    if not tree.trained.all():
+        counted[tree.path_tokens] = False
+        for leaf in np.flatnonzero(tree.trained):
+            counted[tree.response_rows(leaf)] = True
+    return (tree.origin == Origin.SAMPLED) & counted
+
+
 def rescored(tree: TokenTree, net: Any, temperature: float, bias: dict[int, float]) -> float:
     """Largest difference between behaviour log-probs and those of the whole path computed at once."""
     worst = 0.0
@@ -134,12 +144,7 @@ def test_leaves_are_what_the_model_says_alone_or_in_a_batch(name: str, family: s
     trees = run(name, native, everyone)
     for tree in trees:
         assert rescored(tree, model(family), 0.8, calling(name).get("logit_bias", {})) < 1e-5
-        trained = tree.response_leaves > 0  # tokens of some response that is trained on
-        if not tree.trained.all():
-            trained[tree.path_tokens] = np.repeat(tree.trained, tree.response_length)
-            for leaf in np.flatnonzero(tree.trained):
-                trained[tree.response_rows(leaf)] = True
-        assert (tree.loss_mask == ((tree.origin == Origin.SAMPLED) & trained)).all()
+        assert (tree.loss_mask == counted_rows(tree)).all()
         assert set(tree.temperature[tree.origin == Origin.SAMPLED]) <= {np.float32(0.8)}
     assert_all_free(native)
     if family == "qwen3":
