@@ -1,4 +1,4 @@
-"""What a run may be made of (``rolltree methods``): recipes, papers, and the parts that a configuration names."""
+"""Prints recipes, papers and the parts that a configuration may name (``rolltree methods``)."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class _Held:
 
 
 class InThreads:
-    """Workers that are threads of this process. A killed one may still compute, but nobody receives its answers."""
+    """Workers that are threads of this process. A killed one may still compute; its answers are discarded."""
 
     def __init__(self) -> None:
         self._started: list[_InThread] = []

@@ -83,7 +83,7 @@ class RewardParts(Rewards):
         return [self._sum(items[i], [of_part.get(i) for of_part in found]) for i in range(len(items))]
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
-        reasons: list[str | None] = [self._nobody(entry) for entry in entries]
+        reasons: list[str | None] = [self._unjudged(entry) for entry in entries]
         for (part, rewards), mine in zip(self._parts, self._judged(entries), strict=True):
             for i, why in zip(mine, rewards.check([entries[i] for i in mine]), strict=True):
                 if why is not None:
@@ -95,7 +95,8 @@ class RewardParts(Rewards):
         tasks = [self._task_of(entry) for entry in entries]
         return [[i for i, task in enumerate(tasks) if part.judges(task)] for part, _ in self._parts]
 
-    def _nobody(self, entry: dict[str, Any]) -> str | None:
+    def _unjudged(self, entry: dict[str, Any]) -> str | None:
+        """Return the reason for which no part judges the problem, or None."""
         task = self._task_of(entry)
         if any(part.judges(task) for part, _ in self._parts):
             return None
@@ -104,7 +105,7 @@ class RewardParts(Rewards):
     def _sum(self, item: RewardItem, verdicts: Sequence[RewardResult | None]) -> RewardResult:
         """Combine the verdicts of the parts on a response; None: the part does not judge its task."""
         total, named, spans = 0.0, dict[str, float](), list[Span]()
-        reason, skipped, unparsed = self._nobody(item.entry), None, None
+        reason, skipped, unparsed = self._unjudged(item.entry), None, None
         for (part, _), verdict in zip(self._parts, verdicts, strict=True):
             named[part.name] = np.nan
             if verdict is None:

@@ -1,4 +1,4 @@
-"""Updates on several ranks are those of one process; wrong code is told apart."""
+"""Updates on several ranks equal those of one process, and seven kinds of wrong code do not."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_processes_that_are_killed_or_stopped_lose_no_group(
 
 @pytest.mark.ray
 def test_nothing_listens_beyond_loopback(ray: Any) -> None:
-    """Of this process, of Ray's and of its workers."""
+    """The sockets of this process, of Ray's and of its workers listen on loopback alone."""
     mine = psutil.Process()
     known = [mine, *mine.children(recursive=True)]
     assert len(known) > 3

@@ -91,7 +91,7 @@ def test_the_end_of_a_worker_fails_all_that_it_owes_and_nothing_comes_later(work
     for answer in (first, second, worker.ask("add", 3)):
         with pytest.raises(LostError, match="engine 0 was killed"):
             answer.result(20)
-    Stuck.go_on.set()  # the thread goes on, and its answer reaches nobody
+    Stuck.go_on.set()  # the thread continues; its answer is discarded
     assert other.ask("add", 1).result(20) == [5, 1]
     with pytest.raises(LostError):
         first.result(20)
