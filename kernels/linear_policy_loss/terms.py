@@ -63,7 +63,7 @@ class TermsLossOutput(NamedTuple):
 
 
 def wanted(terms: Sequence[AnyTerm]) -> tuple[tuple[str, ...], Tensor | None]:
-    """Return the statistics that the terms read, in the order of `STATISTICS`, and the further ids of all ``[M, K]``."""
+    """Return the statistics that the terms read, in the order of `STATISTICS`, and their further ids ``[M, K]``."""
     of_logprobs = [t for t in terms if isinstance(t, LogprobTerm)]
     names = tuple(name for name in STATISTICS if any(name in t.want for t in of_logprobs))
     ids = [t.extra_ids for t in of_logprobs if t.extra_ids is not None and "extra_logprob" in t.want]

@@ -99,9 +99,8 @@ def test_a_loss_of_the_users_in_two_updates_of_a_step(toml, tmp_path, max_tokens
 
     def loss_of(model):
         policy = drift = torch.zeros(())
-        seen = [t for t in trees]
-        tokens = sum(len(t.response_rows(leaf)) for t, leaf in leaves_of(seen))
-        for tree, leaf in leaves_of(seen):
+        tokens = sum(len(t.response_rows(leaf)) for t, leaf in leaves_of(trees))
+        for tree, leaf in leaves_of(trees):
             every = plain_logprobs(model, tree, leaf, vocabulary=True)
             lp = plain_logprobs(model, tree, leaf)
             old = along(tree, leaf, "behaviour_logprob")
