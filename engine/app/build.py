@@ -21,12 +21,15 @@ from ..loop.entries import Entries
 from ..loop.fleet import Fleet
 from ..loop.judging import decode
 from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
+from ..loop.replay_store import ReplayStore
 from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..loop.workers import Workers
-from ..methods.groups import GROUP_CALLBACKS, GroupCallback
+from ..methods.groups import GROUP_CALLBACKS, KEEPS, GroupCallback
+from ..methods.schedules import scheduled
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
+from ..parts.context import OF_TREES, Context
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
@@ -35,7 +38,7 @@ from ..rollout.host import Host
 from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
-from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, shapings
+from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, rescores, shapings
 from .config import resolved_toml, training_config
 
 
@@ -74,10 +77,12 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         else:
             sampler = make_engine(config, sampled_model(config, model), tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
-        rewards = make_run_rewards(config, sampler, tokenizer)
-        sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards)
-        learning = learning_parts(config, model)
+        context = Context(tokenizer)
+        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config), context)
+        rewards = make_run_rewards(config, sampler, tokenizer, context)
+        sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards, context)
+        learning = learning_parts(config, model, context=context)
+        store = replay_store(config, tokenizer, context)
         check_lengths(config, sampler.longest)
         preflight.check_program(
             sampling.program,
@@ -110,8 +115,10 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console=console,
         saved=saved,
         replay=replay,
+        store=store,
         stateful=stateful(
             {
+                "replay": store,
                 "rollout.program": sampling.program.shared,
                 "data.curriculum": source.curriculum,
                 "loop.callback": sampling.callback,
@@ -157,11 +164,13 @@ def sampling_parts(
     tokenizer: PreTrainedTokenizerBase,
     source: PromptSource,
     rewards: Rewards,
+    context: Context,
 ) -> SamplingParts:
     """Make the parts with which `Controller` samples and judges.
 
     Args:
         sampler: the engine of this process, or the engines of others, which sample on their own during updates.
+        context: the run's values, for what the callback asks.
 
     Raises:
         UserError: the program or the callback is unknown or refuses its options.
@@ -179,7 +188,7 @@ def sampling_parts(
         params=sampling_params(config.rollout),
         budget=budget(config),
         seed=config.seed,
-        callback=group_callback(config),
+        callback=group_callback(config, context),
         callback_name=loop.callback,
         max_dropped_batches=loop.max_dropped_batches,
         on_failure=config.reward.on_failure,
@@ -312,7 +321,7 @@ def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedMode
     return copy.deepcopy(model).requires_grad_(False)
 
 
-def group_callback(config: TrainConfig) -> GroupCallback | None:
+def group_callback(config: TrainConfig, context: Context) -> GroupCallback | None:
     """Return the function that decides about judged groups; None if the run has none.
 
     Raises:
@@ -321,16 +330,35 @@ def group_callback(config: TrainConfig) -> GroupCallback | None:
     loop = config.loop
     if loop.callback is None:
         return None
+    options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
     found: GroupCallback = resolve(
-        "loop.callback", loop.callback, loop.callback_options, known=GROUP_CALLBACKS, inputs=("tree",)
-    )
+        "loop.callback", loop.callback, options, known=GROUP_CALLBACKS, inputs=("tree",), context=context,
+        offers=OF_TREES,
+    )  # fmt: skip
     return found
+
+
+def replay_store(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: Context) -> ReplayStore | None:
+    """Return the store of groups to train on again; None if the run has none.
+
+    Raises:
+        UserError: `replay.keep` names no function, or a file of `replay.paths` cannot be used.
+    """
+    replay = config.replay
+    if replay is None:
+        return None
+    options = scheduled(context, "replay", "replay.keep_options", replay.keep_options)
+    keep = resolve("replay.keep", replay.keep, options, known=KEEPS, inputs=("tree",), context=context, offers=OF_TREES)
+    return ReplayStore(
+        replay, config.run_dir / "replay", config.seed, keep, tokenizer, count=config.replayed,
+        rescored=rescores(config),
+    )  # fmt: skip
 
 
 def budget(config: TrainConfig) -> Budget:
     """Return the limits on the number of open groups and on their lag."""
     loop = config.loop
-    return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
+    return Budget(config.trainer.prompts_per_step - config.replayed, loop.staleness, loop.window, loop.over_sampling)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
@@ -356,7 +384,7 @@ def rollout_program(config: RolloutConfig) -> RolloutProgram:
 
 
 def make_run_rewards(
-    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase, context: Context
 ) -> Rewards:
     """Make the verifier of responses, `reward.verifier` or `reward.parts`; its processes start when it is entered as a
     context.
@@ -371,7 +399,7 @@ def make_run_rewards(
         found = sampler.score(ids, [[some] if some else [] for some in wanted])
         return [some[0] if some else [] for some in found]
 
-    return make_rewards(config.reward, config.data.tasks, score)
+    return make_rewards(config.reward, config.data.tasks, score, context)
 
 
 def check_old_logprobs(config: TrainConfig) -> None:
@@ -384,6 +412,8 @@ def check_old_logprobs(config: TrainConfig) -> None:
     why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
     if corrects(config):
         why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
+    elif config.replay is not None:
+        why = "`replay`"
     elif mixes_policies(config):
         why = f"`rollout.program` = '{rollout.program}', which may return tokens of older policies,"
     elif config.trainer.updates_per_step == 1:
@@ -448,7 +478,7 @@ def kept_entries(
     Args:
         recorded: the groups are written to a file.
     """
-    if config.loop.staleness == 0 and not recorded:
+    if config.loop.staleness == 0 and config.replay is None and not recorded:
         return None
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"

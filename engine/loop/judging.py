@@ -168,7 +168,7 @@ class Judging:
         text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
         put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
-        tree.meta["attempt"] = group.attempt
+        tree.meta |= {"attempt": group.attempt, "entry": prompt.entry}
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> list[list[str]]:

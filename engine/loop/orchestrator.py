@@ -178,6 +178,7 @@ class Orchestrator:
         step = self.step + 1
         sums = Sums()
         self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
+        self.parts.learning.context.at(step, self.learner.metrics)
         params = self.learner.sampling(step, self.parts.sampling.params)
         batch = self.controller.next_batch(params)
         trees = [group.tree for group in batch]
@@ -186,7 +187,13 @@ class Orchestrator:
         _describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
-        changed = self.learner.update(trees, given, step, sums)
+        store, kept, again = self.parts.store, [], []
+        if store is not None:
+            kept, again = store.snapshot(batch), store.draw(step)
+            _describe_replay(again, self.learner.updates, sums)
+        changed = self.learner.update(trees + again, given, step, sums)
+        if store is not None:
+            store.add(kept, trees, step)
         with self.watch.part("dump_rollout_generations"):
             file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])
@@ -386,6 +393,13 @@ def _only_new_garbage() -> Iterator[None]:
     finally:
         if not by_caller:
             gc.unfreeze()
+
+
+def _describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> None:
+    """Record the number of replayed groups and the updates since their tokens were sampled."""
+    sums.count("replay/groups", len(trees))
+    for tree in trees:
+        sums.add_values("replay/lag", updates - tree.policy_version[tree.loss_mask])
 
 
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:

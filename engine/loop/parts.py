@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +18,7 @@ from ..methods.groups import GroupCallback
 from ..methods.schedules import Schedule
 from ..methods.shaping import Shaping
 from ..model.roles import Role
+from ..parts.context import Context
 from ..programs import RolloutProgram
 from ..rewards import Rewards
 from ..rollout import SamplingParams
@@ -30,6 +31,9 @@ from ..train.terms import LossTerm
 from .budget import Budget
 from .runtime import Progress
 from .sources import Demonstrations, Prompt, PromptSource
+
+if TYPE_CHECKING:
+    from .replay_store import ReplayStore
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class LearningParts:
         inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
+        context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
     """
 
     model: PreTrainedModel
@@ -66,6 +71,7 @@ class LearningParts:
     self_check: bool
     inert: Sequence[str] = ()
     group: Group = ALONE
+    context: Context = field(default_factory=Context)
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,7 @@ class Parts:
             cannot be judged, or an empty text.
         saved: the checkpoint from which a resumed run continues.
         replay: a file of recorded groups to learn from instead of sampling.
+        store: groups of earlier steps to train on again.
         stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
             ``state_dict`` and ``load_state_dict``.
     """
@@ -170,4 +177,5 @@ class Parts:
     console: Progress
     saved: Checkpoint | None = None
     replay: Path | None = None
+    store: ReplayStore | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)

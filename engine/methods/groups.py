@@ -91,6 +91,24 @@ def top_up(tree: TokenTree, *, most: int = 4) -> Answer:
     return More(more) if more > 0 else None
 
 
+def every(tree: TokenTree) -> bool:
+    """Every group."""
+    return True
+
+
+def unequal(tree: TokenTree) -> bool:
+    """Selective sample replay (VL-Rethinker): groups whose responses have different rewards, so that their advantages
+    are not all 0; with ``prefer = 1`` for its sampling by ``|A|``."""
+    return bool(np.ptp(tree.rewards["reward"]) > 0)
+
+
+def solved(tree: TokenTree) -> bool:
+    """Groups with a right response, one of a reward of at least 1."""
+    return bool((tree.rewards["reward"] >= 1).any())
+
+
+KEEPS: dict[str, Callable[..., bool]] = {"every": every, "unequal": unequal, "solved": solved}
+"""Choices of groups for the replay store."""
 GROUP_CALLBACKS: dict[str, GroupCallback] = {
     "dynamic_sampling": dynamic_sampling,
     "until_unequal": until_unequal,

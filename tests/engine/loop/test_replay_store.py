@@ -1,0 +1,173 @@
+"""The replay store in real runs: what it draws, the gradient by a formula, resumption, groups of other runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rolltree.engine import UserError, load_config
+from rolltree.engine.data.store import read_rollouts
+from rolltree.engine.loop.replay import read_groups
+
+from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, take_steps
+from ..tiny import write_job
+
+MINE = """
+def odd(text, entry):
+    return float(sum(map(ord, text)) % 2)
+"""
+STEPS = (
+    "--trainer.self_check=false", "--trainer.prompts_per_step=4", "--trainer.lr=0.02", "--trainer.max_tokens=4096",
+    "--algorithm.objective=ppo", "--replay.share=0.5",
+)  # fmt: skip
+EVERYTHING = ("rollout.program", "rollout.program_options", "algorithm.advantage")
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory) -> Path:
+    path = write_job(tmp_path_factory.mktemp("replay"), MINE)
+    path.write_text(path.read_text().replace("reward.py:judge", "mine.py:odd"))
+    return path
+
+
+def steps_of(toml: Path, directory: Path, *flags: str, **given) -> Steps:
+    return take_steps(toml, directory, *STEPS, *flags, unset=EVERYTHING, **given)
+
+
+@pytest.fixture(scope="module")
+def whole(toml, tmp_path_factory) -> Steps:
+    """Three steps of two new groups and two of the store, whose credit counts half and whose rewards are shaped."""
+    shaping = "--reward.shaping=[{name='overlong'}]"
+    return steps_of(toml, tmp_path_factory.mktemp("whole"), "--trainer.steps=3", "--replay.weight=0.5", shaping)
+
+
+def shaped(tree) -> np.ndarray:
+    length = np.array([len(tree.response_rows(leaf)) for leaf in range(tree.num_leaves)])
+    return tree.rewards["verifier"] - np.clip((length - 8) / 2, 0, 1)
+
+
+def test_replayed_groups_are_as_they_were_sampled(whole):
+    first, *later = whole.updates
+    assert len(first.trees) == 2
+    known = {int(tree.group[0]): tree for tree in first.trees}
+    seen = 0
+    for step, update in enumerate(later, start=1):
+        again = [tree for tree in update.trees if "replayed" in tree.meta]
+        assert len(again) == 2
+        assert len(update.trees) == 4
+        for tree in again:
+            before = known[int(tree.group[0])]
+            np.testing.assert_array_equal(tree.token_id, before.token_id)
+            np.testing.assert_array_equal(tree.behaviour_logprob, before.behaviour_logprob)
+            np.testing.assert_array_equal(tree.policy_version, before.policy_version)
+            np.testing.assert_array_equal(tree.rewards["verifier"], before.rewards["verifier"])
+            assert tree.policy_version[tree.loss_mask].max() < step
+            assert tree.meta["entry"] == before.meta["entry"]
+            seen += 1
+        known |= {int(tree.group[0]): tree for tree in update.trees if "replayed" not in tree.meta}
+    assert seen == 4
+    assert [row["replay/groups"] for row in whole.rows] == [0, 2, 2]
+    assert whole.rows[1]["replay/lag"] == 1
+
+
+@pytest.mark.parametrize("update", [1, 2])
+def test_the_gradient_is_that_of_new_and_old_groups(whole, update):
+    """Clipped ratios against the policy that sampled each token; the store's credit counts half, shaped once."""
+    trees = whole.updates[update].trees
+    ratios = []
+
+    def loss_of(model):
+        loss = torch.zeros(())
+        live = [t for t in trees if np.ptp(shaped(t)) > 0]
+        for tree in live:
+            R = shaped(tree)
+            np.testing.assert_allclose(tree.rewards["reward"], R, rtol=1e-5)
+            advantage = (R - R.mean()) / (R.std(ddof=1) + 1e-6) * (0.5 if "replayed" in tree.meta else 1.0)
+            for leaf in range(tree.num_leaves):
+                lp, A = plain_logprobs(model, tree, leaf), float(advantage[leaf])
+                r = (lp - along(tree, leaf, "behaviour_logprob")).exp()
+                ratios.append(r.detach())
+                loss = loss - torch.minimum(r * A, r.clamp(0.8, 1.2) * A).sum()
+        return loss / sum(len(t.response_rows(leaf)) for t, leaf in leaves_of(live))
+
+    check_gradient(whole, loss_of, update)
+    r = torch.cat(ratios)
+    assert ((r < 0.8) | (r > 1.2)).sum() > 3, "no ratio is clipped, so that replay is not told from new groups"
+
+
+def test_a_resumed_run_repeats_the_whole_one_to_the_bit(toml, whole, tmp_path):
+    flags = ("--replay.weight=0.5", "--reward.shaping=[{name='overlong'}]")
+    steps_of(toml, tmp_path, "--trainer.steps=2", *flags)
+    directory = tmp_path / "runs" / "tiny"
+    late = directory / "replay" / "000000099.safetensors"  # written after the checkpoint by a run that was killed
+    late.write_bytes(b"cut off")
+    resumed = steps_of(toml, tmp_path, "--trainer.steps=3", *flags, resume=True)
+    (update,) = resumed.updates
+    expected = whole.updates[2]
+    assert [int(t.group[0]) for t in update.trees] == [int(t.group[0]) for t in expected.trees]
+    for name, gradient in expected.gradient.items():
+        assert torch.equal(update.gradient[name], gradient), name
+
+
+def test_groups_of_another_run(toml, whole, tmp_path):
+    """Rollouts as parquet and groups of a store train a new run from its first step on, as another policy's."""
+    other = whole.orchestrator.options.directory
+    recorded = sorted((other / "replay").glob("*.safetensors"))
+    assert len(recorded) == 6
+    for path in (other / "rollouts" / "step_000001.parquet", recorded[0]):
+        steps = steps_of(toml, tmp_path / path.stem, f"--replay.paths=['{path}']")
+        again = [tree for tree in steps.updates[0].trees if "replayed" in tree.meta]
+        assert len(again) == (2 if path.suffix == ".parquet" else 1)
+        before = {tree.meta["prompt_id"]: tree for tree in whole.updates[0].trees}
+        for tree in again:
+            mine = before[tree.meta["prompt_id"]]
+            assert sorted(map(tuple, responses(tree))) == sorted(map(tuple, responses(mine)))
+            assert (tree.policy_version[tree.loss_mask] == -1).all()
+
+
+def responses(tree):
+    return [tree.token_id[tree.response_rows(leaf)].tolist() for leaf in range(tree.num_leaves)]
+
+
+def test_rollouts_are_read_as_they_were_written(whole):
+    files = sorted((whole.orchestrator.options.directory / "rollouts").glob("*.parquet"))
+    read = [tree for path in files for tree in read_rollouts(path)]
+    assert len(read) == len(whole.judged) - 4  # without those of the store
+    written = [tree for tree in whole.judged if "replayed" not in tree.meta]
+    for ours, theirs in zip(read, written, strict=True):
+        assert responses(ours) == responses(theirs)
+        for leaf in range(ours.num_leaves):
+            for name in ("behaviour_logprob", "policy_version", "loss_mask", "origin", "temperature"):
+                mine, other = (getattr(t, name)[t.response_rows(leaf)] for t in (ours, theirs))
+                np.testing.assert_array_equal(mine, other)
+        np.testing.assert_array_equal(ours.rewards["reward"], theirs.rewards["verifier"])
+        np.testing.assert_array_equal(ours.token_id[: ours.prompt_length], theirs.token_id[: theirs.prompt_length])
+
+
+def test_old_groups_leave_and_their_files_after_two_checkpoints(toml, tmp_path):
+    steps = steps_of(toml, tmp_path, "--trainer.steps=4", "--replay.age=1", "--replay.groups=3")
+    store = steps.orchestrator.parts.store
+    assert {one.step for one in store.stored} == {4}
+    files = {path.name for path in store.directory.glob("*.safetensors")}
+    state = json.loads(json.dumps(store.state_dict()))
+    assert {one["file"] for one in state["stored"]} <= files
+    assert len(files) < 8
+    for update in steps.updates[1:]:
+        again = [tree for tree in update.trees if "replayed" in tree.meta]
+        assert again
+        assert len(read_groups(store.directory / store.stored[0].file)) == 1
+
+
+def test_what_cannot_be_used_is_refused(toml, whole, tmp_path):
+    with pytest.raises(UserError, match="leaves none to draw"):
+        load_config(toml, ["--replay.share=0.01"])
+    with pytest.raises(UserError, match="leaves none to sample"):
+        load_config(toml, ["--replay.share=0.99"])
+    with pytest.raises(UserError, match="There is no file"):
+        steps_of(toml, tmp_path / "a", f"--replay.paths=['{tmp_path}/none.parquet']")
+    with pytest.raises(UserError, match="did you mean 'solved'"):
+        steps_of(toml, tmp_path / "b", "--replay.keep=solve")
