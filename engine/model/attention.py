@@ -134,6 +134,18 @@ class DeferredMask:
             self._mask, self._made = sdpa_mask(**self._arguments), True
         return self._mask
 
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor | DeferredMask:
+        """Return the mask of some queries, for a forward pass whose last layers compute the last tokens only.
+
+        Args:
+            index: slices of batch, heads, queries and keys.
+        """
+        if all(part in (slice(None), slice(0, None)) for part in index):
+            return self
+        # no mask would mean a causal one, which begins at the first key whatever the queries are
+        made: Tensor = sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
+        return made[index]
+
     def contiguous(self) -> Tensor | None:
         """Return the mask itself: ``generate`` makes masks ahead of the forward pass where the cache is static."""
         made = self.make()
