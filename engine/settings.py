@@ -295,7 +295,7 @@ class TermConfig(Section):
     name: str
     """Name of the term in metrics, such as `<name>/loss`."""
     objective: str | None = None
-    """Objective of the term, as in `algorithm.objective`. Give either this or `pairs`."""
+    """Objective of the term, as in `algorithm.objective`. Give one of this, `pairs` and `loss`."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the objective to change."""
     select: str | None = None
@@ -307,8 +307,11 @@ class TermConfig(Section):
     that takes a tree."""
     pairs_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the function that chooses pairs."""
+    loss: str | None = None
+    """Class that computes the term's loss, a name that `rolltree methods` lists or `file.py:Class`; see
+    docs/extending.md."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
+    """Options of `loss`; with `pairs` those of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
     weight: Schedule = 1.0
     """Factor of the term in the loss, as in `algorithm.weight`."""
     weight_options: dict[str, Any] = Field(default_factory=dict)
@@ -323,8 +326,8 @@ class TermConfig(Section):
 
     @model_validator(mode="after")
     def _one_loss(self) -> Self:
-        if (self.objective is None) == (self.pairs is None):
-            raise ValueError(f"the loss term '{self.name}' needs either `objective` or `pairs`")
+        if sum(given is not None for given in (self.objective, self.pairs, self.loss)) != 1:
+            raise ValueError(f"the loss term '{self.name}' needs one of `objective`, `pairs` and `loss`")
         if self.pairs is not None and self.select is not None:
             raise ValueError(f"the loss term '{self.name}' has `pairs`, which select responses; leave `select` out")
         return self

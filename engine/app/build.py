@@ -110,7 +110,16 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console=console,
         saved=saved,
         replay=replay,
-        stateful=stateful({"rollout.program": sampling.program.shared, "data.curriculum": source.curriculum}),
+        stateful=stateful(
+            {
+                "rollout.program": sampling.program.shared,
+                "data.curriculum": source.curriculum,
+                "loop.callback": sampling.callback,
+                "algorithm.advantage": learning.credit,
+            }
+            | dict(learning.shapings)
+            | {f"algorithm.terms.{term.name}": getattr(term, "own", None) for term, _ in learning.terms}
+        ),
     )
 
 

@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..loop.parts import LearningParts
 from ..methods.advantages import ADVANTAGES
 from ..methods.credit import CreditFunction
+from ..methods.losses import LOSSES
 from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
@@ -33,6 +34,7 @@ from ..settings import TrainConfig
 from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
+from ..train.user_term import FIELDS, UserTerm
 
 FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
 """Fields of objectives, each with the role that scores it."""
@@ -257,6 +259,11 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
             if term.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE and config.roles.reference is None:
                 raise UserError(f"{key} needs a reference policy; give the run a [roles.reference].")
             terms.append((PairTerm(choose, term.name, term.loss_options), weight))
+            continue
+        if term.loss is not None:
+            select = _selection(f"{key}.select", term.select, term.select_options)
+            own = resolve(f"{key}.loss", term.loss, term.loss_options, known=LOSSES)
+            terms.append((UserTerm(f"{key}.loss = '{term.loss}'", own, TokenTerm(FIELDS, term.name, select)), weight))
             continue
         assert term.objective is not None
         of_tokens = TokenTerm(

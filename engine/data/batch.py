@@ -194,6 +194,16 @@ class TreeBatch:
             **given,
         )
 
+    def check_whole(self, term: str) -> None:
+        """Check that the batch holds whole trees, for the loss term called ``term``.
+
+        Raises:
+            ValueError: a tree was split at its leaves.
+        """
+        for tree, index in zip(self.trees, self.leaf_index, strict=True):
+            if not torch.equal(torch.as_tensor(index), torch.arange(tree.num_leaves)):
+                raise ValueError(f"The loss term '{term}' needs whole trees; pack them with in_pieces=True.")
+
     def _recorded(self, old_logprob: str, needed: bool) -> Tensor | None:  # [M]
         """The column that ``old_logprob`` names; None if it is incomplete and not needed."""
         if old_logprob not in ("behaviour", "proximal"):

@@ -29,7 +29,7 @@ from ..rollout import SamplingParams
 from ..train import checkpoint
 from ..train.checkpoint import Saved
 from ..train.phases import MODEL, Phases
-from ..train.terms import PairTerm, TokenTerm
+from ..train.terms import TokenTerm
 from ..train.trainer import Metrics, Trainer, Weighted
 from .metrics import Stopwatch, Sums
 from .parts import LearningParts
@@ -203,7 +203,7 @@ class Learner:
         real = [batch for batches in shares for batch in batches if batch.trees]
         parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
         whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
-        if not whole and (needs := [term.name for term, _ in self.terms if isinstance(term, PairTerm)]):
+        if not whole and (needs := [term.name for term, _ in self.terms if term.whole_trees]):
             raise UserError(
                 f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
                 f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from rolltree.kernels import LogprobOutput
 
 from ..data.batch import TreeBatch
-from ..data.pieces import PieceStore, depth_first
+from ..data.pieces import Piece, PieceStore, depth_first
 from ..data.recurrence import recurrence_of
 from . import attention, recurrent
 from .attention import Block
-from .head import decoder_of, target_logprob
+from .head import decoder_of, target_logprob, target_statistics
 from .pictures import Features, embedded, encode, family_of, rotary_input
 
 
@@ -167,17 +167,51 @@ def unchecked_logprob(
 def _logprob_of_pieces(
     model: PreTrainedModel, batch: TreeBatch, temperature: float | Tensor, want: Sequence[str]
 ) -> LogprobOutput:
+    def score(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor | None]:
+        return target_logprob(model, hidden, target, p.head_row, p.head_index, own, want)._asdict()
+
+    found = _collected(model, batch, temperature, score)
+    return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
+
+
+def statistics_of_pieces(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    temperature: float | Tensor,  # or [M]
+    want: Sequence[str],
+    extra_ids: Tensor | None,  # [M, K]
+) -> dict[str, Tensor]:
+    """Compute `target_statistics` of a batch in pieces, without gradients."""
+
+    def score(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor]:
+        ids = None if extra_ids is None else extra_ids[p.target]
+        return target_statistics(model, hidden, target, p.head_row, p.head_index, own, want, ids)
+
+    return _collected(model, batch, temperature, score)
+
+
+def _collected(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    temperature: float | Tensor,  # or [M]
+    score: Callable[[Tensor, Tensor, Piece, float | Tensor], Mapping[str, Tensor | None]],
+) -> dict[str, Tensor]:
+    """Run the batch piece by piece, and put together the scores ``[M, ...]`` of each piece's targets.
+
+    Args:
+        score: called with hidden states, targets, the piece and its temperature.
+    """
     found: dict[str, Tensor] = {}
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
         own = temperature[p.target] if isinstance(temperature, Tensor) else temperature
-        out = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, own, want)
-        for name, values in out._asdict().items():
+        for name, values in score(decoded.hidden, batch.target[p.target], p, own).items():
             if values is not None:
-                found.setdefault(name, values.new_empty(len(batch.target)))[p.target] = values
+                everything = found.setdefault(name, values.new_empty(len(batch.target), *values.shape[1:]))
+                everything[p.target] = values
 
     (tree,) = batch.trees
     run = partial(decode, model, batch, features=encode_pictures(model, batch))
     depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=False)
-    return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
+    return found
