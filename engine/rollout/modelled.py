@@ -22,6 +22,8 @@ PEAK = 2 * 2048 * SMS * CLOCK
 """FLOP/s of an H100 or H200, dense bf16: 2048 multiply-adds a clock of a multiprocessor."""
 MEMORY = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes/s, by their data sheets."""
+CAPACITY = {"H100": 80e9, "H200": 141e9}
+"""Bytes, by their data sheets."""
 GEMM_SHARE = 0.70  # of PEAK in a decode step's products; an assumption
 STREAM_SHARE = 0.90  # of the memory's rate in a decode step; an assumption
 MFU = 0.40  # of PEAK in an update; an assumption
