@@ -8,17 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 
-from ..errors import UserError
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
 from ..loop.sources import PromptSource, held_out
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
-from ..parts.calling import failure
 from ..parts.resolve import import_object
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
 from ..rollout.sampling_params import eos_token_ids
@@ -38,8 +35,7 @@ from .build import (
 )
 from .build_learning import corrects, inert, objective
 from .recipes import flat, read_recipe
-
-BYTES = {"float32": 4, "bfloat16": 2}
+from .sizes import read_sizes
 
 
 def plan_lines(config: TrainConfig) -> Iterator[str]:
@@ -157,22 +153,11 @@ def _holds(given: Any, wanted: Any) -> bool:
 
 def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     check_model_dir(path)
-    try:
-        hf = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf)
-    except Exception as error:
-        raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
-    parameters = sum(p.numel() for p in model.parameters())
-    weight = BYTES[config.model.dtype]
-    state = parameters * (weight * 2 + 8 + (0 if weight == 4 else 8))
-    text = hf.get_text_config()
-    check_lengths(config, getattr(text, "max_position_embeddings", None))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv = 2 * text.num_hidden_layers * heads * size * weight * config.rollout.kv_tokens
-    kind = f"{type(model).__name__}, {parameters / 1e6:.2f} M parameters, {config.model.dtype}"
-    yield f"model              {path}: {kind}"
+    sizes = read_sizes(path)
+    check_lengths(config, sizes.positions)
+    state = sizes.training_bytes(config.model.dtype)
+    kv = sizes.key_bytes(config.model.dtype) * config.rollout.kv_tokens
+    yield f"model              {path}: {sizes.kind}, {sizes.parameters / 1e6:.2f} M parameters, {config.model.dtype}"
     yield (
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"

@@ -113,7 +113,7 @@ class Controller:
                 with self._changed:
                     if (batch := self.buffer.batch()) is not None:
                         return batch
-                self._advance() if self._thread is None else self._await_change()
+                self.advance() if self._thread is None else self._await_change()
 
     def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
         """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change.
@@ -211,7 +211,7 @@ class Controller:
         try:
             with self.sampler.in_thread():
                 while self._may_go_on():
-                    self._advance()
+                    self.advance()
         except BaseException as error:
             self._error = error
         finally:
@@ -245,7 +245,7 @@ class Controller:
 
     # -- one round --------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Take finished groups, admit new ones, and sample a step, or wait briefly for a verdict."""
         with self._changed:
             self._collect()

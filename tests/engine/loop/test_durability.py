@@ -98,7 +98,7 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     for crash in range(3):
         left = moment.randrange(2, 30)
 
-        def crashing(self, *, inner=Controller._advance, crash=crash):
+        def crashing(self, *, inner=Controller.advance, crash=crash):
             nonlocal left
             left -= 1
             if left < 0 and self.buffer.steps > crash:
@@ -106,7 +106,7 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
             inner(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Controller, "_advance", crashing)
+            patch.setattr(Controller, "advance", crashing)
             run, _ = orchestrate(config, resume=crash > 0)
             with pytest.raises(CrashError):
                 run.run()
