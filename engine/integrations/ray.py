@@ -76,7 +76,7 @@ class RayWorkers:
             wanted = ", ".join(f"{count} x {dict(resources)}" for resources, count in needs.values())
             raise UserError(
                 f"Ray has no room for the workers of the run ({wanted}) among {ray.cluster_resources()}; ask for "
-                "less in rollout.engines and placement.per_engine, or add nodes."
+                "less in rollout.engines, placement.per_engine and reward.hosts, or add nodes."
             )
         self._started: list[_RayWorker] = []
 
