@@ -259,6 +259,9 @@ class RewardConfig(Section):
     """Longest time of one verification, in seconds; then its worker process is killed."""
     workers: Annotated[int, Field(gt=0, le=1024)] = 2
     """Number of verifier processes."""
+    hosts: NonNegativeInt = 0
+    """Number of processes that Ray starts for verifiers, each with `workers` of these; 0: the run has its own. See
+    docs/scale.md."""
     on_failure: Literal["drop", "zero", "raise"] = "drop"
     """If the verifier raises or runs out of time: leave the response out (`drop`), give it the reward 0 (`zero`) or end
     the run (`raise`). Failures are counted in the metrics."""
@@ -282,6 +285,11 @@ class RewardConfig(Section):
             raise ValueError(
                 f"`reward.{max(both)}` does not go with `reward.parts`, which have their own; leave it out, or make it "
                 "a part"
+            )
+        if self.hosts and "policy" in self.verifiers:
+            raise ValueError(
+                "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
+                "`policy` out"
             )
         return self
 
@@ -516,14 +524,16 @@ class EvaluationConfig(Section):
 
 class PlacementConfig(Section):
     cluster: str = ""
-    """Ray cluster whose nodes run the processes of `rollout.engines`: `auto` or `HOST:PORT`. Empty: Ray is started on
-    this machine and listens on the loopback interface alone."""
+    """Ray cluster whose nodes run the processes of `rollout.engines` and `reward.hosts`: `auto` or `HOST:PORT`. Empty:
+    Ray is started on this machine and listens on the loopback interface alone."""
     per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
     hang_s: PositiveFloat = 120.0
-    """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer."""
+    """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer; a reward
+    host, if it gives no answer."""
     restarts: NonNegativeInt = 10
-    """The run stops if more engines than this are lost between two updates of the weights."""
+    """The run stops if more engines than this are lost between two updates of the weights, or more reward hosts without
+    a verdict between them."""
 
 
 class CheckpointConfig(Section):
@@ -592,8 +602,12 @@ class TrainConfig(Section):
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
-        if self.placement != PlacementConfig() and not rollout.engines:
-            raise ValueError("`placement` is for other processes; set `rollout.engines`, or leave it out")
+        if self.placement != PlacementConfig() and not rollout.engines and not self.reward.hosts:
+            raise ValueError(
+                "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"
+            )
+        if self.placement.per_engine and not rollout.engines:
+            raise ValueError("`placement.per_engine` is for `rollout.engines`; set these, or leave it out")
         if rollout.compile and rollout.backend == "vllm":
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)

@@ -19,11 +19,12 @@ from ..loop import preflight
 from ..loop.budget import Budget
 from ..loop.entries import Entries
 from ..loop.fleet import Fleet
+from ..loop.hosted import HostedRewards
 from ..loop.judging import decode
 from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
 from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
-from ..loop.workers import Workers
+from ..loop.workers import Role, Workers
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
@@ -32,6 +33,7 @@ from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
 from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.host import Host
+from ..rollout.questions import Questions
 from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..train import checkpoint
@@ -69,13 +71,18 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
     model, tokenizer = prepare_model(config)
     with ExitStack() as started:
-        if config.rollout.engines:
-            sampler: Fleet | RolloutEngine = started.enter_context(closing(make_fleet(config)))
+        workers = make_workers(config)
+        hosted: HostedRewards | None = None
+        if workers is not None:
+            started.enter_context(closing(workers))
+            hosted = make_reward_hosts(config, workers) if config.reward.hosts else None
+        if workers is not None and config.rollout.engines:
+            sampler: Fleet | RolloutEngine = make_fleet(config, workers, hosted)
         else:
             sampler = make_engine(config, sampled_model(config, model), tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
-        rewards = make_run_rewards(config, sampler, tokenizer)
+        rewards = make_run_rewards(config, sampler, tokenizer) if hosted is None else hosted
         sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards)
         learning = learning_parts(config, model)
         check_lengths(config, sampler.longest)
@@ -110,6 +117,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console=console,
         saved=saved,
         replay=replay,
+        workers=workers,
         stateful=stateful(
             {
                 "rollout.program": sampling.program.shared,
@@ -262,32 +270,60 @@ def check_workers(config: TrainConfig) -> None:
     Raises:
         UserError: Ray is not installed.
     """
-    if config.rollout.engines and importlib.util.find_spec("ray") is None:
-        raise UserError(
-            f"rollout.engines = {config.rollout.engines} needs Ray, which is not installed; install rolltree[ray], or "
-            "set it to 0."
-        )
+    asked = {"rollout.engines": config.rollout.engines, "reward.hosts": config.reward.hosts}
+    for key, count in asked.items():
+        if count and importlib.util.find_spec("ray") is None:
+            raise UserError(
+                f"{key} = {count} needs Ray, which is not installed; install rolltree[ray], or set it to 0."
+            )
 
 
-def make_fleet(config: TrainConfig, workers: Workers | None = None) -> Fleet:
-    """Start the run's engines in other processes, without waiting for them.
-
-    Args:
-        workers: starts them; None for processes of Ray.
+def make_workers(config: TrainConfig) -> Workers | None:
+    """Return what starts the run's other processes, with room for them in Ray; None if it has none.
 
     Raises:
         UserError: Ray is not installed, cannot be started or has no room for them.
     """
-    check_backend(config.rollout)
-    placement, engines = config.placement, config.rollout.engines
-    if workers is None:
-        check_workers(config)
-        from ..integrations.ray import RayWorkers
-
+    check_workers(config)
+    needs: dict[Role, tuple[Mapping[str, float], int]] = {}
+    if config.rollout.engines:
         on_cpu = choose_device(config.model.device).type == "cpu"
-        each = placement.per_engine or ({"CPU": 1.0} if on_cpu else {"GPU": 1.0, "CPU": 4.0})
-        workers = RayWorkers({"engine": (each, engines)}, placement.cluster)
-    return Fleet(workers, engines, engine_host, config, hang_s=placement.hang_s, restarts=placement.restarts)
+        each = config.placement.per_engine or ({"CPU": 1.0} if on_cpu else {"GPU": 1.0, "CPU": 4.0})
+        needs["engine"] = each, config.rollout.engines
+    if config.reward.hosts:
+        needs["reward"] = {"CPU": float(config.reward.workers)}, config.reward.hosts
+    if not needs:
+        return None
+    from ..integrations.ray import RayWorkers
+
+    return RayWorkers(needs, config.placement.cluster)
+
+
+def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | None = None) -> Fleet:
+    """Start the run's engines in other processes, without waiting for them.
+
+    Args:
+        hosted: answers the rollout programs that judge; None if each engine's process has a verifier for them.
+    """
+    check_backend(config.rollout)
+    placement = config.placement
+    return Fleet(
+        workers,
+        config.rollout.engines,
+        engine_host,
+        config,
+        hang_s=placement.hang_s,
+        restarts=placement.restarts,
+        judge=None if hosted is None else partial(hosted.ask, "score"),
+    )
+
+
+def make_reward_hosts(config: TrainConfig, workers: Workers) -> HostedRewards:
+    """Start the run's reward hosts, without waiting for them."""
+    placement = config.placement
+    return HostedRewards(
+        config.reward, config.data.tasks, workers, hang_s=placement.hang_s, restarts=placement.restarts
+    )
 
 
 def engine_host(config: TrainConfig) -> Host:
@@ -301,8 +337,12 @@ def engine_host(config: TrainConfig) -> Host:
         )
         model.requires_grad_(False).eval()
     engine = make_engine(config, model, tokenizer)
+    program = rollout_program(config.rollout)
+    if config.reward.hosts:
+        asked = Questions()
+        return Host(engine, program.with_verifier(asked), partial(decode, tokenizer), asked=asked)
     verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks), starts=True)
-    return Host(engine, rollout_program(config.rollout).with_verifier(verifier), partial(decode, tokenizer))
+    return Host(engine, program.with_verifier(verifier), partial(decode, tokenizer))
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:

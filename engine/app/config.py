@@ -389,6 +389,7 @@ FREE_TO_CHANGE = (
     "placement.hang_s",
     "placement.restarts",
     "reward.workers",
+    "reward.hosts",
     "reward.max_failed_steps",
     "trainer.steps",
     "trainer.max_tokens",

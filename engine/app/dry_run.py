@@ -90,6 +90,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"model              {path} from the hub, fetched when the run starts"
     with rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
+        where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""
         parts = [f"{part.weight:g} x {part.name} ({_judged_by(part)})" for part in config.reward.parts]
         yield f"verifier           {' + '.join(parts) or config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
@@ -103,9 +104,11 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         f"a step             {trainer.prompts_per_step} prompts x {rollout.n} responses by '{rollout.program}', at "
         f"most {most} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
     )
+    cluster = config.placement.cluster or "this machine"
     if rollout.engines:
-        cluster = config.placement.cluster or "this machine"
         yield f"engines            {rollout.engines} processes of Ray on {cluster}"
+    if config.reward.hosts:
+        yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
     yield (
         f"update             {main.surrogate} loss, {main.aggregation}; at most "

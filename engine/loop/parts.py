@@ -30,6 +30,7 @@ from ..train.terms import LossTerm
 from .budget import Budget
 from .runtime import Progress
 from .sources import Demonstrations, Prompt, PromptSource
+from .workers import Workers
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class Parts:
             cannot be judged, or an empty text.
         saved: the checkpoint from which a resumed run continues.
         replay: a file of recorded groups to learn from instead of sampling.
+        workers: starts the run's other processes; the run closes it. None if it has none.
         stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
             ``state_dict`` and ``load_state_dict``.
     """
@@ -170,4 +172,5 @@ class Parts:
     console: Progress
     saved: Checkpoint | None = None
     replay: Path | None = None
+    workers: Workers | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)

@@ -49,10 +49,12 @@ class Rewards(ABC):
     Attributes:
         note: a sentence for the user before a run, or empty.
         in_turn: it uses the rollout engine, so `score` must be called by the engine's thread, between two steps.
+        asked_again: number of items so far whose process was lost and that were given to another.
     """
 
     note: str = ""
     in_turn: bool = False
+    asked_again: int = 0
 
     @abstractmethod
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:

@@ -29,6 +29,7 @@ from ..data.tree import TokenTree
 from ..programs import RolloutProgram
 from .digest import Held
 from .engine import RolloutEngine
+from .questions import Question, Questions
 from .sampler import Array, Flight, Job, Kept, LocalSampler
 
 T = TypeVar("T")
@@ -86,6 +87,7 @@ class Host:
         engine: the engine; only the thread may call it from now on.
         program: steers the jobs of `run`; each job gets a copy.
         texts: decodes the responses of finished trees, so that the caller need not.
+        asked: verifier of ``program``, if another process answers it.
         after_step: called in the thread after every step.
         failed: called in the thread with the error of a step that failed as a whole.
     """
@@ -96,11 +98,13 @@ class Host:
         program: str | RolloutProgram = "flat",
         texts: Callable[[Sequence[TokenTree]], list[list[str]]] | None = None,
         *,
+        asked: Questions | None = None,
         after_step: Callable[[], object] = lambda: None,
         failed: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         self.engine, self.sampler, self._texts = engine, LocalSampler(engine, program), texts
         self._after_step, self._failed = after_step, failed
+        self._questions = Questions() if asked is None else asked
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admissions: list[tuple[dict[int, Job], bool]] = []  # jobs that wait for their weights
         self._running: dict[Flight, int] = {}
@@ -212,6 +216,14 @@ class Host:
     ) -> Future[list[list[Array]]]:
         """Return the log-probs of continuations; see `RolloutEngine.score`."""
         return self.call(partial(self.engine.score, prompts, continuations))
+
+    def questions(self) -> Future[list[Question]]:
+        """Return the program's next questions to its verifier, as soon as there is one."""
+        return self._questions.next()
+
+    def answer(self, values: Mapping[int, float | None]) -> None:
+        """Answer questions of the program; see `Questions.answer`."""
+        self._questions.answer(values)
 
     def facts(self) -> Facts:
         """Return what does not change."""
