@@ -1,4 +1,4 @@
-# The one torch this project installs for itself; any of 2.11 to 2.13 works.
+# The one torch this project installs for itself; any of 2.11 to 2.14 works.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
@@ -32,7 +32,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 WHEELS ?= build/wheels
 
 .PHONY: train test methods slow attack vllm verl scale trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels \
-	equality models aot aot-write clean
+	equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -113,6 +113,26 @@ gpu:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.12 \
 		--dest $(WHEELS) pydantic plotly tomli-w
+
+# Tests of trees, models, training and rollouts with the oldest and with the newest packages that pyproject.toml allows, each
+# in an environment of its own under the oldest and the newest Python; newest takes 5 GB.
+PYTHON_oldest ?= python3.11
+PYTHON_newest ?= python3.13
+TORCH_oldest := torch==2.11.0
+TORCH_newest := torch==2.14.1
+VERSIONS_TESTS ?= tests/engine/data tests/engine/model tests/engine/train tests/engine/rollout
+versions: build/versions/oldest/.ready build/versions/newest/.ready
+	for at in oldest newest; do \
+		$(INSTALL) build/versions/$$at --no-deps --no-build-isolation --reinstall . && \
+		build/versions/$$at/bin/python -m pytest -n 2 $(VERSIONS_TESTS) $(ARGS) || exit 1; done
+
+build/versions/%/.ready: pyproject.toml | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON_$*) build/versions/$*
+	$(INSTALL) build/versions/$* "$(TORCH_$*)" "setuptools>=77" "pybind11>=2.13" ninja
+	$(INSTALL) build/versions/$* --no-build-isolation $(if $(filter oldest,$*),--resolution lowest-direct) "$(TORCH_$*)" \
+		".[report,tasks,serve,grammar,trl,judge]" "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.6" \
+		"pytest-benchmark>=5.1" "hypothesis>=6.100" "httpx>=0.27"
+	touch $@
 
 # Every causal model type of the installed Transformers, tiny, on trees and in the native engine: writes docs/models.md.
 models: $(VENV)/.ready-dev
