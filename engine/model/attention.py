@@ -328,12 +328,13 @@ def _require_supported(
 
 def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
     """Return the layer's sliding window and its chunk; layers may leave both to the mask that their model prepares."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
     if window is not None or getattr(module, "sliding_window", config) is None:
         return window, None  # before anything that differs between layers, as compiled layers share one program
     kinds = getattr(config, "layer_types", None)
     if kinds is None and hasattr(sys.modules[type(module).__module__], SLIDING_MASK):
         return getattr(config, "sliding_window", None), None
+    layer = getattr(module, "layer_idx", None)
     if kinds is None or layer is None or layer >= len(kinds):
         return None, None
     if kinds[layer] == "chunked_attention":
