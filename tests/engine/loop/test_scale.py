@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,18 +264,6 @@ def test_without_ray_asking_for_processes_is_one_sentence(
 
 
 # -- in processes of Ray ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    """One Ray for all tests, with room for their workers."""
-    from rolltree.engine.integrations.ray import RayWorkers
-
-    RayWorkers({"engine": ({"CPU": 1.0}, 8)}).close()
-    import ray
-
-    yield ray
-    ray.shutdown()
 
 
 class Thing:
