@@ -188,6 +188,7 @@ def test_the_verdict_of_a_killed_host_is_never_accepted() -> None:
 
 def test_the_least_loaded_host_is_asked_and_none_gets_more_than_it_can_begin() -> None:
     with rewards(3) as (made, stage):
+        assert made.at_once == 3 * AHEAD
         rounds(made, 2)
         for count in (6, 1, 1, 1):  # chunks have two items
             made.ask("score", items(*range(count)))
