@@ -199,6 +199,14 @@ class Host:
         wanted = set(numbers)
         return self.call(drop)
 
+    def rest(self) -> Future[None]:
+        """Free the device's memory until `wake`; unfinished jobs wait."""
+        return self.call(partial(self.engine.sleep, weights=True))
+
+    def wake(self) -> Future[None]:
+        """Continue after `rest`."""
+        return self.call(self.engine.wake)
+
     def forget_prefixes(self) -> Future[None]:
         """Drop the cached keys of prefixes."""
         return self.call(self.engine.forget_prefixes)

@@ -42,7 +42,7 @@ class Made:
 
     def __init__(self, stage: Stage) -> None:
         self.version, self.weights = 0, 0.0
-        self.hung, self.slow = False, False
+        self.hung, self.slow, self.resting = False, False, False
         self.jobs: dict[int, Job] = {}
         self.futures: dict[int, Future[Result]] = {}
         self.results: dict[int, Future[Result]] = {}
@@ -83,6 +83,12 @@ class Made:
 
     def answer(self, values: dict[int, float | None]) -> None:
         self.answers |= values
+
+    def rest(self) -> None:
+        self.resting = True
+
+    def wake(self) -> None:
+        self.resting = False
 
     def forget_prefixes(self) -> None: ...
 
@@ -420,3 +426,24 @@ def test_a_verifier_that_fails_ends_the_run_and_no_question_waits() -> None:
         stage.made[0].polled.set_result([Question(0, "text", {})])
         with pytest.raises(RunError, match="reward hosts"):
             steps(made, 3, 0.1)
+
+
+def test_all_engines_rest_also_the_successor_of_one_that_ends_meanwhile() -> None:
+    with fleet(2) as (made, stage):
+        rest = stage.made[1].rest
+
+        def ends() -> None:
+            rest()
+            stage.workers[1].kill()
+
+        stage.made[1].rest = ends  # type: ignore[method-assign]
+        made.rest()
+        assert len(stage.made) == 3
+        assert [engine.resting for engine in stage.made] == [True] * 3
+        made.wake()
+        stage.drain()
+        assert [engine.resting for engine in stage.made] == [False, True, False]  # the second is no more
+        (flight,) = made.submit([job(3)])
+        while not flight.done:
+            finish_all(stage)
+            made.step(1.0)
