@@ -31,8 +31,10 @@ from .test_durability import audit, repair_as_resuming_does, rows
 HANG_S = 3.0
 NOTICED_S = 20.0
 """Seconds within which another process has taken the place of one that was killed. Ray takes most of them."""
-NEXT_STEP_S = 90.0
+NEXT_STEP_S = 180.0
 """Seconds from a kill to the next step, when what was killed was all that there was; a driver starts within them."""
+STARTED_S = 60.0
+"""Age of a process that is stopped: while it starts only the much longer limits of a start apply to it."""
 GONE_S = 20.0
 """Seconds within which the processes of a killed driver have ended."""
 KILLED = {
@@ -74,6 +76,10 @@ def within(seconds: float, true: Callable[..., object], *given: Any) -> float:
     return time.monotonic() - begin
 
 
+def old_enough(worker: psutil.Process, seen: dict[int, float]) -> bool:
+    return time.monotonic() - seen.setdefault(worker.pid, time.monotonic()) > STARTED_S
+
+
 def end(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -113,6 +119,7 @@ def test_kills_of_any_process_lose_no_group(
         seconds.setdefault(what, []).append(round(value, 2))
         (tmp_path / "seconds.json").write_text(json.dumps(seconds))
 
+    seen: dict[int, float] = {}  # when each worker was first seen
     driver = Process(drivers, command)
     request.addfinalizer(lambda: end(driver.pid))
     within(300, goes_on, driver, 2)
@@ -121,10 +128,15 @@ def test_kills_of_any_process_lose_no_group(
         kind = KILLED[role][-1 if moment.random() < 0.4 or number == 1 else 0]
         within(120, actors, role)
         within(NEXT_STEP_S, goes_on, driver, steps())
+        seen |= {process.pid: time.monotonic() for process in actors() if process.pid not in seen}
         time.sleep(moment.uniform(0, 0.5))
         before, begin = steps(), time.monotonic()
         hang_s = (HANG_S + 10) * (kind == signal.SIGSTOP)
-        if role == "driver":
+        chosen = None if role == "driver" else moment.choice(actors(role))
+        if chosen is not None and kind == signal.SIGSTOP:
+            within(STARTED_S + 20, old_enough, chosen, seen)
+            before, begin = steps(), time.monotonic()
+        if chosen is None:
             its = [p.pid for worker in actors() for p in [worker, *worker.children(recursive=True)]]
             assert len(its) > 3
             os.kill(driver.pid, kind)
@@ -135,7 +147,7 @@ def test_kills_of_any_process_lose_no_group(
             driver = Process(drivers, [*command, "--resume"])
         else:
             known = {process.pid for process in actors()}
-            os.kill(moment.choice(actors(role)).pid, kind)
+            os.kill(chosen.pid, kind)
             note(f"{role} {kind.name} noticed", within(NOTICED_S + hang_s, actors, None, known))
         within(NEXT_STEP_S + hang_s, goes_on, driver, before + 1)
         note(f"{role} {kind.name} next step", time.monotonic() - begin)
