@@ -31,8 +31,8 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test methods slow attack vllm verl scale trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels \
-	equality models versions aot aot-write clean
+.PHONY: train test methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper hopper-quick lint bench \
+	bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -62,16 +62,27 @@ vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	PYTHONPATH=build/vllm OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm $(VLLM_TESTS) $(ARGS)
 
+# The same in processes of Ray, one of which is killed: each takes a minute or two to start.
+vllm-scale: $(VENV)/.ready-dev $(VENV)-vllm/.ready build/ray/ray
+	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
+	PYTHONPATH=build/vllm:build/ray OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
+		$(VENV)-vllm/bin/python -m pytest -m "vllm and slow" -s tests/engine/integrations/test_vllm_scale.py $(ARGS)
+
 # rolltree beside the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev
 	test -d build/verl/verl || $(INSTALL) $(BIN)/python --no-deps --target build/verl $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py \
 		tests/engine/integrations/test_verl_trees.py $(ARGS)
 
-# Runs whose engines are processes of Ray, which lies in a folder of its own.
-scale: $(VENV)/.ready-dev
-	test -d build/ray/ray || $(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
-	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py $(ARGS)
+# Runs whose engines and verifiers are processes of Ray, which lies in a folder of its own; and 30 kills of one.
+scale: $(VENV)/.ready-dev build/ray/ray
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py tests/engine/loop/test_kills.py $(ARGS)
+
+slow-scale: $(VENV)/.ready-dev build/ray/ray
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m "ray and slow" -s tests/engine/loop/test_kills.py $(ARGS)
+
+build/ray/ray: | $(VENV)/.ready-dev
+	$(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
 
 # flash-attn 4's kernels for Hopper and Blackwell, whose packages lie in a folder of their own, compiled without a GPU; and
 # the few of them that CI has time for.

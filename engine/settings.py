@@ -528,6 +528,9 @@ class PlacementConfig(Section):
     Ray is started on this machine and listens on the loopback interface alone."""
     per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
+    layout: Literal["split", "colocated"] = "split"
+    """`colocated`: engines share the trainer's devices, and sleep while it updates the policy, without keys and with
+    their weights in the host's memory; `split`: they have devices of their own."""
     hang_s: PositiveFloat = 120.0
     """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer; a reward
     host, if it gives no answer."""
@@ -606,8 +609,16 @@ class TrainConfig(Section):
             raise ValueError(
                 "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"
             )
-        if self.placement.per_engine and not rollout.engines:
-            raise ValueError("`placement.per_engine` is for `rollout.engines`; set these, or leave it out")
+        colocated = self.placement.layout == "colocated"
+        if (self.placement.per_engine or colocated) and not rollout.engines:
+            raise ValueError(
+                "`placement.per_engine` and `placement.layout` are for `rollout.engines`; set these, or leave them out"
+            )
+        if colocated and self.loop.overlaps(on_cpu=False):
+            raise ValueError(
+                'engines with `placement.layout` = "colocated" sleep during updates and cannot sample then; set '
+                "`loop.overlap` to false"
+            )
         if rollout.compile and rollout.backend == "vllm":
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)

@@ -194,6 +194,7 @@ def sampling_parts(
         overlaps=loop.overlaps(on_cpu=on_cpu),
         on_cpu=on_cpu,
         keep_keys=loop.keep_keys,
+        colocated=config.placement.layout == "colocated",
         trained=None if not config.trainer.self_check or getattr(sampler, "model", None) is model else model,
     )
 
@@ -261,6 +262,7 @@ def make_engine(
 
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
     options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
+    options |= {"enable_sleep_mode": True} if config.placement.layout == "colocated" else {}
     return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
 
 

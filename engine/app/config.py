@@ -386,6 +386,7 @@ FREE_TO_CHANGE = (
     "rollout.engines",
     "placement.cluster",
     "placement.per_engine",
+    "placement.layout",
     "placement.hang_s",
     "placement.restarts",
     "reward.workers",

@@ -106,7 +106,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     )
     cluster = config.placement.cluster or "this machine"
     if rollout.engines:
-        yield f"engines            {rollout.engines} processes of Ray on {cluster}"
+        sleeping = ", asleep during updates" if config.placement.layout == "colocated" else ""
+        yield f"engines            {rollout.engines} processes of Ray on {cluster}{sleeping}"
     if config.reward.hosts:
         yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens

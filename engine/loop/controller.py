@@ -128,6 +128,16 @@ class Controller:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Let a sampler that shares the trainer's devices rest within the block."""
+        if not self.parts.colocated:
+            yield
+            return
+        self.sampler.rest()
+        yield
+        self.sampler.wake()
+
     def observe(self, batch: Sequence[Group], credit: Callable[[Sequence[TokenTree]], object]) -> None:
         """Show the prompts' source the groups of an ended step, the oldest first: those of ``batch``, which have their
         credit, and those that were dropped after judging, which ``credit`` gives theirs."""

@@ -263,6 +263,25 @@ class Fleet:
         buckets, keep_keys = self._weights
         return engine.worker.ask("load", buckets, self._version, keep_keys)
 
+    def rest(self) -> None:
+        """Let all engines rest, also those that are starting."""
+        resting: set[_Engine] = set()
+        while not resting.issuperset(self._engines):
+            self._round(LOOK_S)
+            if not all(engine.serving for engine in self._engines):
+                continue
+            asked = {engine: engine.worker.ask("rest") for engine in self._engines if engine not in resting}
+            while not all(future.done() for future in asked.values()):
+                self._round(LOOK_S, *asked.values())
+            for engine, future in asked.items():
+                if not isinstance(future.exception(), LostError):  # its successor is not resting
+                    future.result()
+                    resting.add(engine)
+
+    def wake(self) -> None:
+        for engine in self._engines:
+            engine.ask(self.workers.clock(), "wake")
+
     def forget_prefixes(self) -> None:
         for engine in self._engines:
             if engine.serving:

@@ -141,6 +141,7 @@ class HostedRewards(Rewards):
         restarts: int,
         make: Callable[..., Any] = RewardHost,
     ) -> None:
+        self.at_once = AHEAD * config.hosts
         self._workers, self._make, self._args = workers, make, (config, tasks)
         self._hang_s, self._restarts = hang_s, restarts
         self._smallest, self._each_s = 2 * config.workers, config.timeout_s + REPLACE_S

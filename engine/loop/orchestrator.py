@@ -188,7 +188,8 @@ class Orchestrator:
         _describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
-        changed = self.learner.update(trees, given, step, sums)
+        with self.controller.at_rest():
+            changed = self.learner.update(trees, given, step, sums)
         with self.watch.part("dump_rollout_generations"):
             file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])

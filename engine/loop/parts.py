@@ -84,6 +84,7 @@ class SamplingParts:
         overlaps: sample in another thread while the policy is updated.
         on_cpu: sampling and training share the cores of one CPU.
         keep_keys: continue with keys that older weights computed.
+        colocated: the sampler rests during updates.
         seed: seed of the run; a group's seed follows from it and the ticket.
         trained: the trained model, with which a sampler that has a copy of its own is compared after each publication;
             None for no comparison.
@@ -104,6 +105,7 @@ class SamplingParts:
     overlaps: bool = False
     on_cpu: bool = False
     keep_keys: bool = False
+    colocated: bool = False
     trained: PreTrainedModel | None = None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import queue
 import threading
 import time
@@ -166,11 +167,14 @@ class Host:
         return loaded
 
     def kept(self, numbers: Sequence[int]) -> Future[list[Kept]]:
-        """Return the present states of unfinished jobs, which continue; both parts are None for a finished one."""
+        """Return the present states of unfinished jobs, which continue; both parts are None for a finished one.
+
+        They are copies: the jobs go on while the answer travels, and the parts of a program's state change with them.
+        """
 
         def kept() -> list[Kept]:
             running = {number: flight for flight, number in self._running.items() if number in wanted}
-            states = dict(zip(running, self.sampler.kept(list(running.values())), strict=True))
+            states = dict(zip(running, map(_copied, self.sampler.kept(list(running.values()))), strict=True))
             return [states.get(number, Kept(None, None)) for number in numbers]
 
         wanted = set(numbers)
@@ -194,6 +198,14 @@ class Host:
 
         wanted = set(numbers)
         return self.call(drop)
+
+    def rest(self) -> Future[None]:
+        """Free the device's memory until `wake`; unfinished jobs wait."""
+        return self.call(partial(self.engine.sleep, weights=True))
+
+    def wake(self) -> Future[None]:
+        """Continue after `rest`."""
+        return self.call(self.engine.wake)
 
     def forget_prefixes(self) -> Future[None]:
         """Drop the cached keys of prefixes."""
@@ -322,6 +334,14 @@ class Host:
         if where not in self._logged:
             self._logged.add(where)
             log.error("A step of the engine failed; its requests fail with it.", exc_info=error)
+
+
+def _copied(kept: Kept) -> Kept:
+    try:
+        copied: Kept = pickle.loads(pickle.dumps(kept))
+    except Exception:  # an object of the program or the environment, which a checkpoint cannot hold either
+        return Kept(None, "state")
+    return copied
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:

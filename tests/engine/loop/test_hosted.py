@@ -188,6 +188,7 @@ def test_the_verdict_of_a_killed_host_is_never_accepted() -> None:
 
 def test_the_least_loaded_host_is_asked_and_none_gets_more_than_it_can_begin() -> None:
     with rewards(3) as (made, stage):
+        assert made.at_once == 3 * AHEAD
         rounds(made, 2)
         for count in (6, 1, 1, 1):  # chunks have two items
             made.ask("score", items(*range(count)))
@@ -220,6 +221,7 @@ def test_a_host_without_answers_is_replaced_in_time(how: str) -> None:
             rounds(made, 1)
         assert HANG_S <= stage.now - begin <= HANG_S + allowed + HEALTH_S + 2 * LOOK_S
         assert made.asked_again == 4
+        assert stage._started[0]._killed
         while not future.done():
             stage.drain()
             stage.made[-1].finish()
@@ -278,6 +280,22 @@ def test_a_host_that_never_starts_is_replaced() -> None:
         with pytest.raises(RunError, match=r"2 reward hosts .* because it did not start within 300 s"):
             made.__enter__()
         assert stage.now <= 2 * (START_S + 10)
+
+
+def test_an_error_of_the_verifier_reaches_the_caller_and_no_other() -> None:
+    with rewards(1) as (made, stage):
+        rounds(made, 2)
+        broken, other = made.ask("score", items(1, 2, 3)), made.ask("score", items(4))
+        rounds(made, 1)
+        stage.drain()
+        stage.made[0].asked.pop(0)[0].set_exception(UserError("It no longer loads."))
+        while not other.done():
+            rounds(made, 1)
+            stage.drain()
+            stage.made[0].finish()
+        with pytest.raises(UserError, match="no longer loads"):
+            broken.result(0)
+        assert other.result()[0].value == 4
 
 
 def test_rows_are_checked_and_no_items_need_no_host() -> None:

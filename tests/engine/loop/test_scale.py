@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from rolltree.engine import load_config
 from rolltree.engine.app import build
+from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop import fleet as fleet_module
 from rolltree.engine.loop import hosted as hosted_module
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.hosted import HostedRewards, RewardHost
+from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.loop.workers import InThreads, LostError, Reference
 from rolltree.engine.rewards import RewardItem
@@ -179,6 +182,51 @@ def test_reward_hosts_give_the_bits_of_one_process(
         host.rewards.close()
 
 
+def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process(
+    toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: list[Host] = []
+    make, update, states = build.engine_host, Learner.update, []
+
+    def kept(config: Any) -> Host:
+        hosts.append(make(config))
+        return hosts[-1]
+
+    def spy(self: Learner, *given: Any) -> bool:
+        states.append([host.engine._asleep for host in hosts])  # type: ignore[attr-defined]
+        return update(self, *given)
+
+    monkeypatch.setattr(build, "engine_host", kept)
+    monkeypatch.setattr(Learner, "update", spy)
+    for layout in ("colocated", "split"):
+        arguments = [f"--name={layout}", "--rollout.engines=1", f"--placement.layout={layout}"]
+        config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
+        assert_same_run(config.run_dir, alone)
+        assert states == [[layout == "colocated"]] * 3
+        states.clear()
+        hosts.clear()
+
+
+def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = build.importlib.util.find_spec
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name == "ray" or find(name))
+    given = ["--reward.hosts=2", "--reward.workers=3", "--rollout.engines=1", "--placement.layout=colocated"]
+    plan = "\n".join(plan_lines(load_config(toml, given)))
+    assert "in 3 processes, at each of 2 reward hosts" in plan
+    assert "reward hosts       2 processes of Ray on this machine" in plan
+    assert "engines            1 processes of Ray on this machine, asleep during updates" in plan
+    for wrong, needle in (
+        (["--reward.hosts=1", "--placement.layout=colocated"], "are for `rollout.engines`"),
+        (["--rollout.engines=1", "--loop.staleness=1", "--placement.layout=colocated"], "set `loop.overlap` to false"),
+        (["--reward.hosts=1", "--reward.verifier=policy"], "have no rollout engine"),
+        (["--placement.hang_s=3"], "set `rollout.engines` or `reward.hosts`"),
+    ):
+        with pytest.raises(UserError, match=needle):
+            load_config(toml, wrong)
+
+
 def no_verifier_here(*args: Any) -> None:
     raise AssertionError("the run's process judges itself")
 
@@ -266,18 +314,6 @@ def test_without_ray_asking_for_processes_is_one_sentence(
 # -- in processes of Ray ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    """One Ray for all tests, with room for their workers."""
-    from rolltree.engine.integrations.ray import RayWorkers
-
-    RayWorkers({"engine": ({"CPU": 1.0}, 8)}).close()
-    import ray
-
-    yield ray
-    ray.shutdown()
-
-
 class Thing:
     def pid(self) -> int:
         return os.getpid()
@@ -330,7 +366,8 @@ def test_an_engine_and_a_reward_host_of_ray_give_the_bits_of_this_process(
     ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "make_rewards", no_verifier_here)
-    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=1", "--reward.hosts=1"])
+    arguments = ["--rollout.engines=1", "--reward.hosts=1", "--placement.layout=colocated"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
     assert_same_run(config.run_dir, alone)
 
 
