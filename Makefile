@@ -70,7 +70,8 @@ verl: $(VENV)/.ready-dev
 # Runs whose engines are processes of Ray, which lies in a folder of its own.
 scale: $(VENV)/.ready-dev
 	test -d build/ray/ray || $(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
-	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py $(ARGS)
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py \
+		tests/engine/loop/test_simulated_runs.py $(ARGS)
 
 # flash-attn 4's kernels for Hopper and Blackwell, whose packages lie in a folder of their own, compiled without a GPU; and
 # the few of them that CI has time for.
