@@ -90,7 +90,7 @@ def stub(directory: Path, name: str, body: str) -> None:
 
 
 def test_the_ray_job_starts_the_command_in_the_shared_directory(tmp_path: Path) -> None:
-    """`ray` is a stand-in that does with the words after ``--`` as `ray job submit`: it gives them joined to a shell."""
+    """`ray` is a stand-in that does with the words after ``--`` as `ray job submit`: joins them for a shell."""
     shared, bin_ = tmp_path / "a shared folder", tmp_path / "bin"
     shared.mkdir()
     bin_.mkdir()
