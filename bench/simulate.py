@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pickle
+import resource
 import sys
 import tempfile
 import time
@@ -29,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from rolltree.engine import TokenTree, UserError
@@ -77,7 +78,7 @@ class Driver:
         tokens_s: tokens a second, of the long ones.
         lag_s: the longest round, for which an engine's answer may wait.
         usual_lag_s: the median round.
-        grown_mb: 1e6 bytes by which the process grew over ``groups`` groups.
+        grown_mb: 1e6 bytes by which the process's largest size grew over ``groups`` groups.
         groups: number of groups.
     """
 
@@ -145,9 +146,9 @@ class Prompts:
 def measure_driver(groups: int, engines: int = 64, batch: int = 512, staleness: int = 1) -> Driver:
     """Measure the driver over ``groups`` groups of short responses, and over a tenth as many of long ones."""
     short, long = 16, 512
-    before = psutil.Process().memory_info().rss
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds, rounds = _drive(short, groups, engines, batch, staleness)
-    grown = psutil.Process().memory_info().rss - before
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     few = max(batch, groups // 100)
     of_long, _ = _drive(long, few, engines, batch, staleness)
     a, b = seconds / groups, of_long / few
@@ -161,7 +162,7 @@ def measure_driver(groups: int, engines: int = 64, batch: int = 512, staleness: 
         tokens_s=1 / (b / (RESPONSES * long) + write_s),
         lag_s=max(rounds),
         usual_lag_s=float(np.median(rounds)),
-        grown_mb=grown / 1e6,
+        grown_mb=grown * 1024 / 1e6,
         groups=groups,
     )
 
@@ -366,7 +367,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     driver = measure_driver(args.groups) if args.groups else None
     if driver is not None:
-        load = psutil.getloadavg()[0]
+        load = os.getloadavg()[0]
         print(
             f"Driver, measured here over {driver.groups} groups of {RESPONSES} responses (load {load:.1f}): "
             f"{driver.groups_s:,.0f} short groups/s, {driver.tokens_s:,.0f} tokens/s of long ones, "
