@@ -194,7 +194,7 @@ def make_plan(config: TrainConfig, gpus: int, device: str = "H100", run: Path | 
     if config.rollout.program != "flat":
         notes.append(f"Responses of '{config.rollout.program}' are simulated one by one, without shared prefixes.")
     if gpus > 1:
-        notes.append("Layouts in which an engine shares a GPU with a rank (colocated) are not offered: not built.")
+        notes.append("Layouts in which engines share GPUs with ranks (colocated) are not modelled.")
     layouts = []
     for ranks in _ranks(gpus, config.trainer.prompts_per_step):
         scenario = Scenario(
