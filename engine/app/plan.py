@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from ..errors import UserError
-from ..loop.simulate import Outcome, Scenario, simulate
+from ..loop.simulate import Outcome, Scenario, look_s, simulate
 from ..loop.virtual import Lengths
 from ..rollout.modelled import (
     CAPACITY,
@@ -194,7 +194,7 @@ def make_plan(config: TrainConfig, gpus: int, device: str = "H100", run: Path | 
     if config.rollout.program != "flat":
         notes.append(f"Responses of '{config.rollout.program}' are simulated one by one, without shared prefixes.")
     if gpus > 1:
-        notes.append("Layouts in which an engine shares a GPU with a rank (colocated) are not offered: not built.")
+        notes.append("Layouts in which engines share GPUs with ranks (colocated) are not modelled.")
     layouts = []
     for ranks in _ranks(gpus, config.trainer.prompts_per_step):
         scenario = Scenario(
@@ -212,7 +212,7 @@ def make_plan(config: TrainConfig, gpus: int, device: str = "H100", run: Path | 
             keep_keys=config.loop.keep_keys,
             judge_s=rates.judge_s,
             judges=config.reward.workers,
-            look_s=0.05 * max(1, gpus // 64),
+            look_s=look_s(rates.engine, rates.lengths, config.rollout.n),
             seed=config.seed,
         )
         settling = 2 * (staleness + 1)
@@ -358,13 +358,10 @@ def measured(config: TrainConfig, run: Path) -> Rates:
     tokens = math.fsum(row["perf/throughput"] * row["timing_s/step"] for row in rows)
     update = math.fsum(total[f"timing_s/{part}"] for part in UPDATE)
     groups, prompt = _recorded(run)
+    lengths = _cycled(groups)
     responses = theirs["prompts_per_step"] * theirs["n"] * len(rows)
     rates = MeasuredRates(decoding / steps, update * theirs["ranks"] / tokens, prompt)
     sync = total["timing_s/sync"] / len(rows)
-
-    def lengths(seed: int, n: int) -> Sequence[int]:
-        group = groups[seed % len(groups)]
-        return [group[i % len(group)] for i in range(n)]
 
     return Rates(
         source=f"rates that the run '{run}' measured in {len(rows)} steps, for devices like its own.",
@@ -423,6 +420,24 @@ def _their_settings(run: Path) -> dict[str, int]:
         raise UserError(f"'{file}' cannot be read; give --rates the directory of a run.") from error
     except KeyError as error:
         raise UserError(f"'{file}' lacks {error}; record the run with this version.") from error
+
+
+def recorded_lengths(run: Path) -> tuple[Lengths, int]:
+    """Return the lengths of a run's responses, a recorded group for each seed, and its prompts' mean length.
+
+    Raises:
+        UserError: the run has recorded none.
+    """
+    groups, prompt = _recorded(run)
+    return _cycled(groups), prompt
+
+
+def _cycled(groups: Sequence[Sequence[int]]) -> Lengths:
+    def lengths(seed: int, n: int) -> Sequence[int]:
+        group = groups[seed % len(groups)]
+        return [group[i % len(group)] for i in range(n)]
+
+    return lengths
 
 
 def _recorded(run: Path) -> tuple[list[list[int]], int]:

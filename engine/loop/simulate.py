@@ -19,7 +19,7 @@ from torch import Tensor
 from ..programs import make_program
 from ..rewards import Rewards
 from ..rollout import SamplingParams
-from ..rollout.modelled import Times
+from ..rollout.modelled import Load, Times
 from .budget import Budget
 from .buffer import Buffer, Group
 from .controller import Controller
@@ -219,6 +219,13 @@ class Simulation:
     def _next_end(self) -> float:
         rate = self.scenario.failures * self.scenario.ranks
         return self.workers.clock() + self._random.exponential(1 / rate) if rate else float("inf")
+
+
+def look_s(times: Times, lengths: Lengths, n: int) -> float:
+    """Return a `Scenario.look_s` that delays no step by much: a 500th of the seconds in which an engine decodes the
+    longest response of 16 groups alone."""
+    longest = max(length for seed in range(16) for length in lengths(seed, n))
+    return times.steps(Load(1, 0, 0, 0), longest) / 500
 
 
 def simulate(scenario: Scenario, steps: int = 12, settling: int = 4) -> Outcome:

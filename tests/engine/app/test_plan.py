@@ -112,7 +112,7 @@ def test_the_command_prints_a_table_or_json_and_says_that_it_is_simulated(
     assert main(["plan", *arguments(home, "--gpus", "3")]) == 0
     table = capsys.readouterr().out
     assert table.startswith("Simulated, not measured: the arithmetic of an H100 by its data sheet; nothing was run on")
-    assert "colocated) are not offered: not built." in table
+    assert "(colocated) are not modelled." in table
     assert table.count("most tokens/s") == 1
     assert main(["plan", *arguments(home, "--gpus", "3", "--json")]) == 0
     told = json.loads(capsys.readouterr().out)

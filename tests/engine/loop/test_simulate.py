@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -17,8 +18,12 @@ from rolltree.engine.loop import simulate as simulate_module
 from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Group
 from rolltree.engine.loop.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, simulate
-from rolltree.engine.loop.virtual import HostModel, VirtualWorkers
+from rolltree.engine.loop.sources import Prompt
+from rolltree.engine.loop.virtual import HostModel, JudgingModel, ModelledTree, VirtualWorkers
+from rolltree.engine.loop.workers import LostError
+from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.modelled import MeasuredRates
+from rolltree.engine.rollout.sampler import Job
 
 STEP_S, TOKEN_S = 0.01, 0.002
 RATES = MeasuredRates(STEP_S, TOKEN_S, prompt=1)
@@ -152,6 +157,45 @@ def _seed(made: Scenario, ticket: int) -> int:
     block, index = divmod(ticket, made.budget.batch)
     state = np.random.SeedSequence([made.seed, block + 1]).generate_state(made.budget.batch, np.uint64)
     return int(state.astype(np.int64)[index])
+
+
+@pytest.mark.parametrize("keep_keys", [True, False])
+def test_keys_are_computed_again_unless_they_are_kept(keep_keys: bool) -> None:
+    run = Simulation(scenario(**(BUSY | {"keep_keys": keep_keys})))
+    with run.controller.running(None):  # type: ignore[arg-type]
+        trained(run, 6)
+    hosts: Any = [engine.worker for engine in run.fleet._engines]
+    assert (sum(worker._thing.engine.recomputed for worker in hosts) == 0) == keep_keys
+
+
+def test_a_lost_engine_takes_no_more_steps() -> None:
+    workers, busy = VirtualWorkers(), Counter[str]()
+    worker = workers.start("engine", 0, HostModel, RATES, equal(100), 1, 8, 0.0, 0.0, busy)
+    worker.ask("run", {1: Job([1], SamplingParams(n=1))}, False)
+    answer = worker.ask("result", 1)
+    workers.wait([answer], 0.5)
+    worker.kill()
+    with workers.until(10.0):
+        workers.wait([], None)  # the loss itself
+        workers.wait([], None)
+    assert workers.clock() == 10.0
+    assert busy["s"] <= STEP_S
+    with pytest.raises(LostError, match="engine 0 was killed"):
+        answer.result(0)
+
+
+def test_no_verdict_is_taken_at_staleness_0_before_all_have_come() -> None:
+    workers = VirtualWorkers()
+    judging = JudgingModel(workers, seconds=1.0, processes=1)
+    groups = [Group(i, Prompt("", "", "", [1], {}, ""), 0) for i in range(2)]
+    judging.add([(group, ModelledTree.of((3, 4), 0), None) for group in groups])
+    judging.wait(9.0)
+    assert workers.clock() == 2.0  # two responses, one after the other
+    assert judging.take(all_or_none=True) == []
+    assert judging.take(all_or_none=False) == groups[:1]
+    judging.wait(9.0)
+    assert (workers.clock(), judging.take(all_or_none=True)) == (4.0, groups[1:])
+    assert not judging.busy
 
 
 def test_lost_engines_cost_time_and_no_group() -> None:

@@ -147,7 +147,7 @@ def test_many_steps_take_the_sum_of_single_ones(seed: int) -> None:
     single = [
         device.steps(load._replace(keys=load.keys + i * rows, visible=load.visible + i * rows), 1) for i in range(count)
     ]
-    assert device.steps(load, count) == pytest.approx(math.fsum(single), rel=1e-9)
+    assert device.steps(load, count) == pytest.approx(math.fsum(single), rel=1e-12)
 
 
 def test_measured_rates_multiply() -> None:
