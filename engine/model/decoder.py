@@ -82,7 +82,7 @@ def decode(
         if recurrent.install(model):
             inputs["recurrence"] = recurrence_of(batch) if store is None else store.recurrence
     if batch.routes is not None:
-        given = batch.routes[rows] if batch.padded is None else _padded(batch.routes, batch, -1)
+        given = batch.routes[rows] if batch.padded is None else _padded(batch.routes, batch)
         inputs["routes"] = routes.replay(model, given)
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
@@ -153,12 +153,10 @@ def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:
     return next(function for function in found if function is not None)
 
 
-def _padded(
-    values: Tensor, batch: TreeBatch, fill: int = 0
-) -> Tensor:  # [T, ...] -> [B S, ...], `fill` where padding is
+def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T, ...] -> [B S, ...], 0 where padding is
     assert batch.padded is not None
     places = batch.padded[0] * batch.padded[1]
-    return values.new_full((places, *values.shape[1:]), fill).index_copy(0, batch.place, values)
+    return values.new_zeros(places, *values.shape[1:]).index_copy(0, batch.place, values)
 
 
 def unchecked_logprob(

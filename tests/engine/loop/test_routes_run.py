@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -17,6 +18,8 @@ from rolltree.engine.data.pack import pack
 from rolltree.engine.model.decoder import unchecked_logprob
 from rolltree.engine.model.roles import Role
 from rolltree.engine.model.routes import Record, install
+from rolltree.engine.train.config import TrainerConfig
+from rolltree.engine.train.critic import Critic
 
 from ..model.moe_models import make, trees_with_routes
 from ..tiny import write_run
@@ -61,6 +64,21 @@ def test_a_dense_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "'Qwen3ForCausalLM' has no mixture of experts; set model.replay_routes = false." in capsys.readouterr().err
     assert main([*replay, "--rollout.backend", "vllm"]) == 2
     assert '`model.replay_routes` needs `rollout.backend` = "native"' in capsys.readouterr().err
+
+
+def test_a_critic_routes_by_itself() -> None:
+    model = make("qwen3_moe")
+    critic = Critic(model, TrainerConfig())
+    torch.nn.init.normal_(model.value_head.weight)
+    trees = trees_with_routes(*install(model))
+    found = []
+    for replay in (True, False):
+        for tree in trees:
+            tree.set("origin", 1)
+        critic.score(trees, pack(trees, max_tokens=4096, replay_routes=replay))
+        found.append(np.concatenate([tree.value[tree.prompt_length :] for tree in trees]))
+    np.testing.assert_allclose(*found, atol=1e-5)
+    assert found[0].std() > 0.1
 
 
 @pytest.mark.parametrize("replays", [False, True])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,17 +150,42 @@ def test_an_unfinished_group_goes_on_in_another_engine_with_its_routes() -> None
         going = [request for request in requests if not request.done]
         first.abort(going)
         assert all(len(b.node.routes) or len(b.node.records) < 2 for r in going for b in r.unfinished)
+        known = {(r.number, b.id): b.node.routes for r in going for b in r.unfinished if len(b.node.routes)}
         states = [through_json(request_state(request, TREEPO)) for request in going]
         fresh = second.submit([r.prompt.tolist() for r in going], PARAMS, TREEPO, seeds=[r.seed for r in going])
         second.abort(fresh)
         for request, state in zip(fresh, states, strict=True):
             restore_request(request, state)
+        for old, request in zip(going, fresh, strict=True):
+            for branch in request.unfinished:
+                if (old.number, branch.id) in known:
+                    np.testing.assert_array_equal(branch.node.routes, known.pop((old.number, branch.id)))
+        assert not known
         second.submit(fresh)
         while not all(request.done for request in fresh):
             second.step()
         for request in fresh:
             assert request.tree is not None
             assert_recorded(request.tree)
+
+
+def test_keys_that_come_back_from_the_host_bring_their_routes() -> None:
+    native = engine(kv_tokens=96, host_kv_tokens=4096)
+    requests = native.submit(PROMPTS[3:4], replace(PARAMS, n=2), seeds=[3])
+    for _ in range(5):
+        native.step()
+    native.loop.preempt_all()
+    native.cache.save_dropped()
+    assert native.cache.routes is not None
+    assert native.cache.routes.pages is not None
+    with torch.inference_mode():
+        native.cache.routes.pages.fill_(-1)  # as after other requests have used the pages
+    while not all(request.done for request in requests):
+        native.step()
+    assert native.stats["restored_tokens"] >= len(PROMPTS[3])
+    (tree,) = native.generate(PROMPTS[3:4], PARAMS, seeds=[7])
+    assert native.stats["prefix_hit_tokens"] >= 24
+    assert_recorded(tree)
 
 
 def ties(net: Any) -> Any:
