@@ -28,6 +28,8 @@ from ..errors import UserError
 
 ROUTERS = frozenset(
     {
+        "AXK1TopkRouter",
+        "AfmoeTokenChoiceRouter",
         "Cohere2MoeTopKRouter",
         "DeepseekV2TopkRouter",
         "DeepseekV3TopkRouter",
@@ -35,6 +37,7 @@ ROUTERS = frozenset(
         "Ernie4_5_MoeTopKRouter",
         "ExaoneMoeTopkRouter",
         "FlexOlmoTopKRouter",
+        "Gemma4TextRouter",
         "Glm4MoeLiteTopkRouter",
         "Glm4MoeTopkRouter",
         "GptOssTopKRouter",
@@ -44,7 +47,9 @@ ROUTERS = frozenset(
         "GraniteMoeTopKRouter",
         "HunYuanMoEV1Gate",
         "KimiLinearTopkRouter",
+        "LagunaTopKRouter",
         "Lfm2MoeTopKRouter",
+        "MellumTopKRouter",
         "MiniMaxM2TopKRouter",
         "MixtralTopKRouter",
         "NemotronHTopkRouter",
@@ -53,6 +58,7 @@ ROUTERS = frozenset(
         "Qwen3MoeTopKRouter",
         "Qwen3NextTopKRouter",
         "Qwen3_5MoeTopKRouter",
+        "SolarOpenTopkRouter",
     }
 )
 """Classes of routers that choose and weigh experts as described."""
@@ -180,7 +186,8 @@ def _experts(router: nn.Module) -> int:
 
 
 def _top_k(router: nn.Module) -> int:
-    return int(router.top_k)  # type: ignore[arg-type]
+    own: Any = router
+    return int(own.top_k if hasattr(own, "top_k") else own.config.top_k_experts)
 
 
 def _wrap(cls: Any, forward: Any) -> None:

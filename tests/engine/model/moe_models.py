@@ -29,6 +29,9 @@ DELTA: dict[str, Any] = dict(
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(topk_method="greedy"),
     "dots1": dict(n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=3),
+    "gemma4_text": dict(enable_moe_block=True, top_k_experts=3, global_head_dim=16, num_kv_shared_layers=0,
+                        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+                        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB),
     "gpt_oss": dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     "granitemoehybrid": dict(layer_types=["attention"] * 3, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2,
                              mamba_d_state=8, mamba_expand=2),
@@ -113,6 +116,14 @@ FAMILIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "nemotron_h": sigmoid(),
     "lfm2_moe": sigmoid(),
     "minimax_m2": sigmoid(scaled=False),
+    "axk1": sigmoid(),
+    "solar_open": sigmoid(),
+    "mellum": all_softmax(True),
+    "laguna": sigmoid(scaled=False),
+    "afmoe": lambda router, logits, chosen: sigmoid(scaled=False)(router, logits, chosen) * router.route_scale,
+    "gemma4_text": lambda router, logits, chosen: (
+        all_softmax(True)(router, logits, chosen) * router.per_expert_scale[chosen]
+    ),
 }
 """Weights of the chosen experts, from the logits of all."""
 FIRST = ("granitemoe", "granitemoeshared", "granitemoehybrid")
@@ -133,6 +144,8 @@ class Given:
 
     def _forward(self, family: str, router: Any, place: int) -> Callable[..., tuple[Tensor, ...]]:
         def forward(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+            if family == "gemma4_text":
+                hidden = router.norm(hidden) * router.scale * router.scalar_root_size
             weight = next(p for p in router.parameters() if p.dim() == 2)
             logits = hidden.reshape(-1, hidden.shape[-1]).float() @ weight.float().T
             if getattr(router, "bias", None) is not None:
