@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rolltree.engine import UserError, batch_loss
+from rolltree.engine import UserError, batch_loss, shard
 from rolltree.engine.data.pack import pack
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.model.decoder import unchecked_logprob
@@ -155,3 +156,14 @@ def test_a_router_that_does_not_choose_by_topk_is_an_error(qwen: Any, trees: lis
 @pytest.mark.slow
 def test_every_known_router_is_tested() -> None:
     assert {type(r).__name__ for family in FAMILIES for r in routers(make(family))} == ROUTERS
+
+
+def test_a_sharded_model_replays(qwen: Any, trees: list[TokenTree], whole: Any) -> None:
+    sharded = copy.deepcopy(qwen)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        shard(sharded)
+        values = [v.detach() for v in replayed(sharded, trees)]
+    finally:
+        dist.destroy_process_group()
+    assert max(float((a - b).abs().max()) for a, b in zip(values, whole[0], strict=True)) < EXACT

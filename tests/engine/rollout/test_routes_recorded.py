@@ -133,6 +133,18 @@ def test_every_token_has_the_experts_that_computed_it(way: str) -> None:
     assert not any("routes" in t.columns for t in without)
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_next", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "deepseek_v3", "mixtral", "olmoe"))],
+)
+def test_other_families(family: str) -> None:
+    net = make(family)
+    trees = engine(net, kv_tokens=160, max_prefill_tokens=7).generate(PROMPTS, PARAMS, TREEPO)
+    for tree in trees:
+        assert_recorded(tree, net)
+    assert off(trees, net) < EXACT
+
+
 def test_a_prompt_found_in_the_cache_has_the_routes_of_its_keys() -> None:
     native = engine()
     native.generate(PROMPTS[2:3], PARAMS)
