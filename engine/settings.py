@@ -59,6 +59,9 @@ class ModelConfig(Section):
     """Device of the model; `auto` is CUDA if it is available, else the CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
+    replay_routes: bool = False
+    """For mixtures of experts: record the experts that every token was given to when it was sampled, and train with the
+    same ones; see docs/trees.md."""
 
 
 class TaskConfig(Section):
@@ -603,6 +606,12 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if self.model.replay_routes and rollout.backend == "vllm":
+            raise ValueError(
+                '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
+            )
+        if self.model.replay_routes and rollout.compile:
+            raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
         if self.placement != PlacementConfig() and not rollout.engines and not self.reward.hosts:

@@ -26,6 +26,7 @@ from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..loop.workers import Role, Workers
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback
+from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
 from ..parts.resolve import import_object, resolve
@@ -218,6 +219,8 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     model = load_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
     )
+    if config.model.replay_routes:
+        routes.install(model)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, load_tokenizer(config.model.path)
@@ -253,6 +256,7 @@ def make_engine(
             kv_tokens=rollout.kv_tokens,
             max_batch_rows=rollout.max_batch_rows,
             kept_states=rollout.kept_states,
+            record_routes=config.model.replay_routes,
             compile=rollout.compile,
             drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
         )

@@ -68,6 +68,7 @@ def learning_parts(config: TrainConfig, model: PreTrainedModel, group: Group = A
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
+        replay_routes=config.model.replay_routes,
         inert=inert(config),
         group=group,
     )
@@ -314,7 +315,7 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[R
     """
     found = []
     if rescores(config):
-        found.append(Role("proximal_logprob", model))
+        found.append(Role("proximal_logprob", model, replays_routes=True))
     if (reference := config.roles.reference) is not None:
         if reference.path is None:
             weights = Role.snapshot(model)

@@ -46,6 +46,7 @@ class LearningParts:
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
+        replay_routes: train with the experts that the rollouts recorded.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
     """
 
@@ -65,6 +66,7 @@ class LearningParts:
     max_tokens: int
     drop_zero_variance: bool
     self_check: bool
+    replay_routes: bool = False
     inert: Sequence[str] = ()
     group: Group = ALONE
 
