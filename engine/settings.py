@@ -502,6 +502,9 @@ class LoopConfig(Section):
     that takes a tree. Default: every group is kept."""
     callback_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the callback."""
+    train_context: Literal["sampled", "plain"] = "sampled"
+    """Prompt under which responses to another prompt of the callback's, such as one with a hint, are trained: the one
+    that they were `sampled` under, or the problem's own (`plain`); see docs/loop.md."""
     max_dropped_batches: PositiveInt = 16
     """The run stops if the callback drops more than this many batches' worth of groups for one step."""
 
@@ -509,6 +512,20 @@ class LoopConfig(Section):
     def _surplus_is_dropped_at_once(self) -> Self:
         if self.staleness and self.over_sampling > 1:
             raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; leave it out, or set staleness to 0")
+        return self
+
+    @model_validator(mode="after")
+    def _contexts_agree(self) -> Self:
+        if self.train_context == "plain" and self.callback is None:
+            raise ValueError(
+                "`loop.train_context` is about prompts that a `loop.callback` chooses; name one, such as hint_ladder, "
+                "or leave it out"
+            )
+        if self.callback == "hint_ladder" and self.train_context != "plain":
+            raise ValueError(
+                '`loop.callback` = "hint_ladder" puts responses to several prompts into one group; set '
+                '`loop.train_context` to "plain"'
+            )
         return self
 
     def overlaps(self, *, on_cpu: bool) -> bool:

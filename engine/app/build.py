@@ -25,7 +25,7 @@ from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
 from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..loop.workers import Role, Workers
-from ..methods.groups import GROUP_CALLBACKS, GroupCallback
+from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
@@ -37,6 +37,7 @@ from ..rollout.host import Host
 from ..rollout.questions import Questions
 from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
+from ..tasks import Problem
 from ..train import checkpoint
 from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, shapings
 from .config import resolved_toml, training_config
@@ -85,6 +86,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
         rewards = make_run_rewards(config, sampler, tokenizer) if hosted is None else hosted
         sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards)
+        check_hints(sampling.callback, source)
         learning = learning_parts(config, model)
         check_lengths(config, sampler.longest)
         preflight.check_program(
@@ -190,6 +192,7 @@ def sampling_parts(
         seed=config.seed,
         callback=group_callback(config),
         callback_name=loop.callback,
+        trains_plain=loop.train_context == "plain",
         max_dropped_batches=loop.max_dropped_batches,
         on_failure=config.reward.on_failure,
         overlaps=loop.overlaps(on_cpu=on_cpu),
@@ -373,6 +376,18 @@ def group_callback(config: TrainConfig) -> GroupCallback | None:
     return found
 
 
+def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
+    """Make the prompts with hints of all known problems, so that none is too long or lacks a column after hours.
+
+    Raises:
+        UserError: one cannot be made.
+    """
+    if isinstance(callback, HintLadder):
+        for own in source.known or source.peek(preflight.TRIED):
+            for text in callback.hinted(own.problem, own.entry):
+                source.prompt(Problem(own.id, own.task, text, own.entry))
+
+
 def budget(config: TrainConfig) -> Budget:
     """Return the limits on the number of open groups and on their lag."""
     loop = config.loop
@@ -432,6 +447,8 @@ def check_old_logprobs(config: TrainConfig) -> None:
         why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
     elif mixes_policies(config):
         why = f"`rollout.program` = '{rollout.program}', which may return tokens of older policies,"
+    elif config.loop.train_context == "plain":
+        why = "`loop.train_context` = 'plain'"
     elif config.trainer.updates_per_step == 1:
         return
     if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
@@ -499,13 +516,14 @@ def kept_entries(
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
     read = {data.prompt_key, data.answer_key, data.n_key or data.answer_key}
-    read |= {name for name in data.curriculum_options.values() if isinstance(name, str)}
+    for value in [*data.curriculum_options.values(), *config.loop.callback_options.values()]:
+        read |= {name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)}
     return Entries(read, all_read=all_read).kept
 
 
 def _user_code_reads(config: TrainConfig) -> bool:
     """Return whether a function or class of the user's (``file.py:name``) receives entries."""
-    programs = [config.rollout.program, config.data.curriculum, *config.data.tools]
+    programs = [config.rollout.program, config.data.curriculum, config.loop.callback, *config.data.tools]
     named: list[Any] = [*config.reward.verifiers, *programs]
     named += [*config.reward.options.values(), *config.rollout.program_options.values()]
     named += [value for part in config.reward.parts for value in part.options.values()]

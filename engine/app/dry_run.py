@@ -24,6 +24,7 @@ from ..tasks import GymProblems, read_problems
 from .build import (
     budget,
     check_backend,
+    check_hints,
     check_learning,
     check_lengths,
     check_old_logprobs,
@@ -53,7 +54,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     check_ranks(config)
     check_backend(config.rollout)
     check_workers(config)
-    group_callback(config)
+    callback = group_callback(config)
     if config.data.curriculum is not None:
         Curriculum(config.data)
     preflight.check_writable(config.run_dir)
@@ -83,6 +84,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         tokenizer = load_tokenizer(path)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
+        check_hints(callback, source)
         prompts = source.peek(preflight.TRIED)
         preflight.check_program(program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
         known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]

@@ -158,6 +158,12 @@ for _column in (
     Column("value_target", np.float32, "path", "return the critic is to expect before it", to_device=True),
     Column("group", np.int64, "leaf", "number of the group that it was sampled in"),
     Column("status", np.int8, "leaf", "how the response ended, a LeafStatus"),
+    Column(
+        "other_prompt",
+        np.int16,
+        "leaf",
+        "the group's attempt whose prompt sampled it, where it is trained under another one; 0: it is not",
+    ),
     Column("trained", np.bool_, "leaf", "an update counts it; credit reads it in any case", fill=1),
     Column("advantage", np.float32, "leaf", "credit of a whole response", to_device=True),
     Column("node_advantage", np.float32, "node", "credit of a node's tokens, instead of their leaves'", to_device=True),

@@ -347,6 +347,40 @@ class TokenTree:
         tree.meta, tree.pictures = dict(self.meta), self.pictures
         return tree
 
+    def reroot(self, prompt: Seq[int]) -> TokenTree:
+        """A copy in which ``prompt`` takes the place of node 0: the same responses after another prompt.
+
+        Positions follow from the new prompt. All values of the responses stay, the behaviour log-probs too, which are
+        those under the prompt that was sampled under.
+
+        Raises:
+            ValueError: the prompt is empty or holds no token ids, or pictures are among the tree's tokens.
+        """
+        ids = checks.token_ids("prompt", prompt)
+        if not len(ids):
+            raise ValueError("A tree needs a prompt of at least one token to be put after it; it is empty.")
+        if self.pictures:
+            raise ValueError("A tree with pictures keeps its prompt, which holds their rows.")
+        length = self.length.copy()
+        length[0] = len(ids)
+        columns = {}
+        for name, values in self.columns.items():
+            column = COLUMNS[name]
+            if column.per == "token":
+                values = np.concatenate([column.filled(len(ids)), values[self.prompt_length :]])
+            columns[name] = values
+        tree = in_order(
+            self.parent,
+            length,
+            np.concatenate([ids, self.token_id[self.prompt_length :]]),
+            self.leaf_node,
+            self.leaf_prompt + (len(ids) - self.prompt_length),
+            columns,
+        )
+        tree.rewards = {name: values.copy() for name, values in self.rewards.items()}
+        tree.meta = dict(self.meta)
+        return tree
+
     # -- views ------------------------------------------------------------------------------------------------------
 
     def path_rows(self, leaf: int) -> Array:  # [prompt + response] int64

@@ -85,7 +85,7 @@ class Judging:
         """Request verdicts on each group's newest responses; those that could not be sampled are not judged."""
         for group in groups:
             last = group.parts[-1]
-            items = [item(group.prompt, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
+            items = [item(group.asked, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
             self._waiting.append((group, items))
         self._send()
 
@@ -165,6 +165,9 @@ class Judging:
         put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta["attempt"] = group.attempt
+        if group.other is not None:
+            last.tree = tree.reroot(prompt.token_ids)
+            last.tree.set("other_prompt", group.attempt)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> list[list[str]]:

@@ -150,7 +150,7 @@ class Learner:
         lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
         for lag in lags:
             sums.add_values("policy/lag", lag)
-        on_policy = not any(lag.any() for lag in lags)
+        on_policy = not any(lag.any() for lag in lags) and not any(tree.other_prompt.any() for tree in rollouts)
         with self.watch.part(MODEL):
             metrics = None
             while metrics is None:

@@ -81,6 +81,7 @@ class SamplingParts:
         params: sampling parameters before schedules change them.
         callback: the group callback; None accepts all judged groups.
         callback_name: the configured name, for messages.
+        trains_plain: responses to another prompt of the callback's are trained under the problem's own.
         max_dropped_batches: most groups that the callback may drop for one step, in batches.
         on_failure: treatment of a response whose verifier failed: drop, zero or raise.
         overlaps: sample in another thread while the policy is updated.
@@ -102,6 +103,7 @@ class SamplingParts:
     seed: int
     callback: GroupCallback | None = None
     callback_name: str | None = None
+    trains_plain: bool = False
     max_dropped_batches: int = 16
     on_failure: str = "drop"
     overlaps: bool = False
