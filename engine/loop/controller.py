@@ -375,7 +375,7 @@ class Controller:
         match answer:
             case None | Accept(None):
                 self.buffer.to(group, State.READY)
-            case Accept(leaves):
+            case Accept(leaves) if leaves is not None:
                 with self._callback_errors():
                     self.buffer.keep(group, leaves, "replaced")
                 self.buffer.to(group, State.READY)
