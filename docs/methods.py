@@ -23,7 +23,7 @@ A formula is of the loss, which is minimised: r is the ratio of probabilities to
 reward, mu and sd their mean and standard deviation in a group, sg a stop of the gradient. *Inferred* marks what neither
 a paper, an abstract nor public code states.
 
-This page is generated from `engine/recipes`. `make methods` lets recipes train a tiny model: for 36 it compares the
+This page is generated from `engine/recipes`. `make methods` lets recipes train a tiny model: for 39 it compares the
 gradient with the formula, for 41 it sees that the policy changes; five, which need tools, hints or
 staleness, are only read.
 """

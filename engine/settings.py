@@ -59,6 +59,9 @@ class ModelConfig(Section):
     """Device of the model; `auto` is CUDA if it is available, else the CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
+    replay_routes: bool = False
+    """For mixtures of experts: record the experts that every token was given to when it was sampled, and train with the
+    same ones; see docs/trees.md."""
 
 
 class TaskConfig(Section):
@@ -262,6 +265,9 @@ class RewardConfig(Section):
     """Longest time of one verification, in seconds; then its worker process is killed."""
     workers: Annotated[int, Field(gt=0, le=1024)] = 2
     """Number of verifier processes."""
+    hosts: NonNegativeInt = 0
+    """Number of processes that Ray starts for verifiers, each with `workers` of these; 0: the run has its own. See
+    docs/scale.md."""
     on_failure: Literal["drop", "zero", "raise"] = "drop"
     """If the verifier raises or runs out of time: leave the response out (`drop`), give it the reward 0 (`zero`) or end
     the run (`raise`). Failures are counted in the metrics."""
@@ -285,6 +291,11 @@ class RewardConfig(Section):
             raise ValueError(
                 f"`reward.{max(both)}` does not go with `reward.parts`, which have their own; leave it out, or make it "
                 "a part"
+            )
+        if self.hosts and "policy" in self.verifiers:
+            raise ValueError(
+                "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
+                "`policy` out"
             )
         return self
 
@@ -516,6 +527,9 @@ class LoopConfig(Section):
     that takes a tree. Default: every group is kept."""
     callback_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the callback."""
+    train_context: Literal["sampled", "plain"] = "sampled"
+    """Prompt under which responses to another prompt of the callback's, such as one with a hint, are trained: the one
+    that they were `sampled` under, or the problem's own (`plain`); see docs/loop.md."""
     max_dropped_batches: PositiveInt = 16
     """The run stops if the callback drops more than this many batches' worth of groups for one step."""
 
@@ -523,6 +537,20 @@ class LoopConfig(Section):
     def _surplus_is_dropped_at_once(self) -> Self:
         if self.staleness and self.over_sampling > 1:
             raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; leave it out, or set staleness to 0")
+        return self
+
+    @model_validator(mode="after")
+    def _contexts_agree(self) -> Self:
+        if self.train_context == "plain" and self.callback is None:
+            raise ValueError(
+                "`loop.train_context` is about prompts that a `loop.callback` chooses; name one, such as hint_ladder, "
+                "or leave it out"
+            )
+        if self.callback == "hint_ladder" and self.train_context != "plain":
+            raise ValueError(
+                '`loop.callback` = "hint_ladder" puts responses to several prompts into one group; set '
+                '`loop.train_context` to "plain"'
+            )
         return self
 
     def overlaps(self, *, on_cpu: bool) -> bool:
@@ -541,14 +569,19 @@ class EvaluationConfig(Section):
 
 class PlacementConfig(Section):
     cluster: str = ""
-    """Ray cluster whose nodes run the processes of `rollout.engines`: `auto` or `HOST:PORT`. Empty: Ray is started on
-    this machine and listens on the loopback interface alone."""
+    """Ray cluster whose nodes run the processes of `rollout.engines` and `reward.hosts`: `auto` or `HOST:PORT`. Empty:
+    Ray is started on this machine and listens on the loopback interface alone."""
     per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
+    layout: Literal["split", "colocated"] = "split"
+    """`colocated`: engines share the trainer's devices, and sleep while it updates the policy, without keys and with
+    their weights in the host's memory; `split`: they have devices of their own."""
     hang_s: PositiveFloat = 120.0
-    """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer."""
+    """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer; a reward
+    host, if it gives no answer."""
     restarts: NonNegativeInt = 10
-    """The run stops if more engines than this are lost between two updates of the weights."""
+    """The run stops if more engines than this are lost between two updates of the weights, or more reward hosts without
+    a verdict between them."""
 
 
 class CheckpointConfig(Section):
@@ -623,10 +656,28 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if self.model.replay_routes and rollout.backend == "vllm":
+            raise ValueError(
+                '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
+            )
+        if self.model.replay_routes and rollout.compile:
+            raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
-        if self.placement != PlacementConfig() and not rollout.engines:
-            raise ValueError("`placement` is for other processes; set `rollout.engines`, or leave it out")
+        if self.placement != PlacementConfig() and not rollout.engines and not self.reward.hosts:
+            raise ValueError(
+                "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"
+            )
+        colocated = self.placement.layout == "colocated"
+        if (self.placement.per_engine or colocated) and not rollout.engines:
+            raise ValueError(
+                "`placement.per_engine` and `placement.layout` are for `rollout.engines`; set these, or leave them out"
+            )
+        if colocated and self.loop.overlaps(on_cpu=False):
+            raise ValueError(
+                'engines with `placement.layout` = "colocated" sleep during updates and cannot sample then; set '
+                "`loop.overlap` to false"
+            )
         if rollout.compile and rollout.backend == "vllm":
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)

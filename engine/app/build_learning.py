@@ -77,6 +77,7 @@ def learning_parts(
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
+        replay_routes=config.model.replay_routes,
         inert=inert(config),
         group=group,
         context=context,
@@ -204,7 +205,7 @@ def inert(config: TrainConfig) -> list[str]:
     Ratios are 1 where one update a step follows from the policy that sampled, and where the correction of the lag
     replaces the old policy by the current one.
     """
-    if config.trainer.updates_per_step > 1 or mixes_policies(config):
+    if config.trainer.updates_per_step > 1 or mixes_policies(config) or config.loop.train_context == "plain":
         return []
     lag = config.loop.staleness > 0
     if lag and (config.loop.correction == "none" or config.algorithm.old_logprob == "recompute"):
@@ -354,7 +355,7 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[R
     """
     found = []
     if rescores(config):
-        found.append(Role("proximal_logprob", model))
+        found.append(Role("proximal_logprob", model, replays_routes=True))
     if (reference := config.roles.reference) is not None:
         if reference.path is None:
             weights = Role.snapshot(model)

@@ -66,6 +66,7 @@ class TreeBatch:
     place: Tensor  # [T] int64, each row's place in that batch, flattened
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, computed one after the other; empty: at once
     media: Media | None = None  # the pictures whose rows are among the batch's
+    routes: Tensor | None = None  # [T, layers, k] int16, experts to replay, -1 for the router's own; None: not replayed
     of: int = 1  # micro-batches of the update, those of all ranks
     plan: HeadPlan | None = None  # of the terms' head pass; None: made when it runs. Pieces have their own
 
@@ -73,6 +74,10 @@ class TreeBatch:
         """The batch with its tensors on ``device``; batches can wait in host memory."""
         without = replace(self, trees=(), leaf_index=())
         return replace(to_device(without, device), trees=self.trees, leaf_index=self.leaf_index)
+
+    def without_routes(self) -> TreeBatch:
+        """The batch for a model that routes by itself, such as a reference."""
+        return self if self.routes is None else replace(self, routes=None)
 
     @property
     def behaviour_logprob(self) -> Tensor | None:  # [M] float32

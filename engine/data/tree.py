@@ -71,6 +71,8 @@ class TokenTree:
     def set(self, name: str, values: npt.ArrayLike) -> None:
         """Give the column ``name`` its values: one for all, or one a token, node, leaf or response token of a leaf.
 
+        A value of ``routes`` is an array ``[layers, k]``.
+
         Raises:
             ValueError: the column is not declared, or the number or a value of ``values`` does not fit.
         """
@@ -199,10 +201,8 @@ class TokenTree:
         if min(leaf_nodes) < 0 or max(leaf_nodes) >= len(parents):
             raise ValueError(f"leaf_nodes must be in 0..{len(parents) - 1}, got {min(leaf_nodes)}..{max(leaf_nodes)}.")
         names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
-        columns = {
-            name: np.concatenate([s.columns.get(name, COLUMNS[name].filled(len(s))) for s in segments])
-            for name in names
-        }
+        lengths = [len(s) for s in segments]
+        columns = {name: COLUMNS[name].joined([s.columns.get(name) for s in segments], lengths) for name in names}
         tokens = Segment(np.concatenate([segment.token_ids for segment in segments]), columns)
         status = checks.codes("statuses", statuses, LeafStatus)
         tree = of_runs(parents, [len(segment) for segment in segments], tokens, leaf_nodes, status)
@@ -345,6 +345,40 @@ class TokenTree:
         )
         tree.rewards = {name: values[[leaf]] for name, values in self.rewards.items()}
         tree.meta, tree.pictures = dict(self.meta), self.pictures
+        return tree
+
+    def reroot(self, prompt: Seq[int]) -> TokenTree:
+        """A copy in which ``prompt`` takes the place of node 0: the same responses after another prompt.
+
+        Positions follow from the new prompt. All values of the responses stay, the behaviour log-probs too, which are
+        those under the prompt that was sampled under.
+
+        Raises:
+            ValueError: the prompt is empty or holds no token ids, or pictures are among the tree's tokens.
+        """
+        ids = checks.token_ids("prompt", prompt)
+        if not len(ids):
+            raise ValueError("A tree needs a prompt of at least one token to be put after it; it is empty.")
+        if self.pictures:
+            raise ValueError("A tree with pictures keeps its prompt, which holds their rows.")
+        length = self.length.copy()
+        length[0] = len(ids)
+        columns = {}
+        for name, values in self.columns.items():
+            column = COLUMNS[name]
+            if column.per == "token":
+                values = np.concatenate([column.filled(len(ids)), values[self.prompt_length :]])
+            columns[name] = values
+        tree = in_order(
+            self.parent,
+            length,
+            np.concatenate([ids, self.token_id[self.prompt_length :]]),
+            self.leaf_node,
+            self.leaf_prompt + (len(ids) - self.prompt_length),
+            columns,
+        )
+        tree.rewards = {name: values.copy() for name, values in self.rewards.items()}
+        tree.meta = dict(self.meta)
         return tree
 
     # -- views ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from ..data.concat import join
 from ..data.tree import TokenTree
 from ..rewards import RewardResult
@@ -75,6 +77,8 @@ class Group:
     """Reason for which the group was dropped."""
     overtaken: int = 0
     """Number of younger groups taken before it."""
+    other: Prompt | None = None
+    """The prompt of the newest request, if it is trained under the group's own and sampled under another."""
     attempt: int = 0
     """Number of requests made for the group before the present one."""
     sampled: int = 0
@@ -96,6 +100,34 @@ class Group:
             joined.tree.set("group", self.ticket)
             self.parts = [joined]
         return self.parts[0].tree
+
+    @property
+    def asked(self) -> Prompt:
+        """The prompt of the newest request."""
+        return self.prompt if self.other is None else self.other
+
+    def keep(self, leaves: Sequence[int]) -> None:
+        """Leave out all judged responses but ``leaves``.
+
+        Raises:
+            ValueError: there is no such leaf, or none is kept.
+        """
+        count = self.tree.num_leaves
+        if not leaves or not set(leaves) <= set(range(count)):
+            raise ValueError(f"a group of {count} responses cannot keep {list(leaves)[:8]}")
+        whole, kept = self.parts[0], sorted(set(leaves))
+        judged = [leaf for leaf in range(count) if leaf not in whole.unsampled]
+        verdicts = dict(zip(judged, whole.verdicts, strict=True))
+        tree = whole.tree.without_leaves(~np.isin(np.arange(count), kept))
+        assert tree is not None
+        self.parts = [
+            Responses(
+                tree,
+                [whole.texts[leaf] for leaf in kept],
+                {new: whole.unsampled[old] for new, old in enumerate(kept) if old in whole.unsampled},
+                [verdicts[leaf] for leaf in kept if leaf in verdicts],
+            )
+        ]
 
     @property
     def texts(self) -> list[str]:
@@ -241,6 +273,18 @@ class Buffer:
         self.ledger.drop(reason, group.sampled)
         group.sampled = 0
         group.parts.clear()
+
+    def keep(self, group: Group, leaves: Sequence[int], reason: str) -> None:
+        """Leave responses out of a judged group, all but ``leaves``, and enter their tokens as dropped.
+
+        Raises:
+            ValueError: as `Group.keep`.
+        """
+        before = group.tree.sampled_tokens
+        group.keep(leaves)
+        left = before - group.tree.sampled_tokens
+        group.sampled -= left
+        self.ledger.drop(reason, left)
 
     def summary(self) -> str | None:
         """Return one line about the fate of every sampled token; None if none was sampled.

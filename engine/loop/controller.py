@@ -35,6 +35,7 @@ from .metrics import Stopwatch
 from .parts import SamplingParts
 from .publication import Publication
 from .runtime import Cores, Progress
+from .sources import Prompt
 from .unfinished import group_state
 
 MOST_ATTEMPTS = 64
@@ -113,7 +114,7 @@ class Controller:
                 with self._changed:
                     if (batch := self.buffer.batch()) is not None:
                         return batch
-                self._advance() if self._thread is None else self._await_change()
+                self.advance() if self._thread is None else self._await_change()
 
     def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
         """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change.
@@ -127,6 +128,16 @@ class Controller:
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Let a sampler that shares the trainer's devices rest within the block."""
+        if not self.parts.colocated:
+            yield
+            return
+        self.sampler.rest()
+        yield
+        self.sampler.wake()
 
     def observe(self, batch: Sequence[Group], credit: Callable[[Sequence[TokenTree]], object]) -> None:
         """Show the prompts' source the groups of an ended step, the oldest first: those of ``batch``, which have their
@@ -211,7 +222,7 @@ class Controller:
         try:
             with self.sampler.in_thread():
                 while self._may_go_on():
-                    self._advance()
+                    self.advance()
         except BaseException as error:
             self._error = error
         finally:
@@ -245,7 +256,7 @@ class Controller:
 
     # -- one round --------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Take finished groups, admit new ones, and sample a step, or wait briefly for a verdict."""
         with self._changed:
             self._collect()
@@ -302,10 +313,10 @@ class Controller:
         now = self._params
         jobs = [
             Job(
-                group.prompt.token_ids,
+                group.asked.token_ids,
                 replace(now, **(params or {"n": n or group.prompt.n or now.n})),
                 self._seed(group),
-                group.prompt.context,
+                group.asked.context,
                 kept,
                 near=group.place,
             )
@@ -358,22 +369,34 @@ class Controller:
                 self._answer(group)
 
     def _answer(self, group: Group) -> None:
-        answer = None if self.parts.callback is None else self.parts.callback(group.tree)
+        answer = None if self.parts.callback is None else self._ask_callback(group)
         if isinstance(answer, More | Retry) and group.attempt >= MOST_ATTEMPTS:
             answer = Drop("too_many_attempts")
         match answer:
-            case None | Accept():
+            case None | Accept(None):
+                self.buffer.to(group, State.READY)
+            case Accept(leaves) if leaves is not None:
+                with self._callback_errors():
+                    self.buffer.keep(group, leaves, "replaced")
                 self.buffer.to(group, State.READY)
             case Drop(reason):
                 self.buffer.drop(group, reason)
                 self._check_drops(reason)
-            case More(n) if n > 0:
+            case More(n, text) if n > 0:
+                if text is not None and not self.parts.trains_plain:
+                    raise UserError(
+                        f"loop.callback = '{self.parts.callback_name}' samples a group under two prompts; set "
+                        'loop.train_context to "plain".'
+                    )
+                group.other = None if text is None else self._prompt(group, text)
                 group.attempt += 1
                 self._begin(group, *self._submit([group], n))
             case Retry(text, entry):
-                prompt = group.prompt
-                problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))
-                group.prompt = self.source.prompt(problem)
+                prompt = self._prompt(group, text, entry)
+                if self.parts.trains_plain:
+                    group.other = prompt
+                else:
+                    group.prompt = prompt
                 group.attempt += 1
                 self.buffer.discard(group, "retried")
                 self.buffer.to(group, State.QUEUED)
@@ -385,6 +408,27 @@ class Controller:
                     f"loop.callback = '{self.parts.callback_name}' answered {answer!r}; it must be None or one of the "
                     "answers of rolltree.engine.methods.groups."
                 )
+
+    def _ask_callback(self, group: Group) -> Any:
+        assert self.parts.callback is not None
+        meta = group.tree.meta
+        meta["problem"] = group.prompt.problem
+        try:
+            return self.parts.callback(group.tree)
+        finally:
+            del meta["problem"]
+
+    @contextmanager
+    def _callback_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(f"loop.callback = '{self.parts.callback_name}': {error}.") from error
+
+    def _prompt(self, group: Group, text: str, entry: Mapping[str, Any] | None = None) -> Prompt:
+        """Return another prompt for the group's problem."""
+        own = group.prompt
+        return self.source.prompt(Problem(own.id, own.task, text, dict(own.entry if entry is None else entry)))
 
     def _check_drops(self, reason: str) -> None:
         most = self.parts.max_dropped_batches * self.buffer.budget.batch

@@ -31,10 +31,6 @@ TraceCall = Callable[[str, str, float, float], object]
 """Records an event ``(track, name, begin, end)`` with times in seconds of `time.perf_counter`."""
 
 
-AT_ONCE = 2
-"""Number of concurrent calls of the pool, each with all groups that had finished by then."""
-
-
 class Judging:
     """Requests verdicts from the pool's workers and waits for them in threads of its own.
 
@@ -61,7 +57,7 @@ class Judging:
     def running(self, rewards: Rewards) -> Iterator[None]:
         """Allow requests within the block; at its end ``rewards`` is closed, so that no thread waits for it."""
         self._rewards = rewards
-        with ThreadPoolExecutor(AT_ONCE, "rolltree-judging") as self._threads:
+        with ThreadPoolExecutor(rewards.at_once, "rolltree-judging") as self._threads:
             try:
                 yield
             finally:
@@ -89,13 +85,13 @@ class Judging:
         """Request verdicts on each group's newest responses; those that could not be sampled are not judged."""
         for group in groups:
             last = group.parts[-1]
-            items = [item(group.prompt, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
+            items = [item(group.asked, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
             self._waiting.append((group, items))
         self._send()
 
     def _send(self) -> None:
-        """Send all waiting responses to the pool in one call, because each call costs time that sampling loses."""
-        if not self._waiting or len(self._asked) >= AT_ONCE or self._rewards.in_turn:
+        """Send all waiting responses to the verifiers in one call, because each call costs time that sampling loses."""
+        if not self._waiting or len(self._asked) >= self._rewards.at_once or self._rewards.in_turn:
             return
         future = self._threads.submit(self._score, [item for _, items in self._waiting for item in items])
         self._asked[future], self._waiting = self._waiting, []
@@ -169,6 +165,9 @@ class Judging:
         put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta |= {"attempt": group.attempt, "entry": prompt.entry}
+        if group.other is not None:
+            last.tree = tree.reroot(prompt.token_ids)
+            last.tree.set("other_prompt", group.attempt)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> list[list[str]]:

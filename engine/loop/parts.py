@@ -31,6 +31,7 @@ from ..train.terms import LossTerm
 from .budget import Budget
 from .runtime import Progress
 from .sources import Demonstrations, Prompt, PromptSource
+from .workers import Workers
 
 if TYPE_CHECKING:
     from .replay_store import ReplayStore
@@ -49,6 +50,7 @@ class LearningParts:
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
+        replay_routes: train with the experts that the rollouts recorded.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
     """
@@ -69,6 +71,7 @@ class LearningParts:
     max_tokens: int
     drop_zero_variance: bool
     self_check: bool
+    replay_routes: bool = False
     inert: Sequence[str] = ()
     group: Group = ALONE
     context: Context = field(default_factory=Context)
@@ -84,11 +87,13 @@ class SamplingParts:
         params: sampling parameters before schedules change them.
         callback: the group callback; None accepts all judged groups.
         callback_name: the configured name, for messages.
+        trains_plain: responses to another prompt of the callback's are trained under the problem's own.
         max_dropped_batches: most groups that the callback may drop for one step, in batches.
         on_failure: treatment of a response whose verifier failed: drop, zero or raise.
         overlaps: sample in another thread while the policy is updated.
         on_cpu: sampling and training share the cores of one CPU.
         keep_keys: continue with keys that older weights computed.
+        colocated: the sampler rests during updates.
         seed: seed of the run; a group's seed follows from it and the ticket.
         trained: the trained model, with which a sampler that has a copy of its own is compared after each publication;
             None for no comparison.
@@ -104,11 +109,13 @@ class SamplingParts:
     seed: int
     callback: GroupCallback | None = None
     callback_name: str | None = None
+    trains_plain: bool = False
     max_dropped_batches: int = 16
     on_failure: str = "drop"
     overlaps: bool = False
     on_cpu: bool = False
     keep_keys: bool = False
+    colocated: bool = False
     trained: PreTrainedModel | None = None
 
 
@@ -163,6 +170,7 @@ class Parts:
         saved: the checkpoint from which a resumed run continues.
         replay: a file of recorded groups to learn from instead of sampling.
         store: groups of earlier steps to train on again.
+        workers: starts the run's other processes; the run closes it. None if it has none.
         stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
             ``state_dict`` and ``load_state_dict``.
     """
@@ -178,4 +186,5 @@ class Parts:
     saved: Checkpoint | None = None
     replay: Path | None = None
     store: ReplayStore | None = None
+    workers: Workers | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ RESTARTED = {
     "state": "their program or environment gives no state that a checkpoint can hold",
 }
 """Reasons for which a checkpoint keeps only a group's prompt; a run adds `lost`: the sampler lost its job."""
-KEPT = ("ticket", "prompt", "started", "overtaken", "attempt", "sampled", "parts")
+KEPT = ("ticket", "prompt", "started", "overtaken", "other", "attempt", "sampled", "parts")
 """Fields of `Group` that a checkpoint stores."""
 
 

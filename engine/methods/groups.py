@@ -2,7 +2,9 @@
 
 A group callback is a function of the group's tree, whose ``rewards["reward"]`` has a value per leaf (NaN: no verdict)
 and whose ``meta`` has ``prompt_id``, ``task``, ``prompt_text`` and ``attempt`` (requests made for it before this one).
-It returns an instance of one of the classes below; None accepts.
+During the call it has ``problem`` (the problem's text before `data.template`) and ``entry`` (its row) too. It returns
+an instance of one of the classes below; None accepts. A class with ``__call__`` may keep state, which ``state_dict``
+and ``load_state_dict`` exchange with checkpoints.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from ..data.columns import Array
 from ..data.tree import TokenTree
+from ..errors import UserError
 
 
 @dataclass(frozen=True)
 class Accept:
     """Train on the group."""
+
+    leaves: Sequence[int] | None = None
+    """Leaves to train on; the others are left out of the group and of its credit. None: all."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,11 @@ class Drop:
 
 @dataclass(frozen=True)
 class More:
-    """Sample ``n`` further responses to the group's prompt, then call the callback again."""
+    """Sample ``n`` further responses to the group's prompt, or to another one, then call the callback again."""
 
     n: int
+    text: str | None = None
+    """The other problem, before `data.template`; needs `loop.train_context` = "plain"."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,92 @@ def top_up(tree: TokenTree, *, most: int = 4) -> Answer:
     return More(more) if more > 0 else None
 
 
+class HintLadder:
+    """Scaf-GRPO: while no response of a group is right, sample as many again after one hint of the problem's row, the
+    most abstract first; right ones replace members of the group.
+
+    The smallest hint under which a response is right ends the ladder. If none is, the group stays as it was. Needs
+    `loop.train_context` = "plain": hinted responses are trained under the problem's own prompt.
+
+    Args:
+        columns: of the problem's row, one for each hint, the most abstract first; an empty one is passed over.
+        replace: at most this many members with the lowest rewards are replaced, by as many right responses (the default
+            is inferred); "all": the responses under the last hint, right and wrong, replace the whole group (Guide).
+        template: the problem with its hint (inferred).
+        patience: a problem gets hints after this many of its groups in a row had no right response (the plateau; the
+            default is inferred, and so is the count over a problem's own groups).
+
+    Raises:
+        ValueError: there is no column, ``replace`` or ``patience`` is out of range, or the template lacks a place.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        replace: int | str = 1,
+        template: str = "{prompt}\nHint: {hint}",
+        patience: int = 0,
+    ) -> None:
+        if isinstance(columns, str) or not columns:
+            raise ValueError("`columns` must be a list of at least one column of the problems' rows")
+        if replace != "all" and (isinstance(replace, bool | str) or replace < 1):
+            raise ValueError(f"`replace` must be an integer of at least 1, or 'all', got {replace!r}")
+        if "{prompt}" not in template or "{hint}" not in template:
+            raise ValueError("`template` must contain {prompt} and {hint}")
+        if patience < 0:
+            raise ValueError(f"`patience` must be at least 0, got {patience}")
+        self.columns, self.replace, self.template, self.patience = tuple(columns), replace, template, patience
+        self._failed: dict[str, int] = {}  # by problem: groups in a row without a right response
+
+    def hinted(self, problem: str, entry: Mapping[str, Any]) -> list[str]:
+        """Return the problem with each of its hints.
+
+        Raises:
+            UserError: the row lacks a column.
+        """
+        if missing := [name for name in self.columns if name not in entry]:
+            raise UserError(
+                f"loop.callback = 'hint_ladder' reads the column '{missing[0]}', which the problem '{problem[:60]}' "
+                "does not have; add it to the data, or change `columns` in loop.callback_options."
+            )
+        hints = [str(entry[name]) for name in self.columns if entry[name] not in (None, "")]
+        return [self.template.replace("{prompt}", problem).replace("{hint}", hint) for hint in hints]
+
+    def __call__(self, tree: TokenTree) -> Answer:
+        rewards, meta = tree.rewards["reward"], tree.meta
+        right, rung = rewards >= 1, int(meta["attempt"])
+        own = tree.other_prompt == 0
+        if rung == 0:
+            before = self._failed.pop(meta["prompt_id"], 0)
+            if right.any() or np.isnan(rewards).all():
+                return None
+            self._failed[meta["prompt_id"]] = before + 1
+            if before < self.patience:
+                return None
+        newest = tree.other_prompt == rung
+        if rung and (right & newest).any():
+            return Accept(self._kept(rewards, own, newest))
+        hinted = self.hinted(meta["problem"], meta["entry"])
+        return More(int(own.sum()), hinted[rung]) if rung < len(hinted) else Accept(np.flatnonzero(own).tolist())
+
+    def _kept(self, rewards: Array, own: Array, newest: Array) -> list[int]:
+        """Return the leaves of the group with its right hinted responses."""
+        if self.replace == "all":
+            return np.flatnonzero(newest).tolist()
+        found = np.flatnonzero(newest & (rewards >= 1))[: int(self.replace)]
+        mine = np.flatnonzero(own)
+        worst = np.argsort(np.nan_to_num(rewards[mine], nan=-np.inf), kind="stable")[: len(found)]
+        return sorted([*np.delete(mine, worst).tolist(), *found.tolist()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of failed groups of each problem."""
+        return {"failed": dict(self._failed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._failed = dict(state["failed"])
+
+
 def every(tree: TokenTree) -> bool:
     """Every group."""
     return True
@@ -109,8 +204,9 @@ def solved(tree: TokenTree) -> bool:
 
 KEEPS: dict[str, Callable[..., bool]] = {"every": every, "unequal": unequal, "solved": solved}
 """Choices of groups for the replay store."""
-GROUP_CALLBACKS: dict[str, GroupCallback] = {
+GROUP_CALLBACKS: dict[str, Callable[..., Any]] = {
     "dynamic_sampling": dynamic_sampling,
     "until_unequal": until_unequal,
     "top_up": top_up,
+    "hint_ladder": HintLadder,
 }

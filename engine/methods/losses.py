@@ -42,7 +42,7 @@ class Laser:
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
             ids = np.full(tree.num_tokens, -1)
-            ends = [tree.response_rows(leaf)[-1] for leaf in np.flatnonzero(tree.response_length)]
+            ends = [tree.response_rows(int(leaf))[-1] for leaf in np.flatnonzero(tree.response_length)]
             ids[ends] = self.token
             tree.set("scored_id", np.where(tree.loss_mask, ids, -1))
             given = tree.rewards.get("verifier", tree.rewards.get("reward"))

@@ -17,7 +17,7 @@ from rolltree.kernels import LogprobOutput
 from ..data.batch import TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
 from ..data.recurrence import recurrence_of
-from . import attention, recurrent
+from . import attention, recurrent, routes
 from .attention import Block
 from .head import decoder_of, target_logprob, target_statistics
 from .pictures import Features, embedded, encode, family_of, rotary_input
@@ -34,6 +34,8 @@ def decode(
     model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None, features: Features | None = None
 ) -> Decoded:
     """Return the final hidden states of the batch's tokens, or of those of one piece.
+
+    Where the batch has routes, every token goes to the experts recorded (`routes`).
 
     The experts' load balancing loss counts a token once for every leaf below it, as in the flat batch.
 
@@ -79,6 +81,9 @@ def decode(
             inputs |= _with_pictures(decoder, batch, rows, features or encode_pictures(model, batch))
         if recurrent.install(model):
             inputs["recurrence"] = recurrence_of(batch) if store is None else store.recurrence
+    if batch.routes is not None:
+        given = batch.routes[rows] if batch.padded is None else _padded(batch.routes, batch)
+        inputs["routes"] = routes.replay(model, given)
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         inputs["output_router_logits"] = True
@@ -148,9 +153,10 @@ def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:
     return next(function for function in found if function is not None)
 
 
-def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 where padding is
+def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T, ...] -> [B S, ...], 0 where padding is
     assert batch.padded is not None
-    return values.new_zeros(batch.padded[0] * batch.padded[1]).index_copy(0, batch.place, values)
+    places = batch.padded[0] * batch.padded[1]
+    return values.new_zeros(places, *values.shape[1:]).index_copy(0, batch.place, values)
 
 
 def unchecked_logprob(

@@ -286,7 +286,7 @@ def _in_two_passes(
     """Compute all log-probs and statistics first; the loss's derivatives with respect to them then weigh a linear
     objective, piece by piece."""
     want, extra_ids = wanted(terms)
-    known = statistics_of_pieces(model, batch, temperature, {"entropy", *want}, extra_ids)
+    known = statistics_of_pieces(model, batch, temperature, ("entropy", *want), extra_ids)
     of_entropy = "entropy" in want or any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
     for name, values in known.items():
         values.requires_grad_(name != "entropy" or of_entropy)

@@ -123,8 +123,14 @@ class UserTerm:
         old = None if on_policy else self.tokens.compared_with(batch)
         fields = batch.fields(FIELDS, old_logprob=old, select=select)
         mask = batch.loss_mask if fields.mask is None else fields.mask
-        given = {"fields": _only(fields, mask), "columns": batch.columns, "mask": mask}
-        loss = partial(self._loss, **given, normalizer=normalizer, on_policy=on_policy)
+        loss = partial(
+            self._loss,
+            fields=_only(fields, mask),
+            columns=batch.columns,
+            mask=mask,
+            normalizer=normalizer,
+            on_policy=on_policy,
+        )
         ids = [batch.columns[name].long() for name in self.extra]
         want = tuple(name for name in STATISTICS if name in self.inputs)
         return LogprobTerm(loss, mask, weight, self.name, want, torch.stack(ids, 1) if ids else None)
@@ -164,7 +170,7 @@ class UserTerm:
 
 def _only(fields: PolicyFields, mask: Tensor) -> PolicyFields:
     """Return the fields with zeros outside of ``mask``; None for log-probs that some counted token does not have."""
-    kept = {}
+    kept: dict[str, Any] = {}
     for name in (*WEIGHTS, *LOGPROBS):
         values = getattr(fields, name)
         if values is not None:

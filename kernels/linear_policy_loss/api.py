@@ -279,7 +279,7 @@ def _by_autograd(
     want, ids = wanted(terms)
     if ids is not None and place is not None:
         ids = ids[place]
-    found = linear_statistics(hidden, weight, target, row=row, want={"entropy", *want}, extra_ids=ids, **options)
+    found = linear_statistics(hidden, weight, target, row=row, want=("entropy", *want), extra_ids=ids, **options)
     scored = None
     scores = [found[name].detach() for name in ("logprob", "entropy")]
     if place is not None:

@@ -82,6 +82,9 @@ ELSEWHERE = {
     "scale_rl": "it samples asynchronously: tests/engine/loop/test_staleness.py",
     "areal": "it samples asynchronously: tests/engine/loop/test_staleness.py",
     "april": "it samples asynchronously: tests/engine/loop/test_staleness.py",
+    "scaf_grpo": "it needs columns of hints: tests/engine/loop/test_train_context.py",
+    "guide": "it needs a column of hints: tests/engine/loop/test_train_context.py",
+    "expo": "it needs a column of answers: tests/engine/loop/test_train_context.py",
 }
 """Recipes whose step is not taken here, and the reason."""
 IN_CI = ("grpo", "dapo", "gspo", "ngrpo", "s_grpo")
