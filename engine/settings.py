@@ -297,7 +297,17 @@ class RewardConfig(Section):
                 "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
                 "`policy` out"
             )
+        if self.hosts and self.scheduled:
+            raise ValueError(
+                f"`reward.hosts` do not know the step, which the weight of the part '{self.scheduled[0]}' follows; set "
+                "`hosts` to 0, or give the part a number"
+            )
         return self
+
+    @property
+    def scheduled(self) -> list[str]:
+        """Names of the parts whose weight changes with the step."""
+        return [part.name for part in self.parts if not isinstance(part.weight, int | float)]
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -672,6 +682,13 @@ class TrainConfig(Section):
         if (self.placement.per_engine or colocated) and not rollout.engines:
             raise ValueError(
                 "`placement.per_engine` and `placement.layout` are for `rollout.engines`; set these, or leave them out"
+            )
+        judges = rollout.program in ("hints", "mcts") or ":" in rollout.program
+        if rollout.engines and judges and (scheduled := self.reward.scheduled):
+            raise ValueError(
+                f"the program '{rollout.program}' judges in the processes of `rollout.engines`, which do not know the "
+                f"step that the weight of the part '{scheduled[0]}' follows; set `rollout.engines` to 0, or give the "
+                "part a number"
             )
         if colocated and self.loop.overlaps(on_cpu=False):
             raise ValueError(

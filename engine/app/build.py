@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -31,7 +32,7 @@ from ..methods.schedules import scheduled
 from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.calling import call
-from ..parts.context import OF_TREES, Context
+from ..parts.context import OF_TREES, Context, asked
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
@@ -551,9 +552,22 @@ def kept_entries(
     return Entries(read, all_read=all_read).kept
 
 
+def _asks_entry(name: str) -> bool:
+    """Return whether the user's function, or a method of the class, has an argument ``entry``."""
+    found = import_object(name)
+    functions = [one for _, one in inspect.getmembers(found, inspect.isfunction)] if inspect.isclass(found) else [found]
+    return any(asked(function, ("entry",)) for function in functions)
+
+
 def _user_code_reads(config: TrainConfig) -> bool:
     """Return whether a function or class of the user's (``file.py:name``) receives entries."""
     programs = [config.rollout.program, config.data.curriculum, config.loop.callback, *config.data.tools]
+    algorithm = config.algorithm
+    learning = [algorithm.advantage, algorithm.select, *(shaping.name for shaping in config.reward.shaping)]
+    learning += [name for term in algorithm.terms for name in (term.loss, term.select, term.pairs)]
+    learning.append(None if config.replay is None else config.replay.keep)
+    if any(_asks_entry(name) for name in learning if name is not None and ":" in name):
+        return True
     named: list[Any] = [*config.reward.verifiers, *programs]
     named += [*config.reward.options.values(), *config.rollout.program_options.values()]
     named += [value for part in config.reward.parts for value in part.options.values()]

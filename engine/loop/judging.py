@@ -164,7 +164,7 @@ class Judging:
         text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
         put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
-        tree.meta |= {"attempt": group.attempt, "entry": prompt.entry}
+        tree.meta["attempt"] = group.attempt
         if group.other is not None:
             last.tree = tree.reroot(prompt.token_ids)
             last.tree.set("other_prompt", group.attempt)

@@ -184,17 +184,19 @@ class Orchestrator:
         params = self.learner.sampling(step, self.parts.sampling.params)
         batch = self.controller.next_batch(params)
         trees = [group.tree for group in batch]
+        for group, tree in zip(batch, trees, strict=True):
+            tree.meta["entry"] = group.prompt.entry
         self._record(batch, sums)
         self._describe_lag(batch, sums)
         _describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
-        store, kept, again = self.parts.store, [], []
+        store, kept, replayed = self.parts.store, [], list[TokenTree]()
         if store is not None:
-            kept, again = store.snapshot(batch), store.draw(step)
-            _describe_replay(again, self.learner.updates, sums)
+            kept, replayed = store.snapshot(batch), store.draw(step)
+            _describe_replay(replayed, self.learner.updates, sums)
         with self.controller.at_rest():
-            changed = self.learner.update(trees + again, given, step, sums)
+            changed = self.learner.update(trees + replayed, given, step, sums)
         if store is not None:
             store.add(kept, trees, step)
         with self.watch.part("dump_rollout_generations"):

@@ -159,7 +159,7 @@ def check_terms(
     try:
         give_credit(credit, name, trees)
     except NotReadyError:  # it reads what only a real group has
-        give_credit(lambda some: [tree.rewards["reward"] - 0.5 for tree in some], name, trees)
+        give_credit(lambda some: [np.float32(0.5) * tree.rewards["reward"] for tree in some], name, trees)
     if "value" in columns and (without := [tree for tree in trees if "value_target" not in tree.columns]):
         raise UserError(
             f"algorithm.advantage = '{name}' sets no column value_target on {len(without)} of 2 trees, so that "

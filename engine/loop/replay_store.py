@@ -1,10 +1,11 @@
 """A store of trained groups on disk, of which a share is trained on again: `[replay]`.
 
 Each group is one file in the run's directory, in the format of `write_groups`, as it was judged: token ids, old
-log-probs and policy versions, rewards before shaping. Only an index is in memory and in checkpoints, so the store may
-be larger than both. A file is deleted when no checkpoint that a run could resume from names it.
+log-probs and policy versions, rewards before shaping. Only an index of them is in memory and in checkpoints, so the
+store may be larger than both. A file is deleted when neither the newest checkpoint nor the one before names it.
 
-Groups of other runs come in by the same door: files of `write_groups`, which these are, and of `write_rollouts`.
+Groups of other runs come from files of `write_groups` or of `write_rollouts`. These are read when the run starts, and
+their groups stay in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..data.store import read_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..settings import ReplayConfig
-from .buffer import Group, Responses
+from .buffer import Group, Responses, State
 from .replay import Recorded, read_groups, write_groups
 from .sources import Prompt
 
@@ -75,19 +76,25 @@ class ReplayStore:
         self.stored: list[Stored] = []
         self._doomed: list[str] = []  # files that left the store since the last checkpoint
         self._deletable: list[str] = []  # files that the last checkpoint does not name either
+        self._foreign: dict[str, list[tuple[Prompt | None, TokenTree]]] = {}  # groups of `replay.paths`, by file
         for path in config.paths:
-            groups = _foreign(Path(path), tokenizer, rescored)
-            self.stored += [Stored(path, i, 0, 1.0, _digest(Path(path))) for i in range(len(groups))]
+            self._foreign[path] = groups = _foreign(Path(path), tokenizer, rescored)
+            digest = _digest(Path(path))
+            self.stored += [Stored(path, i, 0, 1.0, digest) for i in range(len(groups))]
+        if len(self.stored) > config.groups:
+            raise UserError(
+                f"The files of replay.paths hold {len(self.stored)} groups, and the store takes replay.groups = "
+                f"{config.groups}; raise it, or name fewer files."
+            )
+        self._digests = {one.file: one.digest for one in self.stored}
 
     def snapshot(self, groups: Sequence[Group]) -> list[Recorded]:
         """Return copies of judged groups as they are before an update."""
         found: list[Recorded] = []
         for group in groups:
             tree = group.tree
-            meta = {name: value for name, value in tree.meta.items() if name != "entry"}
-            columns = {name: values.copy() for name, values in tree.columns.items()}
-            rewards = {name: values.copy() for name, values in tree.rewards.items()}
-            copied = replace(tree, columns=columns, rewards=rewards, meta=meta)
+            copied = _copy(tree)
+            del copied.meta["entry"]  # the prompt has it
             found.append((group.prompt, [Responses(copied, list(group.texts), {})]))
         return found
 
@@ -135,8 +142,15 @@ class ReplayStore:
         return {"stored": [asdict(one) for one in self.stored], "left": list(self._deletable)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`.
+
+        Raises:
+            UserError: a file of `replay.paths` has changed.
+        """
         self.stored = [Stored(**one) for one in state["stored"]]
+        for one in self.stored:
+            if not one.step and self._digests.get(one.file) != one.digest:
+                raise UserError(f"The file '{one.file}' (replay.paths) has changed; restore it, or start a new run.")
         self._deletable, self._doomed = list(state["left"]), []
 
     def _is_young(self, one: Stored, step: int) -> bool:
@@ -148,13 +162,15 @@ class ReplayStore:
         self.stored = [one for one in self.stored if one not in left]
 
     def _read(self, one: Stored) -> TokenTree:
-        path = self.directory / one.file if one.step else Path(one.file)
-        if not path.is_file() or _digest(path) != one.digest:
-            what = "has changed" if path.is_file() else "is missing"
-            raise UserError(f"The file '{path}' of the replay store {what}; restore it, or start a new run.")
-        groups = _groups(path)
-        prompt, tree = groups[one.index]
-        if not one.step:
+        if one.step:
+            path = self.directory / one.file
+            if not path.is_file() or _digest(path) != one.digest:
+                what = "has changed" if path.is_file() else "is missing"
+                raise UserError(f"The file '{path}' of the replay store {what}; restore it, or start a new run.")
+            ((prompt, tree),) = _groups(path)
+        else:
+            prompt, tree = self._foreign[one.file][one.index]
+            tree = _copy(tree)
             tree.set("policy_version", np.where(tree.loss_mask, FOREIGN, tree.policy_version))
         entry = {} if prompt is None else {"entry": prompt.entry}
         tree.meta |= {"replayed": True, "replay_weight": self.config.weight} | entry
@@ -169,7 +185,8 @@ def _groups(path: Path) -> list[tuple[Prompt | None, TokenTree]]:
     """
     if path.suffix == ".parquet":
         return [(None, tree) for tree in read_rollouts(path)]
-    return [(prompt, parts[0].tree) for prompt, parts in read_groups(path)]
+    recorded = [Group(i, prompt, 0, State.READY, parts=parts) for i, (prompt, parts) in enumerate(read_groups(path))]
+    return [(group.prompt, group.tree) for group in recorded]
 
 
 def _foreign(path: Path, tokenizer: PreTrainedTokenizerBase, rescored: bool) -> list[tuple[Prompt | None, TokenTree]]:
@@ -190,6 +207,13 @@ def _foreign(path: Path, tokenizer: PreTrainedTokenizerBase, rescored: bool) -> 
     if not groups:
         raise UserError(f"'{path}' (replay.paths) holds no groups; leave it out.")
     return groups
+
+
+def _copy(tree: TokenTree) -> TokenTree:
+    """Return a tree with columns, rewards and metadata of its own, so that an update does not change ``tree``'s."""
+    columns = {name: values.copy() for name, values in tree.columns.items()}
+    rewards = {name: values.copy() for name, values in tree.rewards.items()}
+    return replace(tree, columns=columns, rewards=rewards, meta=dict(tree.meta))
 
 
 def _digest(path: Path) -> str:

@@ -123,7 +123,8 @@ def scheduled(context: Context, name: str, key: str, options: Mapping[str, Any])
 
     Args:
         context: the run's values, which keeps the schedules.
-        name: begins the names under which metrics record the values, ``schedule/<name>.<option>``.
+        name: begins the names under which metrics record the values, ``schedule/<name>.<option>``; a second part of
+            that name adds ``.2``.
         key: the configuration's key of ``options``, for messages.
 
     Raises:
@@ -133,10 +134,13 @@ def scheduled(context: Context, name: str, key: str, options: Mapping[str, Any])
     for option, given in options.items():
         if isinstance(given, dict) and "schedule" in given:
             of = f"{key}.{option}"
-            rest = {name: value for name, value in given.items() if name != "schedule"}
+            rest = {key: value for key, value in given.items() if key != "schedule"}
             schedule = find_schedule(of, _points(of, given["schedule"]), rest)
             found[option] = Changing(partial(at_step, schedule), context)
-            context.schedules[f"{name}.{option}"] = found[option]
+            label, number = f"{name}.{option}", 2
+            while label in context.schedules:  # two parts of one name
+                label, number = f"{name}.{option}.{number}", number + 1
+            context.schedules[label] = found[option]
     return found
 
 

@@ -75,9 +75,14 @@ class Context:
         if isinstance(of, Sequence):
             return [self._value(name, tree) for tree in of]
         if name == "entry":
-            if "entry" not in of.meta:
-                raise NotReadyError("A made-up group has no entry.")
-            return of.meta["entry"]
+            if "entry" in of.meta:
+                return of.meta["entry"]
+            if "replayed" in of.meta:
+                raise UserError(
+                    "A part asks for 'entry', which groups in parquet files of `replay.paths` do not have; record them "
+                    "with `rolltree rollout --record`, or leave the argument out."
+                )
+            raise NotReadyError("A made-up group has no entry.")
         ids = (of.token_id[of.response_rows(leaf)] for leaf in range(of.num_leaves))
         return self.tokenizer.batch_decode(list(ids), skip_special_tokens=True)
 

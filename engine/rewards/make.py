@@ -35,7 +35,7 @@ def make_rewards(
     Args:
         tasks: the `reasoning_gym` tasks, for the verifier ``task``.
         score: the engine's scoring function, for the verifier ``policy``.
-        context: the run's values, which weights may follow and verifiers ask for.
+        context: the run's values, which weights may follow.
 
     Raises:
         UserError: the verifier cannot be used, or has no such option.

@@ -11,7 +11,8 @@ import torch
 
 from rolltree.engine import UserError, load_config
 from rolltree.engine.data.store import read_rollouts
-from rolltree.engine.loop.replay import read_groups
+from rolltree.engine.loop import replay_store
+from rolltree.engine.loop.replay import read_groups, write_groups
 
 from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, take_steps
 from ..tiny import write_job
@@ -19,10 +20,18 @@ from ..tiny import write_job
 MINE = """
 def odd(text, entry):
     return float(sum(map(ord, text)) % 2)
+
+
+def needs_entry(tree, entry):
+    return tree.rewards["reward"]
+
+
+def no_entry(tree):
+    return tree.rewards["reward"]
 """
 STEPS = (
     "--trainer.self_check=false", "--trainer.prompts_per_step=4", "--trainer.lr=0.02", "--trainer.max_tokens=4096",
-    "--algorithm.objective=ppo", "--replay.share=0.5",
+    "--algorithm.objective=ppo", "--algorithm.advantage=group_norm", "--replay.share=0.5",
 )  # fmt: skip
 EVERYTHING = ("rollout.program", "rollout.program_options", "algorithm.advantage")
 
@@ -129,6 +138,71 @@ def test_groups_of_another_run(toml, whole, tmp_path):
             assert (tree.policy_version[tree.loss_mask] == -1).all()
 
 
+def copied(whole, tmp_path) -> Path:
+    """Return a copy of a file of the rollouts of ``whole``."""
+    path = tmp_path / "other.parquet"
+    path.write_bytes((whole.orchestrator.options.directory / "rollouts" / "step_000001.parquet").read_bytes())
+    return path
+
+
+def test_a_file_of_another_run_is_read_once_and_a_resumed_run_wants_the_same(toml, whole, tmp_path, monkeypatch):
+    path = copied(whole, tmp_path)
+    opened = []
+    monkeypatch.setattr(replay_store, "read_rollouts", lambda file: opened.append(file) or read_rollouts(file))
+    flags = (f"--replay.paths=['{path}']", "--replay.keep=solved", "--reward.shaping=[{name='overlong'}]")
+    straight = steps_of(toml, tmp_path / "straight", "--trainer.steps=3", *flags)
+    assert opened == [path]
+    drawn = [[tree for tree in update.trees if "replayed" in tree.meta] for update in straight.updates]
+    foreign = [tree for some in drawn for tree in some if "entry" not in tree.meta]
+    ids = [tree.meta["prompt_id"] for tree in foreign]
+    assert len(set(ids)) < len(ids), "no group was drawn twice, so the store's own is not compared"
+    fresh = {tree.meta["prompt_id"]: tree for tree in read_rollouts(path)}
+    for tree in foreign:
+        np.testing.assert_array_equal(tree.rewards["verifier"], fresh[tree.meta["prompt_id"]].rewards["reward"])
+    steps_of(toml, tmp_path / "cut", "--trainer.steps=2", *flags)
+    last = steps_of(toml, tmp_path / "cut", "--trainer.steps=3", *flags, resume=True).updates[0]
+    for name, gradient in straight.updates[2].gradient.items():
+        assert torch.equal(last.gradient[name], gradient), name
+    path.write_bytes((whole.orchestrator.options.directory / "rollouts" / "step_000002.parquet").read_bytes())
+    with pytest.raises(UserError, match=r"other.parquet' \(replay.paths\) has changed"):
+        steps_of(toml, tmp_path / "cut", "--trainer.steps=4", *flags, resume=True)
+
+
+def test_a_part_that_asks_for_an_entry_which_a_parquet_file_lacks(toml, whole, tmp_path):
+    """It ends the run with a sentence; a part that does not ask, and groups with their entry, are trained on."""
+    path = copied(whole, tmp_path)
+    recorded = sorted((whole.orchestrator.options.directory / "replay").glob("*.safetensors"))[0]
+    asks, other = (
+        f"--reward.shaping=[{{name='{toml.parent}/mine.py:{name}'}}]" for name in ("needs_entry", "no_entry")
+    )
+    with pytest.raises(UserError, match=r"asks for 'entry', which groups in parquet files of `replay.paths`"):
+        steps_of(toml, tmp_path / "a", f"--replay.paths=['{path}']", asks)
+    for name, file, flag in (("b", path, other), ("c", recorded, asks)):
+        (update,) = steps_of(toml, tmp_path / name, f"--replay.paths=['{file}']", flag).updates
+        assert any("replayed" in tree.meta for tree in update.trees)
+
+
+def test_a_recorded_group_of_several_requests_is_one_tree(whole, tmp_path):
+    recorded = sorted((whole.orchestrator.options.directory / "replay").glob("*.safetensors"))
+    ((prompt, (first,)),) = read_groups(recorded[0])
+    write_groups(tmp_path / "two.safetensors", [(prompt, [first, first])])
+    ((_, tree),) = replay_store._groups(tmp_path / "two.safetensors")
+    assert tree.num_leaves == 2 * first.tree.num_leaves
+
+
+def test_a_lost_or_changed_file_of_the_store_ends_the_run(toml, tmp_path):
+    steps_of(toml, tmp_path, "--trainer.steps=1")
+    files = sorted((tmp_path / "runs" / "tiny" / "replay").glob("*.safetensors"))
+    assert len(files) == 2
+    content = files[0].read_bytes()
+    files[0].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=f"{files[0].name}' of the replay store has changed"):
+        steps_of(toml, tmp_path, "--trainer.steps=2", resume=True)
+    files[0].unlink()
+    with pytest.raises(UserError, match=f"{files[0].name}' of the replay store is missing"):
+        steps_of(toml, tmp_path, "--trainer.steps=2", resume=True)
+
+
 def responses(tree):
     return [tree.token_id[tree.response_rows(leaf)].tolist() for leaf in range(tree.num_leaves)]
 
@@ -169,5 +243,8 @@ def test_what_cannot_be_used_is_refused(toml, whole, tmp_path):
         load_config(toml, ["--replay.share=0.99"])
     with pytest.raises(UserError, match="There is no file"):
         steps_of(toml, tmp_path / "a", f"--replay.paths=['{tmp_path}/none.parquet']")
+    path = whole.orchestrator.options.directory / "rollouts" / "step_000001.parquet"
+    with pytest.raises(UserError, match=r"hold 2 groups, and the store takes replay.groups = 1"):
+        steps_of(toml, tmp_path / "c", f"--replay.paths=['{path}']", "--replay.groups=1")
     with pytest.raises(UserError, match="did you mean 'solved'"):
         steps_of(toml, tmp_path / "b", "--replay.keep=solve")

@@ -202,7 +202,11 @@ class Called:
 @pytest.fixture(scope="module")
 def asking(toml) -> Path:
     (toml.parent / "asking.py").write_text(ASKING)
-    return toml
+    text, path = toml.read_text(), toml.with_name("asking.toml")
+    (line,) = [line for line in text.splitlines() if line.startswith("verifier = ")]
+    part = "{ name = 'odd', weight = [[1, 1.0], [3, 3.0]], " + line + " }"
+    path.write_text(text.replace(line, f"parts = [{part}]"))
+    return path
 
 
 def parts(toml: Path) -> list[str]:
@@ -230,6 +234,9 @@ def test_options_change_and_parts_get_what_they_name(asking, tmp_path):
     for step, (share, scale, low, high) in enumerate([(0.1, 1.0, 0.0, 0.0), (0.3, 0.25, 0.1, 0.02)]):
         assert rows[step][shaping] == pytest.approx(share)
         assert rows[step]["schedule/advantage.scale"] == pytest.approx(scale)
+        assert rows[step]["schedule/reward.odd.weight"] == step + 1
+        for tree in steps.judged[4 * step : 4 * step + 4]:
+            np.testing.assert_array_equal(tree.rewards["verifier"], (step + 1) * tree.rewards["odd"])
         assert rows[step]["schedule/actor.eps_low"] == pytest.approx(low)
         assert rows[step]["schedule/actor.eps_high"] == pytest.approx(high)
     mine = steps.updates[3]
