@@ -72,10 +72,11 @@ def read_texts(path: Path) -> Iterator[Text]:
 def read_rollouts(path: Path) -> list[TokenTree]:
     """Return the trees of a file of `write_rollouts`, with their recorded columns, rewards, and ``meta``.
 
-    Columns of nodes and paths, such as credit, are left out.
+    Columns of nodes and paths, such as credit, and routes are left out.
 
     Raises:
-        UserError: the file cannot be read, or was not written by `write_rollouts`.
+        UserError: the file cannot be read, was not written by `write_rollouts`, or has responses of one group with
+            different prompts.
     """
     try:
         table = pq.read_table(path)
@@ -89,12 +90,17 @@ def read_rollouts(path: Path) -> list[TokenTree]:
         if row["leaf"] == 0:
             trees.append([])
         trees[-1].append(row)
+    if mixed := [rows[0] for rows in trees if any(row["prompt_ids"] != rows[0]["prompt_ids"] for row in rows)]:
+        raise UserError(
+            f"'{path}' has responses to '{mixed[0]['prompt_id']}' under different prompts, which it does not tell "
+            "apart; record groups with `rolltree rollout --record` instead."
+        )
     return [_tree(rows) for rows in trees]
 
 
 def _tree(rows: Sequence[dict[str, Any]]) -> TokenTree:
     """Make the tree of a group from the rows of its leaves."""
-    recorded = [name for name in rows[0] if name in COLUMNS and COLUMNS[name].per == "token"]
+    recorded = [name for name in rows[0] if name in COLUMNS and COLUMNS[name].per == "token" and not COLUMNS[name].axes]
     segments, parents, places = [Segment.prompt(rows[0]["prompt_ids"])], [-1], {}
     leaves = []
     for row in rows:

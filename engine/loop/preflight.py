@@ -24,7 +24,7 @@ from ..data.pack import pack
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..methods.credit import CreditFunction, give_credit
+from ..methods.credit import Credit, CreditFunction, give_credit
 from ..parts.calling import ask, call
 from ..parts.context import NotReadyError
 from ..programs import GroupState, RolloutProgram
@@ -159,7 +159,7 @@ def check_terms(
     try:
         give_credit(credit, name, trees)
     except NotReadyError:  # it reads what only a real group has
-        give_credit(lambda some: [np.float32(0.5) * tree.rewards["reward"] for tree in some], name, trees)
+        give_credit(lambda some: Credit("leaf", [tree.rewards["reward"] - 0.5 for tree in some]), name, trees)
     if "value" in columns and (without := [tree for tree in trees if "value_target" not in tree.columns]):
         raise UserError(
             f"algorithm.advantage = '{name}' sets no column value_target on {len(without)} of 2 trees, so that "

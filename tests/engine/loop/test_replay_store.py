@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine import UserError, load_config
-from rolltree.engine.data.store import read_rollouts
+from rolltree.engine import TokenTree, UserError, load_config
+from rolltree.engine.data.store import read_rollouts, write_rollouts
 from rolltree.engine.loop import replay_store
 from rolltree.engine.loop.replay import read_groups, write_groups
+from rolltree.engine.loop.replay_store import ReplayStore, Stored
 
 from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, take_steps
 from ..tiny import write_job
@@ -188,6 +189,29 @@ def test_a_recorded_group_of_several_requests_is_one_tree(whole, tmp_path):
     write_groups(tmp_path / "two.safetensors", [(prompt, [first, first])])
     ((_, tree),) = replay_store._groups(tmp_path / "two.safetensors")
     assert tree.num_leaves == 2 * first.tree.num_leaves
+
+
+def test_draws_follow_credit_and_their_number_the_store(toml, tmp_path, monkeypatch):
+    config = load_config(toml, [*STEPS, "--replay.prefer=2"])
+    store = ReplayStore(config.replay, tmp_path, 0, bool, None, count=1)
+    scores = (0.0, 1.0, 2.0)
+    store.stored = [Stored(f"{score}", 0, 1, score, "") for score in scores]
+    monkeypatch.setattr(store, "_read", lambda one: one.score)
+    drawn = [score for step in range(2000) for score in store.draw(step)]
+    share = [drawn.count(score) / 2000 for score in scores]
+    np.testing.assert_allclose(share, [0, 0.2, 0.8], atol=0.03)
+    monkeypatch.setattr(store, "_count", 9)
+    assert sorted(store.draw(1)) == list(scores)
+
+
+def test_responses_of_one_group_under_different_prompts_are_refused(tmp_path):
+    tree = TokenTree.from_sequences([1, 2], [[3, 4], [5]])
+    tree.meta |= {"prompt_id": "a", "task": "t", "prompt_text": "p"}
+    tree.rewards["reward"] = np.zeros(2, np.float32)
+    tree.leaf_prompt[1] = 3
+    write_rollouts(tmp_path / "a.parquet", 1, [tree], [["x", "y"]])
+    with pytest.raises(UserError, match="responses to 'a' under different prompts"):
+        read_rollouts(tmp_path / "a.parquet")
 
 
 def test_a_lost_or_changed_file_of_the_store_ends_the_run(toml, tmp_path):

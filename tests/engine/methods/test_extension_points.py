@@ -11,6 +11,8 @@ import torch
 
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.dry_run import plan_lines
+from rolltree.engine.methods.schedules import scheduled
+from rolltree.engine.parts.context import Context
 
 from ..tiny import write_job
 from .real_step import along, check_gradient, leaves_of, plain_logprobs, take_steps
@@ -290,6 +292,27 @@ def test_a_step_where_an_option_leaves_its_range_ends_the_run(asking, tmp_path):
             asking, tmp_path, *STEPS, "--trainer.steps=3", "--algorithm.objective=ppo",
             "--algorithm.objective_options={eps_low={schedule=[[1,1.0],[2,1.5]]}}", unset=EVERYTHING,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--reward.hosts=1", "`reward.hosts` do not know the step, which the weight of the part 'odd' follows"),
+        ("--rollout.program=mcts", "judges in the processes of `rollout.engines`, which do not know the step"),
+    ],
+)
+def test_a_weight_that_changes_is_refused_where_processes_do_not_know_the_step(asking, flag, why):
+    engines = [] if "hosts" in flag else ["--rollout.engines=1"]
+    with pytest.raises(UserError, match=why):
+        load_config(asking, [flag, *engines])
+
+
+def test_two_parts_of_one_name_have_metrics_of_their_own():
+    context = Context()
+    for value in (1.0, 2.0, 3.0):
+        scheduled(context, "shaping.same", "key", {"most": {"schedule": value}})
+    found = {name: option.now() for name, option in context.schedules.items()}
+    assert found == {"shaping.same.most": 1, "shaping.same.most.2": 2, "shaping.same.most.3": 3}
 
 
 @pytest.mark.parametrize(
