@@ -198,7 +198,10 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     model = load_model(
-        config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+        config.model.path,
+        dtype=getattr(torch, config.model.dtype),
+        device=choose_device(config.model.device),
+        train_tower=config.model.train_tower,
     )
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -443,7 +446,7 @@ def kept_entries(
         return None
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
-    read = {data.prompt_key, data.answer_key, data.n_key or data.answer_key}
+    read = {data.prompt_key, data.answer_key, data.n_key or data.answer_key, data.image_key or data.answer_key}
     read |= {name for name in data.curriculum_options.values() if isinstance(name, str)}
     return Entries(read, all_read=all_read).kept
 

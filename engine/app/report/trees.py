@@ -109,7 +109,7 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
 
 def _is_value(name: str) -> bool:
     """Return whether a column of the file has values to show, other than those that the page always shows."""
-    return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask")
+    return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask", "pictures")
 
 
 def _below(columns: Sequence[Any], begin: int, end: int) -> list[float | None] | float | None:
