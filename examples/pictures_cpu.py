@@ -102,9 +102,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     pad, end, *others = SPECIAL
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=pad, eos_token=end, additional_special_tokens=others
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=end, extra_special_tokens=others)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:

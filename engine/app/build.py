@@ -26,6 +26,7 @@ from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..loop.workers import Workers
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback
 from ..model.loading import choose_device, load_model, load_tokenizer
+from ..model.pictures import placeholders
 from ..parts.calling import call
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
@@ -79,6 +80,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards)
         learning = learning_parts(config, model)
         check_lengths(config, sampler.longest)
+        preflight.check_placeholders([*source.known, *problems], placeholders(model))
         preflight.check_program(
             sampling.program,
             sampling.program_name,

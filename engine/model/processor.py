@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ..data.media import Picture
 from ..errors import UserError
@@ -45,6 +45,8 @@ class PictureProcessor:
                 f"Problems with pictures need a model of the types {named}, and '{path}' is of the type "
                 f"{config.model_type}; take another model."
             )
+        from transformers import AutoImageProcessor  # here, as only pictures need Pillow
+
         try:
             self._processor: Any = AutoImageProcessor.from_pretrained(path)
         except Exception as error:

@@ -58,6 +58,7 @@ kv_tokens = 1024
 [reward]
 verifier = "reward.py:judge"
 workers = 1
+on_failure = "raise"
 
 [algorithm]
 objective = "dapo"
@@ -96,7 +97,7 @@ def write_model(directory: Path, name: str = "qwen3_vl") -> Any:
         tokenizer_object=words,
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        additional_special_tokens=list(SPECIAL.values())[3:],
+        extra_special_tokens=list(SPECIAL.values())[3:],
         chat_template=CHAT,
     )
     tokenizer.save_pretrained(directory)

@@ -25,8 +25,6 @@ from rolltree.engine.tasks import problem_of, read_problems
 from ..model.picture_models import IMAGE
 from .picture_run import SHOWN, encoded, metrics, write_run
 
-WORD = {"<|vision_start|>": 121, "<|vision_end|>": 122}
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,14 +55,13 @@ def test_a_run_trains_the_decoder_and_its_sampler_agrees(home: Path) -> None:
     assert len(rows) == 2
     assert all(row["training/rollout_probs_diff_mean"] < 1e-6 for row in rows)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
-    assert all("reward/failed" not in row or row["reward/failed"] == 0 for row in rows)
     export = home / "runs" / "tiny" / "export"
     assert changed(home, export) == {"text"}
     assert AutoImageProcessor.from_pretrained(export).merge_size == 2
     (found, *_) = pq.read_table(home / "runs" / "tiny" / "rollouts" / "step_000001.parquet").to_pylist()
     assert max(found["prompt_ids"]) >= FIRST_ID
     assert len(found["pictures"]) == 1
-    assert all(token < 120 or token in (121, 122) for token in found["response_ids"])
+    assert not {120, 123} & set(found["response_ids"])
 
 
 def test_wrong_positions_show_in_the_metrics(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +190,7 @@ def test_what_a_row_gets_wrong_names_the_row(row: dict[str, Any], why: str, toke
         prompts_of([own], tokenizer, tmp_path, image_key="image", chat=chat)
 
 
-def test_a_placeholder_without_a_picture_is_refused_by_the_engine(
+def test_a_placeholder_without_a_picture_ends_a_run_before_its_first_step(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"prompt": f"w7 {SHOWN} w{n}", "answer": "w9"} for n in range(10, 19)]
