@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 
@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
 from ..loop.sources import PromptSource, held_out
-from ..model.loading import check_model_dir, choose_device, load_tokenizer
+from ..model.loading import auto_class, check_model_dir, choose_device, load_tokenizer
 from ..parts.calling import failure
 from ..parts.resolve import import_object
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
@@ -78,7 +78,9 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
-                read = read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                read = read_problems(
+                    file, f"data.{key}", config.data.prompt_key, config.data.answer_key, config.data.image_key
+                )
                 known += [(problem.id, problem.entry) for problem in read]
         if config.data.tasks:
             GymProblems(config.data.tasks, [config.seed])
@@ -160,7 +162,7 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     try:
         hf = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf)
+            model = auto_class(hf).from_config(hf)
     except Exception as error:
         raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
     parameters = sum(p.numel() for p in model.parameters())

@@ -35,6 +35,7 @@ from .metrics import Stopwatch
 from .parts import SamplingParts
 from .publication import Publication
 from .runtime import Cores, Progress
+from .sources import pictures_of
 from .unfinished import group_state
 
 MOST_ATTEMPTS = 64
@@ -308,6 +309,7 @@ class Controller:
                 group.prompt.context,
                 kept,
                 near=group.place,
+                pictures=pictures_of(group.prompt, self.parts.tokenizer),
             )
             for group in groups
         ]
@@ -372,7 +374,8 @@ class Controller:
                 self._begin(group, *self._submit([group], n))
             case Retry(text, entry):
                 prompt = group.prompt
-                problem = Problem(prompt.id, prompt.task, text, dict(prompt.entry if entry is None else entry))
+                given = dict(prompt.entry if entry is None else entry)
+                problem = Problem(prompt.id, prompt.task, text, given, images=prompt.images)
                 group.prompt = self.source.prompt(problem)
                 group.attempt += 1
                 self.buffer.discard(group, "retried")
