@@ -57,6 +57,9 @@ class ModelConfig(Section):
     """Number type of the model's weights and activations; the optimiser always keeps fp32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; `auto` is CUDA if it is available, else the CPU."""
+    train_tower: bool = False
+    """Train all of a model that takes pictures; by default only its decoder and head are trained, and the vision tower
+    stays as it is."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
     replay_routes: bool = False
@@ -95,6 +98,10 @@ class DataConfig(Section):
     answer_key: str = "answer"
     """Column of `path` with the reference answer; `a.b` is the field `b` of the column `a`. If the column `answer` is
     missing, verl's `reward_model.ground_truth` or TRL's `solution` is read."""
+    image_key: str | None = None
+    """Column of `path` or `source` with the pictures of a problem: one or a list, each a path (relative to the file),
+    an encoded file, or a dict with `bytes` or `path`; see docs/pictures.md. Default: only parts of messages are
+    pictures."""
     n_key: str | None = None
     """Column of `path` or `source` with the number of responses to a problem. Default: `rollout.n` for all problems."""
     template: str = "{prompt}"
@@ -126,6 +133,10 @@ class DataConfig(Section):
             )
         if self.tools and not self.chat:
             raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
+        if self.image_key is not None and self.tasks:
+            raise ValueError(
+                "`data.image_key` is a column of `data.path` or `data.source`, and `data.tasks` have no pictures"
+            )
         if self.n_key is not None and self.tasks:
             raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
         if self.source_options and self.source is None:
@@ -623,6 +634,11 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if self.loop.train_context == "plain" and self.data.image_key is not None:
+            raise ValueError(
+                '`loop.train_context` = "plain" cannot exchange a prompt with pictures (`data.image_key`); leave one of '
+                "them out"
+            )
         if self.model.replay_routes and rollout.backend == "vllm":
             raise ValueError(
                 '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
