@@ -636,8 +636,7 @@ class TrainConfig(Section):
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
         if self.loop.train_context == "plain" and self.data.image_key is not None:
             raise ValueError(
-                '`loop.train_context` = "plain" cannot exchange a prompt with pictures (`data.image_key`); leave one of '
-                "them out"
+                '`loop.train_context` = "plain" exchanges no prompts with pictures (`data.image_key`); leave one out'
             )
         if self.model.replay_routes and rollout.backend == "vllm":
             raise ValueError(
