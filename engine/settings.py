@@ -442,7 +442,8 @@ class TrainerSection(Section):
     max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
     """The run stops after this many steps in a row with a non-finite loss or gradient, or without sampled responses."""
     ranks: PositiveInt = 1
-    """Processes that train together, over which FSDP2 shards all models."""
+    """Processes that train together, over which FSDP2 shards all models; above 1 it needs `rollout.engines`, see
+    docs/scale.md."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that a rank waits for the others before the update counts as failed."""
     reshard: bool = True
@@ -513,14 +514,17 @@ class EvaluationConfig(Section):
 
 class PlacementConfig(Section):
     cluster: str = ""
-    """Ray cluster whose nodes run the processes of `rollout.engines`: `auto` or `HOST:PORT`. Empty: Ray is started on
-    this machine and listens on the loopback interface alone."""
+    """Ray cluster whose nodes run the processes of `rollout.engines` and `trainer.ranks`: `auto` or `HOST:PORT`. Empty:
+    Ray is started on this machine and listens on the loopback interface alone."""
+    per_rank: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    """Ray's resources of one rank, which computes with as many threads as it has CPUs. Default: as for `per_engine`."""
     per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
     hang_s: PositiveFloat = 120.0
     """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer."""
     restarts: NonNegativeInt = 10
-    """The run stops if more engines than this are lost between two updates of the weights."""
+    """The run stops if more engines than this are lost between two updates of the weights, or ranks more often than
+    this without a new step."""
 
 
 class CheckpointConfig(Section):
@@ -591,6 +595,8 @@ class TrainConfig(Section):
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
         if self.placement != PlacementConfig() and not rollout.engines:
             raise ValueError("`placement` is for other processes; set `rollout.engines`, or leave it out")
+        if self.placement.per_rank and trainer.ranks == 1:
+            raise ValueError("`placement.per_rank` is for `trainer.ranks` above 1; set these, or leave it out")
         if rollout.compile and rollout.backend == "vllm":
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)

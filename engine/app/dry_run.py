@@ -110,6 +110,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     if rollout.engines:
         cluster = config.placement.cluster or "this machine"
         yield f"engines            {rollout.engines} processes of Ray on {cluster}"
+    if trainer.ranks > 1:
+        yield f"ranks              {trainer.ranks} processes of Ray that train together"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
     yield (
         f"update             {main.surrogate} loss, {main.aggregation}; at most "

@@ -23,6 +23,7 @@ from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop import fleet as fleet_module
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.orchestrator import Orchestrator
+from rolltree.engine.loop.ranks import Ranks
 from rolltree.engine.loop.workers import InThreads, LostError, Reference
 from rolltree.engine.rollout.host import Host
 
@@ -66,7 +67,7 @@ def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
     """Workers in threads, which runs use instead of Ray."""
     made = InThreads()
-    monkeypatch.setattr(build, "make_fleet", partial(build.make_fleet, workers=made))
+    monkeypatch.setattr(build, "make_workers", lambda config: made)
     return made
 
 
@@ -121,7 +122,7 @@ def test_no_token_is_older_than_its_group(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     """With loads that are late; without the hosts' wait for the version, older tokens appear (the negative)."""
-    monkeypatch.setattr(build, "make_fleet", partial(build.make_fleet, workers=Slow()))
+    monkeypatch.setattr(build, "make_workers", lambda config: Slow())
     if not waits:
         submit = Fleet.submit
 
@@ -248,6 +249,36 @@ def test_one_process_of_ray_gives_the_bits_of_this_process(ray: Any, toml: Path,
 def test_two_processes_of_ray_give_the_same_tokens(ray: Any, toml: Path, alone: Path, tmp_path: Path) -> None:
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
     assert_close(config.run_dir, alone, WITHIN)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_ranks_of_ray_learn_what_one_process_learns(ray: Any, toml: Path, alone: Path, tmp_path: Path) -> None:
+    """One is killed in the second step; the run goes back, and then continues on other numbers of ranks."""
+    strikes = [2]
+
+    def watch(run: Orchestrator) -> None:
+        assert isinstance(run.learner, Ranks)
+        ranks, learn = run.learner, run.learner._learn
+
+        def struck(method: str, trees: Any, given: Any, step: int, *rest: Any) -> Any:
+            if step in strikes:
+                strikes.remove(step)
+                os.kill(ranks.pids[0], signal.SIGKILL)
+            return learn(method, trees, given, step, *rest)
+
+        run.learner._learn = struck  # type: ignore[method-assign]
+
+    two = [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=1", "--trainer.ranks=2"]
+    config, run = train(toml, two, watch)
+    assert not strikes
+    assert run.learner._groups == 2  # type: ignore[attr-defined]
+    assert_close(config.run_dir, alone, WITHIN)
+    audit(config)
+    longer, _ = train(toml, [f"--output_dir={toml.parent}/longer", *SHORT, "--trainer.steps=5"])
+    train(toml, [*two, "--trainer.steps=4", "--placement.cluster=auto"], resume=True)  # they meet at an address
+    more, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--trainer.steps=5"], resume=True)
+    assert_close(more.run_dir, longer.run_dir, WITHIN)
 
 
 @pytest.mark.ray
