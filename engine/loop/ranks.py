@@ -135,7 +135,7 @@ def _hash(trees: Sequence[TokenTree]) -> str:
         for values in (tree.columns, tree.rewards):
             for name in sorted(values):
                 found.update(name.encode())
-                found.update(np.ascontiguousarray(values[name]))
+                found.update(values[name].tobytes())
     return found.hexdigest()
 
 

@@ -117,7 +117,7 @@ def gathered(model: PreTrainedModel, kept: bool) -> dict[str, Tensor]:
     of_shard: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in of_shard:
-            full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            full = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
             of_shard[id(tensor)] = full.cpu() if kept else full.new_empty(0)
         found[name] = of_shard[id(tensor)]
     return found if kept else {}
