@@ -57,6 +57,9 @@ class ModelConfig(Section):
     """Number type of the model's weights and activations; the optimiser always keeps fp32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; `auto` is CUDA if it is available, else the CPU."""
+    train_tower: bool = False
+    """Train all of a model that takes pictures; by default only its decoder and head are trained, and the vision tower
+    stays as it is."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
     replay_routes: bool = False
@@ -95,6 +98,10 @@ class DataConfig(Section):
     answer_key: str = "answer"
     """Column of `path` with the reference answer; `a.b` is the field `b` of the column `a`. If the column `answer` is
     missing, verl's `reward_model.ground_truth` or TRL's `solution` is read."""
+    image_key: str | None = None
+    """Column of `path` or `source` with the pictures of a problem: one or a list, each a path (relative to the file),
+    an encoded file, or a dict with `bytes` or `path`; see docs/pictures.md. Default: only parts of messages are
+    pictures."""
     n_key: str | None = None
     """Column of `path` or `source` with the number of responses to a problem. Default: `rollout.n` for all problems."""
     template: str = "{prompt}"
@@ -126,6 +133,10 @@ class DataConfig(Section):
             )
         if self.tools and not self.chat:
             raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
+        if self.image_key is not None and self.tasks:
+            raise ValueError(
+                "`data.image_key` is a column of `data.path` or `data.source`, and `data.tasks` have no pictures"
+            )
         if self.n_key is not None and self.tasks:
             raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
         if self.source_options and self.source is None:
@@ -491,7 +502,8 @@ class TrainerSection(Section):
     max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
     """The run stops after this many steps in a row with a non-finite loss or gradient, or without sampled responses."""
     ranks: PositiveInt = 1
-    """Processes that train together, over which FSDP2 shards all models."""
+    """Processes that train together, over which FSDP2 shards all models; above 1 it needs `rollout.engines`, see
+    docs/scale.md."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that a rank waits for the others before the update counts as failed."""
     reshard: bool = True
@@ -579,8 +591,10 @@ class EvaluationConfig(Section):
 
 class PlacementConfig(Section):
     cluster: str = ""
-    """Ray cluster whose nodes run the processes of `rollout.engines` and `reward.hosts`: `auto` or `HOST:PORT`. Empty:
-    Ray is started on this machine and listens on the loopback interface alone."""
+    """Ray cluster whose nodes run the processes of `rollout.engines`, `trainer.ranks` and `reward.hosts`: `auto` or
+    `HOST:PORT`. Empty: Ray is started on this machine and listens on the loopback interface alone."""
+    per_rank: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    """Ray's resources of one rank, which computes with as many threads as it has CPUs. Default: as for `per_engine`."""
     per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
     layout: Literal["split", "colocated"] = "split"
@@ -590,8 +604,8 @@ class PlacementConfig(Section):
     """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer; a reward
     host, if it gives no answer."""
     restarts: NonNegativeInt = 10
-    """The run stops if more engines than this are lost between two updates of the weights, or more reward hosts without
-    a verdict between them."""
+    """The run stops if more engines than this are lost between two updates of the weights, more reward hosts without a
+    verdict between them, or ranks more often than this without a new step."""
 
 
 class CheckpointConfig(Section):
@@ -666,6 +680,10 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if self.loop.train_context == "plain" and self.data.image_key is not None:
+            raise ValueError(
+                '`loop.train_context` = "plain" exchanges no prompts with pictures (`data.image_key`); leave one out'
+            )
         if self.model.replay_routes and rollout.backend == "vllm":
             raise ValueError(
                 '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
@@ -678,7 +696,15 @@ class TrainConfig(Section):
             raise ValueError(
                 "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"
             )
+        if self.placement.per_rank and trainer.ranks == 1:
+            raise ValueError("`placement.per_rank` is for `trainer.ranks` above 1; set these, or leave it out")
+        if trainer.ranks > 1 and (self.data.image_key is not None or self.model.replay_routes):
+            raise ValueError(
+                "`data.image_key` and `model.replay_routes` do not go with `trainer.ranks` above 1 yet; set it to 1"
+            )
         colocated = self.placement.layout == "colocated"
+        if colocated and trainer.ranks > 1:
+            raise ValueError('`placement.layout` = "colocated" does not go with `trainer.ranks` above 1; set it to 1')
         if (self.placement.per_engine or colocated) and not rollout.engines:
             raise ValueError(
                 "`placement.per_engine` and `placement.layout` are for `rollout.engines`; set these, or leave them out"

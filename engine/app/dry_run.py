@@ -79,7 +79,9 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
-                read = read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                read = read_problems(
+                    file, f"data.{key}", config.data.prompt_key, config.data.answer_key, config.data.image_key
+                )
                 known += [(problem.id, problem.entry) for problem in read]
         if config.data.tasks:
             GymProblems(config.data.tasks, [config.seed])
@@ -114,6 +116,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     if rollout.engines:
         sleeping = ", asleep during updates" if config.placement.layout == "colocated" else ""
         yield f"engines            {rollout.engines} processes of Ray on {cluster}{sleeping}"
+    if trainer.ranks > 1:
+        yield f"ranks              {trainer.ranks} processes of Ray that train together"
     if config.reward.hosts:
         yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens

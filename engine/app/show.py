@@ -16,6 +16,7 @@ from ..data.tree import TokenTree
 from ..loop.buffer import Buffer, Group
 from ..loop.controller import Controller
 from ..loop.metrics import Stopwatch
+from ..loop.publication import TrainedModel
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
 from ..parts.context import Context
@@ -79,7 +80,7 @@ def _first_groups(
     source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config, recorded=recorded))
     context = Context(tokenizer)
     rewards = make_run_rewards(config, engine, tokenizer, context)
-    parts = sampling_parts(config, model, engine, tokenizer, source, rewards, context)
+    parts = sampling_parts(config, TrainedModel(model), engine, tokenizer, source, rewards, context)
     controller = Controller(parts, Buffer(parts.budget), Stopwatch(), console)
     with rewards, controller.running(rewards):
         for note in filter(None, (rewards.note, parts.program.note)):
@@ -99,9 +100,18 @@ def describe(group: Group) -> str:
 def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:
     """Convert to a tree of rich: one branch for each node, leaves with their reward and status."""
 
+    rows = {picture.first_id: picture.rows for picture in tree.pictures}
+
+    def spelled(ids: list[int]) -> str:
+        begin = next((i for i, token in enumerate(ids) if token in rows), None)
+        if begin is None:
+            return str(tokenizer.decode(ids))
+        rest = ids[begin + rows[ids[begin]] :]
+        return f"{tokenizer.decode(ids[:begin])}[picture of {rows[ids[begin]]} tokens]{spelled(rest)}"
+
     def text(node: int) -> str:
         ids = tree.token_id[tree.start[node] : tree.start[node] + tree.length[node]]
-        return escape(printable(tokenizer.decode(ids))).rstrip("\n")
+        return escape(printable(spelled(ids.tolist()))).rstrip("\n")
 
     ends: dict[int, list[int]] = {}
     for leaf, node in enumerate(tree.leaf_node.tolist()):

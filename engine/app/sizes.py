@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ..errors import UserError
+from ..model.loading import auto_class
 from ..parts.calling import failure
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -57,7 +58,7 @@ def read_sizes(path: Path) -> ModelSizes:
     try:
         hf = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf)
+            model = auto_class(hf).from_config(hf)
     except Exception as error:
         raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
     text = hf.get_text_config()

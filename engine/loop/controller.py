@@ -35,7 +35,7 @@ from .metrics import Stopwatch
 from .parts import SamplingParts
 from .publication import Publication
 from .runtime import Cores, Progress
-from .sources import Prompt
+from .sources import Prompt, pictures_of
 from .unfinished import group_state
 
 MOST_ATTEMPTS = 64
@@ -196,6 +196,16 @@ class Controller:
                 ) from error
         return archive.tensors, groups
 
+    def clear(self) -> None:
+        """Discard all open groups, so that this run can go back to a checkpoint."""
+        with self.paused(), self._changed:
+            self.sampler.drop([flight for flight in self._sampling.values() if not flight.done])
+            self._sampling.clear()
+            self.judging.clear()
+            self.buffer.open.clear()
+            self.buffer.fallen.clear()
+            self.restarted.clear()
+
     def load_state_dict(self, tensors: dict[str, Tensor], groups: Sequence[Any]) -> None:
         """Restore the state that :meth:`state_dict` returned; load the buffer's counts and the weights before."""
         archive = Archive(tensors)
@@ -319,6 +329,7 @@ class Controller:
                 group.asked.context,
                 kept,
                 near=group.place,
+                pictures=pictures_of(group.asked, self.parts.tokenizer),
             )
             for group in groups
         ]
@@ -428,7 +439,8 @@ class Controller:
     def _prompt(self, group: Group, text: str, entry: Mapping[str, Any] | None = None) -> Prompt:
         """Return another prompt for the group's problem."""
         own = group.prompt
-        return self.source.prompt(Problem(own.id, own.task, text, dict(own.entry if entry is None else entry)))
+        given = dict(own.entry if entry is None else entry)
+        return self.source.prompt(Problem(own.id, own.task, text, given, images=own.images))
 
     def _check_drops(self, reason: str) -> None:
         most = self.parts.max_dropped_batches * self.buffer.budget.batch

@@ -20,7 +20,7 @@ from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
 from .buffer import Group, Responses
 from .failures import unsampled
-from .sources import Prompt
+from .sources import Prompt, pictures_of
 
 
 def no_trace(track: str, name: str, begin: float, end: float) -> None:
@@ -68,6 +68,12 @@ class Judging:
     def busy(self) -> bool:
         """True if verdicts are outstanding or not taken."""
         return bool(self._waiting or self._asked or self._judged)
+
+    def clear(self) -> None:
+        """Discard all requests; verdicts that arrive later belong to no group."""
+        for future in self._asked:
+            future.cancel()
+        self._waiting, self._asked, self._judged = [], {}, []
 
     def add(self, finished: Sequence[tuple[Group, TokenTree, list[str] | None]]) -> None:
         """Add trees with (further) responses of their groups, and request the verdicts on them.
@@ -145,6 +151,7 @@ class Judging:
             [Segment.prompt(group.prompt.token_ids), *(Segment.make(some, origin=Origin.INJECTED) for some in ids)],
             list(range(1, len(ids) + 1)),
             [LeafStatus.STOP] * len(ids),
+            pictures=pictures_of(group.prompt, self.tokenizer),
         )
         tree.set("group", group.ticket)
         tree.rewards["reward"] = np.array(rewards, np.float32)

@@ -26,11 +26,11 @@ from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
 from ..model.self_check import skip_check, tree_error, trees_fit
-from ..model.sharding import joined, local, named_shards, placed
+from ..model.sharding import gathered, joined, local, named_shards, placed
 from ..rollout import SamplingParams
 from ..train import checkpoint
 from ..train.checkpoint import Saved
-from ..train.phases import MODEL, Phases
+from ..train.phases import MODEL, Phases, Span
 from ..train.terms import TokenTerm
 from ..train.trainer import Metrics, Trainer, Weighted
 from .metrics import Stopwatch, Sums
@@ -97,6 +97,7 @@ class Learner:
         for k in range(parts.updates_per_step):
             share = slice(k, None, parts.updates_per_step)
             updated |= self._one_update(kept[share], given[share], step, sums)
+        self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
         self.metrics = sums.means()
         return updated
 
@@ -315,6 +316,19 @@ class Learner:
         """Return the source of the policy's weights, for a sampler."""
         return self.trainer
 
+    def spans(self) -> list[Span]:
+        """Return the phases of the updates since the last call, in order; waits until the device has finished them."""
+        return self.phases.read()
+
+    def utilization(self, times: dict[str, float]) -> dict[str, float]:
+        """Return `Mfu.read` of the step's account."""
+        return self.mfu.read(times)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the policy."""
+        return self.model.device
+
     @property
     def updates(self) -> int:
         """Number of updates of the policy."""
@@ -362,8 +376,15 @@ class Learner:
         return ours if ours is not None and ours.shape == size else None
 
     def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory that plain transformers loads."""
-        self.model.save_pretrained(directory)
+        """Write the policy as a Hugging Face directory that plain transformers loads; of several ranks the first does,
+        and all must call it."""
+        if self.group.count == 1:
+            self.model.save_pretrained(directory)
+            return
+        whole = gathered(self.model, self.group.rank == 0)
+        if self.group.rank == 0:
+            self.model.save_pretrained(directory, state_dict=whole)
+        self.group.gather(None)  # the directory is complete when any rank returns
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
