@@ -15,7 +15,7 @@ from rolltree.engine.methods.schedules import scheduled
 from rolltree.engine.parts.context import Context
 
 from ..tiny import write_job
-from .real_step import along, check_gradient, leaves_of, plain_logprobs, take_steps
+from .real_step import STARTED, along, check_gradient, leaves_of, plain_logprobs, take_steps
 
 MINE = """
 def odd(text, entry):
@@ -305,6 +305,20 @@ def test_a_weight_that_changes_is_refused_where_processes_do_not_know_the_step(a
     engines = [] if "hosts" in flag else ["--rollout.engines=1"]
     with pytest.raises(UserError, match=why):
         load_config(asking, [flag, *engines])
+
+
+def test_a_weight_that_follows_a_metric_goes_on_in_a_resumed_run(asking, tmp_path):
+    """The weight falls by 2% a step from the value of the step before, which is in the checkpoint."""
+    steered = "weight='steer',weight_options={metric='actor/loss',target=100.0,own='schedule/reward.odd.weight'}"
+    part = f"--reward.parts=[{{name='odd',verifier='{asking.parent}/mine.py:odd',{steered}}}]"
+    flags = [*STEPS, "--trainer.max_tokens=4096", part]
+    take_steps(asking, tmp_path, *flags, "--trainer.steps=2", unset=EVERYTHING)
+    for key in [key for key in STARTED if "steer" in key]:
+        del STARTED[key]  # it follows the first run's steps
+    steps = take_steps(asking, tmp_path, *flags, "--trainer.steps=3", unset=EVERYTHING, resume=True)
+    assert [row["schedule/reward.odd.weight"] for row in steps.rows] == pytest.approx([1, 0.98, 0.98**2])
+    for tree in steps.judged:
+        np.testing.assert_allclose(tree.rewards["reward"], np.float32(0.98**2) * tree.rewards["odd"])
 
 
 def test_two_parts_of_one_name_have_metrics_of_their_own():
