@@ -204,6 +204,21 @@ def test_draws_follow_credit_and_their_number_the_store(toml, tmp_path, monkeypa
     assert sorted(store.draw(1)) == list(scores)
 
 
+def test_a_file_is_deleted_when_two_checkpoints_do_not_name_it(toml, tmp_path):
+    config = load_config(toml, [*STEPS, "--replay.groups=1"])
+    store = ReplayStore(config.replay, tmp_path, 0, bool, None, count=1)
+    for number in range(3):
+        (tmp_path / f"{number}").touch()
+        store.stored.append(Stored(f"{number}", 0, number + 1, 1.0, ""))
+    store.state_dict()
+    store.add([], [], 4)  # the two oldest leave
+    left = [sorted(path.name for path in tmp_path.iterdir())]
+    for _ in range(2):
+        assert [one["file"] for one in store.state_dict()["stored"]] == ["2"]
+        left.append(sorted(path.name for path in tmp_path.iterdir()))
+    assert left == [["0", "1", "2"], ["0", "1", "2"], ["2"]]
+
+
 def test_responses_of_one_group_under_different_prompts_are_refused(tmp_path):
     tree = TokenTree.from_sequences([1, 2], [[3, 4], [5]])
     tree.meta |= {"prompt_id": "a", "task": "t", "prompt_text": "p"}
