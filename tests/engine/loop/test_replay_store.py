@@ -219,6 +219,17 @@ def test_a_file_is_deleted_when_two_checkpoints_do_not_name_it(toml, tmp_path):
     assert left == [["0", "1", "2"], ["0", "1", "2"], ["2"]]
 
 
+def test_groups_that_are_kept_and_judged_enter_the_store(toml, whole, tmp_path):
+    files = sorted((whole.orchestrator.options.directory / "replay").glob("*.safetensors"))[:3]
+    recorded = [read_groups(path)[0] for path in files]
+    trees = [parts[0].tree for _, parts in recorded]
+    trees[2].rewards["reward"][0] = np.nan
+    store = ReplayStore(load_config(toml, STEPS).replay, tmp_path, 0, lambda tree: tree is not trees[0], None, count=1)
+    store.add(recorded, trees, 1)
+    assert [one.file for one in store.stored] == [files[1].name]
+    assert [path.name for path in tmp_path.iterdir()] == [files[1].name]
+
+
 def test_responses_of_one_group_under_different_prompts_are_refused(tmp_path):
     tree = TokenTree.from_sequences([1, 2], [[3, 4], [5]])
     tree.meta |= {"prompt_id": "a", "task": "t", "prompt_text": "p"}
