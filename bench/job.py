@@ -219,6 +219,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     from rolltree.engine.loop.evaluation import Evaluation
     from rolltree.engine.loop.parts import EvaluationParts
     from rolltree.engine.loop.sources import held_out
+    from rolltree.engine.parts.context import Context as Asked
     from rolltree.engine.rollout.sampler import LocalSampler
 
     from .long_tail import Quiet
@@ -233,7 +234,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     evaluation = Evaluation(
         EvaluationParts(problems, greedy_params(config), 0), LocalSampler(engine, program), tokenizer, quiet
     )
-    with make_run_rewards(config, engine, tokenizer) as rewards:
+    with make_run_rewards(config, engine, tokenizer, Asked(tokenizer)) as rewards:
         for number, file in enumerate(files):
             if file is not None:
                 weights = load_file(file, device=str(model.device))

@@ -24,6 +24,7 @@ from rolltree.engine.loop.evaluation import Evaluation
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.loop.sources import Prompt, PromptSource, held_out
 from rolltree.engine.model.loading import choose_device
+from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, Rewards
 from rolltree.engine.settings import LoopConfig, RolesConfig, TrainConfig
 from rolltree.kernels import Objective
@@ -220,7 +221,10 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
         return [result.value for result in rewards.score(items)]
 
     unused: Any = None  # the engine, which only the verifier `policy` uses
-    with make_run_rewards(config, unused, tokenizer) as rewards, tempfile.TemporaryDirectory() as directory:
+    with (
+        make_run_rewards(config, unused, tokenizer, Context(tokenizer)) as rewards,
+        tempfile.TemporaryDirectory() as directory,
+    ):
         longest = max(len(prompt.token_ids) for prompt in prompts) + config.rollout.max_new_tokens
         arguments = grpo_arguments(config, loss, longest, directory, vllm=vllm)
         trainer: Any = GRPOTrainer(

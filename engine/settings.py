@@ -230,8 +230,11 @@ class RewardPartConfig(Section):
     """Verifier of this part, as `reward.verifier`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier."""
-    weight: float = 1.0
-    """Factor of the part's value in the reward, which is the sum over the parts that judge a problem."""
+    weight: Schedule = 1.0
+    """Factor of the part's value in the reward, which is the sum over the parts that judge a problem; given as
+    `algorithm.weight` is."""
+    weight_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the schedule function."""
     when: str | tuple[str, ...] = ()
     """Task or tasks that the part judges: names in `data.tasks`, or values of the column `task` of `data.path` or
     `data.source`. Default: all."""
@@ -305,7 +308,17 @@ class RewardConfig(Section):
                 "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
                 "`policy` out"
             )
+        if self.hosts and self.scheduled:
+            raise ValueError(
+                f"`reward.hosts` do not know the step, which the weight of the part '{self.scheduled[0]}' follows; set "
+                "`hosts` to 0, or give the part a number"
+            )
         return self
+
+    @property
+    def scheduled(self) -> list[str]:
+        """Names of the parts whose weight changes with the step."""
+        return [part.name for part in self.parts if not isinstance(part.weight, int | float)]
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -405,6 +418,28 @@ class DemonstrationsConfig(Section):
     of numbers, needed by objectives that weigh demonstrations by it, such as `pear`."""
     per_step: PositiveInt = 8
     """Demonstrations of each step; a loss term trains on them with `select = "injected"`."""
+
+
+class ReplayConfig(Section):
+    share: Annotated[float, Field(gt=0, lt=1)]
+    """Share of `trainer.prompts_per_step` that are groups of earlier steps, drawn from the store without replacement;
+    the rest is sampled. While the store has fewer, a step trains on fewer."""
+    keep: str = "every"
+    """Trained groups that enter the store: a name that `rolltree methods` lists, or `file.py:function` that takes a
+    group's tree with its credit and returns True or False."""
+    keep_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `keep`."""
+    weight: NonNegativeFloat = 1.0
+    """Factor of the credit of replayed groups."""
+    age: PositiveInt | None = None
+    """Steps for which a group stays in the store. Default: no limit."""
+    groups: PositiveInt = 4096
+    """Largest number of groups in the store, which is on disk; the oldest leave first."""
+    prefer: NonNegativeFloat = 0.0
+    """Groups are drawn in proportion to this power of the mean of their tokens' absolute credit; 0: all alike."""
+    paths: tuple[str, ...] = ()
+    """Files with groups of other runs to begin with: `rollouts/step_*.parquet` of a run, or those of
+    `rolltree rollout --record`. Both need this run's tokenizer."""
 
 
 class AlgorithmConfig(Section):
@@ -604,6 +639,14 @@ class TrainConfig(Section):
     roles: RolesConfig = RolesConfig()
     demonstrations: DemonstrationsConfig | None = None
     """Given responses, trained on together with the rollouts."""
+    replay: ReplayConfig | None = None
+    """Groups of earlier steps, trained on again together with new ones."""
+
+    @property
+    def replayed(self) -> int:
+        """Number of groups of a step that `[replay]` draws from the store."""
+        return 0 if self.replay is None else round(self.replay.share * self.trainer.prompts_per_step)
+
     trainer: TrainerSection = TrainerSection()
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -666,6 +709,13 @@ class TrainConfig(Section):
             raise ValueError(
                 "`placement.per_engine` and `placement.layout` are for `rollout.engines`; set these, or leave them out"
             )
+        judges = rollout.program in ("hints", "mcts") or ":" in rollout.program
+        if rollout.engines and judges and (scheduled := self.reward.scheduled):
+            raise ValueError(
+                f"the program '{rollout.program}' judges in the processes of `rollout.engines`, which do not know the "
+                f"step that the weight of the part '{scheduled[0]}' follows; set `rollout.engines` to 0, or give the "
+                "part a number"
+            )
         if colocated and self.loop.overlaps(on_cpu=False):
             raise ValueError(
                 'engines with `placement.layout` = "colocated" sleep during updates and cannot sample then; set '
@@ -696,6 +746,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"`trainer.updates_per_step` = {trainer.updates_per_step} needs at least as many prompts, and "
                 f"`trainer.prompts_per_step` is {trainer.prompts_per_step}"
+            )
+        if self.replay is not None and not 0 < self.replayed < trainer.prompts_per_step:
+            raise ValueError(
+                f"`replay.share` = {self.replay.share} of `trainer.prompts_per_step` = {trainer.prompts_per_step} is "
+                f"{self.replayed} groups, which leaves none {'to draw' if not self.replayed else 'to sample'}; change "
+                "one of them"
             )
         if evaluation.every and not evaluation.problems:
             raise ValueError("`evaluation.every` is given but `evaluation.problems` is 0; give both or neither")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -25,14 +26,17 @@ from ..loop.learner import Learner
 from ..loop.parts import EvaluationParts, LearningParts, Parts, RunOptions, SamplingParts, Trained
 from ..loop.publication import TrainedModel
 from ..loop.ranks import Rank, Ranks
+from ..loop.replay_store import ReplayStore
 from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..loop.workers import Role, Workers
-from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
+from ..methods.groups import GROUP_CALLBACKS, KEEPS, GroupCallback, HintLadder
+from ..methods.schedules import scheduled
 from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..model.pictures import placeholders
 from ..parts.calling import call
+from ..parts.context import OF_TREES, Context, asked
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, check_references, make_rewards
@@ -44,7 +48,7 @@ from ..settings import RolloutConfig, TrainConfig
 from ..tasks import Problem
 from ..train import checkpoint
 from ..train.group import Group
-from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, shapings
+from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, rescores, shapings
 from .config import resolved_toml, training_config
 
 
@@ -94,19 +98,21 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             assert model is not None
             sampler = make_engine(config, sampled_model(config, model), tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
-        rewards = make_run_rewards(config, sampler, tokenizer) if hosted is None else hosted
+        context = Context(tokenizer)
+        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config), context)
+        rewards = make_run_rewards(config, sampler, tokenizer, context) if hosted is None else hosted
         own: dict[str, Any] = {}
         if ranks is None:
             assert model is not None
             trained: Trained = TrainedModel(model)
-            learning = learning_parts(config, model)
+            learning = learning_parts(config, model, context=Context(tokenizer))
             learner: Any = partial(Learner, learning)
             own = learning_state(learning)
         else:
             trained, learner = ranks, lambda watch, note: ranks
-        sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards)
+        sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards, context)
         check_hints(sampling.callback, source)
+        store = replay_store(config, tokenizer, context)
         check_lengths(config, sampler.longest)
         if model is not None:
             preflight.check_placeholders([*source.known, *problems], placeholders(model))
@@ -143,9 +149,12 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console=console,
         saved=saved,
         replay=replay,
+        store=store,
+        context=context,
         workers=workers,
         stateful=stateful(
             {
+                "replay": store,
                 "rollout.program": sampling.program.shared,
                 "data.curriculum": source.curriculum,
                 "loop.callback": sampling.callback,
@@ -195,12 +204,14 @@ def sampling_parts(
     tokenizer: PreTrainedTokenizerBase,
     source: PromptSource,
     rewards: Rewards,
+    context: Context,
 ) -> SamplingParts:
     """Make the parts with which `Controller` samples and judges.
 
     Args:
         trained: the policy that is trained.
         sampler: the engine of this process, or the engines of others, which sample on their own during updates.
+        context: the run's values, for what the callback asks.
 
     Raises:
         UserError: the program or the callback is unknown or refuses its options.
@@ -219,7 +230,7 @@ def sampling_parts(
         params=sampling_params(config.rollout),
         budget=budget(config),
         seed=config.seed,
-        callback=group_callback(config),
+        callback=group_callback(config, context),
         callback_name=loop.callback,
         trains_plain=loop.train_context == "plain",
         max_dropped_batches=loop.max_dropped_batches,
@@ -456,7 +467,7 @@ def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedMode
     return copy.deepcopy(model).requires_grad_(False)
 
 
-def group_callback(config: TrainConfig) -> GroupCallback | None:
+def group_callback(config: TrainConfig, context: Context) -> GroupCallback | None:
     """Return the function that decides about judged groups; None if the run has none.
 
     Raises:
@@ -465,10 +476,29 @@ def group_callback(config: TrainConfig) -> GroupCallback | None:
     loop = config.loop
     if loop.callback is None:
         return None
+    options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
     found: GroupCallback = resolve(
-        "loop.callback", loop.callback, loop.callback_options, known=GROUP_CALLBACKS, inputs=("tree",)
-    )
+        "loop.callback", loop.callback, options, known=GROUP_CALLBACKS, inputs=("tree",), context=context,
+        offers=OF_TREES,
+    )  # fmt: skip
     return found
+
+
+def replay_store(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: Context) -> ReplayStore | None:
+    """Return the store of groups to train on again; None if the run has none.
+
+    Raises:
+        UserError: `replay.keep` names no function, or a file of `replay.paths` cannot be used.
+    """
+    replay = config.replay
+    if replay is None:
+        return None
+    options = scheduled(context, "replay", "replay.keep_options", replay.keep_options)
+    keep = resolve("replay.keep", replay.keep, options, known=KEEPS, inputs=("tree",), context=context, offers=OF_TREES)
+    return ReplayStore(
+        replay, config.run_dir / "replay", config.seed, keep, tokenizer, count=config.replayed,
+        rescored=rescores(config),
+    )  # fmt: skip
 
 
 def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
@@ -486,7 +516,7 @@ def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
 def budget(config: TrainConfig) -> Budget:
     """Return the limits on the number of open groups and on their lag."""
     loop = config.loop
-    return Budget(config.trainer.prompts_per_step, loop.staleness, loop.window, loop.over_sampling)
+    return Budget(config.trainer.prompts_per_step - config.replayed, loop.staleness, loop.window, loop.over_sampling)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
@@ -512,7 +542,7 @@ def rollout_program(config: RolloutConfig) -> RolloutProgram:
 
 
 def make_run_rewards(
-    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase, context: Context
 ) -> Rewards:
     """Make the verifier of responses, `reward.verifier` or `reward.parts`; its processes start when it is entered as a
     context.
@@ -527,7 +557,7 @@ def make_run_rewards(
         found = sampler.score(ids, [[some] if some else [] for some in wanted])
         return [some[0] if some else [] for some in found]
 
-    return make_rewards(config.reward, config.data.tasks, score)
+    return make_rewards(config.reward, config.data.tasks, score, context)
 
 
 def check_old_logprobs(config: TrainConfig) -> None:
@@ -540,6 +570,8 @@ def check_old_logprobs(config: TrainConfig) -> None:
     why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
     if corrects(config):
         why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
+    elif config.replay is not None:
+        why = "`replay`"
     elif mixes_policies(config):
         why = f"`rollout.program` = '{rollout.program}', which may return tokens of older policies,"
     elif config.loop.train_context == "plain":
@@ -607,7 +639,7 @@ def kept_entries(
     Args:
         recorded: the groups are written to a file.
     """
-    if config.loop.staleness == 0 and not recorded:
+    if config.loop.staleness == 0 and config.replay is None and not recorded:
         return None
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
@@ -617,9 +649,22 @@ def kept_entries(
     return Entries(read, all_read=all_read).kept
 
 
+def _asks_entry(name: str) -> bool:
+    """Return whether the user's function, or a method of the class, has an argument ``entry``."""
+    found = import_object(name)
+    functions = [one for _, one in inspect.getmembers(found, inspect.isfunction)] if inspect.isclass(found) else [found]
+    return any(asked(function, ("entry",)) for function in functions)
+
+
 def _user_code_reads(config: TrainConfig) -> bool:
     """Return whether a function or class of the user's (``file.py:name``) receives entries."""
     programs = [config.rollout.program, config.data.curriculum, config.loop.callback, *config.data.tools]
+    algorithm = config.algorithm
+    learning = [algorithm.advantage, algorithm.select, *(shaping.name for shaping in config.reward.shaping)]
+    learning += [name for term in algorithm.terms for name in (term.loss, term.select, term.pairs)]
+    learning.append(None if config.replay is None else config.replay.keep)
+    if any(_asks_entry(name) for name in learning if name is not None and ":" in name):
+        return True
     named: list[Any] = [*config.reward.verifiers, *programs]
     named += [*config.reward.options.values(), *config.rollout.program_options.values()]
     named += [value for part in config.reward.parts for value in part.options.values()]

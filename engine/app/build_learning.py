@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +23,17 @@ from ..loop.parts import LearningParts
 from ..methods.advantages import ADVANTAGES
 from ..methods.credit import CreditFunction
 from ..methods.losses import LOSSES
-from ..methods.schedules import Schedule, find_schedule
+from ..methods.schedules import Schedule, find_schedule, scheduled
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
-from ..model.loading import choose_device, load_model
+from ..model.loading import choose_device, load_model, load_tokenizer
 from ..model.roles import Role
 from ..model.sharding import shard
 from ..parts.calling import ask
+from ..parts.context import OF_TREES, Changing, Context, now
 from ..parts.resolve import options_of, resolve
 from ..programs import make_program
-from ..settings import TrainConfig
+from ..settings import AlgorithmConfig, TermConfig, TrainConfig
 from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
@@ -40,22 +43,28 @@ FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value":
 """Fields of objectives, each with the role that scores it."""
 
 
-def learning_parts(config: TrainConfig, model: PreTrainedModel, group: Group = ALONE) -> LearningParts:
+def learning_parts(
+    config: TrainConfig, model: PreTrainedModel, group: Group = ALONE, context: Context | None = None
+) -> LearningParts:
     """Make the parts that `Learner` uses, with every model sharded over ``group``.
+
+    Args:
+        context: the run's values that the functions ask for. Default: new ones, with the tokenizer of `model.path`.
 
     Raises:
         UserError: a part is unknown, cannot be loaded, or needs something that the run does not have.
     """
     loop, trainer = config.loop, config.trainer
+    context = context or Context(load_tokenizer(config.model.path))
     spread = spreading(config, group, model.device.type)
     spread(model)
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
-        credit=credit(config),
+        credit=credit(config, context),
         credit_name=config.algorithm.advantage,
-        shapings=shapings(config),
-        terms=loss_terms(config),
+        shapings=shapings(config, context),
+        terms=loss_terms(config, context),
         lr_scale=find_schedule("trainer.lr_scale", trainer.lr_scale, trainer.lr_scale_options),
         temperature_scale=find_schedule(
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
@@ -71,6 +80,7 @@ def learning_parts(config: TrainConfig, model: PreTrainedModel, group: Group = A
         replay_routes=config.model.replay_routes,
         inert=inert(config),
         group=group,
+        context=context,
     )
 
 
@@ -98,7 +108,9 @@ def corrects(config: TrainConfig) -> bool:
 
 def mixes_policies(config: TrainConfig) -> bool:
     """Return whether a group may hold tokens that an older policy sampled, at any staleness."""
-    return make_program(config.rollout.program, **config.rollout.program_options).gives_older
+    return (
+        config.replay is not None or make_program(config.rollout.program, **config.rollout.program_options).gives_older
+    )
 
 
 def rescores(config: TrainConfig) -> bool:
@@ -110,7 +122,7 @@ def rescores(config: TrainConfig) -> bool:
     return asked or (corrects(config) and config.trainer.updates_per_step > 1)
 
 
-def credit(config: TrainConfig) -> CreditFunction:
+def credit(config: TrainConfig, context: Context | None = None) -> CreditFunction:
     """Return the advantage estimator that `algorithm.advantage` names.
 
     Raises:
@@ -119,8 +131,10 @@ def credit(config: TrainConfig) -> CreditFunction:
     algorithm = config.algorithm
     if algorithm.advantage == "gae" and config.roles.critic is None:
         raise UserError('algorithm.advantage = "gae" needs a critic; give the run a [roles.critic].')
+    key, context = "algorithm.advantage", context or Context()
+    options = scheduled(context, "advantage", f"{key}_options", algorithm.advantage_options)
     found: CreditFunction = resolve(
-        "algorithm.advantage", algorithm.advantage, algorithm.advantage_options, known=ADVANTAGES, inputs=("trees",)
+        key, algorithm.advantage, options, known=ADVANTAGES, inputs=("trees",), context=context, offers=OF_TREES
     )
     return found
 
@@ -133,13 +147,13 @@ def objective(
     Args:
         key: key of the configuration that gives it, for messages.
         name: preset of `Objective`.
-        options: fields of the objective to change.
+        options: fields of the objective to change, some of which may change with the step.
         select: the selection given with it, if any.
 
     Raises:
         UserError: unknown name or option, or the objective needs something that the run does not have.
     """
-    chosen = ask(f"{key} = '{name}'", Objective.preset, name, **options)
+    chosen = ask(f"{key} = '{name}'", Objective.preset, name, **now(options))
     assert isinstance(chosen, Objective)
     if corrects(config):
         chosen = corrected(chosen, config)
@@ -222,7 +236,8 @@ def _named_objective(config: TrainConfig, term: str) -> Objective:
     given: Any = config.algorithm
     if term != "actor":
         given = next(other for other in config.algorithm.terms if other.name == term)
-    return Objective.preset(given.objective, **given.objective_options)
+    options = scheduled(Context(), term, "objective_options", given.objective_options)
+    return Objective.preset(given.objective, **now(options))
 
 
 def _of_ratio(asked: Objective) -> list[tuple[bool, str]]:
@@ -238,42 +253,63 @@ def _of_ratio(asked: Objective) -> list[tuple[bool, str]]:
     ]
 
 
-def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
+def _of_tokens(
+    config: TrainConfig, key: str, given: AlgorithmConfig | TermConfig, name: str, context: Context
+) -> TokenTerm:
+    """Return the term that ``given`` describes under ``key``."""
+    assert given.objective is not None
+    options = scheduled(context, name, f"{key}.objective_options", given.objective_options)
+    make = partial(objective, config, f"{key}.objective", given.objective, select=given.select)
+    changes = [option for option, value in options.items() if isinstance(value, Changing)]
+    if "kl_coef" in changes:  # a reference is needed in every step, also where the coefficient begins at 0
+        make(options=options | {"kl_coef": 1e-9})
+
+    def changed() -> Objective:
+        try:
+            return make(options=options)
+        except UserError as error:
+            raise UserError(f"At step {context.step}, {error}") from error
+
+    return TokenTerm(
+        make(options=options),
+        name,
+        _selection(f"{key}.select", given.select, given.select_options, name, context),
+        config.rollout.max_new_tokens,
+        changed if changes else None,
+    )
+
+
+def loss_terms(config: TrainConfig, context: Context | None = None) -> list[tuple[LossTerm, Schedule]]:
     """Return the terms of the loss, `algorithm.objective` first, each with its weight.
 
     Raises:
         UserError: a part is unknown, or needs something that the run does not have.
     """
-    algorithm = config.algorithm
-    main = TokenTerm(
-        objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select),
-        select=_selection("algorithm.select", algorithm.select, algorithm.select_options),
-        length_limit=config.rollout.max_new_tokens,
-    )
+    algorithm, context = config.algorithm, context or Context()
+    main = _of_tokens(config, "algorithm", algorithm, "actor", context)
     weight = find_schedule("algorithm.weight", algorithm.weight, algorithm.weight_options)
     terms: list[tuple[LossTerm, Schedule]] = [(main, weight)]
     for term in algorithm.terms:
         key = f"algorithm.terms.{term.name}"
         weight = find_schedule(f"{key}.weight", term.weight, term.weight_options)
         if term.pairs is not None:
-            choose = resolve(f"{key}.pairs", term.pairs, term.pairs_options, known=PAIRINGS, inputs=("tree",))
+            options = scheduled(context, f"{term.name}.pairs", f"{key}.pairs_options", term.pairs_options)
+            choose = resolve(
+                f"{key}.pairs", term.pairs, options, known=PAIRINGS, inputs=("tree",), context=context, offers=OF_TREES
+            )
             if term.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE and config.roles.reference is None:
                 raise UserError(f"{key} needs a reference policy; give the run a [roles.reference].")
-            terms.append((PairTerm(choose, term.name, term.loss_options), weight))
+            of_loss = scheduled(context, term.name, f"{key}.loss_options", term.loss_options)
+            terms.append((PairTerm(choose, term.name, of_loss), weight))
             continue
         if term.loss is not None:
-            select = _selection(f"{key}.select", term.select, term.select_options)
-            own = resolve(f"{key}.loss", term.loss, term.loss_options, known=LOSSES)
-            terms.append((UserTerm(f"{key}.loss = '{term.loss}'", own, TokenTerm(FIELDS, term.name, select)), weight))
+            select = _selection(f"{key}.select", term.select, term.select_options, term.name, context)
+            options = scheduled(context, term.name, f"{key}.loss_options", term.loss_options)
+            own = resolve(f"{key}.loss", term.loss, options, known=LOSSES)
+            counted = TokenTerm(FIELDS, term.name, select)
+            terms.append((UserTerm(f"{key}.loss = '{term.loss}'", own, counted, context), weight))
             continue
-        assert term.objective is not None
-        of_tokens = TokenTerm(
-            objective(config, f"{key}.objective", term.objective, term.objective_options, term.select),
-            term.name,
-            _selection(f"{key}.select", term.select, term.select_options),
-            config.rollout.max_new_tokens,
-        )
-        terms.append((of_tokens, weight))
+        terms.append((_of_tokens(config, key, term, term.name, context), weight))
     names = [term.name for term, _ in terms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(
@@ -282,7 +318,7 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
     return terms
 
 
-def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
+def shapings(config: TrainConfig, context: Context | None = None) -> list[tuple[str, Shaping]]:
     """Return the functions that shape rewards, each with its name for messages.
 
     A shipped one that has an option ``longest`` takes `rollout.max_new_tokens` for it by default.
@@ -290,20 +326,24 @@ def shapings(config: TrainConfig) -> list[tuple[str, Shaping]]:
     Raises:
         UserError: there is no such function, or it has no such option.
     """
-    key, found = "reward.shaping", []
+    key, found, context = "reward.shaping", [], context or Context()
     for given in config.reward.shaping:
-        options = given.options
+        options = scheduled(context, f"shaping.{Path(given.name).name}", f"{key}.options", given.options)
         if given.name in SHAPINGS and "longest" in options_of(SHAPINGS[given.name], ("tree",)):
             options = {"longest": config.rollout.max_new_tokens} | options
-        shaping = resolve(key, given.name, options, known=SHAPINGS, inputs=("tree",), options_key=f"{key}.options")
+        shaping = resolve(
+            key, given.name, options, known=SHAPINGS, inputs=("tree",), options_key=f"{key}.options", context=context,
+            offers=OF_TREES,
+        )  # fmt: skip
         found.append((f"{key} '{given.name}'", shaping))
     return found
 
 
-def _selection(key: str, name: str | None, options: dict[str, Any]) -> Selection | None:
+def _selection(key: str, name: str | None, options: dict[str, Any], term: str, context: Context) -> Selection | None:
     if name is None:
         return None
-    found: Selection = resolve(key, name, options, known=SELECTIONS, inputs=("tree",))
+    options = scheduled(context, f"{term}.select", f"{key}_options", options)
+    found: Selection = resolve(key, name, options, known=SELECTIONS, inputs=("tree",), context=context, offers=OF_TREES)
     return found
 
 

@@ -63,7 +63,7 @@ def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
     params = sampling_params(config.rollout)
     return Job(
         kernels_model(Path(config.model.path), config.model.dtype),
-        [term for term, _ in loss_terms(config)],
+        [term.now() for term, _ in loss_terms(config)],
         frozenset(columns),
         tuple(name for name, off in FILTERS.items() if (getattr(params, name) or off) != off),
     )

@@ -15,7 +15,9 @@ from rolltree.kernels.dispatch import load_library
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
 from ..loop.sources import PromptSource, held_out
+from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
+from ..parts.context import Context
 from ..parts.resolve import import_object
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
 from ..rollout.sampling_params import eos_token_ids
@@ -47,14 +49,16 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     """
     check_learning(config)
     algorithm = config.algorithm
-    main = objective(config, "algorithm.objective", algorithm.objective, algorithm.objective_options, algorithm.select)
+    context = Context()
+    options = scheduled(context, "actor", "algorithm.objective_options", algorithm.objective_options)
+    main = objective(config, "algorithm.objective", algorithm.objective, options, algorithm.select)
     rewards = make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks)
     program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
     check_old_logprobs(config)
     check_ranks(config)
     check_backend(config.rollout)
     check_workers(config)
-    callback = group_callback(config)
+    callback = group_callback(config, context)
     if config.data.curriculum is not None:
         Curriculum(config.data)
     preflight.check_writable(config.run_dir)
@@ -95,7 +99,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     with rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
         where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""
-        parts = [f"{part.weight:g} x {part.name} ({_judged_by(part)})" for part in config.reward.parts]
+        parts = [f"{_shown(part.weight)} x {part.name} ({_judged_by(part)})" for part in config.reward.parts]
         yield f"verifier           {' + '.join(parts) or config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
             yield f"containment        {note}"
@@ -133,6 +137,10 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
     yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"
+
+
+def _shown(weight: Any) -> str:
+    return f"{weight:g}" if isinstance(weight, int | float) else "a scheduled weight"
 
 
 def _judged_by(part: RewardPartConfig) -> str:

@@ -15,7 +15,7 @@ from rolltree.kernels.policy_loss.surrogates import SURROGATES
 from ..errors import UserError
 from ..methods.advantages import ADVANTAGES
 from ..methods.curricula import CURRICULA
-from ..methods.groups import GROUP_CALLBACKS
+from ..methods.groups import GROUP_CALLBACKS, KEEPS
 from ..methods.losses import LOSSES
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..methods.schedules import SCHEDULES
@@ -53,6 +53,7 @@ KINDS = (
     Kind("pairs of preference losses", ("algorithm.terms.pairs",), PAIRINGS, ("tree",)),
     Kind("curricula", ("data.curriculum",), CURRICULA, ()),
     Kind("group callbacks", ("loop.callback",), GROUP_CALLBACKS, ("tree",)),
+    Kind("groups of the replay store", ("replay.keep",), KEEPS, ("tree",)),
     Kind("rollout programs", ("rollout.program",), PROGRAMS, ()),
 )  # fmt: skip
 OBJECTIVE_KEYS = ("algorithm.objective", "algorithm.terms.objective")

@@ -19,6 +19,7 @@ from ..loop.metrics import Stopwatch
 from ..loop.publication import TrainedModel
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
+from ..parts.context import Context
 from ..settings import TrainConfig
 from .build import kept_entries, make_engine, make_run_rewards, prepare_model, sampling_parts
 from .console import Console, Terminal
@@ -77,8 +78,9 @@ def _first_groups(
     engine = make_engine(config, model, tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config, recorded=recorded))
-    rewards = make_run_rewards(config, engine, tokenizer)
-    parts = sampling_parts(config, TrainedModel(model), engine, tokenizer, source, rewards)
+    context = Context(tokenizer)
+    rewards = make_run_rewards(config, engine, tokenizer, context)
+    parts = sampling_parts(config, TrainedModel(model), engine, tokenizer, source, rewards, context)
     controller = Controller(parts, Buffer(parts.budget), Stopwatch(), console)
     with rewards, controller.running(rewards):
         for note in filter(None, (rewards.note, parts.program.note)):

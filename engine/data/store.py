@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..errors import UserError
 from .columns import COLUMNS, Array
 from .concat import side_by_side
-from .segment import LeafStatus, Text
+from .segment import LeafStatus, Segment, Text
 from .tree import TokenTree
 
 IDENTITY = pa.schema(
@@ -66,6 +68,65 @@ def read_texts(path: Path) -> Iterator[Text]:
         shared = next((i for i, node in enumerate(nodes.tolist()) if node not in seen), len(nodes))
         seen.update(nodes.tolist())
         yield Text(np.asarray(row["prompt_ids"], np.int32), response[:shared], response[shared:])
+
+
+def read_rollouts(path: Path) -> list[TokenTree]:
+    """Return the trees of a file of `write_rollouts`, with their recorded columns, rewards, and ``meta``.
+
+    Columns of nodes and paths, such as credit, and routes are left out.
+
+    Raises:
+        UserError: the file cannot be read, was not written by `write_rollouts`, or has responses of one group with
+            different prompts.
+    """
+    try:
+        table = pq.read_table(path)
+        lacking = [name for name in IDENTITY.names if name not in table.column_names]
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"'{path}' cannot be read as parquet ({type(error).__name__}).") from error
+    if lacking:
+        raise UserError(f"'{path}' has no column '{lacking[0]}'; name a file of a run's directory `rollouts`.")
+    trees: list[list[dict[str, Any]]] = []
+    for row in table.to_pylist():
+        if row["leaf"] == 0:
+            trees.append([])
+        trees[-1].append(row)
+    if mixed := [rows[0] for rows in trees if any(row["prompt_ids"] != rows[0]["prompt_ids"] for row in rows)]:
+        raise UserError(
+            f"'{path}' has responses to '{mixed[0]['prompt_id']}' under different prompts, which it does not tell "
+            "apart; record groups with `rolltree rollout --record` instead."
+        )
+    return [_tree(rows) for rows in trees]
+
+
+def _tree(rows: Sequence[dict[str, Any]]) -> TokenTree:
+    """Make the tree of a group from the rows of its leaves."""
+    recorded = [name for name in rows[0] if name in COLUMNS and COLUMNS[name].per == "token" and not COLUMNS[name].axes]
+    segments, parents, places = [Segment.prompt(rows[0]["prompt_ids"])], [-1], {}
+    leaves = []
+    for row in rows:
+        above, ids = 0, np.asarray(row["node_ids"], np.int64)
+        cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)] if len(ids) else [0]
+        for begin, end in pairwise(cuts):
+            node = int(ids[begin])
+            if node not in places:
+                places[node] = len(segments)
+                parents.append(above)
+                values = {name: np.asarray(row[name][begin:end], COLUMNS[name].dtype) for name in recorded}
+                segments.append(Segment(np.asarray(row["response_ids"][begin:end], np.int32), values))
+            above = places[node]
+        leaves.append(above)
+    tree = TokenTree.from_nodes(parents, segments, leaves, [LeafStatus[row["status"].upper()] for row in rows])
+    for name in rows[0]:
+        if name in COLUMNS and COLUMNS[name].per == "leaf" and name not in ("status", "advantage"):
+            tree.set(name, [row[name] for row in rows])
+        elif name == "reward" or name.startswith("reward/"):
+            given = [np.nan if row[name] is None else row[name] for row in rows]
+            tree.rewards[name.removeprefix("reward/")] = np.asarray(given, np.float32)
+    if "verifier" in tree.rewards:  # shaped when it was trained; a replay shapes it again
+        tree.rewards["reward"] = tree.rewards.pop("verifier")
+    tree.meta |= {name: rows[0][name] for name in ("prompt_id", "task", "prompt_text")}
+    return tree
 
 
 def _schema(trees: Sequence[TokenTree]) -> pa.Schema:

@@ -147,7 +147,7 @@ class Controller:
         if not self.source.observes:
             return
         for group in dropped:
-            group.tree.meta["dropped"] = group.reason
+            group.tree.meta |= {"dropped": group.reason, "entry": group.prompt.entry}
         if dropped:
             credit([group.tree for group in dropped])
         with self._changed:
@@ -426,7 +426,7 @@ class Controller:
         meta |= {"problem": group.prompt.problem, "entry": group.prompt.entry}
         try:
             return self.parts.callback(group.tree)
-        finally:
+        finally:  # an open group is saved with its prompt, which holds them
             del meta["problem"], meta["entry"]
 
     @contextmanager

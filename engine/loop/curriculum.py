@@ -12,6 +12,7 @@ from ..errors import UserError
 from ..methods.curricula import CURRICULA, Candidate, Observed, Store
 from ..methods.shaping import GIVEN
 from ..parts.calling import call
+from ..parts.context import Context
 from ..parts.resolve import resolve
 from ..settings import DataConfig
 
@@ -36,11 +37,15 @@ class Curriculum:
 
     Prompts of `data.tasks` come once, so nothing is kept of each.
 
+    Args:
+        context: the run's values, for what the class's methods ask.
+
     Raises:
         UserError: there is no such class, or it decides nothing.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, context: Context | None = None) -> None:
+        self._context = context or Context()
         assert config.curriculum is not None
         self.what = f"data.curriculum = '{config.curriculum}'"
         self._own = resolve("data.curriculum", config.curriculum, config.curriculum_options, known=CURRICULA)
@@ -68,7 +73,7 @@ class Curriculum:
         """
         known = {problem.id: self._candidate(problem, taken) for problem in problems}
         store = Store(known, np.random.default_rng(seed))
-        answer = call(self.what, iter, call(self.what, self._own.order, store))
+        answer = call(self.what, iter, self._context.call(self.what, self._own.order, store))
         while (found := call(self.what, next, answer, None)) is not None:
             if not isinstance(found, str) or known.pop(found, None) is None:
                 raise UserError(
@@ -80,7 +85,7 @@ class Curriculum:
     def accepts(self, problem: HasEntry, taken: Mapping[str, int]) -> bool:
         """Return whether the problem may be sampled."""
         gate = self._method("gate")
-        return gate is None or bool(call(self.what, gate, self._candidate(problem, taken)))
+        return gate is None or bool(self._context.call(self.what, gate, self._candidate(problem, taken)))
 
     def sized(self, prompt: Prompt, taken: Mapping[str, int]) -> Prompt:
         """Return the prompt with the number of responses that the class wants.
@@ -89,7 +94,7 @@ class Curriculum:
             UserError: it wants no positive integer.
         """
         wanted = self._method("wanted")
-        n = None if wanted is None else call(self.what, wanted, self._candidate(prompt, taken))
+        n = None if wanted is None else self._context.call(self.what, wanted, self._candidate(prompt, taken))
         if n is None:
             return prompt
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
@@ -106,7 +111,7 @@ class Curriculum:
             self._observed[group.prompt.id] = [count + len(known), total + float(known.sum())]
         if (observe := self._method("observe")) is not None:
             candidate = self._candidate(group.prompt, taken)
-            call(self.what, observe, Observed(candidate, tree, group.reason or None))
+            self._context.call(self.what, observe, Observed(candidate, tree, group.reason or None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history, and the state of the class if it has any."""

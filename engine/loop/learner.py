@@ -21,7 +21,7 @@ from ..data.pack import pack
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..methods.credit import give_credit
+from ..methods.credit import COLUMN, give_credit
 from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
@@ -51,7 +51,7 @@ class Learner:
 
     def __init__(self, parts: LearningParts, watch: Stopwatch, note: Callable[[str], object]) -> None:
         self.parts, self.model, self.watch, self.note = parts, parts.model, watch, note
-        self.terms, self.roles, self.critic = parts.terms, parts.roles, parts.critic
+        self.terms, self.roles, self.critic = list(parts.terms), parts.roles, parts.critic
         self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
         self.metrics: dict[str, float] = {}  # metrics of the last step, which schedules may read
         self.phases = Phases(parts.model.device)
@@ -74,6 +74,8 @@ class Learner:
             torch.OutOfMemoryError: not even one sequence fits into memory; or, with several ranks, an update does not.
         """
         parts = self.parts
+        parts.context.at(step, self.metrics)
+        self.terms = [(term.now(), weight) for term, weight in parts.terms]
         if step == 1:
             for sentence in parts.inert:
                 self.note(sentence)
@@ -113,6 +115,8 @@ class Learner:
         with self.watch.part("pack"):
             if kept:
                 give_credit(parts.credit, parts.credit_name, kept)
+            for tree in kept:
+                _weigh_credit(tree, tree.meta.get("replay_weight", 1.0))
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:
                     tree.advantage[~drop] = part.advantage
@@ -257,6 +261,8 @@ class Learner:
         for name, schedule in named.items():
             if not isinstance(schedule, int | float):
                 sums.add(f"schedule/{name}", at_step(schedule, step, self.metrics))
+        for name, option in self.parts.context.schedules.items():
+            sums.add(f"schedule/{name}", option.now())
 
     def _score(self, trees: Sequence[TokenTree], temperature: float) -> None:
         if not trees:
@@ -431,5 +437,13 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
+def _weigh_credit(tree: TokenTree, weight: float) -> None:
+    """Multiply a replayed group's credit by its weight."""
+    for name in COLUMN.values():
+        if weight != 1 and name in tree.columns:
+            tree.set(name, weight * tree.columns[name])
+
+
 def _sampled(trees: Sequence[TokenTree]) -> int:
-    return sum(tree.sampled_tokens for tree in trees)
+    """Return the tokens that were sampled for this step."""
+    return sum(tree.sampled_tokens for tree in trees if "replayed" not in tree.meta)

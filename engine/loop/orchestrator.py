@@ -196,16 +196,27 @@ class Orchestrator:
     def _step(self) -> None:
         step = self.step + 1
         sums = Sums()
+        self.parts.context.at(step, self._row)
+        for name, option in self.parts.context.schedules.items():
+            sums.add(f"schedule/{name}", option.now())
         params = self.learner.sampling(step, self.parts.sampling.params)
         batch = self.controller.next_batch(params)
         trees = [group.tree for group in batch]
+        for group, tree in zip(batch, trees, strict=True):
+            tree.meta["entry"] = group.prompt.entry
         self._record(batch, sums)
         self._describe_lag(batch, sums)
         _describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
+        store, kept, replayed = self.parts.store, [], list[TokenTree]()
+        if store is not None:
+            kept, replayed = store.snapshot(batch), store.draw(step)
+            _describe_replay(replayed, self.learner.updates, sums)
         with self.controller.at_rest():
-            changed = self.learner.update(trees, given, step, sums)
+            changed = self.learner.update(trees + replayed, given, step, sums)
+        if store is not None:
+            store.add(kept, trees, step)
         with self.watch.part("dump_rollout_generations"):
             file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])
@@ -343,6 +354,8 @@ class Orchestrator:
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         state = saved.state
+        self._row = state["metrics"] if saved.step else {}
+        self.parts.context.at(saved.step + 1, self._row)
         self.learner.load(saved.learner, state["learner"])
         if self.demonstrations is not None:
             self.demonstrations.load_state_dict(state["demonstrations"])
@@ -413,6 +426,13 @@ def _only_new_garbage() -> Iterator[None]:
     finally:
         if not by_caller:
             gc.unfreeze()
+
+
+def _describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> None:
+    """Record the number of replayed groups and the updates since their tokens were sampled."""
+    sums.count("replay/groups", len(trees))
+    for tree in trees:
+        sums.add_values("replay/lag", updates - tree.policy_version[tree.loss_mask])
 
 
 def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from ..methods.groups import GroupCallback
 from ..methods.schedules import Schedule
 from ..methods.shaping import Shaping
 from ..model.roles import Role
+from ..parts.context import Context
 from ..programs import RolloutProgram
 from ..rewards import Rewards
 from ..rollout import SamplingParams
@@ -36,6 +37,9 @@ from .metrics import Stopwatch, Sums
 from .runtime import Progress
 from .sources import Demonstrations, Prompt, PromptSource
 from .workers import Workers
+
+if TYPE_CHECKING:
+    from .replay_store import ReplayStore
 
 
 class RanksLostError(RuntimeError):
@@ -123,6 +127,7 @@ class LearningParts:
         self_check: compare some responses as a tree and one by one before the first update.
         replay_routes: train with the experts that the rollouts recorded.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
+        context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
     """
 
     model: PreTrainedModel
@@ -144,6 +149,7 @@ class LearningParts:
     replay_routes: bool = False
     inert: Sequence[str] = ()
     group: Group = ALONE
+    context: Context = field(default_factory=Context)
 
 
 @dataclass(frozen=True)
@@ -240,6 +246,8 @@ class Parts:
             cannot be judged, or an empty text.
         saved: the checkpoint from which a resumed run continues.
         replay: a file of recorded groups to learn from instead of sampling.
+        store: groups of earlier steps to train on again.
+        context: the run's values that parts outside of the learner ask for.
         workers: starts the run's other processes; the run closes it. None if it has none.
         stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
             ``state_dict`` and ``load_state_dict``.
@@ -255,5 +263,7 @@ class Parts:
     console: Progress
     saved: Checkpoint | None = None
     replay: Path | None = None
+    store: ReplayStore | None = None
+    context: Context = field(default_factory=Context)
     workers: Workers | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)

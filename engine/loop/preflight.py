@@ -10,7 +10,7 @@ import fcntl
 import itertools
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,9 @@ from ..data.pack import pack
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..methods.credit import CreditFunction, give_credit
+from ..methods.credit import Credit, CreditFunction, give_credit
 from ..parts.calling import ask, call
+from ..parts.context import NotReadyError
 from ..programs import GroupState, RolloutProgram
 from ..train import checkpoint
 from ..train.terms import LossTerm
@@ -169,18 +170,24 @@ def check_terms(
             objective does not fit the run's credit or selections.
     """
     trees = [_made_up(min(n, 64), columns, shift) for shift in (0, 1)]
-    give_credit(credit, name, trees)
+    try:
+        give_credit(credit, name, trees)
+    except NotReadyError:  # it reads what only a real group has
+        give_credit(lambda some: Credit("leaf", [tree.rewards["reward"] - 0.5 for tree in some]), name, trees)
     if "value" in columns and (without := [tree for tree in trees if "value_target" not in tree.columns]):
         raise UserError(
             f"algorithm.advantage = '{name}' sets no column value_target on {len(without)} of 2 trees, so that "
             '[roles.critic] has nothing to learn; use "gae", set the column, or leave the critic out.'
         )
     others = [] if given is None else [given]
-    for term in terms:
-        term.prepare(trees + others)
-        term.sees(trees[0])
+    ready = []
+    for term in [term.now() for term in terms]:
+        with suppress(NotReadyError):
+            term.prepare(trees + others)
+            term.sees(trees[0])
+            ready.append(term)
     batches = pack(trees + others, max_tokens=1 << 20, in_pieces=True)
-    for term, batch in itertools.product(terms, batches):
+    for term, batch in itertools.product(ready, batches):
         logprob = torch.full(batch.target.shape, -1.0).requires_grad_()
         entropy = torch.full(batch.target.shape, 0.5).requires_grad_()
         for on_policy in (True, False):

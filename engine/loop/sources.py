@@ -20,6 +20,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..model.processor import processor_beside
 from ..parts.calling import call
+from ..parts.context import OF_TREES, Context
 from ..parts.resolve import resolve
 from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig
@@ -78,6 +79,7 @@ class PromptSource:
         held_out: prompts whose problems are never returned.
         entries: called with a row and its description, returns what checkpoints can store of it; None if they store
             no rows.
+        context: the run's values, for what a source or a curriculum asks.
 
     Raises:
         UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out.
@@ -90,8 +92,10 @@ class PromptSource:
         seed: int,
         held_out: Sequence[Prompt] = (),
         entries: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
+        context: Context | None = None,
     ) -> None:
         self._config = config
+        context = context or Context(tokenizer)
         self._held_out = held_out
         self._entries = entries
         self._tokenizer = tokenizer
@@ -101,12 +105,12 @@ class PromptSource:
         self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
         self._rows: list[Prompt] = []
         self._stream: Any = None
-        self.curriculum = None if config.curriculum is None else Curriculum(config)
+        self.curriculum = None if config.curriculum is None else Curriculum(config, context)
         self._taken: Counter[str] = Counter()  # rows chosen so far, by id; kept for a curriculum
         self._numbers = [0] * len(config.tasks)  # of the problems that a curriculum chooses from: the next of each task
         self._waiting: list[dict[int, Problem]] = [{} for _ in config.tasks]  # those before it that were not chosen
         if config.source is not None:
-            self._stream = UserProblems(config)
+            self._stream = UserProblems(config, context)
         elif config.path is None:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
         else:
@@ -331,7 +335,8 @@ class UserProblems:
         UserError: the class does not exist, or one of its methods raises or returns something else.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, context: Context) -> None:
+        self._context = context
         assert config.source is not None
         self._what = f"data.source = '{config.source}'"
         self._config = config
@@ -344,7 +349,7 @@ class UserProblems:
 
     def __getitem__(self, number: int) -> Problem:
         while self._asked <= number:
-            rows = call(self._what, self._own.next, 1)
+            rows = self._context.call(self._what, self._own.next, 1)
             if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], dict):
                 raise UserError(f"{self._what}: next(1) must answer a list of one row, a dict.")
             self._ready[self._asked] = rows[0]
@@ -359,7 +364,7 @@ class UserProblems:
     def observe(self, trees: Sequence[TokenTree]) -> None:
         """Pass trees to the class, if it has a method ``observe``."""
         if self.observes:
-            call(self._what, self._own.observe, trees)
+            self._context.call(self._what, self._own.observe, trees, offers=OF_TREES)
 
     def state_dict(self, cursor: int) -> dict[str, Any]:
         """Return the state to continue from problem ``cursor``; earlier rows are dropped."""
@@ -376,7 +381,7 @@ class UserProblems:
         if hasattr(self._own, "load_state_dict"):
             call(self._what, self._own.load_state_dict, state["own"])
         elif self._asked < asked:
-            call(self._what, self._own.next, asked - self._asked)
+            self._context.call(self._what, self._own.next, asked - self._asked)
         elif self._asked > asked:
             asked, ready = self._asked, ready | self._ready
         self._asked, self._ready, self._from = asked, ready, 0

@@ -186,6 +186,24 @@ class HintLadder:
         self._failed = dict(state["failed"])
 
 
+def every(tree: TokenTree) -> bool:
+    """Every group."""
+    return True
+
+
+def unequal(tree: TokenTree) -> bool:
+    """Selective sample replay (VL-Rethinker): groups whose responses have different rewards, so that their advantages
+    are not all 0; with ``prefer = 1`` for its sampling by ``|A|``."""
+    return bool(np.ptp(tree.rewards["reward"]) > 0)
+
+
+def solved(tree: TokenTree) -> bool:
+    """Groups with a right response, one of a reward of at least 1."""
+    return bool((tree.rewards["reward"] >= 1).any())
+
+
+KEEPS: dict[str, Callable[..., bool]] = {"every": every, "unequal": unequal, "solved": solved}
+"""Choices of groups for the replay store."""
 GROUP_CALLBACKS: dict[str, Callable[..., Any]] = {
     "dynamic_sampling": dynamic_sampling,
     "until_unequal": until_unequal,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from ..errors import UserError
+from ..parts.context import Changing, Context
 from ..parts.resolve import resolve
 
 Function = Callable[[int, Mapping[str, float]], float]
@@ -112,3 +114,51 @@ def find_schedule(key: str, given: float | str | Sequence[tuple[int, float]], op
         return float(found)
 
     return value
+
+
+def scheduled(context: Context, name: str, key: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options``, those that are given as a table with ``schedule`` as values that change with the step.
+
+    ``schedule`` is a list of points or the name of a function, whose options are the table's other keys.
+
+    Args:
+        context: the run's values, which keeps the schedules.
+        name: begins the names under which metrics record the values, ``schedule/<name>.<option>``; a second part of
+            that name adds ``.2``.
+        key: the configuration's key of ``options``, for messages.
+
+    Raises:
+        UserError: a table is no schedule.
+    """
+    found = dict(options)
+    for option, given in options.items():
+        if isinstance(given, dict) and "schedule" in given:
+            of = f"{key}.{option}"
+            rest = {key: value for key, value in given.items() if key != "schedule"}
+            schedule = find_schedule(of, _points(of, given["schedule"]), rest)
+            found[option] = Changing(partial(at_step, schedule), context)
+            label, number = f"{name}.{option}", 2
+            while label in context.schedules:  # two parts of one name
+                label, number = f"{name}.{option}.{number}", number + 1
+            context.schedules[label] = found[option]
+    return found
+
+
+def _points(key: str, given: Any) -> float | str | list[tuple[int, float]]:
+    """Return a schedule that is part of a table, checked.
+
+    Raises:
+        UserError: it is neither a number, nor a name, nor points of ascending steps.
+    """
+    if isinstance(given, str) or (isinstance(given, int | float) and not isinstance(given, bool)):
+        return given
+    try:
+        points = [(int(step), float(value)) for step, value in given]
+    except (TypeError, ValueError):
+        points = []
+    ascending = all(before[0] < after[0] for before, after in pairwise(points))
+    if not points or not ascending or points[0][0] < 0 or not all(math.isfinite(value) for _, value in points):
+        raise UserError(
+            f"{key}.schedule must be a name, or points [[step, value], ...] of ascending steps, not {given!r}."
+        )
+    return points

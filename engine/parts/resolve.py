@@ -2,7 +2,8 @@
 
 A built-in part is found by its name in its kind's table; the user's own is named ``file.py:object``. A part's options
 are the parameters after those that the run fills in; they are checked against the signature before a run begins. A
-class is instantiated with them, a function is returned with them bound.
+class is instantiated with them, a function is returned with them bound. Where the run gives a `Context`, a function, or
+an instance that is called, is also filled with the run's values that it names.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from .calling import ask, call, failure
+from .context import Changing, Context, Filled, asked
 
 NEEDED = inspect.Parameter.empty
 """The default of an option that must be given."""
@@ -31,6 +33,8 @@ def resolve(
     known: Mapping[str, Callable[..., Any]],
     inputs: tuple[str, ...] = (),
     options_key: str | None = None,
+    context: Context | None = None,
+    offers: Sequence[str] = (),
 ) -> Any:
     """Return the part that ``key`` of the configuration names: an instance of a class, or a function of ``inputs``.
 
@@ -41,6 +45,8 @@ def resolve(
         known: the built-in parts of this kind.
         inputs: names of a function's first arguments, which the run fills in; a class gets its options alone.
         options_key: the configuration's key of the options, if it is not ``<key>_options``.
+        context: the run's values; needed for options that change with the step.
+        offers: names of ``context`` that the part may ask for.
 
     Raises:
         UserError: there is no such part, file or object, it takes no such inputs, or an option is unknown, missing or
@@ -50,16 +56,28 @@ def resolve(
     part = known[name] if name in known else _imported(key, name, known)
     of = f"{key} = '{name}'"
     accepted = options_of(part, inputs, of)
+    asks: tuple[str, ...] = ()
+    if not inspect.isclass(part):
+        asks = tuple(wanted for wanted in offers if wanted in accepted)
+        accepted = {option: default for option, default in accepted.items() if option not in asks}
     if unknown := sorted(set(options) - set(accepted)):
         near = difflib.get_close_matches(unknown[0], accepted, 1)
         hint = f"did you mean '{near[0]}'" if near else f"it takes {', '.join(accepted) or 'none'}"
         raise UserError(f"{of} has no option '{unknown[0]}'; {hint}.")
     if missing := [option for option, default in accepted.items() if default is NEEDED and option not in options]:
         raise UserError(f"{of} needs the option '{missing[0]}'; give it in {options_key or f'{key}_options'}.")
+    changing = any(isinstance(value, Changing) for value in options.values())
     if not inspect.isclass(part):
         function = part if name in known else functools.partial(call, of, part)
+        if context is not None and (asks or changing):
+            return Filled(function, context, asks, options)
         return functools.partial(function, **options) if options else function
-    return ask(of, part, **options)
+    if changing:
+        raise UserError(f"{of} is a class, whose options cannot change with the step; let its methods name `step`.")
+    made = ask(of, part, **options)
+    if context is not None and offers and callable(made) and (asks := asked(made, offers)):
+        return Filled(made, context, asks, {})
+    return made
 
 
 def options_of(part: Callable[..., Any], inputs: Iterable[str] = (), of: str = "") -> dict[str, Any]:

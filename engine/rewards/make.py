@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import UserError
+from ..parts.context import Context
 from ..parts.resolve import resolve
 from ..settings import RewardConfig, TaskConfig
 from .interface import FromProgram, Rewards
@@ -23,25 +24,32 @@ OWN: dict[str, Callable[..., Rewards]] = {
 """Rewards by name that do not run as verifiers in processes of their own."""
 
 
-def make_rewards(config: RewardConfig, tasks: Sequence[TaskConfig] = (), score: Score | None = None) -> Rewards:
+def make_rewards(
+    config: RewardConfig,
+    tasks: Sequence[TaskConfig] = (),
+    score: Score | None = None,
+    context: Context | None = None,
+) -> Rewards:
     """Return the verifier of a run's responses, to be entered as a context manager.
 
     Args:
         tasks: the `reasoning_gym` tasks, for the verifier ``task``.
         score: the engine's scoring function, for the verifier ``policy``.
+        context: the run's values, which weights may follow.
 
     Raises:
         UserError: the verifier cannot be used, or has no such option.
     """
+    context = context or Context()
     if config.parts:
         parts = []
         for part in config.parts:
             alone = config.model_copy(update={"verifier": part.verifier, "options": part.options, "parts": ()})
             try:
-                parts.append((part, make_rewards(alone, tasks, score)))
+                parts.append((part, make_rewards(alone, tasks, score, context)))
             except UserError as error:
                 raise UserError(f"The part '{part.name}' (reward.parts) cannot be used: {error}") from error
-        return RewardParts(parts, task_names(tasks))
+        return RewardParts(parts, task_names(tasks), context)
     if config.verifier not in OWN:
         return RewardPool(config, tasks)
     known: dict[str, dict[str, Any]] = {

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
 from ..errors import UserError
+from ..methods.schedules import at_step, find_schedule
+from ..parts.context import Changing, Context
 from ..settings import RewardPartConfig, TaskConfig
 from .interface import RewardItem, RewardResult, Rewards
 from .spans import Span
@@ -44,10 +47,20 @@ class RewardParts(Rewards):
     Args:
         parts: the configuration of each part, with its verifier.
         task_of: see `task_names`.
+        context: the run's values, at whose step weights that change are taken.
+
+    Raises:
+        UserError: a weight names no schedule.
     """
 
-    def __init__(self, parts: Sequence[tuple[RewardPartConfig, Rewards]], task_of: TaskOf) -> None:
-        self._parts, self._task_of = parts, task_of
+    def __init__(self, parts: Sequence[tuple[RewardPartConfig, Rewards]], task_of: TaskOf, context: Context) -> None:
+        self._parts, self._task_of, self._context = parts, task_of, context
+        self._weights = [
+            find_schedule(f"reward.parts.{part.name}.weight", part.weight, part.weight_options) for part, _ in parts
+        ]
+        for (part, _), schedule in zip(parts, self._weights, strict=True):
+            if not isinstance(schedule, int | float):
+                context.schedules[f"reward.{part.name}.weight"] = Changing(partial(at_step, schedule), context)
         self.in_turn = any(rewards.in_turn for _, rewards in parts)
 
     def __enter__(self) -> Self:
@@ -80,7 +93,8 @@ class RewardParts(Rewards):
                 else:  # the engine's own thread asks the policy
                     verdicts = rewards.score([items[i] for i in mine]) if mine else []
                 found.append(dict(zip(mine, verdicts, strict=True)))
-        return [self._sum(items[i], [of_part.get(i) for of_part in found]) for i in range(len(items))]
+        now = [at_step(schedule, self._context.step, self._context.metrics) for schedule in self._weights]
+        return [self._sum(items[i], [of_part.get(i) for of_part in found], now) for i in range(len(items))]
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
         reasons: list[str | None] = [self._unjudged(entry) for entry in entries]
@@ -102,21 +116,21 @@ class RewardParts(Rewards):
             return None
         return "no part of reward.parts judges " + ("rows without a task" if task is None else f"the task '{task}'")
 
-    def _sum(self, item: RewardItem, verdicts: Sequence[RewardResult | None]) -> RewardResult:
+    def _sum(self, item: RewardItem, verdicts: Sequence[RewardResult | None], weights: Sequence[float]) -> RewardResult:
         """Combine the verdicts of the parts on a response; None: the part does not judge its task."""
         total, named, spans = 0.0, dict[str, float](), list[Span]()
         reason, skipped, unparsed = self._unjudged(item.entry), None, None
-        for (part, _), verdict in zip(self._parts, verdicts, strict=True):
+        for (part, _), verdict, weight in zip(self._parts, verdicts, weights, strict=True):
             named[part.name] = np.nan
             if verdict is None:
                 continue
             named |= {f"{part.name}.{name}": value for name, value in verdict.named.items()}
-            spans += [(begin, end, part.weight * value) for begin, end, value in verdict.spans]
+            spans += [(begin, end, weight * value) for begin, end, value in verdict.spans]
             reason, skipped = reason or verdict.reason, skipped or verdict.skipped
             unparsed = unparsed or verdict.unparsed
             if verdict.value is not None:
                 named[part.name] = verdict.value
-                total += part.weight * verdict.value
+                total += weight * verdict.value
         if reason is None and abs(total) > LARGEST:
             reason = f"the sum of the parts is {total:g}, which is not finite in fp32"
         if reason is not None:

@@ -7,7 +7,7 @@ executes terms and contains no algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ from ..data.columns import COLUMNS, Array, Column, declare
 from ..data.paths import path_credit
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..parts.context import now
 
 Selection = Callable[[TokenTree], Array]
 """Returns weights of a tree's leaves ``[L]`` or tokens ``[T]``; those of weight 0 are not part of the term."""
@@ -38,6 +39,13 @@ class LossTerm(Protocol):
     @property
     def whole_trees(self) -> bool:
         """True if its loss relates responses of one tree, which must then be packed together."""
+
+    def now(self) -> LossTerm:
+        """Return the term with the options of the step in progress.
+
+        Raises:
+            UserError: an option that changes with the step has left its range.
+        """
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         """Store on the trees which parts of them the term counts, before they are packed.
@@ -62,6 +70,7 @@ class TokenTerm:
 
     Args:
         select: weights of the leaves or tokens that it counts; None: every token in the loss.
+        changed: makes the objective of each step, where options of it change with the step.
         length_limit: of a response in tokens, for the aggregation ``seq_mean_token_sum_norm``.
     """
 
@@ -69,7 +78,11 @@ class TokenTerm:
     name: str = "actor"
     select: Selection | None = None
     length_limit: int = 1
+    changed: Callable[[], Objective] | None = None
     whole_trees = False
+
+    def now(self) -> TokenTerm:
+        return self if self.changed is None else replace(self, objective=self.changed())
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         if "pass_rate" in self.objective.needs_fields:
@@ -170,6 +183,9 @@ class PairTerm:
     name: str = "preference"
     options: dict[str, Any] = field(default_factory=dict)
     whole_trees = True
+
+    def now(self) -> PairTerm:
+        return replace(self, options=now(self.options))
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:

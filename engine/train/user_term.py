@@ -27,10 +27,13 @@ from ..data.columns import find_column
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
+from ..parts.context import OF_TREES, Context, asked
 from .terms import TokenTerm
 
 INPUTS = ("logprob", "fields", "columns", "paths", *STATISTICS)
 """The arguments that a term's method ``loss`` may name."""
+STEP = ("step", "metrics")
+"""The values of the run that it may name too."""
 FIELDS = Objective.preset("reinforce")
 """Decides what the fields hold: sums over the leaves that share a target, without any mean."""
 
@@ -43,6 +46,7 @@ class UserTerm:
         what: the term's place in the configuration, for messages.
         own: the instance of the user's class.
         tokens: the tokens that it counts, with its selection and its name.
+        context: the run's values, for what its methods ask.
 
     Raises:
         UserError: the class has no method ``loss``, or that names an unknown argument.
@@ -51,22 +55,26 @@ class UserTerm:
     what: str
     own: Any
     tokens: TokenTerm
+    context: Context
 
     def __post_init__(self) -> None:
         function = getattr(self.own, "loss", None)
         if not callable(function):
             raise UserError(f"{self.what} must be a class with a method loss; see docs/extending.md.")
         parameters = inspect.signature(function).parameters.values()
-        unknown = [p.name for p in parameters if p.name not in INPUTS and p.default is p.empty]
+        unknown = [p.name for p in parameters if p.name not in (*INPUTS, *STEP) and p.default is p.empty]
         if unknown or not parameters:
             named = f"names '{unknown[0]}', which a run does not have" if unknown else "takes no argument"
-            raise UserError(f"{self.what}: its method loss {named}; it may name {', '.join(INPUTS)}.")
+            raise UserError(f"{self.what}: its method loss {named}; it may name {', '.join((*INPUTS, *STEP))}.")
         if "extra_logprob" in self.inputs and not self.extra:
             raise UserError(f"{self.what}: its loss reads extra_logprob; name the columns of ids in `extra`.")
 
     @property
     def name(self) -> str:
         return self.tokens.name
+
+    def now(self) -> UserTerm:
+        return self
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -84,7 +92,7 @@ class UserTerm:
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         self.tokens.prepare(trees)
         if hasattr(self.own, "prepare"):
-            call(self.what, self.own.prepare, trees)
+            self.context.call(self.what, self.own.prepare, trees, offers=OF_TREES)
         for name in self.extra:
             try:
                 column = find_column(name)
@@ -145,7 +153,8 @@ class UserTerm:
         if on_policy:
             fields = replace(fields, old_logprob=logprob.detach())
         given = {"logprob": logprob, "fields": fields, "columns": columns, "paths": fields.paths, **statistics}
-        made = call(self.what, self.own.loss, **{name: given[name] for name in self.inputs})
+        asks = self.context.values(asked(self.own.loss, STEP))
+        made = call(self.what, self.own.loss, **{name: given[name] for name in self.inputs}, **asks)
         total, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(total, Tensor) or total.shape != ():
             raise UserError(f"{self.what}: its loss must return a tensor of one number, not {_shown(total)}.")

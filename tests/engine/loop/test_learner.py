@@ -177,7 +177,7 @@ def test_examples_name_parts_that_exist(example):
         (["--roles.critic={}"], r"'group_norm' sets no column value_target"),
         (['--algorithm.terms=[{name="dpo",pairs="best_and_worst"}]'], r"\[roles.reference\]"),
         (['--algorithm.terms=[{name="x",objective="sft",select="bset"}]'], "did you mean 'best'"),
-        (['--algorithm.terms=[{name="x"}]'], "either `objective` or `pairs`"),
+        (['--algorithm.terms=[{name="x"}]'], "needs one of `objective`, `pairs` and `loss`"),
         (
             ['--algorithm.terms=[{name="x",objective="ppo"},{name="x",objective="ppo"}]'],
             "Two loss terms are called 'x'",

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.dry_run import plan_lines
+from rolltree.engine.methods.schedules import scheduled
+from rolltree.engine.parts.context import Context
 
 from ..tiny import write_job
-from .real_step import along, check_gradient, leaves_of, plain_logprobs, take_steps
+from .real_step import STARTED, along, check_gradient, leaves_of, plain_logprobs, take_steps
 
 MINE = """
 def odd(text, entry):
@@ -133,3 +136,211 @@ def test_a_dry_run_tries_the_users_loss(toml, name, why):
 def test_a_term_has_one_loss(toml):
     with pytest.raises(UserError, match="one of `objective`, `pairs` and `loss`"):
         load_config(toml, [term(toml, "Drift", ",objective='sft'")])
+
+
+# -- options that change with the step, and what parts ask of the run --------------------------------------------------
+
+ASKING = """
+import numpy as np
+
+SEEN = []
+
+
+def lengthy(tree, *, share: float):
+    return tree.rewards["reward"] - share * tree.response_length
+
+
+def telling(tree, *, entry, texts, tokenizer, step, metrics):
+    ids = [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)]
+    mine = [tokenizer.decode(some, skip_special_tokens=True) for some in ids]
+    SEEN.append(("shaping", entry["question"], list(texts) == mine, step, "actor/loss" in metrics))
+    return tree.rewards["reward"]
+
+
+def credit(trees, scale: float, *, texts, entry, step):
+    SEEN.append(("credit", [e["question"] for e in entry], [len(some) for some in texts], step))
+    return [scale * (tree.rewards["reward"] - tree.rewards["reward"].mean()) for tree in trees]
+
+
+def callback(tree, entry, step):
+    SEEN.append(("callback", entry["question"], step))
+
+
+def select(tree, entry, step):
+    SEEN.append(("select", entry["question"], step))
+    return np.full(tree.num_leaves, 1.0)
+
+
+class Order:
+    def gate(self, problem, step, metrics):
+        SEEN.append(("gate", problem.entry["question"], step))
+        return True
+
+
+class Near:
+    def prepare(self, trees, entry):
+        SEEN.append(("prepare", [e["question"] for e in entry]))
+
+    def loss(self, logprob, fields, step):
+        return step * (logprob * fields.weight).sum()
+
+
+class Called:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, tree, step):
+        self.calls += 1
+        return tree.rewards["reward"] + 0 * step
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+"""
+
+
+@pytest.fixture(scope="module")
+def asking(toml) -> Path:
+    (toml.parent / "asking.py").write_text(ASKING)
+    text, path = toml.read_text(), toml.with_name("asking.toml")
+    (line,) = [line for line in text.splitlines() if line.startswith("verifier = ")]
+    part = "{ name = 'odd', weight = [[1, 1.0], [3, 3.0]], " + line + " }"
+    path.write_text(text.replace(line, f"parts = [{part}]"))
+    return path
+
+
+def parts(toml: Path) -> list[str]:
+    at = f"{toml.parent}/asking.py"
+    return [
+        f"--reward.shaping=[{{name='{at}:lengthy',options={{share={{schedule=[[1,0.1],[3,0.5]]}}}}}},"
+        f"{{name='{at}:telling'}},{{name='{at}:Called'}}]",
+        f"--algorithm.advantage={at}:credit",
+        "--algorithm.advantage_options={scale={schedule=[[1,1.0],[2,0.25]]}}",
+        "--algorithm.objective=ppo",
+        "--algorithm.objective_options={eps_low={schedule=[[1,0.0],[2,0.1]]},eps_high={schedule=[[1,0.0],[2,0.02]]}}",
+        f"--algorithm.terms=[{{name='near',loss='{at}:Near',weight=0.01,select='{at}:select'}}]",
+        f"--loop.callback={at}:callback",
+        f"--data.curriculum={at}:Order",
+    ]
+
+
+def test_options_change_and_parts_get_what_they_name(asking, tmp_path):
+    """Two steps: each number of the second is that of its own step, in the gradient of its second update."""
+    steps = take_steps(
+        asking, tmp_path, *STEPS, "--trainer.max_tokens=4096", "--trainer.steps=2", *parts(asking), unset=EVERYTHING
+    )
+    rows = steps.rows
+    shaping = next(name for name in rows[0] if name.startswith("schedule/shaping"))
+    for step, (share, scale, low, high) in enumerate([(0.1, 1.0, 0.0, 0.0), (0.3, 0.25, 0.1, 0.02)]):
+        assert rows[step][shaping] == pytest.approx(share)
+        assert rows[step]["schedule/advantage.scale"] == pytest.approx(scale)
+        assert rows[step]["schedule/reward.odd.weight"] == step + 1
+        for tree in steps.judged[4 * step : 4 * step + 4]:
+            np.testing.assert_array_equal(tree.rewards["verifier"], (step + 1) * tree.rewards["odd"])
+        assert rows[step]["schedule/actor.eps_low"] == pytest.approx(low)
+        assert rows[step]["schedule/actor.eps_high"] == pytest.approx(high)
+    mine = steps.updates[3]
+    for tree in mine.trees:
+        length = np.array([len(tree.response_rows(leaf)) for leaf in range(tree.num_leaves)])
+        shaped = tree.rewards["verifier"] - 0.3 * length
+        np.testing.assert_allclose(tree.rewards["reward"], shaped, rtol=1e-5)
+        np.testing.assert_allclose(tree.advantage, 0.25 * (shaped - shaped.mean()), rtol=1e-4, atol=1e-6)
+
+    clipped = []
+
+    def loss_of(model):
+        policy = near = torch.zeros(())
+        tokens = sum(len(t.response_rows(leaf)) for t, leaf in leaves_of(mine.trees))
+        for tree, leaf in leaves_of(mine.trees):
+            lp, A = plain_logprobs(model, tree, leaf), float(tree.advantage[leaf])
+            r = (lp - along(tree, leaf, "behaviour_logprob")).exp()
+            clipped.append(((r < 0.9) | (r > 1.02)).sum())
+            policy = policy - torch.minimum(r * A, r.clamp(0.9, 1.02) * A).sum()
+            near = near + 2 * lp.sum()
+        return (policy + 0.01 * near) / tokens
+
+    check_gradient(steps, loss_of, 3)
+    assert sum(clipped) > 5
+    check_what_they_saw(steps)
+
+
+def check_what_they_saw(steps):
+    import sys
+
+    (module,) = [m for name, m in sys.modules.items() if name.startswith("rolltree_user_asking")]
+    seen = {kind: [said[1:] for said in module.SEEN if said[0] == kind] for kind, *_ in module.SEEN}
+    of_step = [[tree.meta["entry"]["question"] for tree in steps.judged[4 * k : 4 * k + 4]] for k in (0, 1)]
+    assert seen["shaping"] == [(q, True, step + 1, step == 1) for step in (0, 1) for q in of_step[step]]
+    assert [(c[0], c[2]) for c in seen["credit"]] == [(of_step[0], 1), (of_step[1], 2)]
+    assert all(lengths == [4] * 4 for _, lengths, _ in seen["credit"])
+    assert sorted(seen["callback"]) == sorted((q, step + 1) for step in (0, 1) for q in of_step[step])
+    assert sorted(seen["select"]) == sorted(seen["callback"])
+    assert [sorted(questions) for (questions,) in seen["prepare"]] == [sorted(questions) for questions in of_step]
+    assert {step for _, step in seen["gate"]} == {1, 2}
+    (called,) = [s for what, s in steps.orchestrator.learner.parts.shapings if "Called" in what]
+    assert called.calls == 8
+    assert called in steps.orchestrator.parts.stateful.values()
+
+
+def test_a_step_where_an_option_leaves_its_range_ends_the_run(asking, tmp_path):
+    with pytest.raises(
+        UserError, match=r"At step 2, algorithm.objective = 'ppo': Objective: eps_low must be in \[0, 1\]"
+    ):
+        take_steps(
+            asking, tmp_path, *STEPS, "--trainer.steps=3", "--algorithm.objective=ppo",
+            "--algorithm.objective_options={eps_low={schedule=[[1,1.0],[2,1.5]]}}", unset=EVERYTHING,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--reward.hosts=1", "`reward.hosts` do not know the step, which the weight of the part 'odd' follows"),
+        ("--rollout.program=mcts", "judges in the processes of `rollout.engines`, which do not know the step"),
+    ],
+)
+def test_a_weight_that_changes_is_refused_where_processes_do_not_know_the_step(asking, flag, why):
+    engines = [] if "hosts" in flag else ["--rollout.engines=1"]
+    with pytest.raises(UserError, match=why):
+        load_config(asking, [flag, *engines])
+
+
+def test_a_weight_that_follows_a_metric_goes_on_in_a_resumed_run(asking, tmp_path):
+    """The weight falls by 2% a step from the value of the step before, which is in the checkpoint."""
+    steered = "weight='steer',weight_options={metric='actor/loss',target=100.0,own='schedule/reward.odd.weight'}"
+    part = f"--reward.parts=[{{name='odd',verifier='{asking.parent}/mine.py:odd',{steered}}}]"
+    flags = [*STEPS, "--trainer.max_tokens=4096", part]
+    take_steps(asking, tmp_path, *flags, "--trainer.steps=2", unset=EVERYTHING)
+    for key in [key for key in STARTED if "steer" in key]:
+        del STARTED[key]  # it follows the first run's steps
+    steps = take_steps(asking, tmp_path, *flags, "--trainer.steps=3", unset=EVERYTHING, resume=True)
+    assert [row["schedule/reward.odd.weight"] for row in steps.rows] == pytest.approx([1, 0.98, 0.98**2])
+    for tree in steps.judged:
+        np.testing.assert_allclose(tree.rewards["reward"], np.float32(0.98**2) * tree.rewards["odd"])
+
+
+def test_two_parts_of_one_name_have_metrics_of_their_own():
+    context = Context()
+    for value in (1.0, 2.0, 3.0):
+        scheduled(context, "shaping.same", "key", {"most": {"schedule": value}})
+    found = {name: option.now() for name, option in context.schedules.items()}
+    assert found == {"shaping.same.most": 1, "shaping.same.most.2": 2, "shaping.same.most.3": 3}
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--algorithm.objective_options={eps_low={schedule=[[3,0.1],[2,0.2]]}}"], "eps_low.schedule must be a name"),
+        (["--algorithm.objective_options={eps_low={schedule='cosin'}}"], "did you mean 'cosine'"),
+        (["--algorithm.objective_options={eps_low={schedule='cosine'}}"], "needs the option 'end'"),
+        (["--algorithm.objective_options={eps={schedule='cosine',end=3}}"], "no field is called eps"),
+        (["--algorithm.objective_options={kl_coef={schedule=[[0,0.0],[9,0.1]]}}"], r"\[roles.reference\]"),
+        (["--algorithm.terms=[{name='near',loss='asking.py:Near',loss_options={a={schedule=1.0}}}]"], "no option 'a'"),
+    ],
+)
+def test_a_dry_run_refuses_a_wrong_schedule(asking, flags, why):
+    flags = [flag.replace("asking.py", f"{asking.parent}/asking.py") for flag in flags]
+    with pytest.raises(UserError, match=why):
+        list(plan_lines(load_config(asking, ["--algorithm.objective=ppo", *flags])))

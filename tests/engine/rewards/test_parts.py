@@ -23,6 +23,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.methods.advantages import gdpo
+from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, check_references, make_rewards
 from rolltree.engine.rewards.parts import RewardParts, task_names
 from rolltree.engine.rewards.verdicts import put_rewards
@@ -304,7 +305,7 @@ def test_parts_that_need_the_engine_are_asked_by_its_thread() -> None:
     policy, other, idle = Watched(True, "a"), Watched(False, "b"), Watched(False, "b")
     three = [(RewardPartConfig(name=name, verifier="exact"), some) for name, some in (("p", policy), ("o", other))]
     three.append((RewardPartConfig(name="i", verifier="exact", when="never"), idle))
-    with RewardParts(three, task_names(())) as rewards:
+    with RewardParts(three, task_names(()), Context()) as rewards:
         assert (rewards.in_turn, rewards.note) == (True, "a; b")
         assert [r.value for r in rewards.score([item("x", None)] * 2)] == [2, 2]
     assert policy.asked == [threading.get_ident()]
@@ -312,7 +313,7 @@ def test_parts_that_need_the_engine_are_asked_by_its_thread() -> None:
     assert other.asked != policy.asked
     assert idle.asked == []
     assert [some.closed for some in (policy, other, idle)] == [True] * 3
-    assert not RewardParts(three[1:], task_names(())).in_turn
+    assert not RewardParts(three[1:], task_names(()), Context()).in_turn
 
 
 def test_rows_of_a_file_have_the_task_of_their_column(tmp_path: Path) -> None:

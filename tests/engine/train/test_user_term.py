@@ -10,6 +10,7 @@ from rolltree.engine import TokenTree, UserError
 from rolltree.engine.data.columns import Column, declare
 from rolltree.engine.methods.losses import Laser
 from rolltree.engine.methods.selections import SELECTIONS
+from rolltree.engine.parts.context import Context
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.user_term import FIELDS, UserTerm
 from rolltree.kernels import Objective
@@ -21,7 +22,7 @@ declare(Column("mine/weight", np.float32, "token", "a weight", 0, merge="first",
 
 
 def term(own, select=None, name="mine"):
-    return UserTerm("algorithm.terms.mine.loss", own, TokenTerm(FIELDS, name, select))
+    return UserTerm("algorithm.terms.mine.loss", own, TokenTerm(FIELDS, name, select), Context())
 
 
 def rows_of(model, tree):
