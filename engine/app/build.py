@@ -26,6 +26,7 @@ from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..loop.workers import Workers
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ..model.loading import choose_device, load_model, load_tokenizer
+from ..model.lora import add_lora, has_lora, plain_copy
 from ..parts.calling import call
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
@@ -79,7 +80,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         rewards = make_run_rewards(config, sampler, tokenizer)
         sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards)
         check_hints(sampling.callback, source)
-        learning = learning_parts(config, model)
+        learning = learning_parts(config, model, merges=getattr(sampler, "model", None) is not model)
         check_lengths(config, sampler.longest)
         preflight.check_program(
             sampling.program,
@@ -209,6 +210,8 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
     model = load_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
     )
+    if (lora := config.model.lora) is not None:
+        add_lora(model, **lora.model_dump())
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, load_tokenizer(config.model.path)
@@ -309,7 +312,8 @@ def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedMode
     """Return the model that samples: the trained one, or a copy if sampling and training overlap."""
     if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
         return model
-    return copy.deepcopy(model).requires_grad_(False)
+    copied = plain_copy(model) if has_lora(model) else copy.deepcopy(model)
+    return copied.requires_grad_(False)
 
 
 def group_callback(config: TrainConfig) -> GroupCallback | None:

@@ -18,6 +18,7 @@ from ..loop import preflight
 from ..loop.curriculum import Curriculum
 from ..loop.sources import PromptSource, held_out
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
+from ..model.lora import check_installed, find_targets
 from ..parts.calling import failure
 from ..parts.resolve import import_object
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
@@ -165,9 +166,13 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
             model = AutoModelForCausalLM.from_config(hf)
     except Exception as error:
         raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
-    parameters = sum(p.numel() for p in model.parameters())
-    weight = BYTES[config.model.dtype]
-    state = parameters * (weight * 2 + 8 + (0 if weight == 4 else 8))
+    parameters = trained = sum(p.numel() for p in model.parameters())
+    weight, lora, below = BYTES[config.model.dtype], config.model.lora, 0
+    if lora is not None:
+        check_installed()
+        targets = find_targets(model, lora.targets).values()
+        trained, below = lora.rank * sum(layer.in_features + layer.out_features for layer in targets), parameters
+    state = below * weight + trained * (weight * 2 + 8 + (0 if weight == 4 else 8))
     text = hf.get_text_config()
     check_lengths(config, getattr(text, "max_position_embeddings", None))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -175,6 +180,8 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     kv = 2 * text.num_hidden_layers * heads * size * weight * config.rollout.kv_tokens
     kind = f"{type(model).__name__}, {parameters / 1e6:.2f} M parameters, {config.model.dtype}"
     yield f"model              {path}: {kind}"
+    if lora is not None:
+        yield f"adapter            LoRA of rank {lora.rank}, {trained / 1e6:.2f} M trained parameters"
     yield (
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"

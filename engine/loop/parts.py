@@ -46,6 +46,7 @@ class LearningParts:
         inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
+        merges: the sampler gets the weights of the model's adapter merged into those below it.
     """
 
     model: PreTrainedModel
@@ -66,6 +67,7 @@ class LearningParts:
     self_check: bool
     inert: Sequence[str] = ()
     group: Group = ALONE
+    merges: bool = False
 
 
 @dataclass(frozen=True)
