@@ -1,4 +1,4 @@
-# The one torch this project installs for itself; any of 2.11 to 2.13 works.
+# The one torch this project installs for itself; any of 2.11 to 2.14 works.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,8 +31,8 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test methods slow attack vllm verl scale trainers hopper hopper-quick lint bench bench-ops gpu gpu-wheels \
-	equality models aot aot-write clean
+.PHONY: train test methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper hopper-quick lint bench \
+	bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -56,10 +56,17 @@ attack: $(VENV)/.ready-dev
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too. One thread, as threads of
 # a tiny model mostly wait for each other.
+VLLM_TESTS ?= tests/engine/integrations/test_vllm.py tests/engine/integrations/test_vllm_run.py
 vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
 	PYTHONPATH=build/vllm OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
-		$(VENV)-vllm/bin/python -m pytest -m vllm tests/engine/integrations/test_vllm.py $(ARGS)
+		$(VENV)-vllm/bin/python -m pytest -m vllm $(VLLM_TESTS) $(ARGS)
+
+# The same in processes of Ray, one of which is killed: each takes a minute or two to start.
+vllm-scale: $(VENV)/.ready-dev $(VENV)-vllm/.ready build/ray/ray
+	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
+	PYTHONPATH=build/vllm:build/ray OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
+		$(VENV)-vllm/bin/python -m pytest -m "vllm and slow" -s tests/engine/integrations/test_vllm_scale.py $(ARGS)
 
 # rolltree beside the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev
@@ -67,10 +74,16 @@ verl: $(VENV)/.ready-dev
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -m verl tests/engine/integrations/test_verl.py \
 		tests/engine/integrations/test_verl_trees.py $(ARGS)
 
-# Runs whose engines are processes of Ray, which lies in a folder of its own.
-scale: $(VENV)/.ready-dev
-	test -d build/ray/ray || $(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
-	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py $(ARGS)
+# Runs whose engines and verifiers are processes of Ray, which lies in a folder of its own; and 30 kills of one.
+scale: $(VENV)/.ready-dev build/ray/ray
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py tests/engine/loop/test_kills.py \
+		tests/engine/loop/test_simulated_runs.py $(ARGS)
+
+slow-scale: $(VENV)/.ready-dev build/ray/ray
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m "ray and slow" -s tests/engine/loop/test_kills.py $(ARGS)
+
+build/ray/ray: | $(VENV)/.ready-dev
+	$(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
 
 # flash-attn 4's kernels for Hopper and Blackwell, whose packages lie in a folder of their own, compiled without a GPU; and
 # the few of them that CI has time for.
@@ -112,6 +125,26 @@ gpu:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.12 \
 		--dest $(WHEELS) pydantic plotly tomli-w
+
+# Tests of trees, models, training and rollouts with the oldest and with the newest packages that pyproject.toml allows, each
+# in an environment of its own under the oldest and the newest Python; newest takes 5 GB.
+PYTHON_oldest ?= python3.11
+PYTHON_newest ?= python3.13
+TORCH_oldest := torch==2.11.0
+TORCH_newest := torch==2.14.1
+VERSIONS_TESTS ?= tests/engine/data tests/engine/model tests/engine/train tests/engine/rollout
+versions: build/versions/oldest/.ready build/versions/newest/.ready
+	for at in oldest newest; do \
+		$(INSTALL) build/versions/$$at --no-deps --no-build-isolation --reinstall . && \
+		build/versions/$$at/bin/python -m pytest -n 2 $(VERSIONS_TESTS) $(ARGS) || exit 1; done
+
+build/versions/%/.ready: pyproject.toml | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON_$*) build/versions/$*
+	$(INSTALL) build/versions/$* "$(TORCH_$*)" "setuptools>=77" "pybind11>=2.13" ninja
+	$(INSTALL) build/versions/$* --no-build-isolation $(if $(filter oldest,$*),--resolution lowest-direct) "$(TORCH_$*)" \
+		".[report,tasks,serve,grammar,trl,judge]" "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.6" \
+		"pytest-benchmark>=5.1" "hypothesis>=6.100" "httpx>=0.27"
+	touch $@
 
 # Every causal model type of the installed Transformers, tiny, on trees and in the native engine: writes docs/models.md.
 models: $(VENV)/.ready-dev

@@ -8,6 +8,5 @@ with one ``BENCH``: of the kernels ``linear_logprob``, ``linear_policy_loss``, `
 
 ``suite`` runs the same cases with pytest-benchmark, ``job`` whole jobs by several trainers, ``gpu`` the tests and
 figures of a machine with a GPU, ``sweep`` tile sizes. ``readme`` and ``plot`` make tables and pictures of recorded
-rows.
-``engine_model`` predicts an engine's steps for simulations; no benchmark uses it.
+rows. ``simulate`` times a run's driver and simulates runs on many GPUs.
 """

@@ -1,6 +1,6 @@
 """The command line ``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``.
 
-``rolltree bench job`` and ``rolltree bench plot`` have command lines of their own.
+``rolltree bench job``, ``rolltree bench plot`` and ``rolltree bench simulate`` have command lines of their own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FIRST = (
 """The ops that run, in small cases, if none is named."""
 
 
-OWN = ("job", "plot")
+OWN = ("job", "plot", "simulate")
 """Subcommands with their own command lines."""
 
 
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rolltree bench",
         description="Time the ops against their peers and limits.",
-        epilog="rolltree bench job: a whole job by several trainers; rolltree bench plot: pictures of recorded rows",
+        epilog="rolltree bench job: a whole job by several trainers; rolltree bench plot: pictures of recorded rows; "
+        "rolltree bench simulate: runs on many GPUs",
     )
     parser.add_argument(
         "ops", nargs="*", metavar="op", help=f"one of {', '.join(OPS)}; or all; default: some of them, --quick"

@@ -28,6 +28,7 @@ from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTre
 from rolltree.engine.integrations.trees import odd_layers
 from rolltree.engine.model import attention
 from rolltree.engine.model.recurrent import FAMILIES
+from rolltree.engine.model.routes import ROUTERS
 from rolltree.engine.model.self_check import own_logprobs
 
 PAGE = Path(__file__).parent / "models.md"
@@ -243,6 +244,14 @@ def page(found: list[dict[str, Any]]) -> str:
         difference of a log-prob in nats, and of a parameter's gradient relative to the norm of the whole gradient. A
         type is exact where both are below {EXACT:g}; in the native engine where greedy answers equal those of
         `generate`, token for token. Types that are refused, or for plain sequences only, raise an error that says so.
+
+        Nemotron-H does not agree to rounding in float64 either, since Transformers casts to float32 there: `A_log`, the
+        inputs of the scan (`mamba2_chunk_scan`; those of trees stay float64), norms and the softmax of attention.
+        Without these casts log-probs agree to 1e-15 and gradients to 1e-12 (`tests/engine/model/test_recurrent.py`);
+        with them the gradient of `A_log`, a sum over paths that nearly cancels, is off most.
+
+        `model.replay_routes` (docs/trees.md) knows these routers of mixtures of experts and refuses others:
+        {", ".join(f"`{name}`" for name in sorted(ROUTERS))}.
         """), ""]  # fmt: skip
     for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
         some = [row for row in found if row["state"] == state]

@@ -80,6 +80,9 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter (needs `peft`) and leave the model's own weights as they are; see docs/models.md."""
+    replay_routes: bool = False
+    """For mixtures of experts: record the experts that every token was given to when it was sampled, and train with the
+    same ones; see docs/trees.md."""
 
 
 class TaskConfig(Section):
@@ -280,6 +283,9 @@ class RewardConfig(Section):
     """Longest time of one verification, in seconds; then its worker process is killed."""
     workers: Annotated[int, Field(gt=0, le=1024)] = 2
     """Number of verifier processes."""
+    hosts: NonNegativeInt = 0
+    """Number of processes that Ray starts for verifiers, each with `workers` of these; 0: the run has its own. See
+    docs/scale.md."""
     on_failure: Literal["drop", "zero", "raise"] = "drop"
     """If the verifier raises or runs out of time: leave the response out (`drop`), give it the reward 0 (`zero`) or end
     the run (`raise`). Failures are counted in the metrics."""
@@ -304,6 +310,11 @@ class RewardConfig(Section):
                 f"`reward.{max(both)}` does not go with `reward.parts`, which have their own; leave it out, or make it "
                 "a part"
             )
+        if self.hosts and "policy" in self.verifiers:
+            raise ValueError(
+                "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
+                "`policy` out"
+            )
         return self
 
     @property
@@ -316,7 +327,7 @@ class TermConfig(Section):
     name: str
     """Name of the term in metrics, such as `<name>/loss`."""
     objective: str | None = None
-    """Objective of the term, as in `algorithm.objective`. Give either this or `pairs`."""
+    """Objective of the term, as in `algorithm.objective`. Give one of this, `pairs` and `loss`."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the objective to change."""
     select: str | None = None
@@ -328,8 +339,11 @@ class TermConfig(Section):
     that takes a tree."""
     pairs_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the function that chooses pairs."""
+    loss: str | None = None
+    """Class that computes the term's loss, a name that `rolltree methods` lists or `file.py:Class`; see
+    docs/extending.md."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
+    """Options of `loss`; with `pairs` those of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
     weight: Schedule = 1.0
     """Factor of the term in the loss, as in `algorithm.weight`."""
     weight_options: dict[str, Any] = Field(default_factory=dict)
@@ -344,8 +358,8 @@ class TermConfig(Section):
 
     @model_validator(mode="after")
     def _one_loss(self) -> Self:
-        if (self.objective is None) == (self.pairs is None):
-            raise ValueError(f"the loss term '{self.name}' needs either `objective` or `pairs`")
+        if sum(given is not None for given in (self.objective, self.pairs, self.loss)) != 1:
+            raise ValueError(f"the loss term '{self.name}' needs one of `objective`, `pairs` and `loss`")
         if self.pairs is not None and self.select is not None:
             raise ValueError(f"the loss term '{self.name}' has `pairs`, which select responses; leave `select` out")
         return self
@@ -551,14 +565,19 @@ class EvaluationConfig(Section):
 
 class PlacementConfig(Section):
     cluster: str = ""
-    """Ray cluster whose nodes run the processes of `rollout.engines`: `auto` or `HOST:PORT`. Empty: Ray is started on
-    this machine and listens on the loopback interface alone."""
+    """Ray cluster whose nodes run the processes of `rollout.engines` and `reward.hosts`: `auto` or `HOST:PORT`. Empty:
+    Ray is started on this machine and listens on the loopback interface alone."""
     per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
+    layout: Literal["split", "colocated"] = "split"
+    """`colocated`: engines share the trainer's devices, and sleep while it updates the policy, without keys and with
+    their weights in the host's memory; `split`: they have devices of their own."""
     hang_s: PositiveFloat = 120.0
-    """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer."""
+    """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer; a reward
+    host, if it gives no answer."""
     restarts: NonNegativeInt = 10
-    """The run stops if more engines than this are lost between two updates of the weights."""
+    """The run stops if more engines than this are lost between two updates of the weights, or more reward hosts without
+    a verdict between them."""
 
 
 class CheckpointConfig(Section):
@@ -625,10 +644,28 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if self.model.replay_routes and rollout.backend == "vllm":
+            raise ValueError(
+                '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
+            )
+        if self.model.replay_routes and rollout.compile:
+            raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
-        if self.placement != PlacementConfig() and not rollout.engines:
-            raise ValueError("`placement` is for other processes; set `rollout.engines`, or leave it out")
+        if self.placement != PlacementConfig() and not rollout.engines and not self.reward.hosts:
+            raise ValueError(
+                "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"
+            )
+        colocated = self.placement.layout == "colocated"
+        if (self.placement.per_engine or colocated) and not rollout.engines:
+            raise ValueError(
+                "`placement.per_engine` and `placement.layout` are for `rollout.engines`; set these, or leave them out"
+            )
+        if colocated and self.loop.overlaps(on_cpu=False):
+            raise ValueError(
+                'engines with `placement.layout` = "colocated" sleep during updates and cannot sample then; set '
+                "`loop.overlap` to false"
+            )
         if rollout.compile and rollout.backend == "vllm":
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)

@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..loop.parts import LearningParts
 from ..methods.advantages import ADVANTAGES
 from ..methods.credit import CreditFunction
+from ..methods.losses import LOSSES
 from ..methods.schedules import Schedule, find_schedule
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
@@ -34,6 +35,7 @@ from ..settings import ReferenceConfig, TrainConfig
 from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
+from ..train.user_term import FIELDS, UserTerm
 
 FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
 """Fields of objectives, each with the role that scores it."""
@@ -72,6 +74,7 @@ def learning_parts(
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
+        replay_routes=config.model.replay_routes,
         inert=inert(config),
         group=group,
         merges=merges and has_lora(model),
@@ -265,6 +268,11 @@ def loss_terms(config: TrainConfig) -> list[tuple[LossTerm, Schedule]]:
                 raise UserError(f"{key} needs a reference policy; give the run a [roles.reference].")
             terms.append((PairTerm(choose, term.name, term.loss_options), weight))
             continue
+        if term.loss is not None:
+            select = _selection(f"{key}.select", term.select, term.select_options)
+            own = resolve(f"{key}.loss", term.loss, term.loss_options, known=LOSSES)
+            terms.append((UserTerm(f"{key}.loss = '{term.loss}'", own, TokenTerm(FIELDS, term.name, select)), weight))
+            continue
         assert term.objective is not None
         of_tokens = TokenTerm(
             objective(config, f"{key}.objective", term.objective, term.objective_options, term.select),
@@ -314,7 +322,7 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[R
     """
     found = []
     if rescores(config):
-        found.append(Role("proximal_logprob", model))
+        found.append(Role("proximal_logprob", model, replays_routes=True))
     if config.roles.reference is not None:
         found.append(_reference(config.roles.reference, model, spread))
     if config.roles.teacher is not None:

@@ -1,4 +1,4 @@
-"""The command line: ``rolltree train | rollout | serve | bench | report | kernels | methods | doctor``.
+"""The command line: ``rolltree train | rollout | plan | serve | bench | report | kernels | methods | doctor``.
 
 Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted, 141 the reader of the output has ended.
 A failure prints one sentence on stderr; ``--debug`` adds the traceback.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
-    if rest and args.command not in ("train", "rollout", "kernels"):
+    if rest and args.command not in ("train", "rollout", "plan", "kernels"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     run: Callable[[argparse.Namespace, list[str]], int] = args.run
@@ -148,6 +148,14 @@ def _parser() -> argparse.ArgumentParser:
         "--record", type=Path, metavar="FILE", help="also keep the groups for `rolltree train --replay`"
     )
     rollout.epilog = keys
+    plan = command("plan", _plan, "Simulate a configuration on N GPUs, layout by layout; nothing is run.")
+    plan.add_argument("config", metavar="CONFIG", help="TOML file")
+    plan.add_argument("--gpus", type=_integer(1, 4096), required=True, metavar="N", help="number of GPUs")
+    rates = plan.add_mutually_exclusive_group()
+    rates.add_argument("--device", default="H100", choices=["H100", "H200"], help="GPU (default H100)")
+    rates.add_argument("--rates", type=Path, metavar="RUN_DIR", help="use the rates and lengths of this run instead")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.epilog = keys
     serve = command("serve", _serve, "Serve a model on this machine with an OpenAI-compatible API.")
     serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
     serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
@@ -257,6 +265,16 @@ def _rollout(args: argparse.Namespace, overrides: list[str]) -> int:
 
     _quiet_transformers()
     sample_and_show(load_config(args.config, overrides), args.prompts, args.out, args.record)
+    return 0
+
+
+def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    from .config import load_config
+    from .plan import make_plan
+
+    _quiet_transformers()
+    plan = make_plan(load_config(args.config, overrides), args.gpus, args.device, args.rates)
+    print(plan.as_json() if args.json else "\n".join(plan.lines()))
     return 0
 
 

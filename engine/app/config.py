@@ -94,7 +94,7 @@ def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Ite
                 yield ConfigKey(f"{prefix}{name}", "table", "", " ".join((field.description or "").split()))
             yield from config_keys(inner, f"{prefix}{name}.")
             continue
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
         doc = " ".join((field.description or "").split())
         yield ConfigKey(f"{prefix}{name}", _type_name(inner), "" if default is None else _toml_value(default), doc)
         if get_origin(inner) is tuple and _is_section(item := get_args(inner)[0]):
@@ -386,9 +386,11 @@ FREE_TO_CHANGE = (
     "rollout.engines",
     "placement.cluster",
     "placement.per_engine",
+    "placement.layout",
     "placement.hang_s",
     "placement.restarts",
     "reward.workers",
+    "reward.hosts",
     "reward.max_failed_steps",
     "trainer.steps",
     "trainer.max_tokens",

@@ -8,18 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 
-from ..errors import UserError
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
 from ..loop.sources import PromptSource, held_out
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
-from ..model.lora import check_installed, find_targets
-from ..parts.calling import failure
 from ..parts.resolve import import_object
 from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
 from ..rollout.sampling_params import eos_token_ids
@@ -40,8 +36,7 @@ from .build import (
 )
 from .build_learning import corrects, inert, objective
 from .recipes import flat, read_recipe
-
-BYTES = {"float32": 4, "bfloat16": 2}
+from .sizes import read_sizes
 
 
 def plan_lines(config: TrainConfig) -> Iterator[str]:
@@ -97,6 +92,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"model              {path} from the hub, fetched when the run starts"
     with rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
+        where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""
         parts = [f"{part.weight:g} x {part.name} ({_judged_by(part)})" for part in config.reward.parts]
         yield f"verifier           {' + '.join(parts) or config.reward.verifier}{where}"
         for note in filter(None, (pool.note, program.note)):
@@ -110,9 +106,12 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         f"a step             {trainer.prompts_per_step} prompts x {rollout.n} responses by '{rollout.program}', at "
         f"most {most} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
     )
+    cluster = config.placement.cluster or "this machine"
     if rollout.engines:
-        cluster = config.placement.cluster or "this machine"
-        yield f"engines            {rollout.engines} processes of Ray on {cluster}"
+        sleeping = ", asleep during updates" if config.placement.layout == "colocated" else ""
+        yield f"engines            {rollout.engines} processes of Ray on {cluster}{sleeping}"
+    if config.reward.hosts:
+        yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
     yield (
         f"update             {main.surrogate} loss, {main.aggregation}; at most "
@@ -160,28 +159,13 @@ def _holds(given: Any, wanted: Any) -> bool:
 
 def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     check_model_dir(path)
-    try:
-        hf = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf)
-    except Exception as error:
-        raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
-    parameters = trained = sum(p.numel() for p in model.parameters())
-    weight, lora, below = BYTES[config.model.dtype], config.model.lora, 0
-    if lora is not None:
-        check_installed()
-        targets = find_targets(model, lora.targets).values()
-        trained, below = lora.rank * sum(layer.in_features + layer.out_features for layer in targets), parameters
-    state = below * weight + trained * (weight * 2 + 8 + (0 if weight == 4 else 8))
-    text = hf.get_text_config()
-    check_lengths(config, getattr(text, "max_position_embeddings", None))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv = 2 * text.num_hidden_layers * heads * size * weight * config.rollout.kv_tokens
-    kind = f"{type(model).__name__}, {parameters / 1e6:.2f} M parameters, {config.model.dtype}"
-    yield f"model              {path}: {kind}"
-    if lora is not None:
-        yield f"adapter            LoRA of rank {lora.rank}, {trained / 1e6:.2f} M trained parameters"
+    sizes = read_sizes(path, config.model.lora)
+    check_lengths(config, sizes.positions)
+    state = sizes.training_bytes(config.model.dtype)
+    kv = sizes.key_bytes(config.model.dtype) * config.rollout.kv_tokens
+    yield f"model              {path}: {sizes.kind}, {sizes.parameters / 1e6:.2f} M parameters, {config.model.dtype}"
+    if (lora := config.model.lora) is not None and sizes.adapter is not None:
+        yield f"adapter            LoRA of rank {lora.rank}, {sizes.adapter / 1e6:.2f} M trained parameters"
     yield (
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"

@@ -16,6 +16,7 @@ from ..errors import UserError
 from ..methods.advantages import ADVANTAGES
 from ..methods.curricula import CURRICULA
 from ..methods.groups import GROUP_CALLBACKS
+from ..methods.losses import LOSSES
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..methods.schedules import SCHEDULES
 from ..methods.selections import PAIRINGS, SELECTIONS
@@ -48,6 +49,7 @@ KINDS = (
         SCHEDULES, ("step", "metrics"),
     ),
     Kind("selections", ("algorithm.select", "algorithm.terms.select"), SELECTIONS, ("tree",)),
+    Kind("losses of terms", ("algorithm.terms.loss",), LOSSES, ()),
     Kind("pairs of preference losses", ("algorithm.terms.pairs",), PAIRINGS, ("tree",)),
     Kind("curricula", ("data.curriculum",), CURRICULA, ()),
     Kind("group callbacks", ("loop.callback",), GROUP_CALLBACKS, ("tree",)),

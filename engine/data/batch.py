@@ -66,6 +66,7 @@ class TreeBatch:
     place: Tensor  # [T] int64, each row's place in that batch, flattened
     pieces: tuple[Piece, ...]  # of a tree larger than the budget, computed one after the other; empty: at once
     media: Media | None = None  # the pictures whose rows are among the batch's
+    routes: Tensor | None = None  # [T, layers, k] int16, experts to replay, -1 for the router's own; None: not replayed
     of: int = 1  # micro-batches of the update, those of all ranks
     plan: HeadPlan | None = None  # of the terms' head pass; None: made when it runs. Pieces have their own
 
@@ -73,6 +74,10 @@ class TreeBatch:
         """The batch with its tensors on ``device``; batches can wait in host memory."""
         without = replace(self, trees=(), leaf_index=())
         return replace(to_device(without, device), trees=self.trees, leaf_index=self.leaf_index)
+
+    def without_routes(self) -> TreeBatch:
+        """The batch for a model that routes by itself, such as a reference."""
+        return self if self.routes is None else replace(self, routes=None)
 
     @property
     def behaviour_logprob(self) -> Tensor | None:  # [M] float32
@@ -193,6 +198,16 @@ class TreeBatch:
             aggregation=objective.aggregation,
             **given,
         )
+
+    def check_whole(self, term: str) -> None:
+        """Check that the batch holds whole trees, for the loss term called ``term``.
+
+        Raises:
+            ValueError: a tree was split at its leaves.
+        """
+        for tree, index in zip(self.trees, self.leaf_index, strict=True):
+            if not torch.equal(torch.as_tensor(index), torch.arange(tree.num_leaves)):
+                raise ValueError(f"The loss term '{term}' needs whole trees; pack them with in_pieces=True.")
 
     def _recorded(self, old_logprob: str, needed: bool) -> Tensor | None:  # [M]
         """The column that ``old_logprob`` names; None if it is incomplete and not needed."""

@@ -99,7 +99,7 @@ def merge(
     others: dict[str, Array] = {}
     for name, values in columns.items():
         declared = find_column(name)
-        if name in given or name in ("status", "advantage") or declared.per == "node":
+        if name in given or name in ("status", "advantage") or declared.per == "node" or declared.axes:
             raise ValueError(f"from_sequences: the column '{name}' cannot be given in `columns`.")
         check_count(name, values, count)
         if declared.per == "leaf":

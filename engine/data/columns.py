@@ -8,6 +8,7 @@ holds the columns that were set; any other reads as its ``fill``.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +39,8 @@ class Column:
     """Rule for a token that two sequences share: require equal values, keep the first value, or add them."""
     to_device: bool = False
     """Training reads it, so `TreeBatch.columns` holds it."""
+    axes: int = 0
+    """Further axes of each value, of any size."""
 
     def __post_init__(self) -> None:
         kind = np.dtype(self.dtype)
@@ -46,7 +49,7 @@ class Column:
                 f"The column '{self.name}' must be of at most 32 bits, or float32, to be compared: {kind}."
             )
 
-    def array(self, values: npt.ArrayLike, length: int, what: str) -> Array:  # [length]
+    def array(self, values: npt.ArrayLike, length: int, what: str) -> Array:  # [length, ...]
         """``values`` (one for all, or ``length`` of them) as this column's type.
 
         Raises:
@@ -54,9 +57,9 @@ class Column:
                 of tokens, or where it is the fill.
         """
         given = checks.array_of(f"{what}: the column '{self.name}'", values)
-        if given.ndim == 0:
-            given = np.full(length, given)
-        if given.shape != (length,):
+        if given.ndim == self.axes:
+            given = np.broadcast_to(given, (length, *given.shape))
+        if given.ndim != 1 + self.axes or len(given) != length:
             raise ValueError(f"{what}: the column '{self.name}' needs {length} values, got shape {given.shape}.")
         kind = np.dtype(self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -68,8 +71,27 @@ class Column:
             raise ValueError(f"{what}: the column '{self.name}' is {kind}, which does not hold {worst!r}.")
         return out
 
-    def filled(self, length: int) -> Array:  # [length]
-        return np.full(length, self.fill, self.dtype)
+    def filled(self, length: int, like: Array | None = None) -> Array:  # [length, ...]
+        """Return ``length`` times the fill, with the further axes of the values ``like``."""
+        axes = (0,) * self.axes if like is None else like.shape[1:]
+        return np.full((length, *axes), self.fill, self.dtype)
+
+    def joined(self, parts: Sequence[Array | None], lengths: Sequence[int]) -> Array:  # [sum(lengths), ...]
+        """Return ``parts`` one after the other; one that is None counts as ``length`` times the fill.
+
+        Raises:
+            ValueError: the further axes of the parts differ in size.
+        """
+        known = [part for part in parts if part is not None]
+        if len({part.shape[1:] for part in known}) > 1:
+            shapes = " and ".join(sorted({str(list(part.shape[1:])) for part in known}))
+            raise ValueError(
+                f"Values of the column '{self.name}' have the shapes {shapes}; they are of several models."
+            )
+        like = known[0] if known else None
+        return np.concatenate(
+            [self.filled(n, like) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+        )
 
 
 COLUMNS: dict[str, Column] = {}
@@ -126,6 +148,9 @@ for _column in (
     Column("policy_version", np.int32, "token", "optimiser steps behind the policy that sampled it"),
     Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
     Column("temperature", np.float32, "token", "temperature it was sampled at", fill=np.nan, to_device=True),
+    Column(
+        "routes", np.int16, "token", "experts [layers, k] that computed it when sampling, -1: unknown", fill=-1, axes=2
+    ),
     Column("token_reward", np.float32, "path", "reward of what ends with it, beside its response's", fill=np.nan),
     Column(
         "value", np.float32, "token", "return the critic expects before it", fill=np.nan, merge="first", to_device=True

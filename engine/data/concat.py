@@ -74,6 +74,10 @@ def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
         joined = np.concatenate(values)
         return joined if first is None else joined + np.repeat(first[:-1].astype(np.int32), list(map(len, values)))
 
+    def column(name: str) -> Array:
+        parts = [tree.columns.get(name) for tree in trees]
+        return COLUMNS[name].joined(parts, [len(getattr(tree, name)) for tree in trees])
+
     parent = of_all("parent", nodes)
     parent[nodes[:-1]] = -1
     parent_row = of_all("parent_row", rows)
@@ -91,6 +95,6 @@ def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:
         leaf_node=of_all("leaf_node", nodes),
         leaf_order=of_all("leaf_order", leaves),
         leaf_prompt=of_all("leaf_prompt"),
-        columns={name: of_all(name) for name in dict.fromkeys(name for tree in trees for name in tree.columns)},
+        columns={name: column(name) for name in dict.fromkeys(name for tree in trees for name in tree.columns)},
         pictures=distinct([picture for tree in trees for picture in tree.pictures]),
     )

@@ -23,6 +23,7 @@ def distribute(
     max_tokens: int,
     flat: bool = False,
     unshare: CostModel | None = None,
+    replay_routes: bool = False,
     device: torch.device | str | None = None,
 ) -> list[list[TreeBatch]]:
     """Batches for every rank: about equal work, the same number of batches, and each tree on one rank.
@@ -32,7 +33,7 @@ def distribute(
     ``tree_index`` counts in ``trees``.
 
     Args:
-        max_tokens, flat, unshare, device: as for :func:`pack`.
+        max_tokens, flat, unshare, replay_routes, device: as for :func:`pack`.
 
     Raises:
         ValueError: a tree does not fit; see :func:`pack`.
@@ -48,7 +49,14 @@ def distribute(
         load[lightest] += costs[i]
     of_ranks = []
     for mine in members:
-        batches = pack([trees[i] for i in mine], max_tokens=max_tokens, device=device, flat=flat, unshare=unshare)
+        batches = pack(
+            [trees[i] for i in mine],
+            max_tokens=max_tokens,
+            device=device,
+            flat=flat,
+            unshare=unshare,
+            replay_routes=replay_routes,
+        )
         of_ranks.append([replace(b, tree_index=tuple(mine[i] for i in b.tree_index)) for b in batches])
     if trees:
         most = max(map(len, of_ranks))

@@ -10,13 +10,15 @@ import numpy as np
 
 from .build import prefix_tree
 from .columns import COLUMNS, Array
+from .rows import numbered
 from .tree import TokenTree, in_order
 
 
 def share_equal_prefixes(tree: TokenTree) -> TokenTree:
     """Merge equal prefixes of different responses into shared nodes. Returns ``tree`` itself if nothing can be merged.
 
-    Tokens merge only if id, log-prob (bit for bit), version, mask and all other columns that must be equal agree.
+    Tokens merge only if id, log-prob (bit for bit), version, mask and all other columns that must be equal agree. These
+    include routes: other experts give what follows another hidden state.
     Leaves keep their order and columns. Nodes change, so a tree with a column of nodes is returned as it is.
     """
     if tree.num_leaves == 1 or any(COLUMNS[name].per == "node" for name in tree.columns):
@@ -30,7 +32,11 @@ def share_equal_prefixes(tree: TokenTree) -> TokenTree:
             if COLUMNS[name].merge == "sum":
                 return tree
             own[name] = values
-    equal = [values[rows] for name, values in own.items() if COLUMNS[name].merge == "equal"]
+    equal = [
+        (numbered(values) if COLUMNS[name].axes else values)[rows]
+        for name, values in own.items()
+        if COLUMNS[name].merge == "equal"
+    ]
     nodes = prefix_tree(tree.token_id[rows], equal, total, tree.leaf_prompt - prompt)
     length = nodes.end - nodes.begin
     if prompt + length.sum() == tree.num_tokens:

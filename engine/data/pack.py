@@ -19,6 +19,7 @@ from .media import FIRST_ID, Media
 from .paths import CREDIT, depth_first, has_credit, response_pairs
 from .pieces import cut
 from .rows import Rows, concat_rows, distinct_rows, head_rows
+from .segment import Origin
 from .tree import TokenTree
 
 WORTH_SHARING = 1.1
@@ -42,6 +43,7 @@ def pack(
     in_pieces: bool = False,
     flat: bool = False,
     unshare: CostModel | None = None,
+    replay_routes: bool = False,
 ) -> list[TreeBatch]:
     """Pack trees into batches of at most ``max_tokens`` rows: distinct prefixes, whatever was recorded of their tokens.
 
@@ -57,23 +59,26 @@ def pack(
             ``max_tokens`` places without tree attention, for models whose layers no tree mask fits.
         unshare: trees that save less than a tenth of the flat batch's FLOP are packed as plain sequences, apart from
             the others, for an attention kernel that is faster on those.
+        replay_routes: a mixture of experts computes each token with the experts of the column ``routes``. Tokens
+            without a record go where the router sends them: given ones, and the last one of a response.
 
     Raises:
-        ValueError: one root-to-leaf path exceeds ``max_tokens`` without ``in_pieces``; ``max_tokens`` is below 1; or a
-            tree lacks a picture whose rows it holds, or is to be ``flat`` and has pictures.
+        ValueError: one root-to-leaf path exceeds ``max_tokens`` without ``in_pieces``; ``max_tokens`` is below 1; a
+            tree lacks a picture whose rows it holds, or is to be ``flat`` and has pictures; or routes are to be
+            replayed, and a tree of sampled responses has none.
     """
     checks.all_of("trees", trees, TokenTree)
     checks.size("max_tokens", max_tokens)
     if flat and any(tree.pictures for tree in trees):
         raise ValueError("Trees with pictures are computed as trees only; pack them without flat.")
     if flat:
-        return _pack_flat(trees, max_tokens, device)
+        return _pack_flat(trees, max_tokens, device, replay_routes)
     parts: list[Part] = []
     oversized: list[TreeBatch] = []
     for index, tree in enumerate(trees):
         whole = Part(index, tree, np.arange(tree.num_leaves), distinct_rows(tree))
         if in_pieces and whole.rows.num_rows > max_tokens:
-            oversized.append(replace(assemble([whole], device), pieces=cut(tree, max_tokens, device)))
+            oversized.append(replace(assemble([whole], device, replay_routes), pieces=cut(tree, max_tokens, device)))
         else:
             parts.extend(_split(whole, max_tokens))
     plain: list[Part] = []
@@ -81,7 +86,8 @@ def pack(
         losing = [unshare.flat(part.tree) < WORTH_SHARING * unshare.shared(part.tree) for part in parts]
         plain = [leaf for part, loses in zip(parts, losing, strict=True) if loses for leaf in _sequences(part)]
         parts = [part for part, loses in zip(parts, losing, strict=True) if not loses]
-    return oversized + _best_fit(parts, max_tokens, device) + _best_fit(plain, max_tokens, device)
+    fitted = [batch for some in (parts, plain) for batch in _best_fit(some, max_tokens, device, replay_routes)]
+    return oversized + fitted
 
 
 def _part(index: int, tree: TokenTree, leaves: Array) -> Part:
@@ -94,7 +100,9 @@ def _sequences(part: Part) -> list[Part]:
     return [_part(part.tree_index, tree.chain(i), part.leaf_index[i : i + 1]) for i in range(tree.num_leaves)]
 
 
-def _best_fit(parts: list[Part], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
+def _best_fit(
+    parts: list[Part], max_tokens: int, device: torch.device | str | None, replay_routes: bool
+) -> list[TreeBatch]:
     order = sorted(range(len(parts)), key=lambda i: (-parts[i].rows.num_rows, i))
     bins: list[list[int]] = []
     room: list[int] = []
@@ -109,10 +117,12 @@ def _best_fit(parts: list[Part], max_tokens: int, device: torch.device | str | N
             best = len(bins) - 1
         bins[best].append(i)
         room[best] -= size
-    return [assemble([parts[i] for i in sorted(members)], device) for members in bins]
+    return [assemble([parts[i] for i in sorted(members)], device, replay_routes) for members in bins]
 
 
-def _pack_flat(trees: Sequence[TokenTree], max_tokens: int, device: torch.device | str | None) -> list[TreeBatch]:
+def _pack_flat(
+    trees: Sequence[TokenTree], max_tokens: int, device: torch.device | str | None, replay_routes: bool
+) -> list[TreeBatch]:
     """Batches of single leaves, longest first, each padded to its longest."""
     leaves = [
         (index, leaf, int(length)) for index, tree in enumerate(trees) for leaf, length in enumerate(tree.path_length)
@@ -124,7 +134,7 @@ def _pack_flat(trees: Sequence[TokenTree], max_tokens: int, device: torch.device
         if longest > max_tokens:
             raise ValueError(_too_long(leaf, index, longest, max_tokens))
         taken, leaves = leaves[: max_tokens // longest], leaves[max_tokens // longest :]
-        batch = assemble([_part(i, trees[i].chain(j), np.array([j])) for i, j, _ in taken], device)
+        batch = assemble([_part(i, trees[i].chain(j), np.array([j])) for i, j, _ in taken], device, replay_routes)
         lengths = np.array([length for _, _, length in taken])
         place = np.arange(lengths.sum()) + np.repeat(
             np.arange(len(taken)) * longest - (np.cumsum(lengths) - lengths), lengths
@@ -171,7 +181,7 @@ def _split(whole: Part, max_tokens: int) -> list[Part]:
     return parts
 
 
-def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBatch:
+def assemble(parts: Sequence[Part], device: torch.device | str | None, replay_routes: bool = False) -> TreeBatch:
     """``parts`` as one batch: a row for every distinct prefix of a part, a target for every token after its prompt."""
     trees = [part.tree for part in parts]
     all_of = side_by_side(trees)
@@ -232,7 +242,23 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None) -> TreeBa
         place=torch.arange(rows.num_rows, device=device),
         pieces=(),
         media=media,
+        routes=torch.from_numpy(_routes(trees, all_of)[rows.token]).to(device) if replay_routes else None,
     )
+
+
+def _routes(trees: Sequence[TokenTree], all_of: TokenTree) -> Array:  # [T, layers, k] int16
+    """Return the recorded routes of all tokens, to be replayed.
+
+    Raises:
+        ValueError: a tree of sampled responses has none.
+    """
+    for tree in trees:
+        if "routes" not in tree.columns and (tree.origin == Origin.SAMPLED).any():
+            raise ValueError(
+                "Routes are to be replayed, and rollouts have no column 'routes'; sample them with EngineConfig("
+                "record_routes=True), or replay none (model.replay_routes = false)."
+            )
+    return all_of.routes
 
 
 def _along_paths(tree: TokenTree) -> bool:

@@ -2,7 +2,8 @@
 
 A tree keeps a token for each record: siblings that sampled the same id with different log-probs, versions, masks or
 origins are different tokens, and each is a target of the loss. Hidden states depend on the ids alone, so tokens that
-end the same prefix share a row, which predicts the targets after all of them.
+end the same prefix share a row, which predicts the targets after all of them. Where routes are recorded, hidden states
+depend on them too when they are replayed: a prefix is then one of ids and routes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
 
 
 def distinct_rows(tree: TokenTree) -> Rows:
-    """One row a distinct prefix of ``tree``, in time linear in its tokens.
+    """One row a distinct prefix of ``tree``, of ids and recorded routes, in time linear in its tokens.
 
     Children keep the order of their first tokens. If no siblings begin alike, every token has a row of its own.
     """
@@ -45,8 +46,19 @@ def distinct_rows(tree: TokenTree) -> Rows:
     if len(np.unique(first)) == len(first):
         every = np.arange(tree.num_tokens)
         return Rows(every, every, tree.position, tree.subtree_end)
-    of_token, token, end = _merge(tree.parent_row, tree.token_id, tree.num_nodes)
+    identity = numbered(tree.token_id, tree.routes) if "routes" in tree.columns else tree.token_id
+    of_token, token, end = _merge(tree.parent_row, identity, tree.num_nodes)
     return Rows(of_token, token, tree.position[token], end)
+
+
+def numbered(*columns: Array) -> Array:  # [T, ...] each -> [T] int32
+    """Return a number for each token, equal where all ``columns`` are equal, bit for bit."""
+    parts = [np.ascontiguousarray(c).reshape(len(c), -1) for c in columns]
+    joined = np.concatenate([p.view(np.uint8) if p.size else np.zeros(p.shape, np.uint8) for p in parts], axis=1)
+    content, width = joined.tobytes(), joined.shape[1]
+    found: dict[bytes, int] = {}
+    numbers = [found.setdefault(content[i : i + width], len(found)) for i in range(0, len(content), width)]
+    return np.array(numbers, np.int32)
 
 
 def head_rows(row: Array, temperature: Array) -> tuple[Array, Array]:  # [M], [M] -> [R] int64, [M] int64

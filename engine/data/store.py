@@ -37,6 +37,7 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
     """Write ``trees`` as parquet, one row a leaf path.
 
     ``node_ids`` names the tree node of each response token: leaves share a prefix as far as their node ids agree.
+    Routes are lists of all layers' experts, a layer after the other; ``prompt_routes`` holds those of the prompt.
     A reward that is NaN (its verifier failed) is null.
 
     Args:
@@ -70,6 +71,9 @@ def _schema(trees: Sequence[TokenTree]) -> pa.Schema:
     schema = IDENTITY
     for name in dict.fromkeys(name for tree in trees for name in tree.columns if name != "status"):
         kind = pa.from_numpy_dtype(np.dtype(COLUMNS[name].dtype))
+        if COLUMNS[name].axes:
+            kind = pa.list_(kind, next(_flat(t.columns[name]).shape[1] for t in trees if name in t.columns))
+            schema = schema.append(pa.field(f"prompt_{name}", pa.list_(kind)))
         schema = schema.append(pa.field(name, kind if COLUMNS[name].per == "leaf" else pa.list_(kind)))
     for name in dict.fromkeys(name for tree in trees for name in tree.rewards if name != "reward"):
         schema = schema.append(pa.field(f"reward/{name}", pa.float32()))
@@ -86,8 +90,11 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
     node_id = np.concatenate([np.arange(tree.num_nodes, dtype=np.int32) for tree in trees])
     offsets = _offsets(all_of.response_length)
 
-    def per_token(values: Array) -> pa.ListArray:  # [P]
-        return pa.ListArray.from_arrays(offsets, pa.array(values))
+    def per_token(values: Array, offsets: pa.Array = offsets) -> pa.ListArray:  # [P, ...]
+        of_each = pa.array(values.reshape(-1))
+        if values.ndim > 1:
+            of_each = pa.FixedSizeListArray.from_arrays(of_each, _flat(values).shape[1])
+        return pa.ListArray.from_arrays(offsets, of_each)
 
     def per_leaf(name: str) -> list[str]:
         return [value for tree, n in zip(trees, leaves, strict=True) for value in [tree.meta[name]] * n]
@@ -110,7 +117,7 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         "leaf": pa.array(np.concatenate([np.arange(n) for n in leaves])),
         "prompt_text": per_leaf("prompt_text"),
         "response_text": [text for some in texts for text in some],
-        "prompt_ids": pa.ListArray.from_arrays(_offsets(all_of.leaf_prompt), pa.array(all_of.token_id[paths[prompt]])),
+        "prompt_ids": per_token(all_of.token_id[paths[prompt]], _offsets(all_of.leaf_prompt)),
         "response_ids": per_token(all_of.token_id[rows]),
         "node_ids": per_token(node_id[node[rows]]),
         "status": [LeafStatus(status).name.lower() for tree in trees for status in tree.status.tolist()],
@@ -121,9 +128,16 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
             nothing = [np.full(n, np.nan, np.float32) for n in leaves]
             reward = np.concatenate([t.rewards.get(key, nan) for t, nan in zip(trees, nothing, strict=True)])
             columns[name] = pa.array(reward, mask=np.isnan(reward))
+        elif name.startswith("prompt_") and name not in columns:
+            values = all_of.columns[name.removeprefix("prompt_")]
+            columns[name] = per_token(values[paths[prompt]], _offsets(all_of.leaf_prompt))
         elif name not in columns:
             columns[name] = values_of(name)
     return pa.table({name: _cast(columns[name], kind) for name, kind in _fields(schema)}, schema=schema)
+
+
+def _flat(values: Array) -> Array:  # [n, ...] -> [n, w]
+    return values.reshape(len(values), -1)
 
 
 def _offsets(lengths: Array) -> pa.Array:

@@ -71,6 +71,8 @@ class TokenTree:
     def set(self, name: str, values: npt.ArrayLike) -> None:
         """Give the column ``name`` its values: one for all, or one a token, node, leaf or response token of a leaf.
 
+        A value of ``routes`` is an array ``[layers, k]``.
+
         Raises:
             ValueError: the column is not declared, or the number or a value of ``values`` does not fit.
         """
@@ -199,10 +201,8 @@ class TokenTree:
         if min(leaf_nodes) < 0 or max(leaf_nodes) >= len(parents):
             raise ValueError(f"leaf_nodes must be in 0..{len(parents) - 1}, got {min(leaf_nodes)}..{max(leaf_nodes)}.")
         names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
-        columns = {
-            name: np.concatenate([s.columns.get(name, COLUMNS[name].filled(len(s))) for s in segments])
-            for name in names
-        }
+        lengths = [len(s) for s in segments]
+        columns = {name: COLUMNS[name].joined([s.columns.get(name) for s in segments], lengths) for name in names}
         tokens = Segment(np.concatenate([segment.token_ids for segment in segments]), columns)
         status = checks.codes("statuses", statuses, LeafStatus)
         tree = of_runs(parents, [len(segment) for segment in segments], tokens, leaf_nodes, status)

@@ -11,17 +11,15 @@ import asyncio
 import math
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..loop.workers import Calls, LostError, Reference, Role, Worker, settle
+from ..loop.workers import AskedWorker, Calls, LostError, Reference, Role, Worker
 
 ATTEMPTS = 3
 """Attempts to start Ray on this machine: it gives up after 15 s without its agents, which a busy machine exceeds."""
@@ -78,7 +76,7 @@ class RayWorkers:
             wanted = ", ".join(f"{count} x {dict(resources)}" for resources, count in needs.values())
             raise UserError(
                 f"Ray has no room for the workers of the run ({wanted}) among {ray.cluster_resources()}; ask for "
-                "less in rollout.engines and placement.per_engine, or add nodes."
+                "less in rollout.engines, placement.per_engine and reward.hosts, or add nodes."
             )
         self._started: list[_RayWorker] = []
 
@@ -177,44 +175,22 @@ class _Stored:
         return ray.get(self.reference)
 
 
-class _RayWorker:
+class _RayWorker(AskedWorker):
     def __init__(self, name: str, actor: Any) -> None:
-        self._name, self._actor = name, actor
-        self._lock = threading.Lock()
-        self._open: set[Future[Any]] = set()
-        self._asked = 0
-        self._killed = False
+        super().__init__(name)
+        self._actor = actor
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        with self._lock:
-            if self._killed:
-                answer.set_exception(LostError(f"{self._name} was killed."))
-                return answer
-            self._open.add(answer)
-            number, self._asked = self._asked, self._asked + 1
-        self._actor.ask.remote(number, method, args).future().add_done_callback(partial(self._answered, answer))
-        return answer
+    def _send(self, number: int, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        sent: Future[Any] = self._actor.ask.remote(number, method, args).future()
+        return sent
 
-    def _answered(self, answer: Future[Any], done: Future[Any]) -> None:
-        with self._lock:
-            if answer not in self._open:  # killed
-                return
-            self._open.remove(answer)
-        error = done.exception()
-        if error is None:
-            settle(answer, done.result())
-        elif isinstance(error, LOST):
-            settle(answer, error=LostError(f"{self._name} has ended: {' '.join(str(error).split())[:300]}"))
-        elif isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+    def _told(self, error: BaseException) -> BaseException:
+        if isinstance(error, LOST):
+            return LostError(f"{self._name} has ended: {' '.join(str(error).split())[:300]}")
+        if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
             error.cause.add_note(f"In {self._name}: {error}")
-            settle(answer, error=error.cause)
-        else:
-            settle(answer, error=error)
+            return error.cause
+        return error
 
-    def kill(self) -> None:
-        with self._lock:
-            self._killed, lost, self._open = True, self._open, set()
+    def _end(self) -> None:
         ray.kill(self._actor, no_restart=True)
-        for answer in lost:
-            settle(answer, error=LostError(f"{self._name} was killed."))

@@ -77,6 +77,7 @@ def _fused(forward: Any) -> Any:
     def fused(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
+        del given["self"]
         if not self.training or (given.get("labels") is None and given.get("shift_labels") is None):
             return forward(self, *args, **kwargs)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS if name in given}
@@ -86,7 +87,7 @@ def _fused(forward: Any) -> Any:
         hook = decoder_of(self).register_forward_hook(lambda *call: hidden.append(call[-1][0]))
         no_rows = torch.empty(0, dtype=torch.long, device=self.device)
         try:  # the model's own forward, with a head that multiplies no rows
-            output = forward(**given, logits_to_keep=no_rows, return_dict=True)
+            output = forward(self, **given, logits_to_keep=no_rows, return_dict=True)
         finally:
             hook.remove()
         loss = _cross_entropy(self, hidden[-1], of_the_loss)

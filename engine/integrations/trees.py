@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.pack import pack
+from ..data.recurrence import recurrence_of
 from ..data.tree import TokenTree
 from ..model.attention import Tree, tree_mask
 from ..model.loading import LAYER_KINDS, TREE_LAYERS
@@ -29,8 +30,13 @@ class Packed(NamedTuple):
 def packed(
     sequences: Sequence[npt.NDArray[Any]],  # [n] token ids each, n >= 1
     device: torch.device | str,
+    *,
+    recurrent: bool = False,
 ) -> Packed:
     """Pack sequences as trees, each shared prefix once.
+
+    Args:
+        recurrent: the model has recurrent layers, which need the segments of the trees.
 
     Raises:
         ValueError: a sequence has no token.
@@ -49,6 +55,8 @@ def packed(
     inputs |= {"attention_mask": mask, "subtree_end": batch.subtree_end}
     if batch.cu_seqlens is not None:
         inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
+    if recurrent:
+        inputs["recurrence"] = recurrence_of(batch)
     return Packed(inputs, [rows[i] for i in range(len(sequences))], batch.copies)
 
 

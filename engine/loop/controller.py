@@ -114,7 +114,7 @@ class Controller:
                 with self._changed:
                     if (batch := self.buffer.batch()) is not None:
                         return batch
-                self._advance() if self._thread is None else self._await_change()
+                self.advance() if self._thread is None else self._await_change()
 
     def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
         """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change.
@@ -128,6 +128,16 @@ class Controller:
             with self._changed:
                 self.buffer.end_step(batch)
                 self._dropped_before = self.buffer.dropped.total()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Let a sampler that shares the trainer's devices rest within the block."""
+        if not self.parts.colocated:
+            yield
+            return
+        self.sampler.rest()
+        yield
+        self.sampler.wake()
 
     def observe(self, batch: Sequence[Group], credit: Callable[[Sequence[TokenTree]], object]) -> None:
         """Show the prompts' source the groups of an ended step, the oldest first: those of ``batch``, which have their
@@ -212,7 +222,7 @@ class Controller:
         try:
             with self.sampler.in_thread():
                 while self._may_go_on():
-                    self._advance()
+                    self.advance()
         except BaseException as error:
             self._error = error
         finally:
@@ -246,7 +256,7 @@ class Controller:
 
     # -- one round --------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Take finished groups, admit new ones, and sample a step, or wait briefly for a verdict."""
         with self._changed:
             self._collect()
@@ -365,7 +375,7 @@ class Controller:
         match answer:
             case None | Accept(None):
                 self.buffer.to(group, State.READY)
-            case Accept(leaves):
+            case Accept(leaves) if leaves is not None:
                 with self._callback_errors():
                     self.buffer.keep(group, leaves, "replaced")
                 self.buffer.to(group, State.READY)

@@ -28,8 +28,10 @@ import numpy as np
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..errors import RunError
+from ..rewards import RewardItem, RewardResult
 from ..rollout.digest import Held
 from ..rollout.host import Facts, Health, Host, Result, pack_weights
+from ..rollout.questions import Question
 from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
 from .workers import LostError, Reference, Worker, Workers
 
@@ -59,6 +61,10 @@ class _Engine:
     asked: dict[Future[Any], float] = field(default_factory=dict)
     """Unanswered calls whose answers say nothing, and their times."""
     health: Future[Health] | None = None
+    questions: Future[list[Question]] | None = None
+    """The programs' next ones."""
+    verdicts: dict[Future[list[RewardResult]], list[int]] = field(default_factory=dict)
+    """On questions, whose numbers they have."""
     tally: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -72,7 +78,9 @@ class _Engine:
     def futures(self) -> Iterator[Future[Any]]:
         yield from (future for _, future in self.jobs.values())
         yield from self.asked
-        yield from (future for future in (self.facts, self.arrival, self.health) if future is not None)
+        yield from self.verdicts
+        known = (self.facts, self.arrival, self.health, self.questions)
+        yield from (future for future in known if future is not None)
 
 
 class Fleet:
@@ -85,6 +93,7 @@ class Fleet:
         args: arguments of ``make``.
         hang_s: seconds without a step, or without an answer, after which an engine is replaced.
         restarts: most engines that may be lost between two loads of weights.
+        judge: answers the questions of rollout programs; None if these have a verifier in their engine's process.
     """
 
     def __init__(
@@ -95,9 +104,10 @@ class Fleet:
         *args: Any,
         hang_s: float,
         restarts: int,
+        judge: Callable[[Sequence[RewardItem]], Future[list[RewardResult]]] | None = None,
     ) -> None:
         self.workers, self._make, self._args = workers, make, args
-        self._hang_s, self._restarts = hang_s, restarts
+        self._hang_s, self._restarts, self._judge = hang_s, restarts, judge
         self._version = 0
         self._weights: tuple[list[Reference], bool] | None = None  # the newest buckets, and `keep_keys`
         self._numbers = 0
@@ -253,6 +263,25 @@ class Fleet:
         buckets, keep_keys = self._weights
         return engine.worker.ask("load", buckets, self._version, keep_keys)
 
+    def rest(self) -> None:
+        """Let all engines rest, also those that are starting."""
+        resting: set[_Engine] = set()
+        while not resting.issuperset(self._engines):
+            self._round(LOOK_S)
+            if not all(engine.serving for engine in self._engines):
+                continue
+            asked = {engine: engine.worker.ask("rest") for engine in self._engines if engine not in resting}
+            while not all(future.done() for future in asked.values()):
+                self._round(LOOK_S, *asked.values())
+            for engine, future in asked.items():
+                if not isinstance(future.exception(), LostError):  # its successor is not resting
+                    future.result()
+                    resting.add(engine)
+
+    def wake(self) -> None:
+        for engine in self._engines:
+            engine.ask(self.workers.clock(), "wake")
+
     def forget_prefixes(self) -> None:
         for engine in self._engines:
             if engine.serving:
@@ -273,7 +302,8 @@ class Fleet:
         return
 
     def close(self) -> None:
-        self.workers.close()
+        for engine in self._engines:
+            engine.worker.kill()
 
     # -- one round --------------------------------------------------------------------------------------------------
 
@@ -312,6 +342,21 @@ class Fleet:
         for future in [future for future in engine.asked if future.done()]:
             future.result()
             del engine.asked[future]
+        self._pass_questions(engine)
+
+    def _pass_questions(self, engine: _Engine) -> None:
+        """Hand an engine's questions to the run's verifier, and its answers back."""
+        if self._judge is None:
+            return
+        if engine.questions is not None and engine.questions.done():
+            new, engine.questions = engine.questions.result(), None
+            items = [RewardItem(question.text, question.context) for question in new]
+            engine.verdicts[self._judge(items)] = [question.number for question in new]
+        if engine.questions is None:
+            engine.questions = engine.worker.ask("questions")
+        for future in [future for future in engine.verdicts if future.done()]:
+            values = [result.value for result in future.result()]
+            engine.worker.ask("answer", dict(zip(engine.verdicts.pop(future), values, strict=True)))
 
     def _land(self, engine: _Engine, flight: Flight, future: Future[Result]) -> None:
         error = future.exception()

@@ -31,10 +31,6 @@ TraceCall = Callable[[str, str, float, float], object]
 """Records an event ``(track, name, begin, end)`` with times in seconds of `time.perf_counter`."""
 
 
-AT_ONCE = 2
-"""Number of concurrent calls of the pool, each with all groups that had finished by then."""
-
-
 class Judging:
     """Requests verdicts from the pool's workers and waits for them in threads of its own.
 
@@ -61,7 +57,7 @@ class Judging:
     def running(self, rewards: Rewards) -> Iterator[None]:
         """Allow requests within the block; at its end ``rewards`` is closed, so that no thread waits for it."""
         self._rewards = rewards
-        with ThreadPoolExecutor(AT_ONCE, "rolltree-judging") as self._threads:
+        with ThreadPoolExecutor(rewards.at_once, "rolltree-judging") as self._threads:
             try:
                 yield
             finally:
@@ -94,8 +90,8 @@ class Judging:
         self._send()
 
     def _send(self) -> None:
-        """Send all waiting responses to the pool in one call, because each call costs time that sampling loses."""
-        if not self._waiting or len(self._asked) >= AT_ONCE or self._rewards.in_turn:
+        """Send all waiting responses to the verifiers in one call, because each call costs time that sampling loses."""
+        if not self._waiting or len(self._asked) >= self._rewards.at_once or self._rewards.in_turn:
             return
         future = self._threads.submit(self._score, [item for _, items in self._waiting for item in items])
         self._asked[future], self._waiting = self._waiting, []

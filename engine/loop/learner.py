@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ..data.batch import TreeBatch
+from ..data.columns import Array
 from ..data.cost import CostModel
 from ..data.distribute import distribute
 from ..data.equal_prefixes import share_equal_prefixes
 from ..data.pack import pack
+from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..methods.credit import give_credit
@@ -31,7 +33,7 @@ from ..rollout.sampler import WeightSource
 from ..train import checkpoint
 from ..train.checkpoint import Saved
 from ..train.phases import MODEL, Phases
-from ..train.terms import PairTerm, TokenTerm
+from ..train.terms import TokenTerm
 from ..train.trainer import Metrics, Trainer, Weighted
 from .metrics import Stopwatch, Sums
 from .parts import LearningParts
@@ -85,6 +87,9 @@ class Learner:
             left = _sampled(trees) - _sampled(kept)
             sums.count("filter/failed_tokens", left)
             kept = _counted(kept, sums)
+            if parts.replay_routes:
+                for tree in kept:
+                    sums.add_values("training/unknown_routes", _unknown_routes(tree))
             for term, _ in self.terms:
                 term.prepare(kept + given)
         updated = False
@@ -199,14 +204,15 @@ class Learner:
         """Return the micro-batches of this rank: as many as the others have."""
         unshare = self.cost if varlen.kernel() is not None else None
         flat = self._shares_nothing(trees)
+        options: dict[str, Any] = {"max_tokens": self.max_tokens, "flat": flat, "unshare": unshare, **self._replay}
         if self.group.count == 1:
-            found = pack(trees, max_tokens=self.max_tokens, in_pieces=True, flat=flat, unshare=unshare)
+            found = pack(trees, in_pieces=True, **options)
             return [replace(batch, of=len(found)) for batch in found]
-        shares = distribute(trees, self.group.count, self.cost, max_tokens=self.max_tokens, flat=flat, unshare=unshare)
+        shares = distribute(trees, self.group.count, self.cost, **options)
         real = [batch for batches in shares for batch in batches if batch.trees]
         parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
         whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
-        if not whole and (needs := [term.name for term, _ in self.terms if isinstance(term, PairTerm)]):
+        if not whole and (needs := [term.name for term, _ in self.terms if term.whole_trees]):
             raise UserError(
                 f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
                 f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
@@ -271,10 +277,14 @@ class Learner:
 
     def _to_score(self, trees: Sequence[TokenTree], *, in_pieces: bool = False, flat: bool = False) -> list[TreeBatch]:
         """Pack the trees that this rank scores."""
-        most = self.parts.max_tokens
+        options: dict[str, Any] = {"max_tokens": self.parts.max_tokens, "flat": flat, **self._replay}
         if self.group.count == 1:
-            return pack(trees, max_tokens=most, in_pieces=in_pieces, flat=flat)
-        return distribute(trees, self.group.count, self.cost, max_tokens=most, flat=flat)[self.group.rank]
+            return pack(trees, in_pieces=in_pieces, **options)
+        return distribute(trees, self.group.count, self.cost, **options)[self.group.rank]
+
+    @property
+    def _replay(self) -> dict[str, bool]:
+        return {"replay_routes": self.parts.replay_routes}
 
     def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
         """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
@@ -403,6 +413,12 @@ def _counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
     left = [tree for tree in found if tree is not None]
     sums.count("filter/untrained_tokens", _sampled(trees) - _sampled(left))
     return left
+
+
+def _unknown_routes(tree: TokenTree) -> Array:  # [n] bool
+    """Tell of each sampled token in the loss if the experts that computed its predictor are unknown."""
+    before = tree.parent_row[tree.loss_mask & (tree.origin == Origin.SAMPLED)]
+    return (tree.routes[before] < 0).any((1, 2)) if "routes" in tree.columns else np.ones(len(before), bool)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,7 @@ class Orchestrator:
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
         self._dropped: Counter[str] = Counter()  # groups dropped up to the last step, by reason
+        self._asked_again = 0  # items of `Rewards.asked_again` that are counted
         self._saved_step = -1
         self._best: tuple[float, int] | None = None  # value of `checkpoint.best`, and the step
 
@@ -123,7 +124,8 @@ class Orchestrator:
         begin = time.perf_counter()
         self.console.start(self.options.steps)
         # Everything has loaded before the directory is made, so an early mistake leaves no files.
-        with closing(self.sampler), self.parts.rewards:
+        workers = self.parts.workers
+        with nullcontext() if workers is None else closing(workers), closing(self.sampler), self.parts.rewards:
             self.console.phase("reading the reference answers")
             if note := self.parts.check_rewards():
                 self.console.note(f"{note}.")
@@ -186,7 +188,8 @@ class Orchestrator:
         _describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
-        changed = self.learner.update(trees, given, step, sums)
+        with self.controller.at_rest():
+            changed = self.learner.update(trees, given, step, sums)
         with self.watch.part("dump_rollout_generations"):
             file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
             write_rollouts(file, step, trees, [group.texts for group in batch])
@@ -198,6 +201,9 @@ class Orchestrator:
         for reason, count in self.controller.restarted.items():
             sums.count(f"group/restarted_{reason}", count)
         self.controller.restarted.clear()
+        if again := self.parts.rewards.asked_again - self._asked_again:
+            sums.count("reward/asked_again", again)
+            self._asked_again += again
         metrics = sums.means()
         for reason in ("failed", "untrained", "unseen"):
             self.buffer.ledger.leave_out(reason, int(metrics[f"filter/{reason}_tokens"]))

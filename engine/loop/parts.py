@@ -30,6 +30,7 @@ from ..train.terms import LossTerm
 from .budget import Budget
 from .runtime import Progress
 from .sources import Demonstrations, Prompt, PromptSource
+from .workers import Workers
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class LearningParts:
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
+        replay_routes: train with the experts that the rollouts recorded.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         merges: the sampler gets the weights of the model's adapter merged into those below it.
     """
@@ -65,6 +67,7 @@ class LearningParts:
     max_tokens: int
     drop_zero_variance: bool
     self_check: bool
+    replay_routes: bool = False
     inert: Sequence[str] = ()
     group: Group = ALONE
     merges: bool = False
@@ -86,6 +89,7 @@ class SamplingParts:
         overlaps: sample in another thread while the policy is updated.
         on_cpu: sampling and training share the cores of one CPU.
         keep_keys: continue with keys that older weights computed.
+        colocated: the sampler rests during updates.
         seed: seed of the run; a group's seed follows from it and the ticket.
         trained: the trained model, with which a sampler that has a copy of its own is compared after each publication;
             None for no comparison.
@@ -107,6 +111,7 @@ class SamplingParts:
     overlaps: bool = False
     on_cpu: bool = False
     keep_keys: bool = False
+    colocated: bool = False
     trained: PreTrainedModel | None = None
 
 
@@ -160,6 +165,7 @@ class Parts:
             cannot be judged, or an empty text.
         saved: the checkpoint from which a resumed run continues.
         replay: a file of recorded groups to learn from instead of sampling.
+        workers: starts the run's other processes; the run closes it. None if it has none.
         stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
             ``state_dict`` and ``load_state_dict``.
     """
@@ -174,4 +180,5 @@ class Parts:
     console: Progress
     saved: Checkpoint | None = None
     replay: Path | None = None
+    workers: Workers | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)

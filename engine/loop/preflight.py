@@ -173,7 +173,10 @@ def check_terms(
             try:
                 made = term.on(batch, term.normalizer(trees, others) or 1.0, on_policy, 1.0)
                 if isinstance(made, LogprobTerm):
-                    loss = made.loss(logprob).loss
+                    loss = made.loss(logprob, **_made_up_statistics(made, logprob)).loss
+                    if not loss.requires_grad or not torch.isfinite(loss):
+                        why = "is not finite" if loss.requires_grad else "does not depend on the policy"
+                        raise ValueError(f"its loss on a made-up group {why}")
                 else:
                     loss = policy_loss(
                         logprob, made.fields, made.objective, normalizer=made.normalizer, entropy=entropy
@@ -184,6 +187,16 @@ def check_terms(
                 raise UserError(
                     f"The loss term '{term.name}' does not fit the run's credit or selection: {str(error).rstrip('.')}."
                 ) from error
+
+
+def _made_up_statistics(term: LogprobTerm, logprob: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Make the statistics ``[M]`` or ``[M, K]`` that a term reads, for a distribution over few tokens."""
+    values = {"entropy": 0.5, "sum_p2": 0.5, "mean_logprob": -2.0, "extra_logprob": -1.0}
+    found = {}
+    for name in term.want:
+        shape = logprob.shape if name != "extra_logprob" or term.extra_ids is None else term.extra_ids.shape
+        found[name] = torch.full(shape, values[name]).requires_grad_()
+    return found
 
 
 class _EveryReward(dict[str, Array]):

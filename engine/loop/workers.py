@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -113,13 +114,63 @@ def settle(answer: Future[Any], value: Any = None, *, error: BaseException | Non
         answer.set_result(value)
 
 
-def _pass_on(answer: Future[Any], done: Future[Any]) -> None:
+def _pass_on(
+    answer: Future[Any], done: Future[Any], told: Callable[[BaseException], BaseException] = lambda error: error
+) -> None:
     if done.cancelled():
         answer.cancel()
     elif (error := done.exception()) is not None:
-        settle(answer, error=error)
+        settle(answer, error=told(error))
     else:
         settle(answer, done.result())
+
+
+class AskedWorker(ABC):
+    """A worker that keeps its unanswered calls: they fail when it is killed, and what it answers later is discarded."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._open: set[Future[Any]] = set()
+        self._asked = 0
+        self._killed = False
+
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._killed:
+                answer.set_exception(LostError(f"{self._name} was killed."))
+                return answer
+            self._open.add(answer)
+            number, self._asked = self._asked, self._asked + 1
+        self._send(number, method, args).add_done_callback(partial(self._answered, answer))
+        return answer
+
+    def kill(self) -> None:
+        with self._lock:
+            self._killed, lost, self._open = True, self._open, set()
+        self._end()
+        for answer in lost:
+            settle(answer, error=LostError(f"{self._name} was killed."))
+
+    @abstractmethod
+    def _send(self, number: int, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Start a call, the ``number``-th of this worker from 0."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the worker at once."""
+
+    def _told(self, error: BaseException) -> BaseException:
+        """Return the error that a caller gets for that of a call."""
+        return error
+
+    def _answered(self, answer: Future[Any], done: Future[Any]) -> None:
+        with self._lock:
+            if answer not in self._open:  # killed
+                return
+            self._open.remove(answer)
+        _pass_on(answer, done, self._told)
 
 
 @dataclass(frozen=True)
@@ -155,35 +206,15 @@ class InThreads:
             worker.kill()
 
 
-class _InThread:
+class _InThread(AskedWorker):
     def __init__(self, name: str, calls: Calls) -> None:
-        self._name, self._calls = name, calls
-        self._lock = threading.Lock()
-        self._open: set[Future[Any]] = set()
-        self._killed = False
+        super().__init__(name)
+        self._calls = calls
 
-    def ask(self, method: str, *args: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        with self._lock:
-            if self._killed:
-                answer.set_exception(LostError(f"{self._name} was killed."))
-                return answer
-            self._open.add(answer)
+    def _send(self, number: int, method: str, args: tuple[Any, ...]) -> Future[Any]:
         done: Future[Any] = Future()
-        done.add_done_callback(partial(self._answered, answer))
         self._calls.ask(done, method, args)
-        return answer
+        return done
 
-    def _answered(self, answer: Future[Any], done: Future[Any]) -> None:
-        with self._lock:
-            if answer not in self._open:  # killed
-                return
-            self._open.remove(answer)
-        _pass_on(answer, done)
-
-    def kill(self) -> None:
-        with self._lock:
-            self._killed, lost, self._open = True, self._open, set()
+    def _end(self) -> None:
         self._calls.close()
-        for answer in lost:
-            settle(answer, error=LostError(f"{self._name} was killed."))

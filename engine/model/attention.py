@@ -134,6 +134,18 @@ class DeferredMask:
             self._mask, self._made = sdpa_mask(**self._arguments), True
         return self._mask
 
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor | DeferredMask:
+        """Return the mask of some queries, for a forward pass whose last layers compute the last tokens only.
+
+        Args:
+            index: slices of batch, heads, queries and keys.
+        """
+        if all(part in (slice(None), slice(0, None)) for part in index):
+            return self
+        # no mask would mean a causal one, which begins at the first key whatever the queries are
+        made: Tensor = sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
+        return made[index]
+
     def contiguous(self) -> Tensor | None:
         """Return the mask itself: ``generate`` makes masks ahead of the forward pass where the cache is static."""
         made = self.make()
@@ -316,12 +328,13 @@ def _require_supported(
 
 def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
     """Return the layer's sliding window and its chunk; layers may leave both to the mask that their model prepares."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
     if window is not None or getattr(module, "sliding_window", config) is None:
         return window, None  # before anything that differs between layers, as compiled layers share one program
     kinds = getattr(config, "layer_types", None)
     if kinds is None and hasattr(sys.modules[type(module).__module__], SLIDING_MASK):
         return getattr(config, "sliding_window", None), None
+    layer = getattr(module, "layer_idx", None)
     if kinds is None or layer is None or layer >= len(kinds):
         return None, None
     if kinds[layer] == "chunked_attention":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from rolltree.kernels import LogprobOutput
 
 from ..data.batch import TreeBatch
-from ..data.pieces import PieceStore, depth_first
+from ..data.pieces import Piece, PieceStore, depth_first
 from ..data.recurrence import recurrence_of
-from . import attention, recurrent
+from . import attention, recurrent, routes
 from .attention import Block
-from .head import decoder_of, target_logprob
+from .head import decoder_of, target_logprob, target_statistics
 from .pictures import Features, embedded, encode, family_of, rotary_input
 
 
@@ -34,6 +34,8 @@ def decode(
     model: PreTrainedModel, batch: TreeBatch, store: PieceStore | None = None, features: Features | None = None
 ) -> Decoded:
     """Return the final hidden states of the batch's tokens, or of those of one piece.
+
+    Where the batch has routes, every token goes to the experts recorded (`routes`).
 
     The experts' load balancing loss counts a token once for every leaf below it, as in the flat batch.
 
@@ -79,6 +81,9 @@ def decode(
             inputs |= _with_pictures(decoder, batch, rows, features or encode_pictures(model, batch))
         if recurrent.install(model):
             inputs["recurrence"] = recurrence_of(batch) if store is None else store.recurrence
+    if batch.routes is not None:
+        given = batch.routes[rows] if batch.padded is None else _padded(batch.routes, batch)
+        inputs["routes"] = routes.replay(model, given)
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         inputs["output_router_logits"] = True
@@ -148,9 +153,10 @@ def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:
     return next(function for function in found if function is not None)
 
 
-def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T] -> [B S], 0 where padding is
+def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T, ...] -> [B S, ...], 0 where padding is
     assert batch.padded is not None
-    return values.new_zeros(batch.padded[0] * batch.padded[1]).index_copy(0, batch.place, values)
+    places = batch.padded[0] * batch.padded[1]
+    return values.new_zeros(places, *values.shape[1:]).index_copy(0, batch.place, values)
 
 
 def unchecked_logprob(
@@ -167,17 +173,51 @@ def unchecked_logprob(
 def _logprob_of_pieces(
     model: PreTrainedModel, batch: TreeBatch, temperature: float | Tensor, want: Sequence[str]
 ) -> LogprobOutput:
+    def score(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor | None]:
+        return target_logprob(model, hidden, target, p.head_row, p.head_index, own, want)._asdict()
+
+    found = _collected(model, batch, temperature, score)
+    return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
+
+
+def statistics_of_pieces(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    temperature: float | Tensor,  # or [M]
+    want: Sequence[str],
+    extra_ids: Tensor | None,  # [M, K]
+) -> dict[str, Tensor]:
+    """Compute `target_statistics` of a batch in pieces, without gradients."""
+
+    def score(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor]:
+        ids = None if extra_ids is None else extra_ids[p.target]
+        return target_statistics(model, hidden, target, p.head_row, p.head_index, own, want, ids)
+
+    return _collected(model, batch, temperature, score)
+
+
+def _collected(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    temperature: float | Tensor,  # or [M]
+    score: Callable[[Tensor, Tensor, Piece, float | Tensor], Mapping[str, Tensor | None]],
+) -> dict[str, Tensor]:
+    """Run the batch piece by piece, and put together the scores ``[M, ...]`` of each piece's targets.
+
+    Args:
+        score: called with hidden states, targets, the piece and its temperature.
+    """
     found: dict[str, Tensor] = {}
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
         own = temperature[p.target] if isinstance(temperature, Tensor) else temperature
-        out = target_logprob(model, decoded.hidden, batch.target[p.target], p.head_row, p.head_index, own, want)
-        for name, values in out._asdict().items():
+        for name, values in score(decoded.hidden, batch.target[p.target], p, own).items():
             if values is not None:
-                found.setdefault(name, values.new_empty(len(batch.target)))[p.target] = values
+                everything = found.setdefault(name, values.new_empty(len(batch.target), *values.shape[1:]))
+                everything[p.target] = values
 
     (tree,) = batch.trees
     run = partial(decode, model, batch, features=encode_pictures(model, batch))
     depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=False)
-    return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
+    return found

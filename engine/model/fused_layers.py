@@ -12,9 +12,10 @@ tensor subclasses, and if no kernel is built for the device and dtype.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _fused_forward(cls: Any) -> Callable[..., Any] | None:
         return _rms_norm
     if _same(forward, llama.LlamaMLP.forward):
         return _gated_unit
-    turned = _global(forward, ROTARY)
+    turned = _global(inspect.unwrap(forward), ROTARY)
     if not (
         isinstance(forward, FunctionType)
         and _same(turned, llama.apply_rotary_pos_emb)
@@ -153,6 +154,20 @@ def _gated_unit(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(silu_mul(gate, up) if _can_fuse(gate, up) else activation(gate) * up)
 
 
+def _with_global(forward: FunctionType, turned: Callable[..., Any]) -> FunctionType:
+    """Return ``forward`` with another rotary embedding; one that decorators wrap is replaced within these."""
+    inner = getattr(forward, "__wrapped__", None)
+    known, closure = forward.__globals__, forward.__closure__
+    if isinstance(inner, FunctionType):
+        replaced = CellType(_with_global(inner, turned))
+        closure = tuple(replaced if cell.cell_contents is inner else cell for cell in closure or ())
+    else:
+        known = {**known, ROTARY: turned}
+    found = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, closure)
+    found.__kwdefaults__ = forward.__kwdefaults__
+    return found
+
+
 def _with_turning(forward: FunctionType, plain: Any) -> Callable[..., Any]:
     """Return an attention's ``forward`` that calls our rotary embedding by the name of the ``plain`` one."""
 
@@ -162,9 +177,7 @@ def _with_turning(forward: FunctionType, plain: Any) -> Callable[..., Any]:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return rotate(q, k, cos, sin)
 
-    known = {**forward.__globals__, ROTARY: turned}
-    fused = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
-    fused.__kwdefaults__ = forward.__kwdefaults__
+    fused = _with_global(forward, turned)
 
     @functools.wraps(forward)
     def attention(self: Any, *args: Any, **kwargs: Any) -> Any:

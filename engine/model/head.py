@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rolltree.kernels import HeadLora, LogprobOutput, linear_logprob
+from rolltree.kernels.linear_logprob import linear_statistics
 
 from .sharding import whole
 
@@ -139,3 +140,20 @@ def target_logprob(
         sum_p2=None if out.sum_p2 is None else out.sum_p2[head_index],
         extra_logprob=None,
     )
+
+
+def target_statistics(
+    model: PreTrainedModel,
+    hidden: Tensor,  # [T, H]
+    target: Tensor,  # [M]
+    head_row: Tensor,  # [R]
+    head_index: Tensor,  # [M]
+    temperature: float | Tensor,  # one for all, or [M]
+    want: Sequence[str],
+    extra_ids: Tensor | None,  # [M, K]
+) -> dict[str, Tensor]:
+    """Return ``logprob [M]`` and the statistics in ``want``, as `linear_statistics` does."""
+    its = head(model)
+    options = its.options(row_temperature(temperature, head_index, len(head_row)))
+    rows = hidden.index_select(0, head_row)
+    return linear_statistics(rows, its.weight, target, row=head_index, want=want, extra_ids=extra_ids, **options)

@@ -27,12 +27,12 @@ from rolltree.kernels import (
     policy_loss,
 )
 from rolltree.kernels.checks import Arguments
-from rolltree.kernels.linear_policy_loss.terms import named
+from rolltree.kernels.linear_policy_loss.terms import named, statistics_of, wanted
 
 from ..data.batch import OldLogprob, TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
-from .decoder import Decoded, decode, encode_pictures, unchecked_logprob
-from .head import head, row_temperature, target_logprob
+from .decoder import Decoded, decode, encode_pictures, statistics_of_pieces
+from .head import head, row_temperature, target_statistics
 from .logprob import check_call, check_temperature
 from .pictures import Features
 
@@ -283,35 +283,38 @@ def _in_two_passes(
     router_share: float,
     after: Callable[[], object],
 ) -> TermsLossOutput:
-    """Compute all log-probs first; the loss's derivatives with respect to them then weigh a linear objective, piece by
-    piece."""
-    known = unchecked_logprob(model, batch, temperature, ("entropy",))
-    assert known.entropy is not None
-    wanted = any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
-    logprob, entropy = known.logprob.requires_grad_(), known.entropy.requires_grad_(wanted)
+    """Compute all log-probs and statistics first; the loss's derivatives with respect to them then weigh a linear
+    objective, piece by piece."""
+    want, extra_ids = wanted(terms)
+    known = statistics_of_pieces(model, batch, temperature, ("entropy", *want), extra_ids)
+    of_entropy = "entropy" in want or any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
+    for name, values in known.items():
+        values.requires_grad_(name != "entropy" or of_entropy)
+    logprob, entropy = known["logprob"], known["entropy"]
     with torch.enable_grad():
         loss, losses = 0.0 * logprob.sum(), {}
         metrics: Metrics = {}
-        for term in terms:
+        for term, statistics in statistics_of(terms, known):
             if isinstance(term, Term):
                 out = policy_loss(logprob, term.fields, term.objective, normalizer=term.normalizer, entropy=entropy)
             else:
-                out = term.loss(torch.where(term.mask, logprob, 0))
+                out = term.loss(torch.where(term.mask, logprob, 0), **statistics)
             loss = loss + term.weight * out.loss
             metrics |= named(out.metrics, term.name)
             losses[term.name] = out.loss.detach()
-    by_logprob, *by_entropy = torch.autograd.grad(loss, [t for t in (logprob, entropy) if t.requires_grad])
-    want = ("entropy",) if by_entropy else ()
+    needed = {name: values for name, values in known.items() if values.requires_grad}
+    slopes = torch.autograd.grad(loss, list(needed.values()), allow_unused=True)
+    derivatives = {name: d for name, d in zip(needed, slopes, strict=True) if d is not None}
     account = _Account()
     account.add(TermsLossOutput(loss, metrics, losses))
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
         target, own = batch.target[p.target], _own(temperature, p)
-        now = target_logprob(model, decoded.hidden, target, p.head_row, p.head_index, own, want)
-        linear = (now.logprob * by_logprob[p.target]).sum()
-        if now.entropy is not None:
-            linear = linear + (now.entropy * by_entropy[0][p.target]).sum()
+        ids = None if extra_ids is None else extra_ids[p.target]
+        again = [name for name in derivatives if name != "logprob"]
+        now = target_statistics(model, decoded.hidden, target, p.head_row, p.head_index, own, again, ids)
+        linear = sum(((now[name] * d[p.target]).sum() for name, d in derivatives.items()), logprob.new_zeros(()))
         share = router_share * (p.end - p.begin) / batch.num_tokens
         routed = with_router_loss(TermsLossOutput(linear, {}, {}), decoded, share)
         routed.loss.backward()

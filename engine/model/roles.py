@@ -36,6 +36,8 @@ class Role:
         ema: share of the old weights that is kept at every update of the policy; None: the weights do not change.
         initial: the weights are the policy's at the start of the run, so a checkpoint must hold them.
         adapted: compute with the adapter of ``model``, if it has one.
+        replays_routes: the role is the policy itself, and computes with the recorded experts if the policy does.
+            Another model's log-probs are those of its own routers' choice.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class Role:
         ema: float | None = None,
         initial: bool = False,
         adapted: bool = True,
+        replays_routes: bool = False,
     ) -> None:
-        self.column, self.model = column, model
+        self.column, self.model, self.replays_routes = column, model, replays_routes
         self.weights = None if weights is None else dict(weights)
         self.reset_every, self.ema, self.initial, self.adapted = reset_every, ema, initial, adapted
         self.seen = 0  # updates of the policy
@@ -78,7 +81,8 @@ class Role:
         self.model.eval()
         with torch.no_grad(), self._swapped():
             for waiting in batches:
-                batch, own = waiting.to(device), to_device(waiting.temperatures(temperature), device)
+                routed = waiting if self.replays_routes else waiting.without_routes()
+                batch, own = routed.to(device), to_device(waiting.temperatures(temperature), device)
                 logprob = batch_logprob(self.model, batch, temperature=own).logprob
                 write_column(trees, batch, self.column, logprob)
         self.model.train(was_training)

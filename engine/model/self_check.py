@@ -162,11 +162,14 @@ def usual_tokens(config: PreTrainedConfig) -> Array:  # [n] int64
 @torch.no_grad()
 def sampled_error(model: PreTrainedModel, trees: Sequence[TokenTree]) -> float:
     """Return the mean absolute difference (nats) between the log-probs that a sampler recorded, at temperature 1, and
-    those that ``model`` computes for the same tokens on plain sequences."""
+    those that ``model`` computes for the same tokens on plain sequences, with the routes that it recorded."""
+    routed = any("routes" in tree.columns for tree in trees)
     longest = max(int(tree.path_length.max()) for tree in trees)
     recorded, computed = [], []
     with _evaluating(model):
-        for batch in pack(trees, max_tokens=max(longest, MOST_TOKENS), device=model.device, flat=True):
+        for batch in pack(
+            trees, max_tokens=max(longest, MOST_TOKENS), device=model.device, flat=True, replay_routes=routed
+        ):
             values = batch.to_leaves(unchecked_logprob(model, batch).logprob)
             for part, leaves in zip(batch.trees, values, strict=True):
                 for leaf, own in enumerate(leaves):

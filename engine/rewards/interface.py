@@ -49,10 +49,15 @@ class Rewards(ABC):
     Attributes:
         note: a sentence for the user before a run, or empty.
         in_turn: it uses the rollout engine, so `score` must be called by the engine's thread, between two steps.
+        at_once: number of concurrent calls of `score` that keep all verifiers busy, each with what had to be judged by
+            then.
+        asked_again: number of items so far whose process was lost and that were given to another.
     """
 
     note: str = ""
     in_turn: bool = False
+    at_once: int = 2
+    asked_again: int = 0
 
     @abstractmethod
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:

@@ -92,6 +92,7 @@ def given(tokens: npt.ArrayLike, version: int = 0, logprobs: npt.ArrayLike = np.
 
 
 NOTHING = given([])
+UNKNOWN = np.zeros((0, 0, 0), np.int16)
 
 
 @dataclass(eq=False)
@@ -108,6 +109,8 @@ class Node:
     """Temperature that the tokens were sampled at."""
     trained: bool = True
     """False: the tokens are in no policy loss."""
+    routes: Array = field(default_factory=lambda: UNKNOWN)
+    """[<= n, layers, k] int16, the experts that computed the first tokens, if they are recorded."""
 
     def path(self) -> Iterator[Node]:
         """Yield the node and its ancestors, upwards."""
@@ -118,8 +121,9 @@ class Node:
 
     def split(self, keep: int) -> Node:
         """Move the first ``keep`` tokens to a new parent."""
-        upper = replace(self, records=self.records[:keep], sealed=True)
+        upper = replace(self, records=self.records[:keep], sealed=True, routes=self.routes[:keep])
         self.parent, self.start, self.records = upper, self.start + keep, self.records[keep:]
+        self.routes = self.routes[keep:]
         return upper
 
     def column(self, name: str) -> Array:  # [start + n]
@@ -322,4 +326,10 @@ def _tokens_of(nodes: Sequence[Node]) -> Segment:
         "entropy": np.where(sampled, column("entropy"), nan),
         "temperature": np.where(sampled, temperature, nan),
     }
+    if known := [node.routes for node in nodes if len(node.routes)]:
+        routes = COLUMNS["routes"].filled(sum(length), known[0])
+        for node, begin in zip(nodes, np.cumsum([0, *length]).tolist(), strict=False):
+            if len(node.routes):
+                routes[begin : begin + len(node.routes)] = node.routes
+        columns["routes"] = routes
     return Segment(column("token"), columns)

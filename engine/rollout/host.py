@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import queue
 import threading
 import time
@@ -29,6 +30,7 @@ from ..data.tree import TokenTree
 from ..programs import RolloutProgram
 from .digest import Held
 from .engine import RolloutEngine
+from .questions import Question, Questions
 from .sampler import Array, Flight, Job, Kept, LocalSampler
 
 T = TypeVar("T")
@@ -86,6 +88,7 @@ class Host:
         engine: the engine; only the thread may call it from now on.
         program: steers the jobs of `run`; each job gets a copy.
         texts: decodes the responses of finished trees, so that the caller need not.
+        asked: verifier of ``program``, if another process answers it.
         after_step: called in the thread after every step.
         failed: called in the thread with the error of a step that failed as a whole.
     """
@@ -96,11 +99,13 @@ class Host:
         program: str | RolloutProgram = "flat",
         texts: Callable[[Sequence[TokenTree]], list[list[str]]] | None = None,
         *,
+        asked: Questions | None = None,
         after_step: Callable[[], object] = lambda: None,
         failed: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         self.engine, self.sampler, self._texts = engine, LocalSampler(engine, program), texts
         self._after_step, self._failed = after_step, failed
+        self._questions = Questions() if asked is None else asked
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admissions: list[tuple[dict[int, Job], bool]] = []  # jobs that wait for their weights
         self._running: dict[Flight, int] = {}
@@ -162,11 +167,14 @@ class Host:
         return loaded
 
     def kept(self, numbers: Sequence[int]) -> Future[list[Kept]]:
-        """Return the present states of unfinished jobs, which continue; both parts are None for a finished one."""
+        """Return the present states of unfinished jobs, which continue; both parts are None for a finished one.
+
+        They are copies: the jobs go on while the answer travels, and the parts of a program's state change with them.
+        """
 
         def kept() -> list[Kept]:
             running = {number: flight for flight, number in self._running.items() if number in wanted}
-            states = dict(zip(running, self.sampler.kept(list(running.values())), strict=True))
+            states = dict(zip(running, map(_copied, self.sampler.kept(list(running.values()))), strict=True))
             return [states.get(number, Kept(None, None)) for number in numbers]
 
         wanted = set(numbers)
@@ -191,6 +199,14 @@ class Host:
         wanted = set(numbers)
         return self.call(drop)
 
+    def rest(self) -> Future[None]:
+        """Free the device's memory until `wake`; unfinished jobs wait."""
+        return self.call(partial(self.engine.sleep, weights=True))
+
+    def wake(self) -> Future[None]:
+        """Continue after `rest`."""
+        return self.call(self.engine.wake)
+
     def forget_prefixes(self) -> Future[None]:
         """Drop the cached keys of prefixes."""
         return self.call(self.engine.forget_prefixes)
@@ -212,6 +228,14 @@ class Host:
     ) -> Future[list[list[Array]]]:
         """Return the log-probs of continuations; see `RolloutEngine.score`."""
         return self.call(partial(self.engine.score, prompts, continuations))
+
+    def questions(self) -> Future[list[Question]]:
+        """Return the program's next questions to its verifier, as soon as there is one."""
+        return self._questions.next()
+
+    def answer(self, values: Mapping[int, float | None]) -> None:
+        """Answer questions of the program; see `Questions.answer`."""
+        self._questions.answer(values)
 
     def facts(self) -> Facts:
         """Return what does not change."""
@@ -310,6 +334,14 @@ class Host:
         if where not in self._logged:
             self._logged.add(where)
             log.error("A step of the engine failed; its requests fail with it.", exc_info=error)
+
+
+def _copied(kept: Kept) -> Kept:
+    try:
+        copied: Kept = pickle.loads(pickle.dumps(kept))
+    except Exception:  # an object of the program or the environment, which a checkpoint cannot hold either
+        return Kept(None, "state")
+    return copied
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:

@@ -168,6 +168,14 @@ class Sampler(Protocol):
         it keeps in another form are absent."""
         ...
 
+    def rest(self) -> None:
+        """Free memory of the device until `wake`, for the trainer; return when it is free. Unfinished flights wait."""
+        ...
+
+    def wake(self) -> None:
+        """Continue after `rest`."""
+        ...
+
     def forget_prefixes(self) -> None:
         """Drop the cached keys of prefixes."""
         ...
@@ -307,6 +315,12 @@ class LocalSampler:
 
     def digests(self) -> Mapping[str, Held]:
         return self.engine.digests()
+
+    def rest(self) -> None:
+        self.engine.sleep()  # not the weights, which may be the trainer's
+
+    def wake(self) -> None:
+        self.engine.wake()
 
     def forget_prefixes(self) -> None:
         self.engine.forget_prefixes()

@@ -48,6 +48,7 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
                 n.sealed,
                 n.temperature,
                 n.trained,
+                n.routes,
             )
             for n in ordered
         ],

@@ -94,6 +94,6 @@ class Critic:
         return TermsLossOutput(out.loss.detach(), out.metrics, {"critic": out.loss.detach()})
 
     def _values(self, batch: TreeBatch) -> Tensor:  # [M]
-        hidden = decode(self.model, batch).hidden
+        hidden = decode(self.model, batch.without_routes()).hidden  # its experts are not the policy's
         values: Tensor = self.model.value_head(hidden.index_select(0, batch.head_row).float())
         return values[:, 0][batch.head_index]

@@ -35,6 +35,10 @@ class LossTerm(Protocol):
     def name(self) -> str:
         """Prefix of the term's metrics; with "actor" their names stay as they are."""
 
+    @property
+    def whole_trees(self) -> bool:
+        """True if its loss relates responses of one tree, which must then be packed together."""
+
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         """Store on the trees which parts of them the term counts, before they are packed.
 
@@ -65,6 +69,7 @@ class TokenTerm:
     name: str = "actor"
     select: Selection | None = None
     length_limit: int = 1
+    whole_trees = False
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         if "pass_rate" in self.objective.needs_fields:
@@ -103,7 +108,7 @@ class TokenTerm:
             )
 
     def sees(self, tree: TokenTree) -> bool:
-        counted = self._lengths(tree) > 0
+        counted = self.lengths(tree) > 0
         if not counted.any():
             return False
         objective = self.objective
@@ -118,7 +123,7 @@ class TokenTerm:
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         seen = trees if self.select is None else [*trees, *given]
-        lengths = [self._lengths(tree) for tree in seen]
+        lengths = [self.lengths(tree) for tree in seen]
         leaves = sum(int((length >= 0).sum()) for length in lengths)
         aggregation = self.objective.aggregation
         if aggregation == "token_mean":
@@ -129,7 +134,7 @@ class TokenTerm:
             return float(any((length > 0).any() for length in lengths))
         return float(leaves * (self.length_limit if aggregation == "seq_mean_token_sum_norm" else 1))
 
-    def _lengths(self, tree: TokenTree) -> Array:  # [L]
+    def lengths(self, tree: TokenTree) -> Array:  # [L]
         """Return the number of counted tokens of each leaf; -1 for a leaf that is not counted."""
         for per in ("leaf", "token"):
             name = f"select_{per}/{self.name}"
@@ -142,7 +147,7 @@ class TokenTerm:
         return tree.loss_length if self.select is None else np.full(tree.num_leaves, -1)
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term:
-        old = None if on_policy else self._compared_with(batch)
+        old = None if on_policy else self.compared_with(batch)
         select = None if self.select is None else self.name
         fields = batch.fields(self.objective, old_logprob=old, select=select)
         if self.objective.aggregation == "batch_token_mean":
@@ -150,7 +155,7 @@ class TokenTerm:
             normalizer = max(float(fields.paths.leaf_length.sum()), 1.0) * batch.of
         return Term(fields, self.objective, normalizer, weight, self.name)
 
-    def _compared_with(self, batch: TreeBatch) -> Literal["behaviour", "proximal"]:
+    def compared_with(self, batch: TreeBatch) -> Literal["behaviour", "proximal"]:
         """Return the column of old log-probs: the proximal policy's if it was scored, unless the objective is defined
         against the sampler."""
         scored = any("proximal_logprob" in tree.columns for tree in batch.trees)
@@ -164,6 +169,7 @@ class PairTerm:
     choose: Pairing
     name: str = "preference"
     options: dict[str, Any] = field(default_factory=dict)
+    whole_trees = True
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
@@ -182,10 +188,10 @@ class PairTerm:
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> LogprobTerm:
         found, leaves = [np.zeros((0, 2), np.int64)], 0
-        for tree, index in zip(batch.trees, batch.leaf_index, strict=True):
+        if any(len(tree.meta[f"pairs/{self.name}"]) for tree in batch.trees):
+            batch.check_whole(self.name)
+        for tree in batch.trees:
             pairs = tree.meta[f"pairs/{self.name}"]
-            if len(pairs) and not np.array_equal(index, np.arange(tree.num_leaves)):
-                raise ValueError(f"The loss term '{self.name}' needs whole trees; pack them with in_pieces=True.")
             rank = np.empty(tree.num_leaves, np.int64)
             rank[tree.leaf_order] = np.arange(tree.num_leaves)
             found.append(rank[pairs] + leaves if len(pairs) else found[0])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from ..linear_logprob import HeadLora, linear_logprob
+from ..linear_logprob import STATISTICS, HeadLora, linear_statistics
 from ..linear_logprob.api import check_accumulator, prepare
 from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
 from ..policy_loss.api import Metrics, check, finish, policy_loss_op
@@ -30,6 +30,8 @@ from .terms import (
     finish_terms,
     named,
     own_normalizers,
+    statistics_of,
+    wanted,
 )
 
 
@@ -227,6 +229,11 @@ def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperat
             checked.append(t._replace(fields=fields.folded(t.objective.aggregation)))
             continue
         call.mask(f"the mask of term '{t.name}'", t.mask, target.shape, " like target")
+        call.names(f"want of term '{t.name}'", t.want, STATISTICS)
+        if t.extra_ids is not None:
+            call.integers(f"extra_ids of term '{t.name}'", t.extra_ids, (len(target), "K"), " like target")
+        elif "extra_logprob" in t.want:
+            raise ValueError(f"linear_policy_loss: the term '{t.name}' wants extra_logprob; give its extra_ids.")
         checked.append(t)
     for t in terms:
         call.number(f"the weight of term '{t.name}'", t.weight)
@@ -263,25 +270,27 @@ def _by_autograd(
     row: Tensor | None,  # [P] int
     **options: Any,
 ) -> TermsLossOutput:
-    """Compute the terms from one `linear_logprob`, which takes ``options``, and leave the gradients to autograd.
+    """Compute the terms from one `linear_statistics`, which takes ``options``, and leave the gradients to autograd.
 
     For losses of preference pairs, objectives of the whole batch and a vocabulary split over ranks, where every
     log-prob is needed before any derivative is known. The backward forms the logits again for the rows that have a
     gradient (`linear_logprob` does not with a frozen head).
     """
-    out = linear_logprob(hidden, weight, target, row=row, want=("entropy",), **options)
-    assert out.entropy is not None
-    entropy = out.entropy if row is None else out.entropy[row]
-    logprob, scored = out.logprob, None
-    scores = [t.detach() for t in (logprob, entropy)]
+    want, ids = wanted(terms)
+    if ids is not None and place is not None:
+        ids = ids[place]
+    found = linear_statistics(hidden, weight, target, row=row, want=("entropy", *want), extra_ids=ids, **options)
+    scored = None
+    scores = [found[name].detach() for name in ("logprob", "entropy")]
     if place is not None:
         scores = [t.new_full((M,), torch.nan).index_copy(0, place, t) for t in scores]
-        logprob, entropy = (t.new_zeros(M).index_copy(0, place, t) for t in (logprob, entropy))
+        found = {name: t.new_zeros((M, *t.shape[1:])).index_copy(0, place, t) for name, t in found.items()}
         scored = torch.zeros(M, dtype=torch.bool, device=place.device).index_fill_(0, place, True)
+    logprob, entropy = found["logprob"], found["entropy"]
     loss: Tensor | None = None
     metrics: Metrics = {}
     losses = {}
-    for t in terms:
+    for t, statistics in statistics_of(terms, found):
         if isinstance(t, Term):
             # detached unless needed: even a gradient of zeros by the entropy would be computed
             term_entropy = entropy if t.objective.needs_entropy else entropy.detach()
@@ -290,7 +299,7 @@ def _by_autograd(
             total, _, _, sums = policy_loss_op(logprob, term_entropy, *fields.tensors(), t.objective.encoded)
             value = finish(total, sums, t.normalizer, t.fields, t.objective, has_entropy=True)
         else:
-            value = t.loss(logprob)
+            value = t.loss(logprob, **statistics)
             if not isinstance(value, PolicyLossOutput) or value.loss.shape != ():
                 raise TypeError(
                     f"linear_policy_loss: the loss of term '{t.name}' must return a PolicyLossOutput whose loss is a "

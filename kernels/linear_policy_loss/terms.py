@@ -6,13 +6,14 @@ up, so a sum of terms over the same rows costs the matrix products of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..linear_logprob import STATISTICS
 from ..policy_loss import SUMS, Evaluation, Objective, PolicyFields, PolicyLossOutput, evaluate
 from ..policy_loss.api import Metrics, finish
 
@@ -36,13 +37,16 @@ class LogprobTerm(NamedTuple):
     """A loss term: ``weight`` times any differentiable loss of the targets' log-probs that is not a sum over them.
 
     Preference pairs: ``partial(pair_loss, paths=..., chosen=..., rejected=..., normalizer=..., mask=mask)``. ``loss``
-    gets log-probs ``[M]``, which are 0 where neither ``mask`` nor another term selects the target.
+    gets log-probs ``[M]``, which are 0 where neither ``mask`` nor another term selects the target, and the statistics
+    in ``want`` as keyword arguments, likewise.
     """
 
-    loss: Callable[[Tensor], PolicyLossOutput]
+    loss: Callable[..., PolicyLossOutput]
     mask: Tensor  # [M] bool: the targets whose log-prob the loss reads
     weight: float = 1.0
     name: str = "actor"
+    want: tuple[str, ...] = ()  # of `STATISTICS`
+    extra_ids: Tensor | None = None  # [M, K] int, for the statistic extra_logprob; -1: none
 
 
 AnyTerm = Term | LogprobTerm
@@ -56,6 +60,30 @@ class TermsLossOutput(NamedTuple):
     losses: dict[str, Tensor]  # [], of each term by its name, without its weight
     logprob: Tensor | None = None  # [M], without gradient; NaN where no term needed it
     entropy: Tensor | None = None  # [M], likewise
+
+
+def wanted(terms: Sequence[AnyTerm]) -> tuple[tuple[str, ...], Tensor | None]:
+    """Return the statistics that the terms read, in the order of `STATISTICS`, and their further ids ``[M, K]``."""
+    of_logprobs = [t for t in terms if isinstance(t, LogprobTerm)]
+    names = tuple(name for name in STATISTICS if any(name in t.want for t in of_logprobs))
+    ids = [t.extra_ids for t in of_logprobs if t.extra_ids is not None and "extra_logprob" in t.want]
+    return names, torch.cat(ids, 1) if ids else None
+
+
+def statistics_of(
+    terms: Sequence[AnyTerm], statistics: Mapping[str, Tensor]
+) -> Iterator[tuple[AnyTerm, dict[str, Tensor]]]:
+    """Yield each term with its own statistics, from those of all; see `wanted`."""
+    first = 0
+    for term in terms:
+        own = {} if isinstance(term, Term) else {name: statistics[name] for name in term.want}
+        if "extra_logprob" in own:
+            assert isinstance(term, LogprobTerm)
+            assert term.extra_ids is not None
+            K = term.extra_ids.shape[1]
+            own["extra_logprob"] = own["extra_logprob"][:, first : first + K]
+            first += K
+        yield term, own
 
 
 def live(term: AnyTerm) -> Tensor:

@@ -109,6 +109,9 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
 
 def _is_value(name: str) -> bool:
     """Return whether a column of the file has values to show, other than those that the page always shows."""
+    declared = COLUMNS.get(name.removeprefix("prompt_"))
+    if declared is not None and declared.axes:
+        return False
     return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask")
 
 

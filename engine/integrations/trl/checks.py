@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ...errors import UserError
+from ...model import recurrent
 from ...model.head import head
 from ...model.self_check import check_model
 from ..trees import odd_layers
@@ -58,15 +59,20 @@ def own_forward(model: PreTrainedModel) -> None:
         raise UserError(f"{error} accelerate(trainer, tree=False, rollouts=False) does the former.") from None
 
 
-def tree_layers(model: PreTrainedModel) -> None:
-    """Raise UserError if the model's layers cannot be computed on trees."""
+def tree_layers(model: PreTrainedModel) -> bool:
+    """Return True if the model has recurrent layers, whose classes are then prepared for trees.
+
+    Raises:
+        UserError: the model's layers cannot be computed on trees.
+    """
     config = model.config.get_text_config()
-    if kinds := odd_layers(model):
+    hybrid = config.model_type in recurrent.FAMILIES and not recurrent.unfit(model)
+    if not hybrid and (kinds := odd_layers(model)):
         raise UserError(
             f"{type(model).__name__} has layers that cannot be tree-masked ({', '.join(kinds)}); pass "
             "tree=False and rollouts=False."
         )
-    if getattr(config, "rope_parameters", None) is None:
+    if getattr(config, "rope_parameters", None) is None and not hybrid:  # hybrids without them have no positions
         raise UserError(
             f"{type(model).__name__} has no rotary positions: TRL counts its positions from the padding, which trees "
             "do not have; pass tree=False and rollouts=False."
@@ -76,6 +82,7 @@ def tree_layers(model: PreTrainedModel) -> None:
             f"{type(model).__name__} drops attention, which is not supported on trees; set attention_dropout=0 or pass "
             "tree=False and rollouts=False."
         )
+    return hybrid and recurrent.install(model)
 
 
 def no_rollouts(trainer: Any) -> str | None:

@@ -61,9 +61,10 @@ def accelerate(
         models.append(checks.base_model(trainer.accelerator.unwrap_model(trainer.ref_model)))
     if models[0].device.type == "cpu":
         keep_freed_memory()
+    recurrent = False
     if of_groups and (tree or rollouts):
         for model in models:
-            checks.tree_layers(model)
+            recurrent |= checks.tree_layers(model)
     if layers:
         for model in models:
             fuse_layers(model)
@@ -86,7 +87,7 @@ def accelerate(
     if not isinstance(trainer, GroupTrainer):
         cls = type(trainer)
         trainer.__class__ = type(cls.__name__, (GroupTrainer, cls), {"__module__": cls.__module__})
-    trainer.rolltree = Parts(head, tree, sampler, _objective_of(trainer) if head else None)
+    trainer.rolltree = Parts(head, tree, sampler, _objective_of(trainer) if head else None, recurrent)
     return trainer
 
 

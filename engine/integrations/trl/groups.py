@@ -27,10 +27,13 @@ class Parts:
     tree: bool
     rollouts: Rollouts | None
     objective: Objective | None  # None: the loss is TRL's code
+    recurrent: bool = False  # the models have recurrent layers
     scores: tuple[Tensor, Tensor] | None = None  # log-probs and entropies [B, C] that were computed with the loss
 
     def batch(self, input_ids: Tensor, attention_mask: Tensor, completion: int) -> Batch:
-        return (packed if self.tree else padded)(input_ids, attention_mask, completion)
+        if not self.tree:
+            return padded(input_ids, attention_mask, completion)
+        return packed(input_ids, attention_mask, completion, recurrent=self.recurrent)
 
 
 class GroupTrainer:

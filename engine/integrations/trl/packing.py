@@ -15,7 +15,7 @@ from .fused_head import Scored
 class Batch(NamedTuple):
     """Inputs of the model, and the rows that predict the completions' tokens."""
 
-    inputs: dict[str, Tensor | int]
+    inputs: dict[str, Any]
     row: Tensor  # [B, C] int64: index of the flattened hidden state that predicts the token
     valid: Tensor  # [B, C] bool: tokens of completions, False for padding
     target: Tensor  # [B, C] int64
@@ -39,8 +39,13 @@ def packed(
     input_ids: Tensor,  # [B, P + C]: prompts padded on the left, completions on the right
     attention_mask: Tensor,  # [B, P + C]
     completion: int,  # C
+    *,
+    recurrent: bool = False,
 ) -> Batch:
     """Return the batch as trees, each prompt once for all its completions.
+
+    Args:
+        recurrent: the model has recurrent layers.
 
     Raises:
         ValueError: a prompt is empty or not padded on the left, or a completion not on the right.
@@ -53,7 +58,7 @@ def packed(
     in_place = mask == ((columns >= P - prompt[:, None]) & (columns < P + response[:, None]))
     if not in_place.all() or not prompt.all():
         raise ValueError("Trees need prompts, padded on the left, and completions on the right; pass tree=False.")
-    trees = trees_of([row[m] for row, m in zip(ids, mask, strict=True)], device)
+    trees = trees_of([row[m] for row, m in zip(ids, mask, strict=True)], device, recurrent=recurrent)
     row = np.zeros((len(ids), completion), np.int64)
     for sample, (rows, n) in enumerate(zip(trees.rows, prompt, strict=True)):
         row[sample, : response[sample]] = rows[n - 1 : -1]

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.segment import Text
 from ...errors import UserError
-from ...model import attention, recurrent
+from ...model import attention, recurrent, routes
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
@@ -58,6 +58,9 @@ class EngineConfig:
     """Replay steps that only decode as CUDA graphs; no effect on a CPU and on models with recurrent layers."""
     compile: bool = False
     """Let torch.compile fuse the operations between matrix products; the first steps wait for it."""
+    record_routes: bool = False
+    """Record the experts of every token of a mixture of experts as the trees' column `routes`, for
+    `pack(replay_routes=True)`. On a GPU, decoding steps are then not replayed as CUDA graphs."""
     drafts: DraftConfig | None = None
     """Speculative decoding with tokens drafted from earlier texts; None for none. The sampled tokens are the same."""
     debug: bool = False
@@ -70,6 +73,10 @@ class EngineConfig:
             check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
+        if self.compile and self.record_routes:
+            raise ValueError(
+                "EngineConfig.record_routes looks into routers, which compiled layers do not allow; choose one."
+            )
         if self.kv_tokens < self.page_size:
             raise ValueError(f"EngineConfig.kv_tokens is {self.kv_tokens}; it must hold a page of {self.page_size}.")
 
@@ -83,7 +90,8 @@ class NativeEngine(RolloutEngine):
         config: sizes and switches; None for the defaults.
 
     Raises:
-        UserError: the compiled module is missing, or ``compile`` is set for a model with recurrent layers.
+        UserError: the compiled module is missing, ``compile`` is set for a model with recurrent layers, or routes are
+            to be recorded and the model has no routers that are known.
     """
 
     loop: NativeLoop
@@ -104,6 +112,8 @@ class NativeEngine(RolloutEngine):
                 f"{type(model).__name__} has recurrent layers, which the native engine cannot compile; set "
                 "rollout.compile=false."
             )
+        if self.config.record_routes:
+            routes.install(model)
         drafts = self.config.drafts
         if has_states and drafts is not None:
             log.warning("%s has recurrent layers, so no tokens are drafted.", type(model).__name__)
@@ -117,6 +127,7 @@ class NativeEngine(RolloutEngine):
             self._device,
             host_tokens=self.config.host_kv_tokens,
             states=StateCache(self.config.kept_states, self._device) if has_states else None,
+            record_routes=self.config.record_routes,
             debug=self.config.debug,
         )
         stops = Stops(model, tokenizer)

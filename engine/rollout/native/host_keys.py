@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Pages = Mapping[int, tuple[Tensor, Tensor]]  # layer -> k, v: [P, page, Hkv, D]
+Pages = Mapping[int, tuple[Tensor, ...]]  # layer -> k, v: [P, page, Hkv, D], or other values by slot
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Run:
     serial: int
     begin: int
     end: int
-    keys: dict[int, tuple[Tensor, Tensor]]  # layer -> k, v: [end - begin, Hkv, D]
+    keys: dict[int, tuple[Tensor, ...]]  # layer -> k, v: [end - begin, Hkv, D]
 
 
 class HostKeys:
@@ -42,7 +42,7 @@ class HostKeys:
         gathered = {layer: tuple(_flat(x).index_select(0, at).cpu() for x in kv) for layer, kv in pages.items()}
         split = {layer: [x.split(counts.tolist()) for x in kv] for layer, kv in gathered.items()}
         for i, (serial, begin) in enumerate(zip(serials.tolist(), positions.tolist(), strict=True)):
-            keys = {layer: (k[i].clone(), v[i].clone()) for layer, (k, v) in split.items()}
+            keys = {layer: tuple(x[i].clone() for x in kv) for layer, kv in split.items()}
             self._add(Run(serial, begin, begin + int(counts[i]), keys))
 
     def find(self, serial: int, position: int) -> Run | None:

@@ -16,6 +16,7 @@ from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from ...errors import UserError
 from .host_keys import HostKeys
+from .routes import RouteCache
 from .states import StateCache
 
 try:
@@ -77,6 +78,7 @@ class KvCache:
         page_size: tokens of a page.
         host_tokens: tokens whose keys are kept in host memory after preemption dropped them.
         states: the states of recurrent layers, for a model that has them.
+        record_routes: keep the experts that computed each key too.
         debug: compare the attention of every layer and step with the reference.
 
     Raises:
@@ -91,6 +93,7 @@ class KvCache:
         *,
         host_tokens: int = 0,
         states: StateCache | None = None,
+        record_routes: bool = False,
         debug: bool = False,
     ) -> None:
         if not BUILT:
@@ -102,6 +105,7 @@ class KvCache:
         self.spare_slot = self.tree.num_pages * page_size
         """A slot that no node reads: keys of tokens that are only queried again are written here."""
         self.states = states
+        self.routes = RouteCache(self.tree.num_pages + 1, page_size) if record_routes else None
         self.groups: list[int] = []
         """Distinct numbers of query heads for each key head, of the layers with pages."""
         self._device = device
@@ -180,6 +184,12 @@ class KvCache:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
+    def record_routes(self, routes: Tensor) -> None:  # [N, layers, k] int16
+        """Store the experts of the present step's rows."""
+        assert self.routes is not None
+        assert self._slots is not None
+        self.routes.write(self._slots, routes)
+
     def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
         self._slots, self._plan = slots, plan
         self._attended.clear()
@@ -235,7 +245,7 @@ class KvCache:
     def save_dropped(self) -> None:
         """Copy dropped keys to the host; must precede the next writes to their pages."""
         if self._host is not None:
-            self._host.save(self.tree.take_dropped(), self._pages)
+            self._host.save(self.tree.take_dropped(), self._kept_on_host())
 
     def restore(self, node: int, begin: int, count: int) -> int:
         """Append a node's missing keys [begin, begin + count) from the host, up to the first that it lacks.
@@ -250,9 +260,15 @@ class KvCache:
         while done < count and (run := self._host.find(serial, position + done)) is not None:
             some = min(count - done, run.end - position - done)
             slots = self.tree.append(np.array([node]), np.array([some]))
-            self._host.restore(run, position + done, torch.from_numpy(slots).to(self._device), self._pages)
+            self._host.restore(run, position + done, torch.from_numpy(slots).to(self._device), self._kept_on_host())
             done += some
         return done
+
+    def _kept_on_host(self) -> Mapping[int, tuple[Tensor, ...]]:
+        """Return everything that is kept by slot: keys and values by layer, and the routes as layer -1."""
+        if self.routes is None or self.routes.pages is None:
+            return self._pages
+        return {**self._pages, -1: (self.routes.pages,)}
 
     def forget_dropped(self) -> None:
         """Discard the keys on the host and the kept states, which old weights computed."""
@@ -268,6 +284,8 @@ class KvCache:
         self._pages = {}
         if self.states is not None:
             self.states.free()
+        if self.routes is not None:
+            self.routes.free()
 
     def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]
         # zeros keep masked values past a node's keys finite in kernels; the additional page has the spare slot

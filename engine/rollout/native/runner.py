@@ -17,6 +17,7 @@ from rolltree.kernels.linear_logprob.head import Head
 
 from ...model.attention import Tree, computing, keywords, tree_mask
 from ...model.head import decoder_of, head_reader
+from ...model.routes import Record
 from ..branch import Branch
 from ..sampling_params import SamplingParams
 from .compiled import CompiledLayers, DecodeGraphs
@@ -40,7 +41,8 @@ class Runner:
         compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
             keys.
         fused: on a CPU, run the decoder as one call unless it is compiled.
-        cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers.
+        cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers or its
+            routes are recorded.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Runner:
         if fused and not compiled and self._device.type == "cpu":
             self._fused = FusedDecoder(self._decoder, cache)
         self.graphs: DecodeGraphs | None = None
-        if cuda_graphs and self._device.type == "cuda" and cache.states is None:
+        if cuda_graphs and self._device.type == "cuda" and cache.states is None and cache.routes is None:
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
         self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
@@ -114,9 +116,12 @@ class Runner:
         layers = self._layers if self._cache.ready else None
         tree = Tree(None, position_ids, self._cache)
         mask = tree_mask(tree)
-        recurrence = {}
+        for_layers: dict[str, Any] = {}
         if states is not None and self._cache.states is not None:
-            recurrence["recurrence"] = self._cache.states.recurrence(states)
+            for_layers["recurrence"] = self._cache.states.recurrence(states)
+        record = None if self._cache.routes is None else Record()
+        if record is not None:
+            for_layers["routes"] = record
         with layers.substituted() if layers is not None else nullcontext(), computing(mask):
             output = self._decoder(
                 input_ids=input_ids[None],
@@ -124,8 +129,10 @@ class Runner:
                 attention_mask=mask,
                 use_cache=False,
                 **keywords(self._decoder, tree),
-                **recurrence,
+                **for_layers,
             )
+        if record is not None:
+            self._cache.record_routes(record.routes())
         return output.last_hidden_state[0]
 
     def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32

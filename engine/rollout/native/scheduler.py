@@ -122,9 +122,11 @@ class Scheduler:
                 self.cache.states.unpin(branch.slot)
 
     def stop(self, branch: Branch) -> None:
-        """Let a branch run no more; keep the recurrent state with which it may go on."""
+        """Let a branch run no more; keep the recurrent state with which it may go on, and the routes of its path."""
         if self.rows.running[branch.slot]:
             self.keep_state(branch)
+            if self.cache.routes is not None:
+                self.cache.routes.collect(self.cache.tree, branch.kv, branch.node)
         self.rows.running[branch.slot] = False
 
     def keep_state(self, branch: Branch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from rolltree.engine.data.distribute import distribute
 from rolltree.engine.model import varlen
 from rolltree.kernels import Objective, tree_attention
 
+from ..model import moe_models, recurrent_models
 from ..model.test_tree_equals_flat import SMALL, close, make_models, random_tree
 
 
@@ -41,6 +45,57 @@ def test_products_of_a_real_model() -> None:
         model(input_ids=torch.zeros(1, length, dtype=torch.long))
     expected = cost.token * length + cost.attention * length * length + cost.scored * length
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-3)
+
+
+def delta_rule(query, key, value, g, beta, **_: Any) -> tuple[torch.Tensor, None]:
+    """The recurrence, step by step: three products of the state for each token and head."""
+    ways = value.shape[2] // key.shape[2]
+    state = value.new_zeros(value.shape[2], key.shape[-1], value.shape[-1])
+    out = []
+    for t in range(value.shape[1]):
+        q, k = (x[0, t].repeat_interleave(ways, 0) for x in (query, key))
+        state = state * g[0, t].exp().reshape(len(q), -1, 1)
+        new = beta[0, t, :, None] * (value[0, t] - torch.bmm(k[:, None], state)[:, 0])
+        state = state + torch.bmm(k[:, :, None], new[:, None])
+        out.append(torch.bmm(q[:, None], state)[:, 0])
+    return torch.stack(out)[None], None
+
+
+def scan(hidden_states, dt, A, B, C, *_: Any, **__: Any) -> torch.Tensor:
+    ways = hidden_states.shape[2] // B.shape[2]
+    state = hidden_states.new_zeros(hidden_states.shape[2], B.shape[-1], hidden_states.shape[-1])
+    out = []
+    for t in range(hidden_states.shape[1]):
+        b, c = (x[0, t].repeat_interleave(ways, 0) for x in (B, C))
+        x = hidden_states[0, t] * dt[0, t, :, None]
+        state = state * (dt[0, t] * A).exp()[:, None, None] + torch.bmm(b[:, :, None], x[:, None])
+        out.append(torch.bmm(c[:, None], state)[:, 0])
+    return torch.stack(out)[None]
+
+
+STEPS = {
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": scan,
+    "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h", "lfm2", "deepseek_v3", "glm4_moe_lite"])
+def test_products_of_hybrids_and_latent_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by torch, with recurrences that this file computes step by step."""
+    model = (recurrent_models.make if family in recurrent_models.FAMILIES else moe_models.make)(family)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # torch does not count grouped products
+    home = sys.modules[type(model).__module__]
+    for name, step in STEPS.items():
+        if hasattr(home, name):
+            monkeypatch.setattr(home, name, step)
+    cost, length = CostModel.of(model), 100
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(length)[None] % 48, use_cache=False)
+    expected = cost.token * length + cost.attention * length * length + cost.scored * length
+    assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)  # convolutions compute some rows of padding
 
 
 def test_only_active_experts_count() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,3 +14,15 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
     """What `processes.Process` forks."""
     with forking() as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """One Ray for all tests, with room for their workers; it outlives the runs."""
+    from rolltree.engine.integrations.ray import RayWorkers
+
+    RayWorkers({"engine": ({"CPU": 1.0}, 8)}).close()
+    import ray
+
+    yield ray
+    ray.shutdown()

@@ -55,11 +55,16 @@ def rows(directory: Path, *, whole: bool = True) -> list[dict]:
     return [json.loads(line) for line in lines if whole or line.endswith("\n")]
 
 
-def audit(config: TrainConfig, n: int = 4) -> dict[int, int]:
-    """Every group ever admitted is trained once, dropped or open; the step that trained each."""
+def audit(config: TrainConfig, n: int = 4, *, running: bool = False) -> dict[int, int]:
+    """Every group ever admitted is trained once, dropped or open; the step that trained each.
+
+    Of a run that goes on, the steps after its newest checkpoint are left out.
+    """
     saved = checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config))
     trained: dict[int, int] = {}
     for file in sorted((config.run_dir / "rollouts").glob("*.parquet")):
+        if running and int(file.stem.removeprefix("step_")) > saved.step:
+            continue
         table = pq.read_table(file, columns=["group", "step", "policy_version"]).to_pylist()
         groups = {row["group"]: row["step"] for row in table}
         assert all(sum(r["group"] == g for r in table) == n for g in groups)
@@ -98,7 +103,7 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     for crash in range(3):
         left = moment.randrange(2, 30)
 
-        def crashing(self, *, inner=Controller._advance, crash=crash):
+        def crashing(self, *, inner=Controller.advance, crash=crash):
             nonlocal left
             left -= 1
             if left < 0 and self.buffer.steps > crash:
@@ -106,7 +111,7 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
             inner(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Controller, "_advance", crashing)
+            patch.setattr(Controller, "advance", crashing)
             run, _ = orchestrate(config, resume=crash > 0)
             with pytest.raises(CrashError):
                 run.run()

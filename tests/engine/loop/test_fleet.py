@@ -18,8 +18,10 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.fleet import HEALTH_S, START_S, Fleet
 from rolltree.engine.loop.workers import InThreads, Worker
+from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.host import Facts, Health, Result
+from rolltree.engine.rollout.questions import Question
 from rolltree.engine.rollout.sampler import Flight, Job, Kept
 
 HANG_S = 30.0
@@ -40,12 +42,13 @@ class Made:
 
     def __init__(self, stage: Stage) -> None:
         self.version, self.weights = 0, 0.0
-        self.hung, self.slow = False, False
+        self.hung, self.slow, self.resting = False, False, False
         self.jobs: dict[int, Job] = {}
         self.futures: dict[int, Future[Result]] = {}
         self.results: dict[int, Future[Result]] = {}
         self.loads: list[tuple[Future[int], int, float]] = []
         self.runs: list[tuple[dict[int, Job], bool]] = []
+        self.answers: dict[int, float | None] = {}
         stage.made.append(self)
 
     def facts(self) -> Facts:
@@ -73,6 +76,19 @@ class Made:
     def drop(self, numbers: list[int]) -> None:
         for number in numbers:
             self.jobs.pop(number, None)
+
+    def questions(self) -> Future[list[Question]]:
+        self.polled: Future[list[Question]] = Future()
+        return self.polled
+
+    def answer(self, values: dict[int, float | None]) -> None:
+        self.answers |= values
+
+    def rest(self) -> None:
+        self.resting = True
+
+    def wake(self) -> None:
+        self.resting = False
 
     def forget_prefixes(self) -> None: ...
 
@@ -137,9 +153,9 @@ class Stage(InThreads):
 
 
 @contextmanager
-def fleet(engines: int = 2, restarts: int = 100, make: Any = Made) -> Iterator[tuple[Fleet, Stage]]:
+def fleet(engines: int = 2, restarts: int = 100, make: Any = Made, judge: Any = None) -> Iterator[tuple[Fleet, Stage]]:
     stage = Stage()
-    made = Fleet(stage, engines, make, stage, hang_s=HANG_S, restarts=restarts)
+    made = Fleet(stage, engines, make, stage, hang_s=HANG_S, restarts=restarts, judge=judge)
     try:
         assert made.longest == 64  # waits for the first
         for _ in range(3):
@@ -370,3 +386,64 @@ def test_scores_come_from_an_engine_that_lives() -> None:
         stage.workers[0].kill()
         found = made.score([[1]], [[[2, 3]]])
         assert found[0][0].tolist() == [-1.0, -1.0]
+
+
+def test_questions_of_programs_reach_the_verifier_and_answers_only_the_engine_that_asked() -> None:
+    asked: list[tuple[list[RewardItem], Future[list[RewardResult]]]] = []
+
+    def judge(items: list[RewardItem]) -> Future[list[RewardResult]]:
+        asked.append((items, Future()))
+        return asked[-1][1]
+
+    with fleet(2, judge=judge) as (made, stage):
+        steps(made, 2, 0.1)
+        for number, engine in enumerate(stage.made):
+            engine.polled.set_result([Question(7, f"of {number}", {"a": 1}), Question(8, "x", None)])
+        steps(made, 2, 0.1)
+        assert [items for items, _ in asked] == [
+            [RewardItem(f"of {number}", {"a": 1}), RewardItem("x", None)]  # type: ignore[arg-type]
+            for number in (0, 1)
+        ]
+        stage.drain()
+        stage.made[0].polled.set_result([Question(9, "more", {})])  # before the first is answered
+        stage.workers[1].kill()
+        made.submit([job(1), job(2)])
+        steps(made, 3, 0.1)
+        assert len(asked) == 3
+        for value, (items, future) in enumerate(asked):
+            future.set_result([RewardResult(value + 0.5 if item.entry else None, None) for item in items])
+        steps(made, 3, 0.1)
+        stage.drain()
+        assert [engine.answers for engine in stage.made] == [{7: 0.5, 8: None, 9: None}, {}, {}]
+        assert stage.made[2].polled  # the successor is asked for its own
+
+
+def test_a_verifier_that_fails_ends_the_run_and_no_question_waits() -> None:
+    failed: Future[list[RewardResult]] = Future()
+    failed.set_exception(RunError("3 reward hosts were lost"))
+    with fleet(1, judge=lambda items: failed) as (made, stage):
+        steps(made, 2, 0.1)
+        stage.made[0].polled.set_result([Question(0, "text", {})])
+        with pytest.raises(RunError, match="reward hosts"):
+            steps(made, 3, 0.1)
+
+
+def test_all_engines_rest_also_the_successor_of_one_that_ends_meanwhile() -> None:
+    with fleet(2) as (made, stage):
+        rest = stage.made[1].rest
+
+        def ends() -> None:
+            rest()
+            stage.workers[1].kill()
+
+        stage.made[1].rest = ends  # type: ignore[method-assign]
+        made.rest()
+        assert len(stage.made) == 3
+        assert [engine.resting for engine in stage.made] == [True] * 3
+        made.wake()
+        stage.drain()
+        assert [engine.resting for engine in stage.made] == [False, True, False]  # the second is no more
+        (flight,) = made.submit([job(3)])
+        while not flight.done:
+            finish_all(stage)
+            made.step(1.0)

@@ -36,7 +36,7 @@ def test_a_replay_learns_without_sampling(toml: Path, tmp_path: Path, monkeypatc
     assert len(read_groups(file)) == 13
     assert main(["rollout", str(toml), "--prompts", "1", "--record", str(file)]) == 2
     assert "exists already; choose another --record" in capsys.readouterr().err
-    monkeypatch.setattr(Controller, "_advance", None)  # whoever samples fails
+    monkeypatch.setattr(Controller, "advance", None)  # whoever samples fails
     for name in ("a", "b"):
         assert train(toml, tmp_path, name, "--replay", str(file), "--trainer.steps=2") == 0
     rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]

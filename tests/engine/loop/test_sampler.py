@@ -199,7 +199,7 @@ def test_an_error_of_a_job_ends_the_run_and_is_told() -> None:
 def test_unfinished_jobs_are_kept_as_plain_values_and_go_on() -> None:
     made = controller(Canned(late=3), Budget(batch=1, staleness=1))
     with made.running(Odd()):
-        made._advance()
+        made.advance()
         tensors, groups = made.state_dict()
         assert made.buffer.among(State.SAMPLING)
         (unfinished, *_) = [Archive(tensors).unpack(packed) for packed in groups]
@@ -221,7 +221,7 @@ def test_state_that_no_checkpoint_holds_begins_anew() -> None:
 
     made = controller(Unkept(late=3), Budget(batch=1, staleness=1))
     with made.running(Odd()):
-        made._advance()
+        made.advance()
         tensors, groups = made.state_dict()
     again = controller(Canned(), Budget(batch=1, staleness=1))
     again.load_state_dict(tensors, groups)

@@ -10,20 +10,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
+from rolltree.engine import load_config
 from rolltree.engine.app import build
+from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop import fleet as fleet_module
+from rolltree.engine.loop import hosted as hosted_module
 from rolltree.engine.loop.fleet import Fleet
+from rolltree.engine.loop.hosted import HostedRewards, RewardHost
+from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.loop.workers import InThreads, LostError, Reference
+from rolltree.engine.rewards import RewardItem
 from rolltree.engine.rollout.host import Host
 
 from ..tiny import write_run
@@ -66,7 +73,7 @@ def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
     """Workers in threads, which runs use instead of Ray."""
     made = InThreads()
-    monkeypatch.setattr(build, "make_fleet", partial(build.make_fleet, workers=made))
+    monkeypatch.setattr(build, "make_workers", lambda config: made)
     return made
 
 
@@ -121,7 +128,7 @@ def test_no_token_is_older_than_its_group(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     """With loads that are late; without the hosts' wait for the version, older tokens appear (the negative)."""
-    monkeypatch.setattr(build, "make_fleet", partial(build.make_fleet, workers=Slow()))
+    monkeypatch.setattr(build, "make_workers", lambda config: Slow())
     if not waits:
         submit = Fleet.submit
 
@@ -160,41 +167,151 @@ def test_engines_that_end_in_the_middle_lose_no_group(toml: Path, tmp_path: Path
     assert sum(row.get("group/restarted_lost", 0) for row in rows(config.run_dir)) >= 1
 
 
+def test_reward_hosts_give_the_bits_of_one_process(
+    toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an engine elsewhere and without; all verdicts come from the hosts."""
+    hosts = kept_hosts(monkeypatch)
+    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    for engines, count in ((1, 1), (0, 2)):
+        arguments = [f"--name={engines}", f"--rollout.engines={engines}", f"--reward.hosts={count}"]
+        config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
+        assert_same_run(config.run_dir, alone)
+    assert len(hosts) == 3
+    for host in hosts:  # a thread cannot be killed; a process ends and takes them along
+        host.rewards.close()
+
+
+def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process(
+    toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: list[Host] = []
+    make, update, states = build.engine_host, Learner.update, []
+
+    def kept(config: Any) -> Host:
+        hosts.append(make(config))
+        return hosts[-1]
+
+    def spy(self: Learner, *given: Any) -> bool:
+        states.append([host.engine._asleep for host in hosts])  # type: ignore[attr-defined]
+        return update(self, *given)
+
+    monkeypatch.setattr(build, "engine_host", kept)
+    monkeypatch.setattr(Learner, "update", spy)
+    for layout in ("colocated", "split"):
+        arguments = [f"--name={layout}", "--rollout.engines=1", f"--placement.layout={layout}"]
+        config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
+        assert_same_run(config.run_dir, alone)
+        assert states == [[layout == "colocated"]] * 3
+        states.clear()
+        hosts.clear()
+
+
+def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = build.importlib.util.find_spec
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name == "ray" or find(name))
+    given = ["--reward.hosts=2", "--reward.workers=3", "--rollout.engines=1", "--placement.layout=colocated"]
+    plan = "\n".join(plan_lines(load_config(toml, given)))
+    assert "in 3 processes, at each of 2 reward hosts" in plan
+    assert "reward hosts       2 processes of Ray on this machine" in plan
+    assert "engines            1 processes of Ray on this machine, asleep during updates" in plan
+    for wrong, needle in (
+        (["--reward.hosts=1", "--placement.layout=colocated"], "are for `rollout.engines`"),
+        (["--rollout.engines=1", "--loop.staleness=1", "--placement.layout=colocated"], "set `loop.overlap` to false"),
+        (["--reward.hosts=1", "--reward.verifier=policy"], "have no rollout engine"),
+        (["--placement.hang_s=3"], "set `rollout.engines` or `reward.hosts`"),
+    ):
+        with pytest.raises(UserError, match=needle):
+            load_config(toml, wrong)
+
+
+def no_verifier_here(*args: Any) -> None:
+    raise AssertionError("the run's process judges itself")
+
+
+def kept_hosts(monkeypatch: pytest.MonkeyPatch) -> list[RewardHost]:
+    """A list that gets the objects of all reward hosts in threads."""
+    made: list[RewardHost] = []
+
+    class Kept(RewardHost):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(build, "HostedRewards", partial(HostedRewards, make=Kept))
+    return made
+
+
+SEARCH = [
+    *("--loop.staleness=0", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1"),
+    *("--rollout.program=mcts", "--rollout.program_options={segment_tokens=4,branch=2,expansions=3,max_depth=3}"),
+    *("--trainer.steps=3", "--algorithm.advantage=group_norm"),
+]
+
+
+def test_programs_that_judge_ask_the_reward_hosts(
+    toml: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the engine's process there is no verifier; a host that ends is no loss to them either."""
+    hosts, seen = kept_hosts(monkeypatch), []
+    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    answer = Host.answer
+
+    def spy(self: Host, values: Any) -> None:
+        seen.extend(values.values())
+        if len(seen) == 1:
+            run.parts.rewards._hosts[0].worker.kill()  # type: ignore[attr-defined]
+        answer(self, values)
+
+    def watch(given: Orchestrator) -> None:
+        nonlocal run
+        run = given
+
+    run: Orchestrator
+    monkeypatch.setattr(Host, "answer", spy)
+    arguments = [*SEARCH, "--rollout.engines=1", "--reward.hosts=1", "--rollout.max_new_tokens=12"]
+    config, run = train(toml, [f"--output_dir={tmp_path}", *arguments], watch)
+    files = sorted((config.run_dir / "rollouts").glob("*.parquet"))
+    trained = [set(pq.read_table(file, columns=["group"])["group"].to_pylist()) for file in files]
+    assert [len(groups) for groups in trained] == [config.trainer.prompts_per_step] * 3
+    assert len(set.union(*trained)) == 3 * config.trainer.prompts_per_step
+    assert len(seen) >= 3 * config.trainer.prompts_per_step
+    assert {0.0, 1.0} >= set(seen)
+    assert len(hosts) == 2
+    for host in hosts:
+        host.rewards.close()
+
+
+def when_busy(find: Callable[[], list[Any]]) -> Any:
+    """Return the first that ``find`` finds, as soon as there is one."""
+    while not (found := find()):
+        time.sleep(0.001)
+    return found[0]
+
+
 def strike_when_busy(fleet: Fleet, strike: Callable[[Any], object]) -> None:
     """Strike an engine that has jobs."""
-    while True:
-        for engine in list(fleet._engines):
-            if engine.serving and engine.jobs:
-                strike(engine)
-                return
-        time.sleep(0.001)
+    strike(when_busy(lambda: [engine for engine in list(fleet._engines) if engine.serving and engine.jobs]))
 
 
 def kill_worker(engine: Any) -> None:
     engine.worker.kill()
 
 
-def test_without_ray_asking_for_engines_is_one_sentence(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["rollout.engines", "reward.hosts"])
+def test_without_ray_asking_for_processes_is_one_sentence(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     find = build.importlib.util.find_spec
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
-    with pytest.raises(UserError, match=r"rollout\.engines = 1 needs Ray.*install rolltree\[ray\]"):
-        train(toml, [f"--output_dir={toml.parent}/none", "--rollout.engines=1"])
+    with pytest.raises(UserError, match=rf"{key} = 1 needs Ray.*install rolltree\[ray\]"):
+        train(toml, [f"--output_dir={toml.parent}/none", f"--{key}=1"])
     assert not (toml.parent / "none").exists()
 
 
 # -- in processes of Ray ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    """One Ray for all tests, with room for their workers."""
-    from rolltree.engine.integrations.ray import RayWorkers
-
-    RayWorkers({"engine": ({"CPU": 1.0}, 8)}).close()
-    import ray
-
-    yield ray
-    ray.shutdown()
 
 
 class Thing:
@@ -241,6 +358,105 @@ def test_workers_are_processes_that_end_alone(ray: Any) -> None:
 def test_one_process_of_ray_gives_the_bits_of_this_process(ray: Any, toml: Path, alone: Path, tmp_path: Path) -> None:
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=1"])
     assert_same_run(config.run_dir, alone)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_an_engine_and_a_reward_host_of_ray_give_the_bits_of_this_process(
+    ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    arguments = ["--rollout.engines=1", "--reward.hosts=1", "--placement.layout=colocated"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
+    assert_same_run(config.run_dir, alone)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_programs_that_judge_ask_the_reward_hosts_of_ray(
+    ray: Any, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RewardItem] = []
+    ask = HostedRewards.ask
+
+    def spy(self: HostedRewards, method: str, values: Any) -> Any:
+        asked.extend(values if method == "score" else [])
+        return ask(self, method, values)
+
+    monkeypatch.setattr(HostedRewards, "ask", spy)
+    arguments = [*SEARCH, "--rollout.engines=1", "--reward.hosts=1", "--rollout.max_new_tokens=12"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *arguments])
+    of_programs = [item for item in asked if not item.prompt]  # which only the run itself knows
+    assert 3 * config.trainer.prompts_per_step <= len(of_programs) < len(asked)
+    assert sum(row.get("rollout/failed", 0) for row in rows(config.run_dir)) == 0
+
+
+MOODY = """
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def judge(text, entry):
+    with open(HERE / "pids", "a") as file:
+        print(os.getpid(), file=file)
+    try:
+        os.close(os.open(HERE / "hung", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        time.sleep(0.01)
+        return float(len(text) % 3 == 0)
+    while True: pass  # the first response alone
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_reward_hosts_that_are_killed_or_stopped_lose_no_verdict(
+    ray: Any, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on within stated bounds, a verifier that hangs is killed by its own pool, and no process is left."""
+    monkeypatch.setattr(hosted_module, "HEALTH_S", 0.5)
+    (tmp_path / "mine.py").write_text(MOODY)
+    struck: list[float] = []
+    noticed: list[float] = []
+    replace, saboteurs = HostedRewards._replace, []
+
+    def spy(self: HostedRewards, host: Any, why: str) -> None:
+        noticed.append(time.monotonic())
+        replace(self, host, why)
+
+    def strike(run: Orchestrator, kind: signal.Signals) -> None:
+        host = when_busy(lambda: [h for h in run.parts.rewards._hosts if h.serving and h.chunks])  # type: ignore[attr-defined]
+        struck.append(time.monotonic())
+        os.kill(host.pid, kind)
+        while len(noticed) < len(struck):
+            time.sleep(0.01)
+
+    def watch(run: Orchestrator) -> None:
+        kinds = [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL]
+        strikes = [(step, partial(strike, run, kind)) for step, kind in zip((2, 5, 8), kinds, strict=True)]
+        saboteurs.append(Saboteur(run, strikes))
+        saboteurs[0].start()
+
+    monkeypatch.setattr(HostedRewards, "_replace", spy)
+    arguments = [f"--output_dir={tmp_path}", *STALE, "--reward.hosts=2", "--trainer.steps=12"]
+    arguments += [f"--reward.verifier={tmp_path}/mine.py:judge", "--reward.timeout_s=1", "--placement.hang_s=3"]
+    config, _ = train(toml, arguments, watch)
+    assert saboteurs[0].done == len(noticed) == 3
+    assert len(audit(config)) == 12 * config.trainer.prompts_per_step
+    found = rows(config.run_dir)
+    assert sum(row.get("reward/failed_timeout", 0) for row in found) == 1
+    assert sum(row.get("reward/failed", 0) for row in found) == 1
+    assert sum(row.get("reward/asked_again", 0) for row in found) >= 3
+    seconds = [b - a for a, b in zip(struck, noticed, strict=True)]
+    assert max(seconds[0], seconds[2]) < 5.0
+    assert 2.5 < seconds[1] < 3.0 + 0.5 + hosted_module.LOOK_S + 2.0
+    pids = {int(word) for word in (tmp_path / "pids").read_text().split()}
+    assert len(pids) >= 4
+    deadline = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 @pytest.mark.ray

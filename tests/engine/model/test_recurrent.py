@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from rolltree.engine.data import recurrence
@@ -182,3 +183,52 @@ def test_other_recurrent_layers_are_refused_by_name() -> None:
     )
     with pytest.raises(UserError, match=r"cannot be tree-masked \(Mamba2Mixer\)"):
         recurrent.install(model)
+
+
+class Uncast(TorchFunctionMode):
+    """Leaves float64 tensors as they are where Transformers casts them to float32; ``but`` names casts to make."""
+
+    def __init__(self, but: str = "") -> None:
+        super().__init__()
+        self.but = but
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = args[0] if args else None
+        kind = {torch.Tensor.float: "float", torch.Tensor.to: "to", torch.nn.functional.softmax: "softmax"}.get(func)
+        if kind in (None, self.but) or not isinstance(given, Tensor) or given.dtype != torch.float64:
+            return func(*args, **kwargs)
+        if kind == "float":
+            return given
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+
+@pytest.mark.parametrize(
+    ("but", "least", "most"),
+    [("", 0.0, 1e-11), ("float", 1e-7, 1.0), pytest.param("to", 1e-7, 1.0, marks=pytest.mark.slow)],
+    ids=["no casts", "scan and A_log cast", "norms cast"],
+)
+def test_what_nemotron_lacks_in_float64_is_casts_of_transformers(but: str, least: float, most: float) -> None:
+    """Its scan, `A_log`, norms and softmax are cast to float32; without that trees equal sequences to rounding."""
+    model, trees = make("nemotron_h").double(), random_trees(0, 1, 40)
+    by = weights([torch.empty(int(n)) for tree in trees for n in tree.response_length])
+    found = []
+    with Uncast(but):
+        for on_trees in (True, False):
+            values = []
+            if on_trees:
+                (batch,) = pack(trees, max_tokens=1 << 20)
+                hidden = decode(model, batch).hidden[batch.row]
+                logprob = model.lm_head(hidden).log_softmax(-1).gather(1, batch.target[:, None])[:, 0]
+                values = batch.to_leaves(logprob)[0]
+            else:
+                model.set_attn_implementation("eager")
+                for leaf in range(trees[0].num_leaves):
+                    ids = torch.from_numpy(trees[0].token_id[trees[0].path_rows(leaf)].astype(np.int64))
+                    hidden = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+                    every = model.lm_head(hidden).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+                    values.append(every[trees[0].prompt_length - 1 :])
+            torch.stack([(v * w).sum() for v, w in zip(values, by, strict=True)]).sum().backward()
+            found.append(gradients(model))
+    assert least <= worst(found[1], found[0])[0] < most

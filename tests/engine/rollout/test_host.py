@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.programs import Flat, TreePO
 from rolltree.engine.rollout import NativeEngine, SamplingParams
 from rolltree.engine.rollout.host import Host, pack_weights, unpack_weights
 from rolltree.engine.rollout.sampler import Job, LocalSampler
@@ -130,6 +132,36 @@ def test_an_unfinished_job_is_kept_and_goes_on_elsewhere(host: Host) -> None:
     assert resumed.token_id.tolist() == whole.token_id.tolist()
     assert host.result(4).result(30).tree.token_id.tolist() == whole.token_id.tolist()  # it went on
     other.stop()
+
+
+def test_what_is_kept_stays_as_it_was_while_the_job_goes_on() -> None:
+    """A process sends the state after its engine has made further steps."""
+    host = Host(make_engine(), TreePO(segment_tokens=3, max_depth=60, init=2))
+    host.run({1: Job([5, 6], SamplingParams(n=4, max_new_tokens=180, ignore_eos=True), seed=1)})
+    result, kept = host.result(1), []
+    while not result.done():
+        states = host.kept([1]).result(30)
+        kept.append((states, pickle.dumps(states)))
+    assert result.result(30).tree.num_leaves == 4
+    assert sum(states[0].state is not None for states, _ in kept) > 5
+    assert all(pickle.dumps(states) == before for states, before in kept)
+    host.stop()
+
+
+class Locked(Flat):
+    def start(self, group: Any) -> int:
+        self.lock = threading.Lock()
+        return super().start(group)
+
+
+def test_a_state_that_cannot_travel_is_none_and_the_job_goes_on() -> None:
+    host = Host(make_engine(), Locked())
+    host.run({1: Job([5, 6], SamplingParams(n=2, max_new_tokens=300, ignore_eos=True), seed=1)})
+    while host.health().tally["steps"] < 3:
+        time.sleep(0.001)
+    assert host.kept([1]).result(30) == [(None, "state")]
+    assert host.result(1).result(60).tree.num_leaves == 2
+    host.stop()
 
 
 def test_dropped_jobs_are_no_more(host: Host) -> None:

@@ -1,29 +1,29 @@
-"""A model of the native engine's decode steps and of their time on a GPU. It computes nothing and measures nothing.
+"""A model of a rollout engine's decode steps, and of their time on a GPU. It computes nothing and measures nothing.
 
 `EngineModel` follows the rows of a full batch: it starts requests and computes missing keys in chunks as the scheduler
 of the native engine does, with pages enough for all. Until a response ends every running row samples in every step, so
-steps need not be stepped through one by one. `Device` gives the seconds of such steps, and of an update, for a model's
-shape and a memory's rate. The simulation of many machines builds on both.
+steps need not be stepped through one by one. `DeviceModel` gives the seconds of such steps, and of an update, for a
+model's shape and a memory's rate; `MeasuredRates` those that a run has measured. `rolltree.engine.loop.simulate` builds
+on both.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-Array = npt.NDArray[np.float64]
 NEVER = 1 << 62
 CLOCK, SMS = 1.755e9, 132
 PEAK = 2 * 2048 * SMS * CLOCK
 """FLOP/s of an H100 or H200, dense bf16: 2048 multiply-adds a clock of a multiprocessor."""
 MEMORY = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes/s, by their data sheets."""
+CAPACITY = {"H100": 80e9, "H200": 141e9}
+"""Bytes, by their data sheets."""
 GEMM_SHARE = 0.70  # of PEAK in a decode step's products; an assumption
 STREAM_SHARE = 0.90  # of the memory's rate in a decode step; an assumption
 MFU = 0.40  # of PEAK in an update; an assumption
@@ -241,9 +241,22 @@ class Shape:
         return 4 * self.dim * self.heads * self.layers
 
 
+class Times(Protocol):
+    """Seconds of an engine's steps and of the trainer's updates."""
+
+    def steps(self, load: Load, count: int) -> float:
+        """Return the seconds of ``count`` decode steps: the first has ``load``, and each further one one more key a
+        row."""
+        ...
+
+    def update(self, groups: Sequence[Sequence[int]]) -> float:
+        """Return the seconds of one device's update on ``groups``, given the lengths of their responses."""
+        ...
+
+
 @dataclass(frozen=True)
-class Device:
-    """Seconds of decode steps and updates on one GPU.
+class DeviceModel:
+    """`Times` of one GPU by its arithmetic.
 
     A decode step takes `HOST` seconds and the larger of
 
@@ -260,16 +273,52 @@ class Device:
     prompt: int
     """Tokens of each prompt."""
 
-    def steps(self, load: Load, count: int) -> Array:
-        """Return the seconds of each of ``count`` steps [count] float64: the first has ``load``, and each further one
-        one more key a row."""
-        more = np.arange(count) * load.rows
-        size = 2 * self.shape.weights + (load.keys + more) * self.shape.key_bytes
-        flop = (load.rows + load.prefill) * 2 * self.shape.weights + (load.visible + more) * self.shape.pair
-        return np.maximum(size / (STREAM_SHARE * self.memory), flop / (GEMM_SHARE * PEAK)) + HOST
+    def steps(self, load: Load, count: int) -> float:
+        """See `Times.steps`. Bytes and FLOP both grow linearly, so the sum has a closed form."""
+        stream, compute = STREAM_SHARE * self.memory, GEMM_SHARE * PEAK
+        size = (2 * self.shape.weights + load.keys * self.shape.key_bytes) / stream
+        flop = (load.rows + load.prefill) * 2 * self.shape.weights + load.visible * self.shape.pair
+        by_bytes = size, load.rows * self.shape.key_bytes / stream
+        by_flop = flop / compute, load.rows * self.shape.pair / compute
+        return _sum_of_larger(by_bytes, by_flop, count) + HOST * count
 
     def update(self, groups: Sequence[Sequence[int]]) -> float:
-        """Return the seconds of an update on ``groups``, given the lengths of their responses."""
+        """See `Times.update`."""
         tokens = sum(self.prompt + sum(lengths) for lengths in groups)
         visible = sum(self.prompt**2 / 2 + sum(n * (self.prompt + n / 2) for n in lengths) for lengths in groups)
         return 3 * (2 * self.shape.weights * tokens + self.shape.pair * visible) / (MFU * PEAK)
+
+
+def _sum_of_larger(a: tuple[float, float], b: tuple[float, float], count: int) -> float:
+    """Return the sum over i < ``count`` of the larger of a[0] + a[1] i and b[0] + b[1] i."""
+
+    def total(line: tuple[float, float], begin: int, end: int) -> float:
+        return (end - begin) * (line[0] + line[1] * (begin + end - 1) / 2)
+
+    if a[0] < b[0] or (a[0] == b[0] and a[1] < b[1]):
+        a, b = b, a  # a is the larger one at the beginning
+    if a[1] >= b[1]:
+        return total(a, 0, count)
+    crossing = (a[0] - b[0]) / (b[1] - a[1])
+    first = min(count, math.floor(crossing) + 1)
+    return total(a, 0, first) + total(b, first, count)
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """`Times` that a run has measured: each decode step takes the mean, and an update is proportional to its tokens."""
+
+    step_s: float
+    """Seconds of a decode step."""
+    token_s: float
+    """Seconds of an update for each token of prompt and response, on one device."""
+    prompt: int
+    """Tokens of each prompt."""
+
+    def steps(self, load: Load, count: int) -> float:
+        """See `Times.steps`."""
+        return self.step_s * count
+
+    def update(self, groups: Sequence[Sequence[int]]) -> float:
+        """See `Times.update`; as in metrics, a prompt's tokens count for every response."""
+        return self.token_s * sum(self.prompt * len(lengths) + sum(lengths) for lengths in groups)

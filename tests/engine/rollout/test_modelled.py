@@ -10,20 +10,21 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rolltree.bench.engine_model import (
+from rolltree.bench.rl_step import LongTail
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout.modelled import (
     GEMM_SHARE,
     HOST,
     MFU,
     PEAK,
     STREAM_SHARE,
     Batch,
-    Device,
+    DeviceModel,
     EngineModel,
     Load,
+    MeasuredRates,
     Shape,
 )
-from rolltree.bench.rl_step import LongTail
-from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 
 
 def model(
@@ -124,12 +125,32 @@ def test_the_real_engine_takes_as_many_steps(rows: int) -> None:
 
 def test_seconds_follow_from_bytes_and_operations() -> None:
     shape, memory = Shape(1e9, 10, 8, 4, 64), 1e12
-    device = Device(shape, memory, 100)
+    device = DeviceModel(shape, memory, 100)
     few, many = Load(1, 0, 50, 60), Load(4096, 512, 1000, 50000)
     key_bytes, pair = 2 * 2 * 4 * 64 * 10, 4 * 64 * 8 * 10
     expected = [(2e9 + (50 + i) * key_bytes) / (STREAM_SHARE * memory) + HOST for i in range(3)]
-    assert device.steps(few, 3).tolist() == pytest.approx(expected)  # few rows wait for the weights
+    assert device.steps(few, 3) == pytest.approx(sum(expected))  # few rows wait for the weights
     expected = [(4608 * 2e9 + (50000 + 4096 * i) * pair) / (GEMM_SHARE * PEAK) + HOST for i in range(3)]
-    assert device.steps(many, 3).tolist() == pytest.approx(expected)  # many rows are bound by operations
+    assert device.steps(many, 3) == pytest.approx(sum(expected))  # many rows are bound by operations
     visible = 100 * 100 / 2 + sum(sum(100 + i + 0.5 for i in range(n)) for n in (30, 50))
     assert device.update([[30, 50]]) == pytest.approx(3 * (2e9 * (100 + 80) + pair * visible) / (MFU * PEAK))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_steps_take_the_sum_of_single_ones(seed: int) -> None:
+    """The closed form against a loop; about half of the cases change from one limit to the other within the steps."""
+    rng = np.random.default_rng(seed)
+    shape = Shape(float(rng.uniform(1e6, 1e8)), 4, 8, int(rng.integers(1, 9)), 64)
+    device = DeviceModel(shape, float(rng.uniform(1e10, 1e13)), 10)
+    rows, count = int(rng.integers(0, 300)), int(rng.integers(1, 3000))
+    load = Load(rows, int(rng.integers(0, 500)), int(rng.integers(0, 10**6)), int(rng.integers(0, 10**6)))
+    single = [
+        device.steps(load._replace(keys=load.keys + i * rows, visible=load.visible + i * rows), 1) for i in range(count)
+    ]
+    assert device.steps(load, count) == pytest.approx(math.fsum(single), rel=1e-12)
+
+
+def test_measured_rates_multiply() -> None:
+    rates = MeasuredRates(step_s=0.5, token_s=2.0, prompt=3)
+    assert rates.steps(Load(7, 0, 0, 0), 4) == 2.0
+    assert rates.update([[1, 2], [5]]) == 2.0 * (3 + 1 + 3 + 2 + 3 + 5)

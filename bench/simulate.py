@@ -1,0 +1,394 @@
+"""Simulated runs on 8 to 4,096 GPUs, and the time that the real driver of a run needs for a group.
+
+``rolltree bench simulate`` first measures the driver here: the real `Controller`, `Buffer` and `Fleet` with engines
+that answer at once, and the writing of rollouts. Then it simulates each number of GPUs and each staleness, with a
+quarter of the GPUs training, and prints the shares of the time that three things need which do not grow with the GPUs:
+the driver's thread, the network of its node, over which trees go, and the passing on of weights. The largest share is
+the first limit.
+
+Figures of GPUs are simulated by the arithmetic of `DeviceModel`, and called so. Those of the driver are this machine's:
+keep it idle meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pickle
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from dataclasses import replace as replaced
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rolltree.engine import TokenTree, UserError
+from rolltree.engine.app.plan import NETWORK, TO_STORE, broadcast_s, recorded_lengths
+from rolltree.engine.data.store import write_rollouts
+from rolltree.engine.loop.budget import Budget
+from rolltree.engine.loop.buffer import Buffer
+from rolltree.engine.loop.controller import Controller
+from rolltree.engine.loop.fleet import Fleet
+from rolltree.engine.loop.metrics import Stopwatch
+from rolltree.engine.loop.parts import SamplingParts
+from rolltree.engine.loop.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, look_s
+from rolltree.engine.loop.sources import Prompt
+from rolltree.engine.programs import make_program
+from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
+from rolltree.engine.rollout import SamplingParams
+from rolltree.engine.rollout.host import Facts, Health, Result
+from rolltree.engine.rollout.modelled import MEMORY, DeviceModel, Shape
+
+from .long_tail import Quiet
+
+MODEL = "Qwen3-8B"
+SHAPE = Shape(8.19e9, 36, 32, 8, 128)
+PROMPT, RESPONSES, MEDIAN, LONGEST, ROWS = 512, 16, 2048, 16384, 256
+BATCHES = {8: 64, 64: 512, 512: 2048, 4096: 8192}
+"""Prompts of a step, by the number of GPUs."""
+TOKEN_BYTES = 25
+"""Bytes of a token on its way from an engine and, in another copy, to a rank: its id, log-prob, version and marks."""
+LOSSES = 4
+"""Losses that a simulated run with raised failures shall have, from which the cost of one follows."""
+
+
+# -- the driver -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The time of the driver's thread, measured.
+
+    Attributes:
+        group_s: seconds for a group with its responses, whatever their lengths.
+        token_s: seconds more for each of its tokens, the next included.
+        write_s: of these, those in which rollouts are written.
+        groups_s: groups a second, of the short ones.
+        tokens_s: tokens a second, of the long ones.
+        lag_s: the longest round, for which an engine's answer may wait.
+        usual_lag_s: the median round.
+        grown_mb: 1e6 bytes by which the process's largest size grew over ``groups`` groups.
+        groups: number of groups.
+    """
+
+    group_s: float
+    token_s: float
+    write_s: float
+    groups_s: float
+    tokens_s: float
+    lag_s: float
+    usual_lag_s: float
+    grown_mb: float
+    groups: int
+
+
+class AtOnce:
+    """`Workers` whose engines answer when they are asked, all with one tree, which arrives as it would: pickled."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.tree = pickle.dumps(tree, protocol=5)
+
+    def start(self, role: str, index: int, make: Callable[..., object], *args: Any) -> AtOnce:
+        return self
+
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if method == "result":
+            tree = pickle.loads(self.tree)
+            answer.set_result(Result(tree, [""] * tree.num_leaves, Counter()))
+        else:
+            known = {"facts": Facts(None, [0], 0), "health": Health(0, 0.0, None, True, Counter())}
+            answer.set_result(known.get(method))
+        return answer
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
+        return {future for future in futures if future.done()}
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Verdicts(Rewards):
+    """Judges nothing: every second response is right."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        return [RewardResult(float(i % 2), None) for i in range(len(items))]
+
+
+class Prompts:
+    """Returns one prompt as often as it is asked."""
+
+    observes = False
+    prompt = Prompt("x", "none", "text", [1, 2, 3], {"answer": "1"}, "x")
+
+    def next(self, count: int) -> list[Prompt]:
+        return [self.prompt] * count
+
+
+def measure_driver(groups: int, engines: int = 64, batch: int = 512, staleness: int = 1) -> Driver:
+    """Measure the driver over ``groups`` groups of short responses, and over a tenth as many of long ones."""
+    short, long = 16, 512
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, rounds = _drive(short, groups, engines, batch, staleness)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    few = max(batch, groups // 100)
+    of_long, _ = _drive(long, few, engines, batch, staleness)
+    a, b = seconds / groups, of_long / few
+    token_s = max(0.0, (b - a) / (RESPONSES * (long - short)))
+    write_s = _write(_tree(long), 64)
+    return Driver(
+        group_s=max(0.0, a - token_s * RESPONSES * short),
+        token_s=token_s + write_s,
+        write_s=write_s,
+        groups_s=1 / a,
+        tokens_s=1 / (b / (RESPONSES * long) + write_s),
+        lag_s=max(rounds),
+        usual_lag_s=float(np.median(rounds)),
+        grown_mb=grown * 1024 / 1e6,
+        groups=groups,
+    )
+
+
+def _tree(length: int) -> TokenTree:
+    responses = [[7 + i] + [8] * (length - 1) for i in range(RESPONSES)]
+    logprobs = [np.full(length, -1.0, np.float32)] * RESPONSES
+    return TokenTree.from_sequences([1, 2, 3], responses, behaviour_logprobs=logprobs, policy_version=2**20)
+
+
+def _write(tree: TokenTree, count: int) -> float:
+    """Return the seconds for each token in which the rollouts of a step are written."""
+    trees = [pickle.loads(pickle.dumps(tree)) for _ in range(count)]
+    for i, each in enumerate(trees):
+        each.set("group", i)
+        each.rewards["reward"] = np.zeros(RESPONSES, np.float32)
+        each.meta |= {"prompt_id": "x", "task": "none", "prompt_text": "text"}
+    with tempfile.TemporaryDirectory() as directory:
+        begin = time.perf_counter()
+        write_rollouts(Path(directory) / "rollouts.parquet", 1, trees, [["text"] * RESPONSES] * count)
+        return (time.perf_counter() - begin) / sum(each.sampled_tokens for each in trees)
+
+
+def _drive(length: int, groups: int, engines: int, batch: int, staleness: int) -> tuple[float, list[float]]:
+    """Return the seconds for at least ``groups`` groups of 16 responses, and those of each round."""
+    quiet: Any = Quiet()
+    workers: Any = AtOnce(_tree(length))
+    prompts: Any = Prompts()
+    parts = SamplingParts(
+        sampler=Fleet(workers, engines, workers.start, hang_s=1e9, restarts=0),
+        tokenizer=quiet,
+        source=prompts,
+        program=make_program("flat"),
+        program_name="flat",
+        params=SamplingParams(n=RESPONSES, max_new_tokens=length),
+        budget=Budget(batch, staleness),
+        seed=0,
+    )
+    buffer = Buffer(parts.budget)
+    controller = Controller(parts, buffer, Stopwatch(), quiet)
+    rounds: list[float] = []
+    inner = controller.advance
+
+    def timed() -> None:
+        begin = time.perf_counter()
+        inner()
+        rounds.append(time.perf_counter() - begin)
+
+    controller.advance = timed  # type: ignore[method-assign]
+    with controller.running(Verdicts()):
+        controller.end_step(controller.next_batch(), None, 0)  # warm
+        rounds.clear()
+        begin = time.perf_counter()
+        for step in range(math.ceil(groups / batch)):
+            controller.end_step(controller.next_batch(), None, step + 1)
+        seconds = time.perf_counter() - begin
+    return seconds * groups / (math.ceil(groups / batch) * batch), rounds
+
+
+# -- simulated runs ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def log_normal(seed: int, n: int) -> list[int]:
+    """Return lengths as in recorded runs: log-normal with sigma 1, and cut."""
+    drawn = np.random.default_rng(seed % 2**63).lognormal(math.log(MEDIAN), 1.0, n)
+    found: list[int] = np.clip(np.ceil(drawn), 1, LONGEST).astype(int).tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """A simulated run with its limits.
+
+    Attributes:
+        failures_day: failures of all GPUs in a day, at the rate of Llama 3's training.
+        lost: share of the time that they cost.
+        driver: share of the driver's thread that is busy; None if it was not measured.
+        store: share of the network of the driver's node that carries trees.
+        weights: share of the time in which weights are passed on.
+    """
+
+    gpus: int
+    ranks: int
+    staleness: int
+    prompts: int
+    outcome: Outcome
+    failures_day: float
+    lost: float
+    driver: float | None
+    store: float
+    weights: float
+
+    @property
+    def limit(self) -> str:
+        """The name of the largest share."""
+        shares = {"driver": self.driver or 0.0, "object store": self.store, "weights": self.weights}
+        name = max(shares, key=lambda key: shares[key])
+        return f"{name} ({100 * shares[name]:.2g} %)"
+
+
+def scenario(gpus: int, staleness: int, gpu: str, lengths: Any, prompt: int) -> Scenario:
+    """Return the run of 8-billion-parameter models on ``gpus`` GPUs, a quarter of which train."""
+    times = DeviceModel(SHAPE, MEMORY[gpu], prompt)
+    ranks = max(1, gpus // 4)
+    size = 2 * SHAPE.weights
+    return Scenario(
+        budget=Budget(BATCHES.get(gpus, 4 * gpus), staleness, 0.25 if staleness else 0.0),
+        n=RESPONSES,
+        prompt=prompt,
+        lengths=lengths,
+        rows=ROWS,
+        ranks=ranks,
+        engines=gpus - ranks,
+        engine=times,
+        trainer=times,
+        publish_s=size / TO_STORE,
+        load_s=broadcast_s(size, gpus - ranks),
+        start_s=300.0,
+        look_s=look_s(times, lengths, RESPONSES),
+    )
+
+
+def simulated(made: Scenario, steps: int, driver: Driver | None) -> Row:
+    """Simulate a run with and without failures."""
+    settling = made.budget.staleness + 2
+    base, plain = _run(made, steps, settling)
+    gpus = made.ranks + made.engines
+    rate = LOSSES / (gpus * plain)
+    failing, seconds = _run(replaced(made, failures=rate), steps, settling)
+    losses = failing.lost_engines + failing.lost_ranks
+    cost = max(0.0, seconds - plain) / losses if losses else 0.0
+    groups_s = made.budget.batch / base.step_s
+    busy = None if driver is None else groups_s * driver.group_s + base.tokens_s * driver.token_s
+    return Row(
+        gpus=gpus,
+        ranks=made.ranks,
+        staleness=made.budget.staleness,
+        prompts=made.budget.batch,
+        outcome=base,
+        failures_day=LLAMA_3_FAILURES * gpus * 86400,
+        lost=cost * LLAMA_3_FAILURES * gpus,
+        driver=busy,
+        store=2 * base.tokens_s * TOKEN_BYTES / NETWORK,
+        weights=(made.publish_s + made.load_s) / base.step_s,
+    )
+
+
+def _run(made: Scenario, steps: int, settling: int) -> tuple[Outcome, float]:
+    """Return the outcome and the seconds of all steps."""
+    run = Simulation(made)
+    with run.controller.running(Verdicts()):
+        for step in range(settling + steps):
+            if step == settling:
+                run.begin()
+            run.step()
+    return run.outcome(), run.workers.clock()
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a table in Markdown."""
+    yield (
+        "| GPUs | train | S | prompts | step s | tokens/s a GPU | trainer waits | engines idle | largest lag | "
+        "failures a day | time lost to them | driver | object store | weights | first limit |"
+    )
+    yield "|---" * 15 + "|"
+    for row in rows:
+        found = row.outcome
+        cells = [
+            row.gpus, row.ranks, row.staleness, row.prompts, f"{found.step_s:.0f}", f"{found.tokens_s / row.gpus:.0f}",
+            f"{100 * found.trainer_waits:.0f} %", f"{100 * found.engines_idle:.0f} %", found.max_lag,
+            f"{row.failures_day:.2g}", f"{100 * row.lost:.2g} %",
+            "not measured" if row.driver is None else f"{100 * row.driver:.2g} %", f"{100 * row.store:.2g} %",
+            f"{100 * row.weights:.2g} %", row.limit,
+        ]  # fmt: skip
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``rolltree bench simulate`` and return its exit status."""
+    parser = argparse.ArgumentParser(prog="rolltree bench simulate", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 4096], metavar="N")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4], metavar="S")
+    parser.add_argument("--gpu", default="H100", choices=sorted(MEMORY))
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps that count (default 4)")
+    parser.add_argument("--recorded", type=Path, metavar="RUN", help="lengths of this run's rollouts")
+    parser.add_argument(
+        "--groups", type=int, default=100_000, metavar="N", help="groups for the driver (default 100000); 0: leave out"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows as JSON lines")
+    args = parser.parse_args(argv)
+    if min(*args.gpus, 2) < 2 or min(args.staleness) < 0 or args.steps < 1 or args.groups < 0:
+        parser.error("there must be 2 GPUs or more, a staleness of 0 or more, and a step or more")
+    lengths: Any = log_normal
+    prompt = PROMPT
+    try:
+        if args.recorded is not None:
+            lengths, prompt = recorded_lengths(args.recorded)
+    except UserError as error:
+        print(f"rolltree bench simulate: {error}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    driver = measure_driver(args.groups) if args.groups else None
+    if driver is not None:
+        load = os.getloadavg()[0]
+        print(
+            f"Driver, measured here over {driver.groups} groups of {RESPONSES} responses (load {load:.1f}): "
+            f"{driver.groups_s:,.0f} short groups/s, {driver.tokens_s:,.0f} tokens/s of long ones, "
+            f"{1e9 * driver.write_s:.0f} ns a token to write rollouts; a round takes "
+            f"{1e3 * driver.usual_lag_s:.3g} ms, at most {1e3 * driver.lag_s:.3g} ms; the process grew by "
+            f"{driver.grown_mb:.0f} MB."
+        )
+        _keep(args.out, {"driver": asdict(driver), "load": load})
+    of = f"lengths of {args.recorded}" if args.recorded else f"lengths log-normal, median {MEDIAN}, at most {LONGEST}"
+    print(f"\nSimulated, not measured: {MODEL} on {args.gpu}s, {RESPONSES} responses a prompt, {of}\n", flush=True)
+    rows = []
+    for gpus in args.gpus:
+        for staleness in args.staleness:
+            rows.append(simulated(scenario(gpus, staleness, args.gpu, lengths, prompt), args.steps, driver))
+            _keep(args.out, asdict(rows[-1]))
+            print(f"{gpus} GPUs, S = {staleness}", file=sys.stderr, flush=True)
+    print("\n".join(lines(rows)))
+    return 0
+
+
+def _keep(file: Path | None, row: dict[str, Any]) -> None:
+    if file is not None:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(row) + "\n")

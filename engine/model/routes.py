@@ -1,0 +1,247 @@
+"""Mixtures of experts: records the experts of each token when sampling, and replays them in training.
+
+A router's choice may flip where two experts are nearly equal: by rounding, in another batch, with other kernels. The
+token is then computed by other weights, and its log-prob is not the sampler's. Replayed, a token goes to the experts
+that the sampler chose; their weights are computed from the current logits of the router, through which it is trained
+(Ma et al. 2025, "R3", arXiv 2510.11370; verl, slime and Megatron compute the same).
+
+A router of Transformers chooses by one ``topk`` over the scores of all experts, and computes weights from the scores of
+the chosen ones. Its forward is left as it is: while it runs, `_Choosing` puts the given experts in place of those that
+``topk`` found, with their scores. Decoder layers get the routes as the keyword argument ``routes``: activation
+checkpointing computes a layer again with its keyword arguments, in whichever thread runs the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..errors import UserError
+
+ROUTERS = frozenset(
+    {
+        "AXK1TopkRouter",
+        "AfmoeTokenChoiceRouter",
+        "Cohere2MoeTopKRouter",
+        "DeepseekV2TopkRouter",
+        "DeepseekV3TopkRouter",
+        "Dots1TopkRouter",
+        "Ernie4_5_MoeTopKRouter",
+        "ExaoneMoeTopkRouter",
+        "FlexOlmoTopKRouter",
+        "Gemma4TextRouter",
+        "Glm4MoeLiteTopkRouter",
+        "Glm4MoeTopkRouter",
+        "GptOssTopKRouter",
+        "GraniteMoeHybridTopKRouter",
+        "GraniteMoeSWATopKRouter",
+        "GraniteMoeSharedTopKRouter",
+        "GraniteMoeTopKRouter",
+        "HunYuanMoEV1Gate",
+        "KimiLinearTopkRouter",
+        "LagunaTopKRouter",
+        "Lfm2MoeTopKRouter",
+        "MellumTopKRouter",
+        "MiniMaxM2TopKRouter",
+        "MixtralTopKRouter",
+        "NemotronHTopkRouter",
+        "OlmoeTopKRouter",
+        "Qwen2MoeTopKRouter",
+        "Qwen3MoeTopKRouter",
+        "Qwen3NextTopKRouter",
+        "Qwen3_5MoeTopKRouter",
+        "SolarOpenTopkRouter",
+    }
+)
+"""Classes of routers that choose and weigh experts as described."""
+EXPERTS = re.compile(r"Experts$|SparseMoe|MoE$|Moe$|MoeBlock$|Router$|TopK")
+"""Names of classes of Transformers that a mixture of experts has."""
+
+
+class Routes(Protocol):
+    """Given to a decoder layer as ``routes``: asked by each router for the experts of its tokens."""
+
+    def choose(self, place: int, own: Tensor) -> Tensor | None:  # [N, k] int64
+        """Return the experts that router number ``place`` is to use; None for its ``own``."""
+        ...
+
+
+class Replay:
+    """Gives the routers recorded experts.
+
+    Args:
+        routes: ``[N, layers, k]``, -1 where the router chooses.
+    """
+
+    def __init__(self, routes: Tensor) -> None:
+        self._routes = routes
+
+    def choose(self, place: int, own: Tensor) -> Tensor:
+        given = self._routes[:, place].long()
+        if given.shape != own.shape:
+            raise ValueError(
+                f"Routes of {list(given.shape)} tokens and experts do not fit a router of {list(own.shape)}."
+            )
+        return torch.where(given < 0, own, given)
+
+
+class Record:
+    """Takes down what the routers of one forward choose."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[int, Tensor] = {}
+
+    def choose(self, place: int, own: Tensor) -> None:
+        self._chosen[place] = own
+
+    def routes(self) -> Tensor:  # [N, layers, k] int16
+        """Return the experts that every router chose."""
+        return torch.stack([self._chosen[place] for place in sorted(self._chosen)], dim=1).to(torch.int16)
+
+
+class Routed(NamedTuple):
+    """The routers of a model."""
+
+    layers: int
+    k: int
+    experts: int
+
+
+_running: ContextVar[Routes | None] = ContextVar("rolltree_routes", default=None)
+_places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # of routers, in their model
+_prepared: weakref.WeakKeyDictionary[nn.Module, Routed] = weakref.WeakKeyDictionary()
+
+
+def install(model: nn.Module) -> Routed:
+    """Prepare the classes of a model's routers and decoder layers, once for the process.
+
+    Raises:
+        UserError: the model has no mixture of experts, or one whose routers are not known.
+    """
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)()
+    if decoder not in _prepared:
+        _prepared[decoder] = _prepare(decoder, type(model).__name__)
+    return _prepared[decoder]
+
+
+def replay(model: nn.Module, routes: Tensor) -> Replay:  # [N, layers, k] int16
+    """Return what a forward of the model gets as ``routes`` to replay these.
+
+    Raises:
+        ValueError: they are those of another model.
+    """
+    own = install(model)
+    if tuple(routes.shape[1:]) != (own.layers, own.k) or (routes.numel() and int(routes.max()) >= own.experts):
+        layers, k = routes.shape[1:]
+        raise ValueError(
+            f"The recorded routes name {k} experts, up to number {int(routes.max())}, in each of {layers} layers, and "
+            f"{type(model).__name__} has {own.layers} layers with {own.k} of {own.experts}; sample with this model."
+        )
+    return Replay(routes)
+
+
+def _prepare(decoder: nn.Module, what: str) -> Routed:
+    routers, found = [], set()
+    layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        its = [m for m in layer.modules() if _name(m) in ROUTERS]
+        unknown = (
+            {_name(m) for m in layer.modules() if m is not layer and EXPERTS.search(_name(m))} if not its else set()
+        )
+        if unknown or any(getattr(m, "topk_method", None) == "group_limited_greedy" for m in its):
+            names = ", ".join(sorted(unknown or {f"{_name(m)} with groups" for m in its}))
+            raise UserError(
+                f"Routes of '{what}' are neither recorded nor replayed ({names}); set model.replay_routes = false."
+            )
+        routers += its
+    if not routers:
+        raise UserError(f"'{what}' has no mixture of experts; set model.replay_routes = false.")
+    for layer in layers:
+        _wrap(next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers.models.")), _layer_forward)
+    for place, router in enumerate(routers):
+        _places[router] = place
+        found.add((_top_k(router), _experts(router)))
+        _wrap(next(c for c in type(router).__mro__ if c.__name__ in ROUTERS), _router_forward)
+    if len(found) > 1:
+        raise UserError(f"The layers of '{what}' differ in their number of experts; set model.replay_routes = false.")
+    ((k, experts),) = found
+    return Routed(len(routers), k, experts)
+
+
+def _name(module: nn.Module) -> str:
+    """Return the class's name in Transformers, which sharding may have subclassed."""
+    return next((c.__name__ for c in type(module).__mro__ if c.__module__.startswith("transformers.models.")), "")
+
+
+def _experts(router: nn.Module) -> int:
+    return next(p.shape[0] for p in router.parameters() if p.dim() == 2)
+
+
+def _top_k(router: nn.Module) -> int:
+    own: Any = router
+    return int(own.top_k if hasattr(own, "top_k") else own.config.top_k_experts)
+
+
+def _wrap(cls: Any, forward: Any) -> None:
+    """Replace the class's forward by ``forward``, which gets the original, once."""
+    if hasattr(cls.forward, "with_routes"):
+        return
+    original = cls.forward
+
+    @functools.wraps(original)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(original, self, *args, **kwargs)
+
+    wrapped.with_routes = True  # type: ignore[attr-defined]
+    cls.forward = wrapped
+
+
+def _layer_forward(original: Any, self: nn.Module, *args: Any, routes: Routes | None = None, **kwargs: Any) -> Any:
+    token = _running.set(routes)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+def _router_forward(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    routes = _running.get()
+    if routes is None:
+        return original(self, *args, **kwargs)
+    choosing = _Choosing(routes, _places[self], _experts(self), _top_k(self))
+    with choosing:
+        out = original(self, *args, **kwargs)
+    if not choosing.used:
+        raise RuntimeError(
+            f"{_name(self)} did not choose its experts by topk, so no routes were recorded or replayed; load the model "
+            "without use_kernels."
+        )
+    return out
+
+
+class _Choosing(TorchFunctionMode):
+    """Lets ``routes`` choose in place of ``topk`` over the scores of all experts of each token."""
+
+    def __init__(self, routes: Routes, place: int, experts: int, k: int) -> None:
+        super().__init__()
+        self._routes, self._place, self._experts, self._k = routes, place, experts, k
+        self.used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return out
+        scores, own = args[0], out[1]
+        if own.shape[-1] != self._k or scores.shape[-1] != self._experts or scores.dim() != 2:
+            return out  # groups of experts are chosen first
+        self.used = True
+        chosen = self._routes.choose(self._place, own)
+        return out if chosen is None else torch.return_types.topk((scores.gather(-1, chosen), chosen))

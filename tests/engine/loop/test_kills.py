@@ -1,0 +1,181 @@
+"""One run whose processes are killed or stopped at random moments: the driver, its engines, its reward hosts.
+
+One Ray outlives the drivers. After each kill the run is audited, and what it took to notice and to go on is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from rolltree.engine import load_config
+from rolltree.engine.settings import TrainConfig
+
+from ..tiny import write_run
+from .processes import Process, forking
+from .test_durability import audit, repair_as_resuming_does, rows
+
+HANG_S = 3.0
+NOTICED_S = 20.0
+"""Seconds within which another process has taken the place of one that was killed. Ray takes most of them."""
+NEXT_STEP_S = 180.0
+"""Seconds from a kill to the next step, when what was killed was all that there was; a driver starts within them."""
+STARTED_S = 60.0
+"""Age of a process that is stopped: while it starts only the much longer limits of a start apply to it."""
+GONE_S = 20.0
+"""Seconds within which the processes of a killed driver have ended."""
+KILLED = {
+    "driver": [signal.SIGKILL],
+    "engine": [signal.SIGKILL, signal.SIGSTOP],
+    "reward": [signal.SIGKILL, signal.SIGSTOP],
+}
+
+
+@pytest.fixture(scope="module")
+def drivers(ray: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """What forks the drivers; it has the token of Ray."""
+    with forking() as process:
+        yield process
+
+
+def actors(role: str | None = None, but: Collection[int] = ()) -> list[psutil.Process]:
+    """The running workers of all runs; a reward host has verifiers' keepers below, unless it is starting."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if not process.name().startswith("ray::_Actor") or process.pid in but:
+                continue
+            below = [" ".join(child.cmdline()) for child in process.children()]
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        hosts = any("keeper.py" in command for command in below)
+        if role is None or hosts == (role == "reward"):
+            found.append(process)
+    return found
+
+
+def within(seconds: float, true: Callable[..., object], *given: Any) -> float:
+    """Wait until ``true(*given)``; return the seconds that it took."""
+    begin = time.monotonic()
+    while not true(*given):
+        assert time.monotonic() - begin < seconds, f"not after {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def old_enough(worker: psutil.Process, seen: dict[int, float]) -> bool:
+    return time.monotonic() - seen.setdefault(worker.pid, time.monotonic()) > STARTED_S
+
+
+def end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def none_of(pids: list[int]) -> bool:
+    return not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_kills_of_any_process_lose_no_group(
+    ray: Any, drivers: subprocess.Popen[bytes], tmp_path: Path, kills: int, request: pytest.FixtureRequest
+) -> None:
+    toml = write_run(tmp_path)
+    moment = random.Random(kills)
+    command = [
+        "train", str(toml), f"--output_dir={tmp_path}/runs", "--rollout.engines=2", "--reward.hosts=1",
+        f"--placement.cluster={ray.get_runtime_context().gcs_address}", f"--placement.hang_s={HANG_S:g}",
+        "--placement.restarts=20", "--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0",
+        "--checkpoint.every=1", "--checkpoint.keep=20", "--rollout.max_new_tokens=40", "--trainer.steps=100000",
+        "--algorithm.advantage=group_norm",
+    ]  # fmt: skip
+    config = load_config(toml, command[2:])
+    directory = config.run_dir
+    seconds: dict[str, list[float]] = {}
+
+    def steps() -> int:
+        return len(rows(directory, whole=False)) if (directory / "metrics.jsonl").exists() else 0
+
+    def goes_on(driver: Process, before: int) -> bool:
+        assert not driver.ended(), "the run ended by itself"
+        return steps() > before
+
+    def note(what: str, value: float) -> None:
+        seconds.setdefault(what, []).append(round(value, 2))
+        (tmp_path / "seconds.json").write_text(json.dumps(seconds))
+
+    seen: dict[int, float] = {}  # when each worker was first seen
+    driver = Process(drivers, command)
+    request.addfinalizer(lambda: end(driver.pid))
+    within(300, goes_on, driver, 2)
+    for number in range(kills):
+        role = [*KILLED][number % 3] if kills < 10 else moment.choice([*KILLED, "engine"])
+        kind = KILLED[role][-1 if moment.random() < 0.4 or number == 1 else 0]
+        within(120, actors, role)
+        within(NEXT_STEP_S, goes_on, driver, steps())
+        seen |= {process.pid: time.monotonic() for process in actors() if process.pid not in seen}
+        time.sleep(moment.uniform(0, 0.5))
+        before, begin = steps(), time.monotonic()
+        hang_s = (HANG_S + 10) * (kind == signal.SIGSTOP)
+        chosen = None if role == "driver" else moment.choice(actors(role))
+        if chosen is not None and kind == signal.SIGSTOP:
+            within(STARTED_S + 20, old_enough, chosen, seen)
+            before, begin = steps(), time.monotonic()
+        if chosen is None:
+            its = [p.pid for worker in actors() for p in [worker, *worker.children(recursive=True)]]
+            assert len(its) > 3
+            os.kill(driver.pid, kind)
+            assert driver.wait() == -kind
+            note("gone", within(GONE_S, none_of, its))
+            repair_as_resuming_does(directory, config)
+            audit(config)
+            driver = Process(drivers, [*command, "--resume"])
+        else:
+            known = {process.pid for process in actors()}
+            os.kill(chosen.pid, kind)
+            note(f"{role} {kind.name} noticed", within(NOTICED_S + hang_s, actors, None, known))
+        within(NEXT_STEP_S + hang_s, goes_on, driver, before + 1)
+        note(f"{role} {kind.name} next step", time.monotonic() - begin)
+        audit(config, running=True)
+    os.kill(driver.pid, signal.SIGTERM)  # it ends its step and saves
+    driver.wait()
+    trained = audit(config)
+    found = rows(directory)
+    assert [row["step"] for row in found] == list(range(len(found)))
+    assert len(trained) == (len(found) - 1) * config.trainer.prompts_per_step
+    again = {key: sum(row.get(key, 0) for row in found) for key in ("group/restarted_lost", "reward/asked_again")}
+    print(json.dumps({"steps": len(found), **again, **seconds}))
+    if kills >= 10:
+        assert again["group/restarted_lost"] >= kills / 10, "no engine had unfinished groups; the test shows little"
+    check_the_audit(config)
+
+
+def check_the_audit(config: TrainConfig) -> None:
+    """The negatives: the audit finds a batch that was trained twice, a lost group and a lost response."""
+    *_, before, last = sorted((config.run_dir / "rollouts").glob("*.parquet"))
+    kept = pq.read_table(last)
+    shutil.copy(before, last)
+    with pytest.raises(AssertionError, match="trained twice"):
+        audit(config)
+    first = kept["group"][0]
+    for wrong in (kept.filter([group != first for group in kept["group"]]), kept.slice(1)):
+        pq.write_table(wrong, last)
+        with pytest.raises(AssertionError):
+            audit(config)
+    pq.write_table(kept, last)
+    audit(config)

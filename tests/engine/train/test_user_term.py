@@ -1,0 +1,156 @@
+"""Loss terms of the user's: through the real model against plain formulas, and refused with one sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rolltree.engine import TokenTree, UserError
+from rolltree.engine.data.columns import Column, declare
+from rolltree.engine.methods.losses import Laser
+from rolltree.engine.methods.selections import SELECTIONS
+from rolltree.engine.train.terms import TokenTerm
+from rolltree.engine.train.user_term import FIELDS, UserTerm
+from rolltree.kernels import Objective
+
+from .test_terms import RESPONSES, agree, close, demonstration, group, run
+
+declare(Column("mine/id", np.int32, "token", "an id", -1, merge="first", to_device=True))
+declare(Column("mine/weight", np.float32, "token", "a weight", 0, merge="first", to_device=True))
+
+
+def term(own, select=None, name="mine"):
+    return UserTerm("algorithm.terms.mine.loss", own, TokenTerm(FIELDS, name, select))
+
+
+def rows_of(model, tree):
+    """All log-probs [n, V] of each response's places, by plain transformers on flat sequences."""
+    out = []
+    for s in tree.flatten():
+        logits = model(torch.tensor([s.prompt + s.response])).logits[0, len(s.prompt) - 1 : -1]
+        out.append(logits.log_softmax(-1))
+    return out
+
+
+class Everything:
+    """Reads every statistic of the head."""
+
+    extra = ("mine/id",)
+
+    def prepare(self, trees):
+        for tree in trees:
+            tree.set("mine/id", np.where(np.arange(tree.num_tokens) % 2, tree.token_id + 1, -1))
+            tree.set("mine/weight", np.linspace(0.5, 1.5, tree.num_tokens))
+
+    def normalizer(self, trees):
+        return 7.0
+
+    def loss(self, logprob, entropy, sum_p2, mean_logprob, extra_logprob, fields, columns):
+        each = logprob.square() + 2 * entropy + sum_p2.sqrt() + 0.1 * mean_logprob.square() + extra_logprob[:, 0].exp()
+        return (each * columns["mine/weight"] * fields.weight).sum(), {"ids": (extra_logprob.sum(), 1)}
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 6])
+def test_every_statistic_with_its_gradient(max_tokens):
+    """A tree at once, and in pieces, where the model runs twice."""
+    tree = group()
+    got = run([term(Everything())], [tree], max_tokens=max_tokens, in_pieces=True)
+    loss = torch.zeros(())
+    for leaf, every in enumerate(rows_of(got[3], tree)):
+        rows = tree.response_rows(leaf)
+        ids = torch.from_numpy(tree.token_id[rows].astype(np.int64))
+        p = every.exp()
+        lp = every.gather(1, ids[:, None])[:, 0]
+        other = torch.where(torch.from_numpy(rows % 2 == 1), every.gather(1, ids[:, None] + 1)[:, 0].exp(), 1.0)
+        entropy, sum_p2, mean = -(p * every).sum(1), p.square().sum(1), every.mean(1)
+        each = lp.square() + 2 * entropy + sum_p2.sqrt() + 0.1 * mean.square() + other
+        weight = torch.from_numpy(np.linspace(0.5, 1.5, tree.num_tokens)[rows]).float()
+        loss = loss + (each * weight).sum() / 7
+    agree(got, loss, got[3])
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 6])
+def test_several_terms_keep_their_own_ids(max_tokens):
+    """Two terms of different ids and a policy loss in one pass: the sum of each alone."""
+    tree, given = group(), demonstration()
+    calm = TokenTerm(Objective.preset("grpo", entropy_coef=0.2))
+    laser = term(Laser(token=11, beta=0.5, c=-3.0), name="laser")
+    terms = [term(Everything()), calm, laser, term(Everything(), SELECTIONS["injected"], "given")]
+    weights = [0.5, 1.0, 2.0, 0.25]
+    together = run(terms, [tree], [given], weights, max_tokens, in_pieces=True)
+    total, grads = 0.0, None
+    for one, weight in zip(terms, weights, strict=True):
+        loss, losses, alone, _ = run([one], [tree], [given], [weight])
+        assert losses[one.name] != 0
+        assert together[1][one.name] == pytest.approx(losses[one.name], rel=1e-5)
+        total += loss
+        grads = alone if grads is None else [a + b for a, b in zip(grads, alone, strict=True)]
+    assert together[0] == pytest.approx(total, rel=1e-5)
+    for a, b in zip(together[2], grads, strict=True):
+        close(a, b, 5e-5)
+
+
+def test_laser_scores_the_place_where_a_response_ends():
+    tree = group()
+    tree.rewards["verifier"] = np.array([1.0, 0.0, 0.5, 1.0], np.float32)
+    got = run([term(Laser(token=11, beta=0.5, c=-3.0))], [tree])
+    wanted = zip(rows_of(got[3], tree), [1.0, 0.0, 0.5, 1.0], strict=True)
+    agree(got, sum((0.5 * (every[-1, 11] + 3) - r).square() for every, r in wanted) / len(RESPONSES), got[3])
+
+
+class Ratio:
+    def loss(self, logprob, fields):
+        r = (logprob - fields.old_logprob).exp()
+        return -(fields.adv_pos + fields.adv_neg).mul(r).sum()
+
+
+def test_the_ratio_is_one_on_policy_and_of_the_sampler_elsewhere():
+    from rolltree.engine import pack
+
+    tree = TokenTree.from_sequences(
+        [1, 2], [[5, 6], [5, 7, 8]], advantages=[1.0, -0.5], behaviour_logprobs=[[-1.0, -2.0], [-1.0, -0.5, -3.0]]
+    )
+    mine = term(Ratio())
+    mine.prepare([tree])
+    (batch,) = pack([tree], max_tokens=100)
+    lp = torch.linspace(-2, -1, batch.target.numel())
+    on = mine.on(batch, mine.normalizer([tree]), True, 1.0).loss(lp)
+    advantage = batch.fields(FIELDS).adv_pos + batch.fields(FIELDS).adv_neg
+    assert float(on.loss) == pytest.approx(-float(advantage.sum()) / 5)
+    off = mine.on(batch, mine.normalizer([tree]), False, 1.0).loss(lp)
+    old = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    assert float(off.loss) == pytest.approx(-float((advantage * (lp - old).exp()).sum()) / 5)
+
+
+class Raises:
+    def loss(self, logprob):
+        return logprob.sum() / [1][2]
+
+
+class Flat:
+    def loss(self, logprob):
+        return logprob
+
+
+class Asks:
+    def loss(self, logprob, logits):
+        return logprob.sum()
+
+
+class NoIds:
+    def loss(self, extra_logprob):
+        return extra_logprob.sum()
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="must be a class with a method loss"):
+        term(object())
+    with pytest.raises(UserError, match=r"names 'logits', which a run does not have; it may name logprob, fields"):
+        term(Asks())
+    with pytest.raises(UserError, match="name the columns of ids in `extra`"):
+        term(NoIds())
+    with pytest.raises(UserError, match=r"IndexError.*line \d+ of 'test_user_term.py'"):
+        run([term(Raises())], [group()])
+    with pytest.raises(UserError, match="a tensor of one number, not one of shape"):
+        run([term(Flat())], [group()])
