@@ -57,7 +57,7 @@ class LoraConfig(Section):
     """The scale is alpha / sqrt(rank) (rsLoRA); false: alpha / rank."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers with an adapter, by the last part of their names, such as `["q_proj", "v_proj"]`; `all-linear`: all
-    except the head."""
+    except the head. A vision tower's have none."""
 
     @field_validator("targets")
     @classmethod
@@ -76,6 +76,9 @@ class ModelConfig(Section):
     """Number type of the model's weights and activations; the optimiser always keeps fp32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; `auto` is CUDA if it is available, else the CPU."""
+    train_tower: bool = False
+    """Train all of a model that takes pictures; by default only its decoder and head are trained, and the vision tower
+    stays as it is."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
     lora: LoraConfig | None = None
@@ -83,6 +86,12 @@ class ModelConfig(Section):
     replay_routes: bool = False
     """For mixtures of experts: record the experts that every token was given to when it was sampled, and train with the
     same ones; see docs/trees.md."""
+
+    @model_validator(mode="after")
+    def _tower_is_frozen(self) -> ModelConfig:
+        if self.lora is not None and self.train_tower:
+            raise ValueError("train_tower trains weights that [model.lora] leaves as they are; leave one of them out")
+        return self
 
 
 class TaskConfig(Section):
@@ -116,6 +125,10 @@ class DataConfig(Section):
     answer_key: str = "answer"
     """Column of `path` with the reference answer; `a.b` is the field `b` of the column `a`. If the column `answer` is
     missing, verl's `reward_model.ground_truth` or TRL's `solution` is read."""
+    image_key: str | None = None
+    """Column of `path` or `source` with the pictures of a problem: one or a list, each a path (relative to the file),
+    an encoded file, or a dict with `bytes` or `path`; see docs/pictures.md. Default: only parts of messages are
+    pictures."""
     n_key: str | None = None
     """Column of `path` or `source` with the number of responses to a problem. Default: `rollout.n` for all problems."""
     template: str = "{prompt}"
@@ -147,6 +160,10 @@ class DataConfig(Section):
             )
         if self.tools and not self.chat:
             raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
+        if self.image_key is not None and self.tasks:
+            raise ValueError(
+                "`data.image_key` is a column of `data.path` or `data.source`, and `data.tasks` have no pictures"
+            )
         if self.n_key is not None and self.tasks:
             raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
         if self.source_options and self.source is None:
@@ -644,6 +661,10 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        if self.loop.train_context == "plain" and self.data.image_key is not None:
+            raise ValueError(
+                '`loop.train_context` = "plain" exchanges no prompts with pictures (`data.image_key`); leave one out'
+            )
         if self.model.replay_routes and rollout.backend == "vllm":
             raise ValueError(
                 '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'

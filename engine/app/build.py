@@ -29,6 +29,7 @@ from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..model.lora import add_lora, has_lora, plain_copy
+from ..model.pictures import placeholders
 from ..parts.calling import call
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
@@ -90,6 +91,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         check_hints(sampling.callback, source)
         learning = learning_parts(config, model, merges=getattr(sampler, "model", None) is not model)
         check_lengths(config, sampler.longest)
+        preflight.check_placeholders([*source.known, *problems], placeholders(model))
         preflight.check_program(
             sampling.program,
             sampling.program_name,
@@ -221,7 +223,10 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     model = load_model(
-        config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+        config.model.path,
+        dtype=getattr(torch, config.model.dtype),
+        device=choose_device(config.model.device),
+        train_tower=config.model.train_tower,
     )
     if (lora := config.model.lora) is not None:
         add_lora(model, **lora.model_dump())
@@ -519,7 +524,7 @@ def kept_entries(
         return None
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
-    read = {data.prompt_key, data.answer_key, data.n_key or data.answer_key}
+    read = {data.prompt_key, data.answer_key, data.n_key or data.answer_key, data.image_key or data.answer_key}
     for value in [*data.curriculum_options.values(), *config.loop.callback_options.values()]:
         read |= {name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)}
     return Entries(read, all_read=all_read).kept

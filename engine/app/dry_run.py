@@ -75,7 +75,9 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
         for key in ("path", "eval_path"):
             if (file := getattr(config.data, key)) is not None:
-                read = read_problems(file, f"data.{key}", config.data.prompt_key, config.data.answer_key)
+                read = read_problems(
+                    file, f"data.{key}", config.data.prompt_key, config.data.answer_key, config.data.image_key
+                )
                 known += [(problem.id, problem.entry) for problem in read]
         if config.data.tasks:
             GymProblems(config.data.tasks, [config.seed])

@@ -211,7 +211,7 @@ def make_plan(config: TrainConfig, gpus: int, device: str = "H100", run: Path | 
             load_s=rates.load_s(gpus - ranks) if gpus > 1 else 0.0,
             keep_keys=config.loop.keep_keys,
             judge_s=rates.judge_s,
-            judges=config.reward.workers,
+            judges=config.reward.workers * max(1, config.reward.hosts),
             look_s=look_s(rates.engine, rates.lengths, config.rollout.n),
             seed=config.seed,
         )

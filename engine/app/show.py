@@ -97,9 +97,18 @@ def describe(group: Group) -> str:
 def draw(tree: TokenTree, tokenizer: PreTrainedTokenizerBase) -> RichTree:
     """Convert to a tree of rich: one branch for each node, leaves with their reward and status."""
 
+    rows = {picture.first_id: picture.rows for picture in tree.pictures}
+
+    def spelled(ids: list[int]) -> str:
+        begin = next((i for i, token in enumerate(ids) if token in rows), None)
+        if begin is None:
+            return str(tokenizer.decode(ids))
+        rest = ids[begin + rows[ids[begin]] :]
+        return f"{tokenizer.decode(ids[:begin])}[picture of {rows[ids[begin]]} tokens]{spelled(rest)}"
+
     def text(node: int) -> str:
         ids = tree.token_id[tree.start[node] : tree.start[node] + tree.length[node]]
-        return escape(printable(tokenizer.decode(ids))).rstrip("\n")
+        return escape(printable(spelled(ids.tolist()))).rstrip("\n")
 
     ends: dict[int, list[int]] = {}
     for leaf, node in enumerate(tree.leaf_node.tolist()):

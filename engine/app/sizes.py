@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ..errors import UserError
+from ..model.loading import auto_class
 from ..model.lora import check_installed, find_targets
 from ..parts.calling import failure
 from ..settings import LoraConfig
@@ -66,7 +67,7 @@ def read_sizes(path: Path, lora: LoraConfig | None = None) -> ModelSizes:
     try:
         hf = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf)
+            model = auto_class(hf).from_config(hf)
     except Exception as error:
         raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
     adapter = None

@@ -178,6 +178,48 @@ def rotary_positions(
 
 
 @dataclass(frozen=True, eq=False)
+class PromptMedia:
+    """The pictures of a prompt of ``P`` tokens, and the rotary positions along it."""
+
+    spans: tuple[tuple[int, int, Picture], ...]
+    """First row, end and picture of each run of rows that a picture takes."""
+    rotary: Array | None  # [3, P] int64; None where they are the depth
+    moved: int
+    """The number by which the rotary position of text after the prompt differs from its depth."""
+
+    @staticmethod
+    def of(ids: Array, pictures: Sequence[Picture]) -> PromptMedia | None:
+        """Return the media of a prompt; None if it holds no picture.
+
+        Args:
+            ids: ``[P]`` token ids, those of pictures in place of placeholders (`expand`).
+
+        Raises:
+            ValueError: as `spans`.
+        """
+        depth = np.arange(len(ids))
+        found = spans(ids, depth, pictures)
+        if not found:
+            return None
+        rotary = rotary_positions(found, depth, np.full(len(ids), len(ids)))
+        return PromptMedia(tuple(found), rotary, sum(picture.moved for _, _, picture in found))
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Each picture once."""
+        return distinct([picture for _, _, picture in self.spans])
+
+    def rotary_of(self, begin: int, count: int) -> Array:  # [3, count] int64
+        """Return the rotary positions of ``count`` rows from depth ``begin`` on, of the prompt or after it."""
+        depth = np.arange(begin, begin + count)
+        found = np.repeat((depth + self.moved)[None], 3, axis=0)
+        if self.rotary is not None and begin < (length := self.rotary.shape[1]):
+            inside = min(count, length - begin)
+            found[:, :inside] = self.rotary[:, begin : begin + inside]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
 class Media:
     """The pictures of a batch of ``T`` rows, of which they take ``P``; each distinct one is held once."""
 

@@ -38,7 +38,8 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
 
     ``node_ids`` names the tree node of each response token: leaves share a prefix as far as their node ids agree.
     Routes are lists of all layers' experts, a layer after the other; ``prompt_routes`` holds those of the prompt.
-    A reward that is NaN (its verifier failed) is null.
+    A reward that is NaN (its verifier failed) is null. Rows of pictures have token ids of their own in ``prompt_ids``
+    (`media.Picture.ids`); ``pictures``, in files with any, has the digests of their content.
 
     Args:
         trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``.
@@ -69,6 +70,8 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 def _schema(trees: Sequence[TokenTree]) -> pa.Schema:
     schema = IDENTITY
+    if any(tree.pictures for tree in trees):
+        schema = schema.append(pa.field("pictures", pa.list_(pa.string())))
     for name in dict.fromkeys(name for tree in trees for name in tree.columns if name != "status"):
         kind = pa.from_numpy_dtype(np.dtype(COLUMNS[name].dtype))
         if COLUMNS[name].axes:
@@ -120,6 +123,9 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         "prompt_ids": per_token(all_of.token_id[paths[prompt]], _offsets(all_of.leaf_prompt)),
         "response_ids": per_token(all_of.token_id[rows]),
         "node_ids": per_token(node_id[node[rows]]),
+        "pictures": [
+            [p.digest for p in tree.pictures] for tree, n in zip(trees, leaves, strict=True) for _ in range(n)
+        ],
         "status": [LeafStatus(status).name.lower() for tree in trees for status in tree.status.tolist()],
     }
     for name in schema.names:

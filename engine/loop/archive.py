@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..data.media import Picture
 from ..data.segment import LeafStatus, Origin
 from ..data.tree import TokenTree
 from ..programs import Given, SegmentReport
@@ -48,12 +49,13 @@ class Archive:
     """Packs values into JSON and ``tensors``, and unpacks them.
 
     None, booleans, numbers, texts, lists, tuples, sets, dicts of any keys, dates and times, numpy arrays (the engine's
-    records too), numpy's default generators and the classes in `KEPT` and `WRITTEN` come back equal, with the same
-    types.
+    records too), numpy's default generators, pictures and the classes in `KEPT` and `WRITTEN` come back equal, with the
+    same types. A picture is stored once, however many prompts and trees show it.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
+        self._pictures: dict[str, Picture] = {}  # unpacked ones, by digest
 
     def pack(self, value: Any) -> Json:
         """Return ``value`` as JSON; arrays go into ``tensors``.
@@ -80,6 +82,8 @@ class Archive:
             return {"scalar": [value.dtype.str, value.item()]}
         if kind is np.random.Generator and isinstance(value.bit_generator, np.random.PCG64):
             return {"Generator": value.bit_generator.state}
+        if kind is Picture:
+            return self._pack_picture(value)
         if KEPT.get(kind.__name__) is kind:
             if issubclass(kind, int):
                 return {kind.__name__: int(value)}
@@ -109,6 +113,8 @@ class Archive:
             stored = self.tensors[content[0]].numpy().tobytes()
             dtype = sample_dtype(content[1])
             return np.frombuffer(stored, dtype).copy() if stored else np.zeros(0, dtype)
+        if name == "Picture":
+            return self._unpack_picture(*content)
         if name == "scalar":
             return np.dtype(content[0]).type(content[1])
         if name == "Generator":
@@ -134,6 +140,19 @@ class Archive:
             raise NotKeptError(f"An array of {array.dtype} cannot be kept in a checkpoint.")
         self.tensors[name] = torch.from_numpy(np.ascontiguousarray(array).copy())
         return {"array": name}
+
+    def _pack_picture(self, picture: Picture) -> Json:
+        for name, values in picture.inputs.items():
+            self.tensors.setdefault(f"picture.{picture.digest}.{name}", torch.from_numpy(np.ascontiguousarray(values)))
+        grid = None if picture.grid is None else [int(n) for n in picture.grid]
+        return {"Picture": [picture.digest, sorted(picture.inputs), picture.rows, grid]}
+
+    def _unpack_picture(self, digest: str, names: list[str], rows: int, grid: list[int] | None) -> Picture:
+        if digest not in self._pictures:
+            inputs = {name: self.tensors[f"picture.{digest}.{name}"].numpy().copy() for name in names}
+            places = None if grid is None else (grid[0], grid[1], grid[2])
+            self._pictures[digest] = Picture(inputs, rows, places, digest)
+        return self._pictures[digest]
 
 
 _READERS = {kind.__name__: read for kind, (_, read) in WRITTEN.items()}

@@ -35,7 +35,7 @@ from .metrics import Stopwatch
 from .parts import SamplingParts
 from .publication import Publication
 from .runtime import Cores, Progress
-from .sources import Prompt
+from .sources import Prompt, pictures_of
 from .unfinished import group_state
 
 MOST_ATTEMPTS = 64
@@ -319,6 +319,7 @@ class Controller:
                 group.asked.context,
                 kept,
                 near=group.place,
+                pictures=pictures_of(group.asked, self.parts.tokenizer),
             )
             for group in groups
         ]
@@ -428,7 +429,8 @@ class Controller:
     def _prompt(self, group: Group, text: str, entry: Mapping[str, Any] | None = None) -> Prompt:
         """Return another prompt for the group's problem."""
         own = group.prompt
-        return self.source.prompt(Problem(own.id, own.task, text, dict(own.entry if entry is None else entry)))
+        given = dict(own.entry if entry is None else entry)
+        return self.source.prompt(Problem(own.id, own.task, text, given, images=own.images))
 
     def _check_drops(self, reason: str) -> None:
         most = self.parts.max_dropped_batches * self.buffer.budget.batch

@@ -12,6 +12,7 @@ from .failures import unsampled
 from .judging import decode, item
 from .parts import EvaluationParts
 from .runtime import Progress
+from .sources import pictures_of
 
 SOLVED = 1.0 - 1e-6
 """Smallest reward that counts as a correct answer."""
@@ -49,7 +50,11 @@ class Evaluation:
             return {}
         self.console.phase("evaluating")
         params = self.parts.params
-        trees = self.sampler.generate([Job(p.token_ids, params, params.seed, p.context) for p in self.problems])
+        jobs = [
+            Job(p.token_ids, params, params.seed, p.context, pictures=pictures_of(p, self.tokenizer))
+            for p in self.problems
+        ]
+        trees = self.sampler.generate(jobs)
         items = [
             item(p, Responses(tree, texts, {}), 0)
             for tree, texts, p in zip(trees, decode(self.tokenizer, trees), self.problems, strict=True)

@@ -20,7 +20,7 @@ from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
 from .buffer import Group, Responses
 from .failures import unsampled
-from .sources import Prompt
+from .sources import Prompt, pictures_of
 
 
 def no_trace(track: str, name: str, begin: float, end: float) -> None:
@@ -145,6 +145,7 @@ class Judging:
             [Segment.prompt(group.prompt.token_ids), *(Segment.make(some, origin=Origin.INJECTED) for some in ids)],
             list(range(1, len(ids) + 1)),
             [LeafStatus.STOP] * len(ids),
+            pictures=pictures_of(group.prompt, self.tokenizer),
         )
         tree.set("group", group.ticket)
         tree.rewards["reward"] = np.array(rewards, np.float32)

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..data.store import read_texts, write_rollouts
 from ..data.tree import TokenTree
 from ..errors import RunError
+from ..model.processor import copy_processor
 from ..parts.calling import call
 from ..train import checkpoint
 from . import preflight
@@ -370,6 +371,7 @@ class Orchestrator:
         shutil.rmtree(temporary, ignore_errors=True)
         self.learner.export(temporary)
         self.tokenizer.save_pretrained(temporary)
+        copy_processor(self.tokenizer.name_or_path, temporary)
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         return target

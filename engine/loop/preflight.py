@@ -132,6 +132,20 @@ def check_program(
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
 
 
+def check_placeholders(prompts: Sequence[Prompt], placeholders: Collection[int]) -> None:
+    """Check that no prompt holds a token that stands for a picture.
+
+    Raises:
+        UserError: one does.
+    """
+    for prompt in prompts if placeholders else ():
+        if found := set(placeholders) & set(prompt.token_ids):
+            raise UserError(
+                f"The prompt '{prompt.id}' holds token {min(found)}, which stands for a picture, and no picture; give "
+                "it one (data.image_key), or leave the token out."
+            )
+
+
 def check_terms(
     terms: Sequence[LossTerm],
     credit: CreditFunction,

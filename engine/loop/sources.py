@@ -14,14 +14,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..data.columns import Array
+from ..data.media import Picture, distinct, expand
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..model.processor import processor_beside
 from ..parts.calling import call
 from ..parts.resolve import resolve
 from ..programs.chat import tool_schema
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Games, GymProblems, Problem, problem_of, read_problems
+from ..tasks.images import Image, content_of
 from ..tasks.verifiers import TasksetPrompts
 from .curriculum import Curriculum
 
@@ -48,13 +51,17 @@ class Prompt:
     entry: dict[str, Any]
     """Columns of the problem's row, which the verifier gets with the response."""
     problem: str
-    """The problem without template; training and held-out problems never share one."""
+    """The problem without template."""
     n: int | None = None
     """Number of responses; None: `rollout.n`."""
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     """The conversation that ``text`` contains; empty without `data.chat`."""
     tools: tuple[str, ...] = ()
     """Tools that the conversation offers: `data.tools`."""
+    images: tuple[Image, ...] = ()
+    """Its pictures as the data has them; ``token_ids`` hold the ids of their rows."""
+    identity: str = ""
+    """`Problem.identity`."""
 
     @property
     def context(self) -> dict[str, Any]:
@@ -89,7 +96,7 @@ class PromptSource:
         self._entries = entries
         self._tokenizer = tokenizer
         self._seed = seed
-        self._excluded = {prompt.problem for prompt in held_out}
+        self._excluded = {prompt.identity for prompt in held_out}
         self._cursor = 0
         self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
         self._rows: list[Prompt] = []
@@ -106,7 +113,7 @@ class PromptSource:
             problems = _read(config, config.path, "data.path")
             # all rows are checked now, so that one that is too long does not end a run after hours
             prompts = make_prompts(problems, config, tokenizer)
-            self._rows = self._fit([prompt for prompt in prompts if prompt.problem not in self._excluded])
+            self._rows = self._fit([prompt for prompt in prompts if prompt.identity not in self._excluded])
             if not self._rows:
                 raise UserError(
                     f"All problems of '{config.path}' (data.path) are held out; lower evaluation.problems or add rows."
@@ -151,7 +158,7 @@ class PromptSource:
         while len(problems) < count:
             problem = self._stream[self._cursor]
             self._cursor += 1
-            if problem.text in self._excluded:
+            if problem.identity in self._excluded:
                 skipped += 1
                 if skipped > GIVE_UP:
                     what = "source" if self._config.source is not None else "tasks"
@@ -207,7 +214,7 @@ class PromptSource:
                 number = self._numbers[index] * len(self._waiting) + index
                 self._numbers[index] += 1
                 problem = self._stream.of_task(index, number)
-                if problem.text not in self._excluded:
+                if problem.identity not in self._excluded:
                     waiting[number] = problem
         first = [list(waiting.values())[:count] for waiting in self._waiting]
         return {problem.id: problem for problems in first for problem in problems}
@@ -341,7 +348,7 @@ class UserProblems:
                 raise UserError(f"{self._what}: next(1) must answer a list of one row, a dict.")
             self._ready[self._asked] = rows[0]
             self._asked += 1
-        keys = self._config.prompt_key, self._config.answer_key
+        keys = self._config.prompt_key, self._config.answer_key, self._config.image_key
         return problem_of(self._ready[number], self._what, "source", number, *keys)
 
     @property
@@ -382,7 +389,9 @@ class Demonstrations:
     ) -> None:
         self.config, self.seed, self.cursor = config, seed, 0
         self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
-        problems = read_problems(config.path, "demonstrations.path", config.prompt_key, config.response_key)
+        problems = read_problems(
+            config.path, "demonstrations.path", config.prompt_key, config.response_key, data.image_key
+        )
         self._trees = [self._tree(problem, data, tokenizer) for problem in problems]
 
     def next(self) -> list[TokenTree]:
@@ -427,6 +436,7 @@ class Demonstrations:
             [Segment.prompt(prompt.token_ids), Segment.make(ids, origin=Origin.INJECTED, **known)],
             [1],
             [LeafStatus.STOP],
+            pictures=pictures_of(prompt, tokenizer),
         )
 
     def _logprobs(self, problem: Problem, count: int) -> Array:  # [count]
@@ -459,7 +469,7 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
         stream = GymProblems(data.tasks, [HELD_OUT])
         for k in range(wanted + GIVE_UP):
             problem = stream[k]
-            found.setdefault(problem.text, problem)
+            found.setdefault(problem.identity, problem)
             if len(found) == wanted:
                 break
     else:
@@ -468,7 +478,7 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
         assert file is not None
         rows = _read(data, file, key)
         for problem in rows if data.eval_path is not None else reversed(rows):  # the first of equal problems is kept
-            found.setdefault(problem.text, problem)
+            found.setdefault(problem.identity, problem)
             if len(found) == wanted:
                 break
         if data.eval_path is None:
@@ -495,6 +505,8 @@ def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: Pre
     encoded = tokenizer([text for text, _ in written], add_special_tokens=not config.chat)["input_ids"]
     prompts = []
     for problem, (text, messages), ids in zip(problems, written, encoded, strict=True):
+        if problem.images:
+            ids = _with_pictures(problem, list(ids), tokenizer)
         if len(ids) > config.max_prompt_tokens:
             raise UserError(
                 f"The prompt '{problem.id}' is {len(ids)} tokens long, over data.max_prompt_tokens = "
@@ -514,14 +526,56 @@ def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: Pre
                 wanted,
                 messages,
                 config.tools,
+                problem.images,
+                problem.identity,
             )
         )
     return prompts
 
 
+def _with_pictures(problem: Problem, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return a prompt's token ids with those of its pictures' rows in place of their placeholders.
+
+    Raises:
+        UserError: a picture cannot be read, or the prompt has another number of placeholders.
+    """
+    try:
+        return expand(ids, _pictures(problem.images, tokenizer), processor_beside(tokenizer).placeholder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The pictures of the prompt '{problem.id}' cannot be used: {str(error).rstrip('.')}."
+        ) from error
+
+
+def _pictures(images: Sequence[Image], tokenizer: PreTrainedTokenizerBase) -> list[Picture]:
+    processor = processor_beside(tokenizer)
+    return [processor.picture(content_of(image)) for image in images]
+
+
+def pictures_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Picture, ...]:
+    """Return the pictures of a prompt as the model takes them; the pixels are made anew while nothing else holds them.
+
+    Raises:
+        UserError: a file has changed since the prompt was made, or cannot be read any more.
+    """
+    if not prompt.images:
+        return ()
+    try:
+        found = _pictures(prompt.images, tokenizer)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The pictures of the prompt '{prompt.id}' cannot be read: {str(error).rstrip('.')}."
+        ) from error
+    if not {picture.first_id for picture in found} <= set(prompt.token_ids):
+        raise UserError(
+            f"A picture of the prompt '{prompt.id}' has changed since the prompt was made; restore its file."
+        )
+    return distinct(found)
+
+
 def _write(
     problem: Problem, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, tuple[dict[str, str], ...]]:
+) -> tuple[str, tuple[dict[str, Any], ...]]:
     """Return the text that the model gets for a problem, and its messages if it is a chat."""
     text = config.template.replace("{prompt}", problem.text)
     if problem.messages and (not config.chat or config.template != "{prompt}"):
@@ -531,7 +585,12 @@ def _write(
         )
     if not config.chat:
         return text, ()
-    messages = problem.messages or ({"role": "user", "content": text},)
+    messages = problem.messages
+    if not messages:
+        words: Any = text
+        if problem.images:
+            words = [*({"type": "image"} for _ in problem.images), {"type": "text", "text": text}]
+        messages = ({"role": "user", "content": words},)
     if tokenizer.chat_template is None:
         raise UserError(
             "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
@@ -563,9 +622,10 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         said = repr((prompt.problem, prompt.messages, prompt.n, sorted(prompt.entry.items())))
+        said += prompt.identity[len(prompt.problem) :]  # pictures
         found.update(said.encode("utf-8", "surrogatepass"))
     return found.hexdigest()
 
 
 def _read(config: DataConfig, path: str, key: str) -> list[Problem]:
-    return read_problems(path, key, config.prompt_key, config.answer_key)
+    return read_problems(path, key, config.prompt_key, config.answer_key, config.image_key)

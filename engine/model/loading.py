@@ -83,10 +83,8 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path)
         _check_layers(config, path)
-        takes_pictures = config.model_type in pictures.FAMILIES
-        auto = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
         # wrong shapes are ignored here, so that _check_tensors can name them
-        model, found = auto.from_pretrained(
+        model, found = auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -100,11 +98,16 @@ def load_model(
     except Exception as error:  # a damaged directory can make transformers raise anything
         raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
     _check_tensors(model, found, path)
-    if takes_pictures:
+    if config.model_type in pictures.FAMILIES:
         for _, parameter in pictures.tower_parameters(model):
             parameter.requires_grad_(train_tower)
     recurrent.install(model, str(path))
     return fuse_layers(model.to(device))
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of Transformers that makes the model of a configuration, with its vision tower if it has one."""
+    return AutoModelForImageTextToText if config.model_type in pictures.FAMILIES else AutoModelForCausalLM
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

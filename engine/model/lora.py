@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError
+from .pictures import tower_parameters
 from .sharding import whole
 
 NAME = "default"
@@ -34,7 +35,7 @@ FILE = "adapter_model.safetensors"
 
 
 def find_targets(model: Any, targets: str | Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers of ``model``, by their full names, that get an adapter.
+    """Return the linear layers of ``model``, by their full names, that get an adapter; a vision tower's get none.
 
     Args:
         model: may be on the meta device.
@@ -43,7 +44,12 @@ def find_targets(model: Any, targets: str | Sequence[str]) -> dict[str, nn.Linea
     Raises:
         UserError: a target is no linear layer's name, or it is the head's, which shares its weight with the embedding.
     """
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tower = {id(parameter) for _, parameter in tower_parameters(model)}
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module.weight) not in tower
+    }
     head = model.get_output_embeddings()
     if targets == ALL:
         return {name: module for name, module in linear.items() if module is not head}

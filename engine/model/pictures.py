@@ -154,5 +154,18 @@ def placeholder(model: nn.Module) -> int:
     return int(_inner(model).config.image_token_id)
 
 
+def placeholders(model: nn.Module) -> tuple[int, ...]:
+    """Return the token ids that stand for pictures and videos; none if the model takes no pictures.
+
+    They are no text: a sequence that holds one without a picture is none that the model was made for.
+    """
+    config = _inner(model).config
+    if config.model_type not in FAMILIES:
+        return ()
+    named = (getattr(config, f"{name}_token_id", None) for name in ("image", "video"))
+    vocabulary = config.get_text_config().vocab_size
+    return tuple(dict.fromkeys(token for token in named if token is not None and 0 <= token < vocabulary))
+
+
 def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model

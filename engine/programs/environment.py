@@ -175,6 +175,8 @@ class EnvironmentTurns(RolloutProgram):
             )
         self._prepare()
         messages = [dict(message) for message in context["messages"]]
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise ValueError("environment takes no pictures in conversations yet; use another program.")
         self._conversation.check(messages, "tool" if context["tools"] else "user")
         first = _Talk(self.make(context), messages, self._conversation.begin(messages))
         self._talks: dict[BranchId, _Talk] = {(begun - 1,): first}

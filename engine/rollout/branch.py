@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.columns import COLUMNS
+from ..data.media import PromptMedia
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree, of_runs
 from ..programs import BranchId, GroupState, RolloutProgram
@@ -191,9 +192,18 @@ class Request:
         errors: reasons for which single leaves failed, by branch.
     """
 
-    def __init__(self, number: int, prompt: Array, seed: int, params: SamplingParams, program: RolloutProgram) -> None:
+    def __init__(
+        self,
+        number: int,
+        prompt: Array,
+        seed: int,
+        params: SamplingParams,
+        program: RolloutProgram,
+        media: PromptMedia | None = None,
+    ) -> None:
         self.number = number
         self.prompt = prompt  # [P] int32
+        self.media = media  # the prompt's pictures
         self.seed = seed
         self.params = params
         self.program = program
@@ -286,6 +296,8 @@ class Request:
             [index[id(leaf.node)] for leaf in ordered],
             np.array([LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered], np.int8),
         )
+        if self.media is not None:
+            tree.pictures = self.media.pictures
         if not all(leaf.trained for leaf in ordered):
             tree.set("trained", [leaf.trained for leaf in ordered])
         if any(leaf.turn_rewards for leaf in ordered):

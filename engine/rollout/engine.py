@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..data.media import FIRST_ID, Picture, PromptMedia
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
@@ -39,6 +40,8 @@ class RolloutEngine(ABC):
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: Collection[int] = ()
     """End-of-sequence tokens of the model."""
+    placeholder_ids: Collection[int] = ()
+    """Tokens that stand for pictures, which are never sampled."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -58,6 +61,7 @@ class RolloutEngine(ABC):
         *,
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
+        pictures: Sequence[Sequence[Picture]] | None = None,
     ) -> list[TokenTree]:
         """Sample the responses to a batch of prompts.
 
@@ -69,6 +73,7 @@ class RolloutEngine(ABC):
             seeds: one for each prompt, instead of ``params.seed``. The samples of a prompt depend on its seed, its
                 tokens and its parameters, not on the batch.
             contexts: one for each prompt, passed to its program: for example the answer to verify with.
+            pictures: those of each prompt, whose token ids hold the ids of their rows (`media.expand`).
 
         Returns:
             One tree for each prompt, in the order of ``prompts``, its leaves in depth-first order.
@@ -82,7 +87,7 @@ class RolloutEngine(ABC):
             raise RuntimeError("The engine is paused or asleep; call resume() or wake() before generate.")
         if not self.loop.busy:
             self.reset_stats()
-        requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts)
+        requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts, pictures=pictures)
         try:
             with self._computing():
                 while not all(request.done for request in requests):
@@ -123,6 +128,7 @@ class RolloutEngine(ABC):
         *,
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
+        pictures: Sequence[Sequence[Picture]] | None = None,
     ) -> list[Request]:
         """Queue requests; arguments as for `generate`. An aborted `Request` continues where it stopped.
 
@@ -133,7 +139,7 @@ class RolloutEngine(ABC):
             ValueError: a prompt is empty or too long, or the arguments contradict each other; the message names it.
         """
         with self._lock:
-            requests = self._requests_of(prompts, params, program, seeds, contexts)
+            requests = self._requests_of(prompts, params, program, seeds, contexts, pictures)
             for i, request in enumerate(requests):
                 try:
                     self.loop.add(request)
@@ -166,12 +172,13 @@ class RolloutEngine(ABC):
         *,
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
+        pictures: Sequence[Sequence[Picture]] | None = None,
     ) -> AsyncIterator[Request]:
         """Yield requests as they finish, with ``request.tree`` or ``request.error`` set; arguments as for `submit`.
 
         Several streams may run at the same time. Ending the iteration early aborts the unfinished requests.
         """
-        requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts)
+        requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts, pictures=pictures)
         try:
             left = list(requests)
             while left:
@@ -392,9 +399,11 @@ class RolloutEngine(ABC):
         program: str | RolloutProgram,
         seeds: Sequence[int] | None,
         contexts: Sequence[Any] | None,
+        pictures: Sequence[Sequence[Picture]] | None,
     ) -> list[Request]:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        for name, values in (("SamplingParams", each), ("seeds", seeds), ("contexts", contexts)):
+        given = (("SamplingParams", each), ("seeds", seeds), ("contexts", contexts), ("lists of pictures", pictures))
+        for name, values in given:
             if values is not None and len(values) != len(prompts):
                 raise ValueError(f"Got {len(values)} {name} for {len(prompts)} prompts; give one a prompt.")
         if isinstance(program, str):
@@ -406,7 +415,8 @@ class RolloutEngine(ABC):
                 continue
             if own is None:
                 raise ValueError("New prompts need SamplingParams; only aborted requests bring their own.")
-            tokens = self._token_ids(i, prompt)
+            shown = () if pictures is None else pictures[i]
+            tokens = self._token_ids(i, prompt, shown)
             self._check_tokens(i, tokens, own)
             mine = copy.deepcopy(program)
             mine.tokenizer, mine.end_token_ids = self.tokenizer, self.end_token_ids
@@ -417,13 +427,13 @@ class RolloutEngine(ABC):
                 )
             seed = own.seed if seeds is None else seeds[i]
             check_integer(f"The seed of prompt {i}", seed, *SEEDS)
-            request = Request(self._numbers, tokens, _signed(seed), own, mine)
+            request = Request(self._numbers, tokens, _signed(seed), own, mine, _media_of(i, tokens, shown))
             self._check(i, request)
             self._numbers += 1
             requests.append(request)
         return requests
 
-    def _token_ids(self, index: int, prompt: Prompt) -> Array:
+    def _token_ids(self, index: int, prompt: Prompt, pictures: Sequence[Picture] = ()) -> Array:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("Prompts are given as text but the engine has no tokenizer; pass one, or token ids.")
@@ -437,8 +447,14 @@ class RolloutEngine(ABC):
             raise ValueError(f"Prompt {index} is empty; a prompt needs at least one token.")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"Prompt {index} is neither a text nor a list of integer token ids that fit 64 bits.")
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
+        words = ids[ids < FIRST_ID] if len(pictures) else ids
+        if (ids.min() < 0 or words.max(initial=0) >= self.vocabulary) or ids.max() >= 2**31:
             raise ValueError(f"Prompt {index} has token ids outside the model's vocabulary of {self.vocabulary}.")
+        if len(found := np.intersect1d(words, list(self.placeholder_ids))):
+            raise ValueError(
+                f"Prompt {index} holds token {found[0]}, which stands for a picture and is no text; put the ids of a "
+                "picture's rows in its place (media.expand) and pass the picture, or leave it out."
+            )
         return ids.astype(np.int32)
 
     def _check_tokens(self, index: int, ids: Array, params: SamplingParams) -> None:
@@ -452,6 +468,27 @@ class RolloutEngine(ABC):
                 raise ValueError(
                     f"SamplingParams.{name} names tokens outside the model's vocabulary of {self.vocabulary}."
                 )
+
+
+def _media_of(index: int, ids: Array, pictures: Sequence[Picture]) -> PromptMedia | None:
+    """Return the media of prompt ``index``.
+
+    Raises:
+        ValueError: its token ids do not hold the rows of ``pictures``.
+    """
+    if not len(pictures):
+        return None
+    try:
+        media = PromptMedia.of(ids, pictures)
+    except ValueError as error:
+        raise ValueError(f"Prompt {index}: {error}") from error
+    shown = set() if media is None else {picture.digest for picture in media.pictures}
+    if missing := sum(picture.digest not in shown for picture in pictures):
+        raise ValueError(
+            f"Prompt {index} does not hold the rows of {missing} of its {len(pictures)} pictures; put their ids in "
+            "place of the placeholders (media.expand)."
+        )
+    return media
 
 
 def _signed(seed: int) -> int:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..data.media import Picture
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import RolloutProgram, make_program
@@ -46,6 +47,7 @@ class Job:
         kept: state of an unfinished job (`Kept.state`), from which it continues.
         version: policy version of the oldest weights that may sample it.
         near: `Flight.place` of an earlier job with the same prompt, whose keys may still be there.
+        pictures: those whose rows are among ``prompt``.
     """
 
     prompt: Sequence[int]
@@ -55,6 +57,7 @@ class Job:
     kept: Mapping[str, Any] | None = None
     version: int = 0
     near: int | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(eq=False)
@@ -227,6 +230,7 @@ class LocalSampler:
             self._held_out if held_out else self.program,
             seeds=[job.seed for job in jobs],
             contexts=[job.context for job in jobs],
+            pictures=[job.pictures for job in jobs],
         )
         for job, request in zip(jobs, requests, strict=True):
             if job.kept is not None:
@@ -293,6 +297,7 @@ class LocalSampler:
                 self._held_out,
                 seeds=[job.seed for job in jobs],
                 contexts=[job.context for job in jobs],
+                pictures=[job.pictures for job in jobs],
             )
         finally:
             self._land()

@@ -159,6 +159,18 @@ adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
 batch_loss(adapted, batch, Objective.preset("grpo"), normalizer=2.0).loss.backward()
 assert any(p.grad is not None for p in adapted.parameters())
 """,
+    ("pictures",): """
+import io
+from PIL import Image
+from transformers import Qwen3VLConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from rolltree.engine.model.processor import PictureProcessor
+Qwen3VLConfig().save_pretrained("vision")
+Qwen2VLImageProcessorPil(patch_size=16).save_pretrained("vision")
+file = io.BytesIO()
+Image.new("RGB", (96, 64)).save(file, format="PNG")
+assert PictureProcessor("vision").picture(file.getvalue()).grid == (1, 2, 3)
+""",
     ("trl",): "from rolltree.engine.integrations.trl import RolltreeGRPOTrainer, accelerate\n",
     ("hopper",): """
 import rolltree.kernels.tree_attention.flash_kernels

@@ -112,7 +112,7 @@ def _is_value(name: str) -> bool:
     declared = COLUMNS.get(name.removeprefix("prompt_"))
     if declared is not None and declared.axes:
         return False
-    return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask")
+    return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask", "pictures")
 
 
 def _below(columns: Sequence[Any], begin: int, end: int) -> list[float | None] | float | None:

@@ -89,11 +89,14 @@ class DecodeGraphs:
     """CUDA graphs by size, captured when a step first needs them.
 
     Args:
-        forward: computes the logits [N, V] of all rows from their ids and positions [N] int64, after
-            `KvCache.begin_step`.
+        forward: computes the logits [N, V] of all rows from the result of `StepVector.begin`.
+        never: [K] int64, see `draw`.
     """
 
-    def __init__(self, cache: KvCache, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
+    def __init__(
+        self, cache: KvCache, forward: Callable[..., Tensor], device: torch.device, never: Tensor | None = None
+    ) -> None:
+        self._never = never
         self._cache = cache
         self._forward = forward
         self._device = device
@@ -114,12 +117,13 @@ class DecodeGraphs:
     def run(self, vector: StepVector, filters: tuple[str, ...]) -> Decoded:
         """Run the step without a graph."""
         logits = self._forward(*vector.begin(self._cache))
-        return Decoded(vector, logits, draw(logits, vector.draws, filters))
+        return Decoded(vector, logits, draw(logits, vector.draws, filters, self._never))
 
     def pad(self, step: Step, draws: Draws, rows: int, partials: int) -> StepVector:
         """Return the step padded to ``rows`` rows and ``partials`` partial results."""
         pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys
-        vector = StepVector(rows, partials, pages, self._cache.groups, self._device, samples=rows)
+        rotary = step.rotary is not None
+        vector = StepVector(rows, partials, pages, self._cache.groups, self._device, samples=rows, rotary=rotary)
         vector.load(step, draws, self._cache.spare_slot)
         return vector
 

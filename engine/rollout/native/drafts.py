@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...data.media import FIRST_ID
 from ...data.segment import Text
 from ..branch import Node
 from ..sampling_params import INT32, check_integer
@@ -79,9 +80,10 @@ class Drafts:
         if len(slots) + others > self.config.rows or room < 1:
             return _NOTHING, _NOTHING
         self._follow(rows, slots)
-        return self.index.propose(
+        counts, tokens = self.index.propose(
             slots, rows.segment_end, rows.length, rows.forks, rows.seed, rows.temperature, self.config.tokens
         )
+        return _of_words(counts, tokens) if (tokens >= FIRST_ID).any() else (counts, tokens)
 
     def sampled(self, rows: RowTable, slots: Array) -> None:
         """Index the samples of branches whose segment has ended, before they fork, are rewound or removed.
@@ -143,6 +145,14 @@ def cut(
     offset = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
     kept = _unbroken(ends | (offset >= most[owner]), offset)
     kept &= np.cumsum(kept) <= room
+    return np.bincount(owner[kept], minlength=len(counts)), tokens[kept]
+
+
+def _of_words(counts: Array, tokens: Array) -> tuple[Array, Array]:  # [R] int64, [sum] int64
+    """Cut drafts before the first row of a picture, which no response holds."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    offset = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kept = _unbroken(tokens >= FIRST_ID, offset)
     return np.bincount(owner[kept], minlength=len(counts)), tokens[kept]
 
 

@@ -93,10 +93,29 @@ class DeviceSamples(NamedTuple):
         return token, logprob, raw_logprob, entropy
 
 
-def draw(logits: Tensor, columns: Mapping[str, Tensor], filters: tuple[str, ...]) -> DeviceSamples:
-    """Sample from logits [E, V] with the parameters ``columns`` [E]; does not synchronise with the device."""
+def draw(
+    logits: Tensor, columns: Mapping[str, Tensor], filters: tuple[str, ...], never: Tensor | None = None
+) -> DeviceSamples:
+    """Sample from logits [E, V] with the parameters ``columns`` [E]; does not synchronise with the device.
+
+    Args:
+        never: [K] int64, tokens that are not sampled. The log-probs are those of the softmax over all tokens
+            nevertheless, as a trainer computes them, unless filters restrict the support of a row.
+    """
     top_k, top_p, min_p = (columns[name] if name in filters else None for name in FILTERS)
-    out = sample_rows(logits, columns["temperature"], top_k, top_p, min_p, columns["seed"], columns["step"])
+    temperature = columns["temperature"]
+    left = logits if never is None else logits.index_fill(1, never, -torch.inf)
+    out = sample_rows(left, temperature, top_k, top_p, min_p, columns["seed"], columns["step"])
+    if never is not None:
+        whole = temperature > 0
+        for name in filters:
+            whole = whole & (columns[name] == FILTERS[name])
+        scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
+        lost = (left / scale).logsumexp(-1) - (logits / scale).logsumexp(-1)
+        lost_raw = left.logsumexp(-1) - logits.logsumexp(-1)
+        out = out._replace(
+            logprob=torch.where(whole, out.logprob + lost, out.logprob), raw_logprob=out.raw_logprob + lost_raw
+        )
     return device_samples(out)
 
 

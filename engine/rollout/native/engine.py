@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...data.media import PromptMedia
 from ...data.segment import Text
 from ...errors import UserError
 from ...model import attention, recurrent, routes
+from ...model.pictures import family_of, placeholders
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
@@ -132,6 +134,7 @@ class NativeEngine(RolloutEngine):
         )
         stops = Stops(model, tokenizer)
         self.end_token_ids = stops.eos
+        self.placeholder_ids = placeholders(model)
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -149,6 +152,7 @@ class NativeEngine(RolloutEngine):
         )
         self._adapters: list[str] = []
         self._adapter = 0
+        self._digests: dict[int, str] = {}  # of pictures, by their first token ids, for cached keys tell ids only
 
     def step(self) -> list[Request]:
         done = super().step()
@@ -164,6 +168,16 @@ class NativeEngine(RolloutEngine):
         self._use_adapter(0)
         return prompt_logprobs(self.model, self.loop.runner.logits, ids, top)
 
+    @property
+    def policy_version(self) -> int:
+        return super().policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        if version != self.loop.version:  # the trainer of the same module has changed its weights
+            self.loop.runner.towers.forget()
+        RolloutEngine.policy_version.fset(self, version)  # type: ignore[attr-defined]
+
     def update_weights(
         self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
     ) -> None:
@@ -171,6 +185,7 @@ class NativeEngine(RolloutEngine):
             if weights is not None:
                 _copy_weights(self.model, weights)
             self.policy_version = self.loop.version + 1 if version is None else version
+            self.loop.runner.towers.forget()  # also where the version stays
             if not keep_kv:
                 self.loop.preempt_all()
                 self.cache.forget_dropped()
@@ -184,6 +199,7 @@ class NativeEngine(RolloutEngine):
             self._paused = True
             self.loop.preempt_all()
             self.cache.free()
+            self.loop.runner.towers.forget()
             self.loop.runner.forget_graphs()
             if weights:
                 self.model.to("cpu")
@@ -236,8 +252,9 @@ class NativeEngine(RolloutEngine):
     def stats(self) -> dict[str, float]:
         """Counts of the base class, and ``prefill_tokens`` (computed for missing keys), ``prefix_hit_tokens`` (prompt
         tokens found in the cache), ``preemptions``, ``restored_tokens`` (keys copied back from the host),
-        ``peak_pages`` and ``peak_kv_tokens`` of the KV cache; with recurrent layers also ``peak_states`` (of running
-        branches and kept) and ``state_evictions`` (kept states that were dropped for newer ones)."""
+        ``peak_pages`` and ``peak_kv_tokens`` of the KV cache, ``encoded_pictures`` (by the vision tower); with
+        recurrent layers also ``peak_states`` (of running branches and kept) and ``state_evictions`` (kept states that
+        were dropped for newer ones)."""
         scheduler, tree, states = self.loop.scheduler, self.cache.tree, self.cache.states
         return {
             **super().stats,
@@ -247,12 +264,14 @@ class NativeEngine(RolloutEngine):
             "restored_tokens": scheduler.restored_tokens,
             "peak_pages": tree.peak_pages,
             "peak_kv_tokens": tree.peak_keys,
+            "encoded_pictures": self.loop.runner.towers.encoded,
             **({} if states is None else {"peak_states": states.peak, "state_evictions": states.evictions}),
         }
 
     def reset_stats(self) -> None:
         super().reset_stats()
         scheduler = self.loop.scheduler
+        self.loop.runner.towers.encoded = 0
         scheduler.prefill_tokens = scheduler.restored_tokens = scheduler.preemptions = 0
         self.cache.tree.start_counting()
         if self.cache.states is not None:
@@ -291,12 +310,34 @@ class NativeEngine(RolloutEngine):
                 f"Prompt {index} of {len(ids)} tokens and max_new_tokens={most} cannot fit into the KV cache; raise "
                 f"kv_tokens (now {self.config.kv_tokens}) or shorten them."
             )
+        if request.media is not None:
+            self._check_pictures(index, request.media)
         name = request.params.adapter
         if name is not None:
             if name not in self._adapters:
                 known = ", ".join(self._adapters) or "none"
                 raise ValueError(f"There is no adapter '{name}'; load_adapter has been called for: {known}.")
             request.adapter = self._adapters.index(name) + 1
+
+    def _check_pictures(self, index: int, media: PromptMedia) -> None:
+        """Raise ValueError if the pictures of prompt ``index`` cannot be computed."""
+        family, name = family_of(self.model), type(self.model).__name__
+        if family.both_ways:
+            raise ValueError(
+                f"The pictures of {name} attend in both directions, which the native engine does not support; leave "
+                "them out, or take another model."
+            )
+        for picture in media.pictures:
+            if family.grid != (picture.grid is not None):
+                raise ValueError(
+                    f"Prompt {index} has pictures that were made for another model than {name}; make them with its "
+                    "processor."
+                )
+            if self._digests.setdefault(picture.first_id, picture.digest) != picture.digest:
+                raise ValueError(
+                    f"Prompt {index} has a picture whose token ids are by chance those of an earlier one "
+                    f"({picture.first_id}); leave it out."
+                )
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -55,6 +55,7 @@ class NativeLoop(Steering):
             drafts,
             max_batch_rows=max_batch_rows,
             max_prefill_tokens=max_prefill_tokens,
+            rotary=runner.rotary,
         )
 
     @property
@@ -224,6 +225,7 @@ class NativeLoop(Steering):
             stops_at_text=bool(params.stop or program.segment_stop),
             constrained=params.constrained,
             adapter=request.adapter,
+            moved=0 if request.media is None else request.media.moved,
         )
         return branch
 

@@ -17,6 +17,7 @@ from rolltree.kernels.linear_logprob.head import Head
 
 from ...model.attention import Tree, computing, keywords, tree_mask
 from ...model.head import decoder_of, head_reader
+from ...model.pictures import FAMILIES, placeholders, rotary_input
 from ...model.routes import Record
 from ..branch import Branch
 from ..sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from .compiled import CompiledLayers, DecodeGraphs
 from .draws import DeviceSamples, Draws, device_samples, draw
 from .fused_decoder import FusedDecoder
 from .kv_cache import KvCache
+from .pictures import Shown, Towers
 from .rows import RowTable, Sampled
 from .scheduler import Step
 from .states import StateStep
@@ -67,9 +69,15 @@ class Runner:
         self._fused: FusedDecoder | None = None
         if fused and not compiled and self._device.type == "cpu":
             self._fused = FusedDecoder(self._decoder, cache)
+        family = FAMILIES.get(getattr(model.config, "model_type", ""))
+        self.rotary = family is not None and family.grid
+        """Steps need rotary positions besides the depth."""
+        self.towers = Towers(model)
+        never = placeholders(model)
+        self._never = torch.tensor(never, device=self._device) if never else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda" and cache.states is None and cache.routes is None:
-            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device)
+            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never)
         self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
         self._product: Head | None = None
@@ -92,9 +100,9 @@ class Runner:
             return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
         vector = StepVector.of(step, draws, self._cache, self._device, least=least, before=self._vector)
-        hidden = self._fused.run(vector) if self._fused is not None else None
+        hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
         if hidden is None:
-            hidden = self._decode(*vector.begin(self._cache), step.states)
+            hidden = self._decode(*vector.begin(self._cache), step.states, step.shown, step.adapter)
         if taken == 0:
             self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
@@ -110,12 +118,23 @@ class Runner:
         if self.graphs is not None:
             self.graphs.clear()
 
-    def _decode(self, input_ids: Tensor, position_ids: Tensor, states: StateStep | None = None) -> Tensor:
-        """Return the hidden states [N, H] of rows with ids and positions [N]."""
+    def _decode(
+        self,
+        input_ids: Tensor,  # [N] int64
+        position_ids: Tensor,  # [N] int64
+        rotary: Tensor | None = None,  # [3, N] int64
+        states: StateStep | None = None,
+        shown: Shown | None = None,
+        adapter: int = 0,
+    ) -> Tensor:  # [N, H]
+        """Return the hidden states of rows."""
         # a layer's pages and head groups are known only after its first run, which is not compiled
         layers = self._layers if self._cache.ready else None
         tree = Tree(None, position_ids, self._cache)
         mask = tree_mask(tree)
+        inputs: dict[str, Any] = {"input_ids": input_ids[None]}
+        if shown is not None:
+            inputs = self.towers.inputs(self._decoder, input_ids, shown, adapter)
         for_layers: dict[str, Any] = {}
         if states is not None and self._cache.states is not None:
             for_layers["recurrence"] = self._cache.states.recurrence(states)
@@ -124,8 +143,8 @@ class Runner:
             for_layers["routes"] = record
         with layers.substituted() if layers is not None else nullcontext(), computing(mask):
             output = self._decoder(
-                input_ids=input_ids[None],
-                position_ids=position_ids[None],
+                **inputs,
+                position_ids=position_ids[None] if rotary is None else rotary_input(position_ids, rotary),
                 attention_mask=mask,
                 use_cache=False,
                 **keywords(self._decoder, tree),
@@ -135,9 +154,11 @@ class Runner:
             self._cache.record_routes(record.routes())
         return output.last_hidden_state[0]
 
-    def decode_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [N], [N] -> [N, V] fp32
+    def decode_logits(
+        self, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None = None
+    ) -> Tensor:  # [N], [N], [3, N] -> [N, V] fp32
         """Return the logits of all rows."""
-        return self.logits(self._decode(input_ids, position_ids))
+        return self.logits(self._decode(input_ids, position_ids, rotary))
 
     def _sampled(
         self,
@@ -155,11 +176,11 @@ class Runner:
             last = step.input_ids[step.sample_rows[draws.head_row]]
             self._constrain(logits, rows, slots, draws.offset, last, draws.constrained, why)
             own = {name: column[: len(slots)] for name, column in columns.items()}
-            drawn = draw(logits, own, draws.filters)
+            drawn = draw(logits, own, draws.filters, self._never)
             raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
             drawn = device_samples(drawn.out._replace(raw_logprob=raw))
         if drawn is None:
-            drawn = draw(logits, columns, draws.filters)
+            drawn = draw(logits, columns, draws.filters, self._never)
         top_id = top_logprob = top_raw = None
         if draws.most_top:
             temperature = columns["temperature"][: len(slots)]

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ..branch import Branch, Request
 from .drafts import Drafts, cut
 from .kv_cache import KvCache, KvExhaustedError
+from .pictures import Shown
 from .rows import RowTable
 from .states import StateCache, StateStep
 from .stops import Stops
@@ -47,6 +48,8 @@ class Step:
     adapter: int
     filled: list[Branch]  # branches whose missing keys the step computes
     states: StateStep | None = None  # of a model with recurrent layers
+    rotary: Array | None = None  # [3, N] int64, of a model whose rotary positions are not the depth (M-RoPE)
+    shown: Shown | None = None  # rows of pictures
 
 
 @dataclass
@@ -87,6 +90,7 @@ class Scheduler:
         *,
         max_batch_rows: int,
         max_prefill_tokens: int,
+        rotary: bool = False,
     ) -> None:
         self.cache = cache
         self.rows = rows
@@ -94,6 +98,7 @@ class Scheduler:
         self.drafts = drafts
         self.max_batch_rows = max_batch_rows
         self.max_prefill_tokens = max_prefill_tokens
+        self.rotary = rotary  # steps have rotary positions besides the depth
         self.queue: deque[Request] = deque()
         self.requests = requests  # started and not done
         self.waiting: list[Branch] = []  # oldest first
@@ -382,14 +387,20 @@ class Scheduler:
         if not fills and drafts is None:
             every = np.arange(len(order))
             input_ids, position_ids = token[order], position[order]
-            return Step(input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, self._adapter, [], states)
+            rotary = np.tile(position_ids + rows.moved[sampler], (3, 1)) if self.rotary else None
+            return Step(
+                input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, self._adapter, [], states, rotary
+            )
         begin = (np.cumsum(count) - count)[order]
         count, sampled = count[order], sampled[order]
         end = np.cumsum(count)
         within = np.arange(end[-1]) - np.repeat(end - count, count)
         offset = np.arange(sampled.sum()) - np.repeat(np.cumsum(sampled) - sampled, sampled)
+        of_token = np.repeat(begin, count) + within
+        before = len(token) - sum(fill.count for fill in fills)
+        firsts = [tree.position(fill.node) + fill.begin for fill in fills]
         return Step(
-            input_ids=token[np.repeat(begin, count) + within].astype(np.int64),
+            input_ids=token[of_token].astype(np.int64),
             position_ids=np.repeat(position[order], count) + within,
             kv_slots=kv_slots,
             plan=plan,
@@ -399,7 +410,23 @@ class Scheduler:
             adapter=self._adapter,
             filled=[fill.branch for fill in fills],
             states=states,
+            rotary=self._rotary(slots, drafts, fills, firsts)[:, of_token] if self.rotary else None,
+            shown=Shown.of(fills, firsts, of_token, before),
         )
+
+    def _rotary(
+        self, slots: Array, drafts: tuple[Array, Array] | None, fills: list[Fill], firsts: list[int]
+    ) -> Array:  # [3, N] int64
+        """Return the rotary positions of a step's tokens: those of running branches, their drafts included, then those
+        of fills, whose first tokens have the depths ``firsts``."""
+        count = np.ones(len(slots), np.int64) if drafts is None else 1 + drafts[0]
+        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        parts = [np.tile(np.repeat(self.rows.position[slots] + self.rows.moved[slots], count) + within, (3, 1))]
+        for fill, first in zip(fills, firsts, strict=True):
+            media = fill.branch.request.media
+            text = np.tile(np.arange(first, first + fill.count), (3, 1))
+            parts.append(text if media is None else media.rotary_of(first, fill.count))
+        return np.concatenate(parts, axis=1)
 
 
 def _extend(values: Array, more: list[int]) -> Array:

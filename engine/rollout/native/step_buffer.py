@@ -32,6 +32,7 @@ class StepVector:
         pages: number of page ids.
         groups: query heads for each key head, over all layers.
         head_rows: number of rows whose logits are computed; 0 if that is every row, with one sample each.
+        rotary: steps have rotary positions besides the depth.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StepVector:
         *,
         samples: int,
         head_rows: int = 0,
+        rotary: bool = False,
     ) -> None:
         self.sizes = rows, partials, samples, head_rows
         self.pages = pages
@@ -52,6 +54,7 @@ class StepVector:
         words = {name: samples * (dtype.itemsize // 4) for name, dtype in DTYPES.items()}
         sizes: dict[str, int] = {
             **dict.fromkeys(("input_ids", "slots", "query_position"), rows),
+            **({"rotary": 3 * rows} if rotary else {}),
             **words,
             **({"sample_rows": head_rows, "head_row": samples} if head_rows else {}),
             "page_indptr": nodes + 1,
@@ -94,7 +97,16 @@ class StepVector:
         sizes = rows, partials, len(draws.slots), len(step.sample_rows)
         if before is None or before.sizes != sizes or before.pages < pages:
             pages += pages // 4  # branches need further pages after some steps
-            before = StepVector(rows, partials, pages, groups, device, samples=sizes[2], head_rows=sizes[3])
+            before = StepVector(
+                rows,
+                partials,
+                pages,
+                groups,
+                device,
+                samples=sizes[2],
+                head_rows=sizes[3],
+                rotary=step.rotary is not None,
+            )
         before.load(step, draws, cache.spare_slot)
         return before
 
@@ -109,6 +121,8 @@ class StepVector:
             "head_row": draws.head_row,
             **columns,
         }
+        if step.rotary is not None:  # padding is at the end of each of the three rows
+            values["rotary"] = np.pad(step.rotary, ((0, 0), (0, self.sizes[0] - len(step.input_ids)))).ravel()
         for name, column in self._columns.items():
             new = values[name]
             if new is self._taken.get(name):
@@ -129,10 +143,12 @@ class StepVector:
         """Return a column on the device."""
         return self._views[name]
 
-    def begin(self, cache: KvCache) -> tuple[Tensor, Tensor]:
-        """Begin the step in the cache; return ids and positions [rows] int64."""
+    def begin(self, cache: KvCache) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Begin the step in the cache; return ids and depths [rows] int64, and the rotary positions [3, rows] int64 if
+        they are not the depths."""
         cache.begin_step(self.view("slots").long(), self.plan)
-        return self.view("input_ids").long(), self.view("query_position").long()
+        rotary = self.view("rotary").long().view(3, -1) if "rotary" in self._views else None
+        return self.view("input_ids").long(), self.view("query_position").long(), rotary
 
 
 def count_partials(step: Step) -> int:

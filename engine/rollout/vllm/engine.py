@@ -205,6 +205,8 @@ class VllmEngine(RolloutEngine):
         return self.llm.model_config.try_get_generation_config()
 
     def _check(self, index: int, request: Request) -> None:
+        if request.media is not None:
+            raise ValueError(f"Prompt {index} has pictures, which VllmEngine does not take; use the native engine.")
         name = type(request.program).__name__
         if request.program.needs_entropies:
             raise ValueError(f"{name} needs entropies, which vLLM does not return; use the native engine.")

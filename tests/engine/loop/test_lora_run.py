@@ -25,6 +25,7 @@ from rolltree.engine.model import lora
 from rolltree.engine.train import checkpoint
 
 from ..methods.real_step import Steps, Update, along, leaves_of, take_steps
+from ..model.picture_models import make_models
 from ..tiny import write_run
 
 RANK, ALPHA = 4, 8.0
@@ -262,6 +263,18 @@ def test_bfloat16_weights_have_fp32_masters_of_the_adapter_alone(toml, tmp_path)
     assert any(not torch.equal(p, steps.updates[0].weights[name]) for name, p in trainer._named)
 
 
+def test_a_vision_tower_has_no_adapter():
+    model, _ = make_models("qwen3_vl")
+    names = {name for name, _ in model.named_parameters()}
+    with pytest.raises(UserError, match="'qkv', and no linear layer"):  # the tower alone has one
+        lora.find_targets(model, ["qkv"])
+    lora.add_lora(model, rank=2, alpha=2.0, rslora=True, targets="all-linear")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 3 * 7  # A and B of seven matrices of three layers
+    assert all(".language_model.layers." in name for name in trained)
+    assert lora.merged(model).keys() == names
+
+
 class TestMistakes:
     @pytest.mark.parametrize(
         ("flags", "said"),
@@ -270,6 +283,7 @@ class TestMistakes:
             (("--model.lora={targets=['lm_head']}",), "whose weight is the embedding's too"),
             (("--model.lora={targets=[]}",), "at least one linear layer"),
             (("--model.lora={rank=0}",), "greater than 0"),
+            (("--model.lora={}", "--model.train_tower=true"), "train_tower trains weights that"),
         ],
     )
     def test_a_dry_run_finds(self, toml, flags, said):

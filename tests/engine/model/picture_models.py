@@ -200,27 +200,32 @@ def conversation(name: str, draw: np.random.Generator) -> TokenTree:
     )
 
 
+def plain_inputs(name: str, sequence: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Return the arguments of Transformers' own forward for a sequence, with its placeholders and the pixels."""
+    kind, ids = KINDS[name], np.array(sequence)
+    marked = ids >= VOCABULARY
+    shown, at = [], 0
+    while at < len(ids):
+        if marked[at]:
+            (picture,) = (p for p in pictures if p.ids[0] == ids[at])
+            shown.append(picture)
+            at += picture.rows - 1
+        at += 1
+    inputs: dict[str, Any] = {key: [p.inputs[key] for p in shown] for key in (shown[0].inputs if shown else ())}
+    inputs = {key: torch.from_numpy(np.concatenate(values)) for key, values in inputs.items()}
+    if kind.tiles:
+        inputs = {key: values[None] for key, values in inputs.items()}
+    if kind.types:
+        inputs[kind.types] = torch.from_numpy(marked.astype(np.int64))[None]
+    return inputs | {"input_ids": torch.from_numpy(np.where(marked, IMAGE, ids))[None]}
+
+
 def plain_logprobs(model: Any, name: str, tree: TokenTree) -> list[Tensor]:
     """Return the log-probs of each leaf's response by Transformers' own forward of one sequence."""
-    kind, found = KINDS[name], []
+    found = []
     for leaf in tree.flatten():
-        ids = np.array(leaf.prompt + leaf.response)
-        marked = ids >= VOCABULARY
-        shown, at = [], 0
-        while at < len(ids):
-            if marked[at]:
-                (picture,) = (p for p in tree.pictures if p.ids[0] == ids[at])
-                shown.append(picture)
-                at += picture.rows - 1
-            at += 1
-        plain = torch.from_numpy(np.where(marked, IMAGE, ids))[None]
-        inputs: dict[str, Any] = {key: [p.inputs[key] for p in shown] for key in (shown[0].inputs if shown else ())}
-        inputs = {key: torch.from_numpy(np.concatenate(values)) for key, values in inputs.items()}
-        if kind.tiles:
-            inputs = {key: values[None] for key, values in inputs.items()}
-        if kind.types:
-            inputs[kind.types] = torch.from_numpy(marked.astype(np.int64))[None]
-        logits = model(input_ids=plain, use_cache=False, **inputs).logits[0]
+        inputs = plain_inputs(name, leaf.prompt + leaf.response, tree.pictures)
+        logits = model(**inputs, use_cache=False).logits[0]
         begin = len(leaf.prompt)
         found.append(logits[begin - 1 : -1].log_softmax(-1).gather(1, torch.tensor(leaf.response)[:, None])[:, 0])
     return found

@@ -1,0 +1,100 @@
+"""Makes pictures as a model takes them, with Transformers' own image processor of the model's directory."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from ..data.media import Picture
+from ..errors import UserError
+from .pictures import FAMILIES
+
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model's directory that say how its pictures are processed."""
+
+
+class PictureProcessor:
+    """The image processor of a model's directory.
+
+    Args:
+        path: the directory, or a hub name.
+
+    Raises:
+        UserError: Pillow is missing, the model takes no pictures or not in a way that is supported, or the directory
+            has no image processor.
+    """
+
+    def __init__(self, path: str) -> None:
+        if importlib.util.find_spec("PIL") is None:
+            raise UserError("Pictures are read by Pillow, which is not installed; install rolltree[pictures].")
+        try:
+            config = AutoConfig.from_pretrained(path)
+        except Exception as error:  # a damaged directory can make transformers raise anything
+            raise UserError(f"The config of '{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
+        family = FAMILIES.get(config.model_type)
+        if family is None or not family.grid:
+            named = ", ".join(name for name, family in FAMILIES.items() if family.grid)
+            raise UserError(
+                f"Problems with pictures need a model of the types {named}, and '{path}' is of the type "
+                f"{config.model_type}; take another model."
+            )
+        from transformers import AutoImageProcessor  # here, as only pictures need Pillow
+
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(path)
+        except Exception as error:
+            raise UserError(
+                f"'{path}' has no image processor that can be loaded ({' '.join(str(error).split())[:200]}); save the "
+                "model's own there."
+            ) from error
+        self.placeholder = int(config.image_token_id)
+        """The token id that stands for a picture in a prompt."""
+        self._merged = int(config.vision_config.spatial_merge_size)
+        self._made: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # those in use, by the digest of content
+
+    def picture(self, content: bytes) -> Picture:
+        """Return the picture of an encoded file; the same object as long as one with its content is in use.
+
+        Raises:
+            ValueError: the file holds no picture that Pillow can read.
+        """
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            image = Image.open(io.BytesIO(content)).convert("RGB")
+        except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(f"Pillow cannot read a picture ({' '.join(str(error).split())[:100]})") from error
+        found = self._processor(images=[image], return_tensors="pt")
+        inputs = {name: found[name].numpy() for name in ("pixel_values", "image_grid_thw")}
+        frames, high, wide = (int(n) for n in inputs["image_grid_thw"][0])
+        grid = frames, high // self._merged, wide // self._merged
+        made = Picture.of(inputs, grid[0] * grid[1] * grid[2], grid)
+        return self._made.setdefault(made.digest, made)
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: str) -> PictureProcessor:
+    return PictureProcessor(path)
+
+
+def processor_beside(tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
+    """Return the image processor of the directory that ``tokenizer`` was loaded from.
+
+    Raises:
+        UserError: as `PictureProcessor`.
+    """
+    return _load(str(tokenizer.name_or_path))
+
+
+def copy_processor(source: str | Path, target: Path) -> None:
+    """Copy the files of a model's processor, if it has any and is a directory."""
+    for name in FILES:
+        if (file := Path(source) / name).is_file():
+            shutil.copyfile(file, target / name)
