@@ -100,7 +100,7 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: float, rslora: bool, t
 
     config = peft.LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # it only divides this
         use_rslora=rslora,
         target_modules=list(find_targets(model, targets)),
         task_type="CAUSAL_LM",
@@ -185,7 +185,7 @@ def base_digest(model: PreTrainedModel) -> str:
     for name, parameter in _base(model).items():
         values = whole(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
         found.update(f"{name} {list(parameter.shape)} {parameter.dtype} ".encode())
-        found.update(values.numpy())
+        found.update(values.numpy().data)
     return found.hexdigest()
 
 
