@@ -77,8 +77,8 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
     for where in ("leaves", "sampling", "resting"):
         place: dict[Any, Branch] = getattr(request, where)
         place.clear()  # an engine may have begun the request before it was aborted
-        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward, *rest in state[where]:
-            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *rest[:2])
+        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward, *own, turns in state[where]:
+            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *own)
             branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved
-            branch.reward, branch.turn_rewards = reward, rest[2] if len(rest) > 2 else ()
+            branch.reward, branch.turn_rewards = reward, turns
             place[key] = branch

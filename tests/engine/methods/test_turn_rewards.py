@@ -1,4 +1,7 @@
-"""Rewards of turns: from a program to the tokens of each response, through a step, and through a checkpoint."""
+"""Rewards of turns: from a program to the tokens of each response and through a step.
+
+tests/engine/rollout/test_saving.py takes them through a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import pytest
 import torch
 
 from rolltree.engine.data.concat import join
-from rolltree.engine.data.segment import Origin
+from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rewards.spans import put_spans
 
-from ..methods.real_step import check_gradient, leaves_of, plain_logprobs, take_steps
 from ..tiny import write_job
+from .real_step import check_gradient, leaves_of, plain_logprobs, take_steps
 
 MINE = """
 from rolltree.engine.data.segment import LeafStatus, Origin
@@ -40,7 +43,7 @@ class Branching(Turns):
     rewinds = True
 
     def start(self, group):
-        self.more = True
+        self.long, self.again = [], False
         return 1
 
     def decide(self, group, finished):
@@ -50,19 +53,22 @@ class Branching(Turns):
                 if segment.depth < 3:
                     yield Fork(segment.branch, 2 if segment.depth == 1 else 1, append=Given([5], Origin.OBSERVATION))
                 else:
-                    yield Finish(segment.branch, LeafStatus.STOP)
+                    self.long.append(segment.branch)
+                    yield Finish(segment.branch, LeafStatus.LENGTH)
 
     def ended(self, group):
-        if self.more:
-            self.more = False
-            yield Rewind((0,), 3, 1)
+        if self.long and not self.again:
+            self.again = True
+            yield Rewind(self.long[0], 3, 1)
 
 class Beyond(Turns):
     def decide(self, group, finished):
         for segment in finished:
             yield Reward(segment.branch, 1.0, at=segment.length + 1)
 """
-SIZES = ("--trainer.max_tokens=4096", "--trainer.lr=0.02", "--algorithm.objective=dapo")
+SIZES = (
+    "--trainer.max_tokens=4096", "--trainer.lr=0.02", "--algorithm.objective=dapo", "--trainer.prompts_per_step=8",
+)  # fmt: skip
 UNSET = ("rollout.program", "rollout.program_options", "algorithm.advantage")
 
 
@@ -147,23 +153,29 @@ def test_a_turns_reward_is_at_its_last_token_and_becomes_its_credit(toml, tmp_pa
 
 
 def test_branches_have_the_rewards_of_the_turns_that_they_share(toml, tmp_path):
+    """Two branches share the first turn; a third is rewound to it, and has none of the later turns that it cut off."""
     steps = take_steps(toml, tmp_path, *flags(toml, "Branching"), "--algorithm.advantage=turn_credit", unset=UNSET)
-    shared = rewound = 0
-    for tree, leaf in leaves_of(steps.trees):
-        ids, found = tree.token_id[tree.response_rows(leaf)].tolist(), rewards_along(tree, leaf)
-        if len(ids) > 2:
-            assert found[1] == np.float32(worth(ids[:2]))  # the first turn, which all branches have
-            shared += tree.num_leaves > 1
-        rewound += len(ids) == 5 and np.isnan(found[3:-1]).all()
-        assert not np.isfinite(found[2:3]).any()  # the observation
-    assert shared
-    assert rewound
+    rewound = 0
+    for tree in steps.trees:
+        firsts = []
+        for leaf in range(tree.num_leaves):
+            ids = tree.token_id[tree.response_rows(leaf)].tolist()
+            turns = turns_of(tree, leaf)
+            if tree.status[leaf] == LeafStatus.STOP:
+                del turns[-1]  # it ended in this one, which the program did not reward
+            wanted = np.full(len(ids), np.nan)
+            for turn in turns:
+                assert len(turn) == 2
+                wanted[turn[-1]] = worth([ids[i] for i in turn])
+            np.testing.assert_allclose(rewards_along(tree, leaf), wanted, atol=1e-6)
+            firsts += [tuple(ids[:2])] if turns else []
+        assert len(set(firsts)) <= 1
+        rewound += len(firsts) == 3
+    assert rewound > 1
 
 
 def test_a_turn_ends_within_the_response(toml, tmp_path):
-    from rolltree.engine.errors import RunError
-
-    with pytest.raises((RunError, RuntimeError), match="to a turn that ends after"):
+    with pytest.raises(RuntimeError, match="to a turn that ends after"):
         take_steps(toml, tmp_path, *flags(toml, "Beyond"), "--algorithm.advantage=turn_credit", unset=UNSET)
 
 
