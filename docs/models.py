@@ -269,7 +269,8 @@ def page(found: list[dict[str, Any]]) -> str:
         - A checkpoint holds the adapter, its moments and a digest of W; a run does not resume on another W.
         - `export` holds `W + s B A` for plain Transformers, and `export/adapter` the adapter for
           `peft.PeftModel.from_pretrained`.
-        - A head that shares its weight with the embedding cannot have an adapter.
+        - A head that shares its weight with the embedding and a vision tower have no adapter. One process trains it
+          (`trainer.ranks` = 1).
         """), ""]  # fmt: skip
     for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
         some = [row for row in found if row["state"] == state]

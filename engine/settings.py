@@ -494,7 +494,8 @@ class TrainerSection(Section):
     max_bad_steps: PositiveInt = TrainerConfig.max_bad_steps
     """The run stops after this many steps in a row with a non-finite loss or gradient, or without sampled responses."""
     ranks: PositiveInt = 1
-    """Processes that train together, over which FSDP2 shards all models."""
+    """Processes that train together, over which FSDP2 shards all models; above 1 it needs `rollout.engines`, see
+    docs/scale.md."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that a rank waits for the others before the update counts as failed."""
     reshard: bool = True
@@ -582,8 +583,10 @@ class EvaluationConfig(Section):
 
 class PlacementConfig(Section):
     cluster: str = ""
-    """Ray cluster whose nodes run the processes of `rollout.engines` and `reward.hosts`: `auto` or `HOST:PORT`. Empty:
-    Ray is started on this machine and listens on the loopback interface alone."""
+    """Ray cluster whose nodes run the processes of `rollout.engines`, `trainer.ranks` and `reward.hosts`: `auto` or
+    `HOST:PORT`. Empty: Ray is started on this machine and listens on the loopback interface alone."""
+    per_rank: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    """Ray's resources of one rank, which computes with as many threads as it has CPUs. Default: as for `per_engine`."""
     per_engine: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     """Ray's resources of one engine. Default: `{GPU = 1, CPU = 4}` where `model.device` is a GPU, else `{CPU = 1}`."""
     layout: Literal["split", "colocated"] = "split"
@@ -593,8 +596,8 @@ class PlacementConfig(Section):
     """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer; a reward
     host, if it gives no answer."""
     restarts: NonNegativeInt = 10
-    """The run stops if more engines than this are lost between two updates of the weights, or more reward hosts without
-    a verdict between them."""
+    """The run stops if more engines than this are lost between two updates of the weights, more reward hosts without a
+    verdict between them, or ranks more often than this without a new step."""
 
 
 class CheckpointConfig(Section):
@@ -677,7 +680,15 @@ class TrainConfig(Section):
             raise ValueError(
                 "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"
             )
+        if self.placement.per_rank and trainer.ranks == 1:
+            raise ValueError("`placement.per_rank` is for `trainer.ranks` above 1; set these, or leave it out")
+        if trainer.ranks > 1 and (self.data.image_key is not None or self.model.replay_routes):
+            raise ValueError(
+                "`data.image_key` and `model.replay_routes` do not go with `trainer.ranks` above 1 yet; set it to 1"
+            )
         colocated = self.placement.layout == "colocated"
+        if colocated and trainer.ranks > 1:
+            raise ValueError('`placement.layout` = "colocated" does not go with `trainer.ranks` above 1; set it to 1')
         if (self.placement.per_engine or colocated) and not rollout.engines:
             raise ValueError(
                 "`placement.per_engine` and `placement.layout` are for `rollout.engines`; set these, or leave them out"

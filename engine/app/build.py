@@ -21,7 +21,10 @@ from ..loop.entries import Entries
 from ..loop.fleet import Fleet
 from ..loop.hosted import HostedRewards
 from ..loop.judging import decode
-from ..loop.parts import EvaluationParts, Parts, RunOptions, SamplingParts
+from ..loop.learner import Learner
+from ..loop.parts import EvaluationParts, LearningParts, Parts, RunOptions, SamplingParts, Trained
+from ..loop.publication import TrainedModel
+from ..loop.ranks import Rank, Ranks
 from ..loop.runtime import Progress
 from ..loop.sources import Demonstrations, PromptSource, held_out
 from ..loop.workers import Role, Workers
@@ -41,6 +44,7 @@ from ..rollout.sampler import LocalSampler
 from ..settings import RolloutConfig, TrainConfig
 from ..tasks import Problem
 from ..train import checkpoint
+from ..train.group import Group
 from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, shapings
 from .config import resolved_toml, training_config
 
@@ -64,34 +68,49 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     check_learning(config)
     check_old_logprobs(config)
     check_ranks(config)
-    trained = training_config(config)
+    kept = training_config(config)
     checkpoints = config.run_dir / "checkpoints"
-    saved = checkpoint.load_latest(checkpoints, trained) if resume else None
+    saved = checkpoint.load_latest(checkpoints, kept) if resume else None
     if not resume:
         preflight.check_directory(config.run_dir)
     set_seed(config.seed)
     console.phase("loading the model")
     if config.model.create is not None and not Path(config.model.path).exists():
         console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
-    model, tokenizer = prepare_model(config)
+    make_model_directory(config)
+    tokenizer = load_tokenizer(config.model.path)
+    several = config.trainer.ranks > 1
+    model = None if several else load_policy(config)
     with ExitStack() as started:
         workers = make_workers(config)
         hosted: HostedRewards | None = None
+        ranks: Ranks | None = None
         if workers is not None:
             started.enter_context(closing(workers))
             hosted = make_reward_hosts(config, workers) if config.reward.hosts else None
         if workers is not None and config.rollout.engines:
             sampler: Fleet | RolloutEngine = make_fleet(config, workers, hosted)
+            ranks = make_ranks(config, workers, console.note) if several else None
         else:
+            assert model is not None
             sampler = make_engine(config, sampled_model(config, model), tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
         rewards = make_run_rewards(config, sampler, tokenizer) if hosted is None else hosted
-        sampling = sampling_parts(config, model, sampler, tokenizer, source, rewards)
+        own: dict[str, Any] = {}
+        if ranks is None:
+            assert model is not None
+            trained: Trained = TrainedModel(model)
+            learning = learning_parts(config, model, merges=getattr(sampler, "model", None) is not model)
+            learner: Any = partial(Learner, learning)
+            own = learning_state(learning)
+        else:
+            trained, learner = ranks, lambda watch, note: ranks
+        sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards)
         check_hints(sampling.callback, source)
-        learning = learning_parts(config, model, merges=getattr(sampler, "model", None) is not model)
         check_lengths(config, sampler.longest)
-        preflight.check_placeholders([*source.known, *problems], placeholders(model))
+        if model is not None:
+            preflight.check_placeholders([*source.known, *problems], placeholders(model))
         preflight.check_program(
             sampling.program,
             sampling.program_name,
@@ -100,13 +119,15 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             sampler.end_token_ids,
             source.peek(preflight.TRIED),
         )
+        if ranks is not None:
+            ranks.ready()
         started.pop_all()
     known = [*source.known, *problems]
     demonstrations = config.demonstrations
     return Parts(
-        options=run_options(config, trained),
+        options=run_options(config, kept),
         sampling=sampling,
-        learning=learning,
+        learner=learner,
         evaluation=EvaluationParts(problems, greedy_params(config), config.evaluation.every),
         rewards=rewards,
         check_rewards=partial(
@@ -129,12 +150,16 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
                 "rollout.program": sampling.program.shared,
                 "data.curriculum": source.curriculum,
                 "loop.callback": sampling.callback,
-                "algorithm.advantage": learning.credit,
             }
-            | dict(learning.shapings)
-            | {f"algorithm.terms.{term.name}": getattr(term, "own", None) for term, _ in learning.terms}
+            | own
         ),
     )
+
+
+def learning_state(learning: LearningParts) -> dict[str, Any]:
+    """Return the parts of a learner that may have a state, by their keys."""
+    terms = {f"algorithm.terms.{term.name}": getattr(term, "own", None) for term, _ in learning.terms}
+    return {"algorithm.advantage": learning.credit} | dict(learning.shapings) | terms
 
 
 def stateful(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +191,7 @@ def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
 
 def sampling_parts(
     config: TrainConfig,
-    model: PreTrainedModel,
+    trained: Trained,
     sampler: RolloutEngine | Fleet,
     tokenizer: PreTrainedTokenizerBase,
     source: PromptSource,
@@ -175,6 +200,7 @@ def sampling_parts(
     """Make the parts with which `Controller` samples and judges.
 
     Args:
+        trained: the policy that is trained.
         sampler: the engine of this process, or the engines of others, which sample on their own during updates.
 
     Raises:
@@ -182,7 +208,8 @@ def sampling_parts(
     """
     loop = config.loop
     here = isinstance(sampler, RolloutEngine)
-    on_cpu = here and config.rollout.backend == "native" and model.device.type == "cpu"
+    on_cpu = here and config.rollout.backend == "native" and choose_device(config.model.device).type == "cpu"
+    same = isinstance(trained, TrainedModel) and getattr(sampler, "model", None) is trained.model
     program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
     return SamplingParts(
         sampler=LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler,
@@ -202,12 +229,18 @@ def sampling_parts(
         on_cpu=on_cpu,
         keep_keys=loop.keep_keys,
         colocated=config.placement.layout == "colocated",
-        trained=None if not config.trainer.self_check or getattr(sampler, "model", None) is model else model,
+        trained=None if same or not config.trainer.self_check else trained,
     )
 
 
 def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer; `model.create` first makes the directory if it does not exist."""
+    make_model_directory(config)
+    return load_policy(config), load_tokenizer(config.model.path)
+
+
+def make_model_directory(config: TrainConfig) -> None:
+    """Let `model.create` make the model's directory if it does not exist."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
         what = f"model.create = '{config.model.create}'"
@@ -222,7 +255,11 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
             unfinished.rename(path)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    model = load_model(
+
+
+def load_policy(config: TrainConfig) -> PreTrainedModel:
+    """Load the model that is trained."""
+    model: PreTrainedModel = load_model(
         config.model.path,
         dtype=getattr(torch, config.model.dtype),
         device=choose_device(config.model.device),
@@ -234,7 +271,7 @@ def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedToken
         routes.install(model)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, load_tokenizer(config.model.path)
+    return model
 
 
 def check_backend(config: RolloutConfig) -> None:
@@ -304,9 +341,9 @@ def make_workers(config: TrainConfig) -> Workers | None:
     check_workers(config)
     needs: dict[Role, tuple[Mapping[str, float], int]] = {}
     if config.rollout.engines:
-        on_cpu = choose_device(config.model.device).type == "cpu"
-        each = config.placement.per_engine or ({"CPU": 1.0} if on_cpu else {"GPU": 1.0, "CPU": 4.0})
-        needs["engine"] = each, config.rollout.engines
+        needs["engine"] = config.placement.per_engine or _usual_resources(config), config.rollout.engines
+    if config.trainer.ranks > 1:
+        needs["rank"] = per_rank(config), config.trainer.ranks
     if config.reward.hosts:
         needs["reward"] = {"CPU": float(config.reward.workers)}, config.reward.hosts
     if not needs:
@@ -314,6 +351,16 @@ def make_workers(config: TrainConfig) -> Workers | None:
     from ..integrations.ray import RayWorkers
 
     return RayWorkers(needs, config.placement.cluster)
+
+
+def per_rank(config: TrainConfig) -> Mapping[str, float]:
+    """Return Ray's resources of a rank."""
+    return config.placement.per_rank or _usual_resources(config)
+
+
+def _usual_resources(config: TrainConfig) -> Mapping[str, float]:
+    on_cpu = choose_device(config.model.device).type == "cpu"
+    return {"CPU": 1.0} if on_cpu else {"GPU": 1.0, "CPU": 4.0}
 
 
 def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | None = None) -> Fleet:
@@ -341,6 +388,49 @@ def make_reward_hosts(config: TrainConfig, workers: Workers) -> HostedRewards:
     return HostedRewards(
         config.reward, config.data.tasks, workers, hang_s=placement.hang_s, restarts=placement.restarts
     )
+
+
+def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], object]) -> Ranks:
+    """Start the run's ranks in other processes, without waiting for them."""
+    return Ranks(
+        workers,
+        config.trainer.ranks,
+        training_rank,
+        config,
+        max_tokens=config.trainer.max_tokens,
+        timeout_s=config.trainer.timeout_s,
+        restarts=config.placement.restarts,
+        note=note,
+    )
+
+
+def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) -> Rank:
+    """Make rank ``index`` of ``count`` with micro-batches of ``max_tokens``; called in the rank's process."""
+    host = None
+    if config.placement.cluster:
+        from ..integrations.ray import node_address
+
+        host = node_address()
+    trainer = config.trainer.model_copy(update={"max_tokens": max_tokens})
+    return Rank(
+        partial(_rank_parts, config.model_copy(update={"trainer": trainer})),
+        index,
+        count,
+        timeout_s=trainer.timeout_s,
+        threads=max(1, round(per_rank(config).get("CPU", 1))),
+        host=host,
+    )
+
+
+def _rank_parts(config: TrainConfig, group: Group) -> LearningParts:
+    set_seed(config.seed)
+    parts = learning_parts(config, load_policy(config), group)
+    if with_state := stateful(learning_state(parts)):
+        raise UserError(
+            f"'{next(iter(with_state))}' has a state, which checkpoints do not hold with trainer.ranks = "
+            f"{group.count}; set it to 1, or leave its state_dict out."
+        )
+    return parts
 
 
 def engine_host(config: TrainConfig) -> Host:
@@ -468,14 +558,20 @@ def check_old_logprobs(config: TrainConfig) -> None:
 
 
 def check_ranks(config: TrainConfig) -> None:
-    """Check that the run can start its ranks.
+    """Check that another process samples if several train, and that these train no adapter.
 
     Raises:
-        UserError: it asks for several.
+        UserError: none does, or they do.
     """
-    if config.trainer.ranks > 1:
+    if config.trainer.ranks > 1 and config.model.lora is not None:
         raise UserError(
-            f"`trainer.ranks` = {config.trainer.ranks}: runs cannot start several training processes yet; set it to 1."
+            f"`trainer.ranks` = {config.trainer.ranks}, and one process trains the adapter of [model.lora]; set "
+            "trainer.ranks to 1, or leave [model.lora] out."
+        )
+    if config.trainer.ranks > 1 and not config.rollout.engines:
+        raise UserError(
+            f"`trainer.ranks` = {config.trainer.ranks} needs engines in other processes, because no rank has the whole "
+            "model to sample with; set rollout.engines to at least 1, or trainer.ranks to 1."
         )
 
 

@@ -385,6 +385,7 @@ FREE_TO_CHANGE = (
     "rollout.kv_tokens",
     "rollout.engines",
     "placement.cluster",
+    "placement.per_rank",
     "placement.per_engine",
     "placement.layout",
     "placement.hang_s",

@@ -112,6 +112,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     if rollout.engines:
         sleeping = ", asleep during updates" if config.placement.layout == "colocated" else ""
         yield f"engines            {rollout.engines} processes of Ray on {cluster}{sleeping}"
+    if trainer.ranks > 1:
+        yield f"ranks              {trainer.ranks} processes of Ray that train together"
     if config.reward.hosts:
         yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens

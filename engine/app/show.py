@@ -16,6 +16,7 @@ from ..data.tree import TokenTree
 from ..loop.buffer import Buffer, Group
 from ..loop.controller import Controller
 from ..loop.metrics import Stopwatch
+from ..loop.publication import TrainedModel
 from ..loop.replay import write_groups
 from ..loop.sources import PromptSource, held_out
 from ..settings import TrainConfig
@@ -77,7 +78,7 @@ def _first_groups(
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config, recorded=recorded))
     rewards = make_run_rewards(config, engine, tokenizer)
-    parts = sampling_parts(config, model, engine, tokenizer, source, rewards)
+    parts = sampling_parts(config, TrainedModel(model), engine, tokenizer, source, rewards)
     controller = Controller(parts, Buffer(parts.budget), Stopwatch(), console)
     with rewards, controller.running(rewards):
         for note in filter(None, (rewards.note, parts.program.note)):

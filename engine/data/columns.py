@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -104,8 +104,10 @@ def declare(column: Column) -> Column:
     Raises:
         ValueError: another column has its name.
     """
-    if COLUMNS.setdefault(column.name, column) != column:
-        raise ValueError(f"The column '{column.name}' is declared already, as {COLUMNS[column.name]}.")
+    known = COLUMNS.setdefault(column.name, column)
+    fills_are_equal = known.fill == column.fill or (np.isnan(known.fill) and np.isnan(column.fill))
+    if not fills_are_equal or replace(known, fill=0) != replace(column, fill=0):
+        raise ValueError(f"The column '{column.name}' is declared already, as {known}.")
     return column
 
 

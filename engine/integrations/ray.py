@@ -76,7 +76,7 @@ class RayWorkers:
             wanted = ", ".join(f"{count} x {dict(resources)}" for resources, count in needs.values())
             raise UserError(
                 f"Ray has no room for the workers of the run ({wanted}) among {ray.cluster_resources()}; ask for "
-                "less in rollout.engines, placement.per_engine and reward.hosts, or add nodes."
+                "less in rollout.engines, trainer.ranks, reward.hosts and [placement], or add nodes."
             )
         self._started: list[_RayWorker] = []
 
@@ -108,6 +108,11 @@ class RayWorkers:
         for worker in self._started:
             worker.kill()
         remove_placement_group(self._group)
+
+
+def node_address() -> str:
+    """Return the address of this process's node in the cluster."""
+    return str(ray.util.get_node_ip_address())
 
 
 def _connect(cluster: str, bundles: Sequence[Mapping[str, float]]) -> None:

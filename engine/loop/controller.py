@@ -196,6 +196,16 @@ class Controller:
                 ) from error
         return archive.tensors, groups
 
+    def clear(self) -> None:
+        """Discard all open groups, so that this run can go back to a checkpoint."""
+        with self.paused(), self._changed:
+            self.sampler.drop([flight for flight in self._sampling.values() if not flight.done])
+            self._sampling.clear()
+            self.judging.clear()
+            self.buffer.open.clear()
+            self.buffer.fallen.clear()
+            self.restarted.clear()
+
     def load_state_dict(self, tensors: dict[str, Tensor], groups: Sequence[Any]) -> None:
         """Restore the state that :meth:`state_dict` returned; load the buffer's counts and the weights before."""
         archive = Archive(tensors)

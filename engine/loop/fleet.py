@@ -247,16 +247,23 @@ class Fleet:
     # -- weights and keys -------------------------------------------------------------------------------------------
 
     def load(self, weights: WeightSource | None, version: int, *, keep_keys: bool) -> None:
-        """Let every engine fetch the weights while it samples; jobs submitted from now on wait for them there."""
+        """Let every engine fetch the weights while it samples; jobs submitted from now on wait for them there.
+
+        Weights older than the present ones, of a run that goes back to a checkpoint, are waited for here.
+        """
         if weights is None:
             raise ValueError("Engines in other processes need weights; none were given.")
+        buckets = [self.workers.put(bucket) for bucket in pack_weights(weights.tensors())]
+        goes_back = version < self._version  # to a checkpoint, in place
         self._version, self._lost = version, 0
-        self._weights = [self.workers.put(bucket) for bucket in pack_weights(weights.tensors())], keep_keys
+        self._weights = buckets, keep_keys and not goes_back
         for engine in self._engines:
             if engine.serving:
                 engine.asked[self._ask_load(engine)] = self.workers.clock()
             elif engine.arrival is not None:
                 engine.arrival, engine.asked_at = self._ask_load(engine), self.workers.clock()
+        while goes_back and any(engine.asked for engine in self._engines):  # newer weights would serve as well
+            self._round(LOOK_S)
 
     def _ask_load(self, engine: _Engine) -> Future[int]:
         assert self._weights is not None

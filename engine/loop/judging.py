@@ -69,6 +69,12 @@ class Judging:
         """True if verdicts are outstanding or not taken."""
         return bool(self._waiting or self._asked or self._judged)
 
+    def clear(self) -> None:
+        """Discard all requests; verdicts that arrive later belong to no group."""
+        for future in self._asked:
+            future.cancel()
+        self._waiting, self._asked, self._judged = [], {}, []
+
     def add(self, finished: Sequence[tuple[Group, TokenTree, list[str] | None]]) -> None:
         """Add trees with (further) responses of their groups, and request the verdicts on them.
 

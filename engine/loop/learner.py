@@ -27,12 +27,12 @@ from ..methods.shaping import shape_rewards
 from ..model import varlen
 from ..model.lora import Merged, base_digest, has_lora, plain_copy, save_adapter
 from ..model.self_check import skip_check, tree_error, trees_fit
-from ..model.sharding import joined, local, named_shards, placed
+from ..model.sharding import gathered, joined, local, named_shards, placed
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
 from ..train import checkpoint
 from ..train.checkpoint import Saved
-from ..train.phases import MODEL, Phases
+from ..train.phases import MODEL, Phases, Span
 from ..train.terms import TokenTerm
 from ..train.trainer import Metrics, Trainer, Weighted
 from .metrics import Stopwatch, Sums
@@ -98,6 +98,7 @@ class Learner:
         for k in range(parts.updates_per_step):
             share = slice(k, None, parts.updates_per_step)
             updated |= self._one_update(kept[share], given[share], step, sums)
+        self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
         self.metrics = sums.means()
         return updated
 
@@ -312,6 +313,19 @@ class Learner:
         """Return the source of the policy's weights, for a sampler."""
         return Merged(self.model) if self.parts.merges else self.trainer
 
+    def spans(self) -> list[Span]:
+        """Return the phases of the updates since the last call, in order; waits until the device has finished them."""
+        return self.phases.read()
+
+    def utilization(self, times: dict[str, float]) -> dict[str, float]:
+        """Return `Mfu.read` of the step's account."""
+        return self.mfu.read(times)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the policy."""
+        return self.model.device
+
     @property
     def updates(self) -> int:
         """Number of updates of the policy."""
@@ -359,15 +373,22 @@ class Learner:
         return ours if ours is not None and ours.shape == size else None
 
     def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory that plain transformers loads.
+        """Write the policy as a Hugging Face directory that plain transformers loads; of several ranks the first does,
+        and all must call it.
 
         An adapter is merged into the weights there, and also written alone, as peft loads it, to ``adapter``.
         """
-        if not has_lora(self.model):
+        if has_lora(self.model):
+            plain_copy(self.model).save_pretrained(directory)
+            save_adapter(self.model, directory / "adapter")
+            return
+        if self.group.count == 1:
             self.model.save_pretrained(directory)
             return
-        plain_copy(self.model).save_pretrained(directory)
-        save_adapter(self.model, directory / "adapter")
+        whole = gathered(self.model, self.group.rank == 0)
+        if self.group.rank == 0:
+            self.model.save_pretrained(directory, state_dict=whole)
+        self.group.gather(None)  # the directory is complete when any rank returns
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""

@@ -74,6 +74,10 @@ class Sums:
         else:
             self._maxima[name] = max(old, value)
 
+    def become(self, other: Sums) -> None:
+        """Take over all that ``other`` holds, in place of what this one holds."""
+        self._totals, self._counts, self._maxima = other._totals, other._counts, other._maxima
+
     def means(self) -> dict[str, float]:
         """Return sum / count of each name, the occurrences and the maxima; a name with count 0 is left out."""
         values: list[Number] = [v for pair in self._totals.values() for v in pair]

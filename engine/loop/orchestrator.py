@@ -12,12 +12,12 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -34,9 +34,8 @@ from .buffer import Buffer, Group
 from .controller import Controller
 from .evaluation import Evaluation
 from .failures import Failures
-from .learner import Learner
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
-from .parts import Parts
+from .parts import Parts, RanksLostError
 from .replay import Replay
 from .runtime import Stopping
 from .trace import Trace
@@ -44,6 +43,7 @@ from .trackers import Trackers
 from .unfinished import RESTARTED
 from .utilization import GpuMonitor
 
+T = TypeVar("T")
 OPEN, OWN = "open/", "own/"
 """Name prefixes in a checkpoint: tensors of open groups, tensors of the prompts' source and other parts."""
 
@@ -77,7 +77,7 @@ class Orchestrator:
     def __init__(self, parts: Parts) -> None:
         self.parts, self.options, self.console = parts, parts.options, parts.console
         sampling, console = parts.sampling, parts.console
-        self.model, self.tokenizer, self.sampler = parts.learning.model, sampling.tokenizer, sampling.sampler
+        self.tokenizer, self.sampler = sampling.tokenizer, sampling.sampler
         self.source, self.demonstrations = sampling.source, parts.demonstrations
         self.log = MetricsLog(self.options.directory / "metrics.jsonl")
         self.trace = Trace(self.options.directory / "trace.json")
@@ -99,7 +99,7 @@ class Orchestrator:
                 remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
             ),
         }
-        self.learner = Learner(parts.learning, self.watch, console.note)
+        self.learner = parts.learner(self.watch, console.note)
         self.buffer = Buffer(sampling.budget)
         given = (sampling, self.buffer, self.watch, console, self.trace.add)
         self.controller = Controller(*given) if parts.replay is None else Replay(parts.replay, *given)
@@ -149,22 +149,18 @@ class Orchestrator:
             for note in filter(None, (rewards.note, self.parts.sampling.program.note)):
                 self.console.note(f"{note}.")
             self.trackers = Trackers(self.options, saved.step if saved else 0, self.console.note)
-            if saved is None:
-                self._begin()
-            else:
-                self._restore(saved)
-            self.monitor = GpuMonitor.of(self.model.device, self.console.note)
+            self._recovered(self._begin if saved is None else partial(self._restore, saved))
+            self.monitor = GpuMonitor.of(self.learner.device, self.console.note)
             with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), _only_new_garbage():
                 self.watch.restart()
                 while self.step < steps and not self.stopping.asked:
-                    self._step()
+                    self._recovered(self._step)
                 if self.step < steps:
-                    if self._saved_step != self.step:
-                        self._save(self._row)
+                    self._recovered(self._save_last)
                     raise KeyboardInterrupt
             self._check_best()
             self.console.phase("exporting")
-            return self._export()
+            return self._recovered(self._export)
 
     def _begin(self) -> None:
         (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
@@ -175,12 +171,31 @@ class Orchestrator:
         self.log.append(0, row)
         self.trackers.log(0, row)
 
+    def _recovered(self, work: Callable[[], T]) -> T:
+        """Do ``work``; where the ranks that train are lost, go back to the newest checkpoint in place and repeat it."""
+        while True:
+            try:
+                return work()
+            except RanksLostError as error:
+                self._go_back(error)
+
+    def _go_back(self, error: RanksLostError) -> None:
+        while True:
+            self.console.note(f"{error}.")
+            try:
+                with self.controller.paused():
+                    self.controller.clear()
+                    if (path := checkpoint.latest(self.options.directory / "checkpoints")) is not None:
+                        self._restore(checkpoint.load(path))
+                return
+            except RanksLostError as another:
+                error = another
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         step = self.step + 1
         sums = Sums()
-        self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
         params = self.learner.sampling(step, self.parts.sampling.params)
         batch = self.controller.next_batch(params)
         trees = [group.tree for group in batch]
@@ -210,10 +225,10 @@ class Orchestrator:
             self.buffer.ledger.leave_out(reason, int(metrics[f"filter/{reason}_tokens"]))
         if self.evaluation.due(step, self.options.steps):
             metrics |= self._evaluate()
-        times = self.watch.read(self.learner.phases.read())
+        times = self.watch.read(self.learner.spans())
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
-        metrics |= self.idle.read(times, self.sampler.tally) | self.learner.mfu.read(times)
+        metrics |= self.idle.read(times, self.sampler.tally) | self.learner.utilization(times)
         metrics |= self.monitor.read()
         row = metrics | times
         self._row = row
@@ -262,6 +277,10 @@ class Orchestrator:
             return self.evaluation.run(self.step, self.parts.rewards)
 
     # -- directory, checkpoints -------------------------------------------------------------------------------------
+
+    def _save_last(self) -> None:
+        if self._saved_step != self.step:
+            self._save(self._row)
 
     def _save(self, row: dict[str, float]) -> None:
         with self.controller.paused():  # so that groups and parts are of one moment

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.columns import Array
+from ..data.tree import TokenTree
 from ..methods.credit import CreditFunction
 from ..methods.groups import GroupCallback
 from ..methods.schedules import Schedule
@@ -21,16 +24,88 @@ from ..model.roles import Role
 from ..programs import RolloutProgram
 from ..rewards import Rewards
 from ..rollout import SamplingParams
-from ..rollout.sampler import Sampler
-from ..train.checkpoint import Checkpoint
+from ..rollout.sampler import Sampler, WeightSource
+from ..train.checkpoint import Checkpoint, Saved
 from ..train.config import TrainerConfig
 from ..train.critic import Critic
 from ..train.group import ALONE, Group
+from ..train.phases import Span
 from ..train.terms import LossTerm
 from .budget import Budget
+from .metrics import Stopwatch, Sums
 from .runtime import Progress
 from .sources import Demonstrations, Prompt, PromptSource
 from .workers import Workers
+
+
+class RanksLostError(RuntimeError):
+    """The ranks that train were started anew and have lost their state: the run must go back to its checkpoint."""
+
+
+class Learning(Protocol):
+    """Turns judged trees into updates of the policy: `Learner` in this process, or `Ranks` in others.
+
+    `Ranks` raises `RanksLostError` from any method.
+    """
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the policy."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process on which the policy is trained; the CPU if others train it."""
+        ...
+
+    def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
+        """Return ``params`` with the temperature and the maximum length of ``step``."""
+        ...
+
+    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Learn from ``trees`` and ``given``; see `Learner.update`."""
+        ...
+
+    def credit(self, trees: Sequence[TokenTree], step: int) -> object:
+        """Give ``trees`` their credit; see `Learner.credit`."""
+        ...
+
+    def weights(self) -> WeightSource:
+        """Return the source of the policy's weights, for a sampler."""
+        ...
+
+    def save(self, directory: Path) -> Saved:
+        """Write the learner's part of a checkpoint."""
+        ...
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None:
+        """Restore what `save` wrote."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face directory that plain transformers loads."""
+        ...
+
+    def spans(self) -> list[Span]:
+        """Return the phases of the updates since the last call, in order."""
+        ...
+
+    def utilization(self, times: dict[str, float]) -> dict[str, float]:
+        """Return metrics of the devices' utilisation by the updates since the last call, given the step's account."""
+        ...
+
+
+class Trained(Protocol):
+    """The trained policy, with which a sampler that has a copy of the weights is compared."""
+
+    def usual_tokens(self) -> Array:
+        """Return the tokens [n] int64 of the vocabulary that have no meaning of their own."""
+        ...
+
+    def sampled_error(self, trees: Sequence[TokenTree]) -> float:
+        """Return the mean absolute difference (nats) between recorded log-probs and those of the policy; see
+        `rolltree.engine.model.self_check.sampled_error`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +166,7 @@ class SamplingParts:
         keep_keys: continue with keys that older weights computed.
         colocated: the sampler rests during updates.
         seed: seed of the run; a group's seed follows from it and the ticket.
-        trained: the trained model, with which a sampler that has a copy of its own is compared after each publication;
+        trained: the trained policy, with which a sampler that has a copy of its own is compared after each publication;
             None for no comparison.
     """
 
@@ -112,7 +187,7 @@ class SamplingParts:
     on_cpu: bool = False
     keep_keys: bool = False
     colocated: bool = False
-    trained: PreTrainedModel | None = None
+    trained: Trained | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +235,8 @@ class Parts:
     """All parts of a run.
 
     Attributes:
+        learner: makes the object that trains, from the run's stopwatch and a function that is called with sentences
+            for the user.
         rewards: the verifiers; the run enters them, which starts their processes, and closes them.
         check_rewards: makes the entered ``rewards`` read each known problem once; returns a sentence about those that
             cannot be judged, or an empty text.
@@ -172,7 +249,7 @@ class Parts:
 
     options: RunOptions
     sampling: SamplingParts
-    learning: LearningParts
+    learner: Callable[[Stopwatch, Callable[[str], object]], Learning]
     evaluation: EvaluationParts
     rewards: Rewards
     check_rewards: Callable[[], str]

@@ -14,15 +14,18 @@ responses of a run continue in those steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from ..data.columns import Array
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..model.self_check import sampled_error, trees_fit, usual_tokens
-from ..rollout.digest import digests
+from ..rollout.digest import Held, digests
 from ..rollout.sampler import WeightSource
 from .parts import SamplingParts
 
@@ -31,6 +34,19 @@ PROMPT_TOKENS, RESPONSES, RESPONSE_TOKENS = 32, 4, 8
 REMEDY = (
     "the run would train on another policy's samples; use another version of the backend, or rollout.backend = 'native'"
 )
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The trained policy, if this process has it; see `Trained`."""
+
+    model: PreTrainedModel
+
+    def usual_tokens(self) -> Array:
+        return usual_tokens(self.model.config)
+
+    def sampled_error(self, trees: Sequence[TokenTree]) -> float:
+        return sampled_error(self.model, trees)
 
 
 class Publication:
@@ -70,7 +86,7 @@ class Publication:
         trees = self._canary(version)
         if other := {v for tree in trees for v in tree.policy_version[tree.loss_mask].tolist()} - {version}:
             raise RunError(f"After update {version} the sampler records version {min(other)} for its tokens; {REMEDY}.")
-        self.difference = sampled_error(self.parts.trained, trees)
+        self.difference = self.parts.trained.sampled_error(trees)
         if not trees_fit(self.difference, dtype):
             raise RunError(
                 f"After update {version} the sampler's log-probs of a canary prompt differ from the trained model's by "
@@ -80,20 +96,23 @@ class Publication:
     def _check_digests(self, weights: WeightSource, version: int) -> torch.dtype:
         """Compare the digests of all weights that the sampler holds as they are; return the lowest precision found."""
         sent, held = weights.tensors(), self.parts.sampler.digests()
-        compared = {name: tensor.detach().to(held[name].dtype) for name, tensor in sent.items() if name in held}
-        expected = digests(compared)
-        if wrong := [name for name in compared if held[name] != expected[name]]:
+        expected: dict[str, Held] = {}
+        dtypes = {value.dtype for value in held.values()}
+        for name, tensor in sent.items():  # one after the other, as ranks gather them
+            dtypes.add(tensor.dtype)
+            if name in held:
+                expected |= digests({name: tensor.detach().to(held[name].dtype)})
+        if wrong := [name for name in expected if held[name] != expected[name]]:
             raise RunError(
                 f"After update {version} the sampler holds other weights than were sent: '{wrong[0]}' and "
                 f"{len(wrong) - 1} more of {len(sent)} tensors; {REMEDY}."
             )
-        if len(compared) < len(sent) and not self._told:
+        if len(expected) < len(sent) and not self._told:
             self._told = True
             self.note(
-                f"The sampler keeps {len(sent) - len(compared)} of {len(sent)} weights in a form of its own; these are "
+                f"The sampler keeps {len(sent) - len(expected)} of {len(sent)} weights in a form of its own; these are "
                 "checked by the log-probs of a canary prompt alone."
             )
-        dtypes = {tensor.dtype for tensor in sent.values()} | {value.dtype for value in held.values()}
         return min(dtypes, key=lambda dtype: dtype.itemsize)
 
     def _canary(self, version: int) -> list[TokenTree]:
@@ -107,6 +126,6 @@ class Publication:
         longest = parts.sampler.longest or PROMPT_TOKENS + RESPONSE_TOKENS
         tokens = min(RESPONSE_TOKENS, longest // 2)
         draw = np.random.default_rng(version if parts.keep_keys else 0)
-        usual = usual_tokens(parts.trained.config)
+        usual = parts.trained.usual_tokens()
         prompt = usual[draw.integers(len(usual), size=min(PROMPT_TOKENS, longest - tokens))]
         return parts.sampler.probe([prompt.tolist()], n=RESPONSES, tokens=tokens, seed=version)

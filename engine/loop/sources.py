@@ -340,6 +340,7 @@ class UserProblems:
             raise UserError(f"{self._what} must be a class with a method next(count).")
         self._ready: dict[int, dict[str, Any]] = {}  # rows by number, also those requested ahead
         self._asked = 0
+        self._from = 0  # first row that a checkpoint may need
 
     def __getitem__(self, number: int) -> Problem:
         while self._asked <= number:
@@ -362,17 +363,23 @@ class UserProblems:
 
     def state_dict(self, cursor: int) -> dict[str, Any]:
         """Return the state to continue from problem ``cursor``; earlier rows are dropped."""
-        self._ready = {number: row for number, row in self._ready.items() if number >= cursor}
+        self._ready = {number: row for number, row in self._ready.items() if number >= self._from}
+        self._from = cursor  # dropped at the next call: the checkpoint that this is for may fail
+        ready = [[number, row] for number, row in self._ready.items() if number >= cursor]
         own = call(self._what, self._own.state_dict) if hasattr(self._own, "state_dict") else None
-        return {"own": own, "asked": self._asked, "ready": [[number, row] for number, row in self._ready.items()]}
+        return {"own": own, "asked": self._asked, "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`; without a state of its own the class gives the rows after it only once,
+        so a run that goes back in place keeps those that it has."""
+        asked, ready = state["asked"], dict(map(tuple, state["ready"]))
         if hasattr(self._own, "load_state_dict"):
             call(self._what, self._own.load_state_dict, state["own"])
-        elif self._asked < state["asked"]:
-            call(self._what, self._own.next, state["asked"] - self._asked)
-        self._asked, self._ready = state["asked"], dict(map(tuple, state["ready"]))
+        elif self._asked < asked:
+            call(self._what, self._own.next, asked - self._asked)
+        elif self._asked > asked:
+            asked, ready = self._asked, ready | self._ready
+        self._asked, self._ready, self._from = asked, ready, 0
 
 
 class Demonstrations:

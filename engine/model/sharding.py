@@ -109,6 +109,20 @@ def named_shards(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
+def gathered(model: PreTrainedModel, kept: bool) -> dict[str, Tensor]:
+    """Return the state of a sharded model with whole tensors on the CPU, each gathered from all ranks, which must call
+    it; an empty one unless it is ``kept``. Tied weights are one tensor."""
+    named_shards(model)
+    found: dict[str, Tensor] = {}
+    of_shard: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in of_shard:
+            full = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+            of_shard[id(tensor)] = full.cpu() if kept else full.new_empty(0)
+        found[name] = of_shard[id(tensor)]
+    return found if kept else {}
+
+
 def reduce_gradients(model: PreTrainedModel, now: bool) -> None:
     """Let the next backward of a sharded model reduce the gradients over the ranks, or only add to this rank's."""
     for module in _sharded(model):

@@ -26,7 +26,7 @@ from ..data.batch import TreeBatch
 from ..data.device import fetch, to_device
 from ..errors import RunError, UserError
 from ..model.loss import backward, with_plan
-from ..model.sharding import added, placed, reduce_gradients
+from ..model.sharding import added, named_shards, placed, reduce_gradients
 from .config import TrainerConfig
 from .group import ALONE, Group
 from .phases import MODEL, OPTIMIZER, Phases
@@ -237,8 +237,8 @@ class Trainer:
         return metrics
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the model's parameters by name, as a sampler loads them."""
-        return dict(self.model.named_parameters())
+        """Return the model's parameters by name, as a sampler loads them; of a sharded model the shards."""
+        return named_shards(self.model)
 
     def drop_gradients(self) -> None:
         """Discard the micro-batches since the last `optim_step`, after an update was interrupted."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -159,6 +162,15 @@ def test_mistakes_are_named(name, values, said):
 def test_a_name_is_declared_once():
     with pytest.raises(ValueError, match="declared already"):
         declare(Column("value", np.int32, "leaf", "another"))
+
+
+@pytest.mark.parametrize("name", ["behaviour_logprob", "advantage"])
+def test_a_column_of_another_process_is_the_same(name: str):
+    """Its fill may be NaN, which equals nothing, and is no longer the same object."""
+    sent = pickle.loads(pickle.dumps(columns.COLUMNS[name]))
+    assert declare(sent) is sent
+    with pytest.raises(ValueError, match="declared already"):
+        declare(dataclasses.replace(sent, fill=7.0))
 
 
 @pytest.mark.parametrize("kind", ["token", "node", "path"])

@@ -10,22 +10,26 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 from rich.console import Console as RichConsole
-from safetensors.torch import load_file
 
 from rolltree.engine import Orchestrator, load_config
 from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop.buffer import Group
 from rolltree.engine.settings import TrainConfig
+from rolltree.engine.train.checkpoint import read_tensors
 
 
 def train(
-    toml: Path, arguments: list[str], watch: Callable[[Orchestrator], object] = lambda run: None
+    toml: Path,
+    arguments: list[str],
+    watch: Callable[[Orchestrator], object] = lambda run: None,
+    *,
+    resume: bool = False,
 ) -> tuple[TrainConfig, Orchestrator]:
     """Train to the end; ``watch`` is called before."""
     config = load_config(toml, arguments)
     console = Console(RichConsole(file=io.StringIO(), width=300))
-    run = Orchestrator(build(config, console=console))
+    run = Orchestrator(build(config, console=console, resume=resume))
     watch(run)
     run.run()
     return config, run
@@ -39,7 +43,7 @@ def ages(run: Orchestrator) -> list[tuple[int, int]]:
     next_batch = run.controller.next_batch
 
     def batch(*given: object) -> list[Group]:
-        versions[run.step] = run.learner.trainer.updates
+        versions[run.step] = run.learner.updates
         groups = next_batch(*given)
         for group in groups:
             tree = group.tree
@@ -59,11 +63,11 @@ def assert_close(ours: Path, theirs: Path, within: float) -> None:
         one, other = (pq.read_table(at / "rollouts" / file.name, columns=columns) for at in (ours, theirs))
         assert one.equals(other), file.name
     last = max((theirs / "checkpoints").glob("step_*")).name
-    for file in (theirs / "checkpoints" / last).glob("*.safetensors"):
-        got, expected = load_file(ours / "checkpoints" / last / file.name), load_file(file)
-        weights = [name for name in expected if name.startswith("weight.")]
-        for name in weights:
-            torch.testing.assert_close(got[name], expected[name], rtol=0, atol=within)
+    got, expected = (read_tensors(at / "checkpoints" / last / "learner") for at in (ours, theirs))
+    weights = [name for name in expected if name.startswith("weight.")]
+    assert weights
+    for name in weights:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=within)
 
 
 class Saboteur(threading.Thread):

@@ -314,7 +314,7 @@ def test_out_of_memory_halves_the_micro_batches(toml: Path, tmp_path: Path, monk
             patch.setattr(Trainer, "accumulate", accumulate)
             run, out = orchestrate(config)
             run.run()
-        weights.append([p.detach().clone() for p in run.model.parameters()])
+        weights.append([p.detach().clone() for p in run.learner.model.parameters()])
         counted.append(rows(config.run_dir)[1].get("actor/out_of_memory"))
         assert ("ran out of memory; micro-batches have 128 tokens" in out.getvalue()) == fails
         assert len(budgets) == 1 + fails
@@ -340,9 +340,9 @@ def test_micro_batches_that_are_not_finite_are_counted(toml: Path, tmp_path: Pat
 
     monkeypatch.setattr(Trainer, "accumulate", breaks_second)
     run, _ = orchestrate(config)
-    before = [p.detach().clone() for p in run.model.parameters()]
+    before = [p.detach().clone() for p in run.learner.model.parameters()]
     run.run()
     row = rows(config.run_dir)[1]
     assert len(seen) >= 2
     assert (row["actor/skipped_updates"], row["actor/nonfinite_micro_batches"]) == (1, 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.learner.model.parameters(), strict=True))

@@ -97,7 +97,7 @@ def test_a_reward_outside_fp32_is_no_reward(home: Path, tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_stop_the_run(home: Path, tmp_path: Path) -> None:
     run = Run(home, tmp_path, "--trainer.max_bad_steps=2")
     with torch.no_grad():
-        run.loop.model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+        run.loop.learner.model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
     with pytest.raises(RunError, match=r"could not be sampled for 2 steps .*trainer.max_bad_steps.*not finite"):
         run.run()
     (_, row) = run.rows

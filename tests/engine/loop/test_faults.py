@@ -55,7 +55,9 @@ def whole(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Orchestrator:
 
 def assert_same(run: Orchestrator, whole: Orchestrator, without: tuple[str, ...] = ()) -> None:
     assert untimed(run, without) == untimed(whole, without)
-    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run.learner.model.parameters(), whole.learner.model.parameters(), strict=True)
+    )
 
 
 def test_a_disk_that_fills_up_ends_the_run_which_goes_on_later(toml, tmp_path, whole, monkeypatch) -> None:
@@ -134,12 +136,12 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(toml, tmp_path, monke
             next(m for m in self._masters if m.grad is not None).grad.view(-1)[0] = bad
 
     run = orchestrate(toml, tmp_path / "a")
-    before = [p.detach().clone() for p in run.model.parameters()]
+    before = [p.detach().clone() for p in run.learner.model.parameters()]
     seen: list[bool] = []
     end_step = Controller.end_step
 
     def looks(self, batch, weights, version):
-        seen.append(all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True)))
+        seen.append(all(torch.equal(a, b) for a, b in zip(before, run.learner.model.parameters(), strict=True)))
         end_step(self, batch, weights, version)
 
     monkeypatch.setattr(Trainer, "_gather_gradients", spoils)
@@ -149,4 +151,4 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(toml, tmp_path, monke
     assert skipped == [1, *[0] * (len(skipped) - 1)]
     assert seen[0]  # the weights are as they were
     assert not seen[-1]
-    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+    assert all(torch.isfinite(p).all() for p in run.learner.model.parameters())

@@ -104,7 +104,7 @@ def untimed(rows):
 def test_a_whole_run(home, tmp_path):
     config = configure(home, tmp_path, "--rollout.program=treepo", "--rollout.program_options={segment_tokens=2}")
     run = orchestrate(config)
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in run.learner.model.named_parameters()}
     summary = run.run()
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -145,7 +145,7 @@ def test_a_whole_run(home, tmp_path):
     assert exported.config._attn_implementation != "rolltree"
     assert "rolltree" not in (summary.export / "config.json").read_text()
     for name, parameter in exported.named_parameters():
-        assert torch.equal(parameter, dict(run.model.named_parameters())[name])
+        assert torch.equal(parameter, dict(run.learner.model.named_parameters())[name])
         assert not torch.equal(parameter, before[name])
     prompt = AutoTokenizer.from_pretrained(summary.export)("3+4=", return_tensors="pt")
     assert exported.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > 4
@@ -244,12 +244,12 @@ def test_groups_of_equal_rewards_teach_nothing(home, tmp_path, drop):
         f"--algorithm.drop_zero_variance={drop}", "--evaluation.problems=0", "--evaluation.every=0",
     )  # fmt: skip
     run = orchestrate(config)
-    before = [p.detach().clone() for p in run.model.parameters()]
+    before = [p.detach().clone() for p in run.learner.model.parameters()]
     run.run()
     row = rows_of(config)[1]
     assert row["filter/zero_variance_groups"] == 4
     assert row["reward/mean"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.learner.model.parameters(), strict=True))
     if drop == "true":
         assert row["actor/empty_updates"] == 1
         assert run.learner.trainer.updates == 0
@@ -303,7 +303,7 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
         run.run()
         assert ("mean difference 0.25" in screen.getvalue()) == says
         assert run.learner._flat == says
-        weights.append([p.detach().clone() for p in run.model.parameters()])
+        weights.append([p.detach().clone() for p in run.learner.model.parameters()])
     for tree, flat, unasked in zip(*weights, strict=True):
         torch.testing.assert_close(tree, flat, rtol=1e-4, atol=1e-5)
         assert torch.equal(tree, unasked)

@@ -29,6 +29,7 @@ from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.hosted import HostedRewards, RewardHost
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.orchestrator import Orchestrator
+from rolltree.engine.loop.ranks import Ranks
 from rolltree.engine.loop.workers import InThreads, LostError, Reference
 from rolltree.engine.rewards import RewardItem
 from rolltree.engine.rollout.host import Host
@@ -464,6 +465,36 @@ def test_reward_hosts_that_are_killed_or_stopped_lose_no_verdict(
 def test_two_processes_of_ray_give_the_same_tokens(ray: Any, toml: Path, alone: Path, tmp_path: Path) -> None:
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
     assert_close(config.run_dir, alone, WITHIN)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_ranks_of_ray_learn_what_one_process_learns(ray: Any, toml: Path, alone: Path, tmp_path: Path) -> None:
+    """One is killed in the second step; the run goes back, and then continues on other numbers of ranks."""
+    strikes = [2]
+
+    def watch(run: Orchestrator) -> None:
+        assert isinstance(run.learner, Ranks)
+        ranks, learn = run.learner, run.learner._learn
+
+        def struck(method: str, trees: Any, given: Any, step: int, *rest: Any) -> Any:
+            if step in strikes:
+                strikes.remove(step)
+                os.kill(ranks.pids[0], signal.SIGKILL)
+            return learn(method, trees, given, step, *rest)
+
+        run.learner._learn = struck  # type: ignore[method-assign]
+
+    two = [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=1", "--trainer.ranks=2"]
+    config, run = train(toml, two, watch)
+    assert not strikes
+    assert run.learner._groups == 2  # type: ignore[attr-defined]
+    assert_close(config.run_dir, alone, WITHIN)
+    audit(config)
+    longer, _ = train(toml, [f"--output_dir={toml.parent}/longer", *SHORT, "--trainer.steps=5"])
+    train(toml, [*two, "--trainer.steps=4", "--placement.cluster=auto"], resume=True)  # they meet at an address
+    more, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--trainer.steps=5"], resume=True)
+    assert_close(more.run_dir, longer.run_dir, WITHIN)
 
 
 @pytest.mark.ray

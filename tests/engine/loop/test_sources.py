@@ -302,3 +302,29 @@ def test_an_unknown_task_or_option_is_named(
     with pytest.raises(UserError, match=r"data\.tasks") as error:
         source(tokenizer, tasks=(task,))
     assert needle in str(error.value)
+
+
+ROWS = """
+class Rows:
+    asked = 0
+
+    def next(self, count):
+        begin, self.asked = self.asked, self.asked + count
+        return [{"prompt": f"problem {i}", "answer": str(i)} for i in range(begin, self.asked)]
+"""
+
+
+def test_a_source_without_state_goes_back_in_place(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Its rows come once; a run keeps those since its checkpoint, also if writing a further one failed."""
+    (tmp_path / "rows.py").write_text(ROWS)
+    made = source(tokenizer, source=f"{tmp_path}/rows.py:Rows")
+    made.next(2)
+    state = copy.deepcopy(made.state_dict())
+    expected = made.next(5)
+    made.state_dict()  # of a checkpoint that was not written
+    for _ in range(2):
+        made.load_state_dict(copy.deepcopy(state))
+        assert made.next(1) == expected[:1]
+        made.state_dict()
+        assert made.next(4) == expected[1:]
+    assert [prompt.entry["answer"] for prompt in made.next(2)] == ["7", "8"]

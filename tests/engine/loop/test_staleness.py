@@ -115,7 +115,7 @@ def test_behaviour_is_that_of_the_weights_that_sampled(toml: Path, tmp_path: Pat
     first, *_, last = run.rows
     assert first["training/rollout_probs_diff_mean"] < 1e-5
     assert last["training/rollout_is_mean"] != 1
-    (ours, theirs) = (dict(m.named_parameters()) for m in (run.loop.model, run.loop.sampler.engine.model))
+    (ours, theirs) = (dict(m.named_parameters()) for m in (run.loop.learner.model, run.loop.sampler.engine.model))
     for name, parameter in theirs.items():
         assert parameter is not ours[name]
         assert torch.equal(parameter, ours[name])  # the last update has reached the sampler

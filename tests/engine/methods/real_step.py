@@ -102,7 +102,7 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
 
     def wrapped_step() -> Any:
         mine = updates[-1]
-        named = list(run.model.named_parameters())
+        named = list(run.learner.model.named_parameters())
         mine.weights = {name: p.detach().clone() for name, p in named}
         mine.gradient = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
         metrics = optim_step()
@@ -139,7 +139,7 @@ def along(tree: TokenTree, leaf: int, column: str) -> Tensor:
 
 def plain_model(steps: Steps, update: Update) -> Any:
     """Return the model before ``update``, with the attention of transformers."""
-    config = copy.deepcopy(steps.orchestrator.model.config)
+    config = copy.deepcopy(steps.orchestrator.learner.model.config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.load_state_dict(update.weights, strict=False)
     model.tie_weights()
