@@ -100,7 +100,7 @@ def test_only_the_adapter_is_trained(toml, two_steps):
     steps, _ = two_steps
     plain = dict(base_model(toml).named_parameters())
     moved = 0
-    for name, p in steps.orchestrator.model.named_parameters():
+    for name, p in steps.orchestrator.learner.model.named_parameters():
         if ".lora_" in name:
             moved += not torch.equal(p, steps.updates[0].weights[name])
         else:
@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(two_steps):
     adapter = {name for name in tensors if name.startswith("weight.")}
     assert len(adapter) == 28
     assert len(tensors) == 4 * len(adapter)
-    for name, p in steps.orchestrator.model.named_parameters():
+    for name, p in steps.orchestrator.learner.model.named_parameters():
         if ".lora_" in name:
             assert torch.equal(tensors[f"weight.{name}"], p)
 
@@ -173,7 +173,7 @@ def test_the_export_is_the_sum_for_transformers_and_the_adapter_for_peft(toml, t
     model = base_model(toml)
     ids = torch.tensor([steps.updates[0].trees[0].token_id[:6].tolist()])
     with torch.no_grad():
-        adapter = dict(steps.orchestrator.model.named_parameters())
+        adapter = dict(steps.orchestrator.learner.model.named_parameters())
         wanted = functional_call(model, of_policy(model, adapter), (), {"input_ids": ids}).logits
         plain = AutoModelForCausalLM.from_pretrained(directory / "export", attn_implementation="eager").eval()
         alone = peft.PeftModel.from_pretrained(base_model(toml), str(directory / "export" / "adapter")).eval()
@@ -188,7 +188,7 @@ class TestResume:
         flags = (ADAPTER, *FAST, f"--trainer.steps={steps}", "--roles.reference={ema=0.5}")
         done = take_steps(toml, folder, *flags, unset=NO_STEPS, resume=resume)
         (role,) = done.orchestrator.learner.roles
-        named = {name: p.detach().clone() for name, p in done.orchestrator.model.named_parameters()}
+        named = {name: p.detach().clone() for name, p in done.orchestrator.learner.model.named_parameters()}
         return named | {f"reference.{name}": w.clone() for name, w in (role.weights or {}).items()}
 
     def test_it_repeats_the_uninterrupted_run_and_refuses_other_weights_below(self, toml, tmp_path):
@@ -220,7 +220,7 @@ class TestASamplerOfItsOwn:
         held = dict(run.sampler.engine.model.named_parameters())
         model = base_model(toml)
         assert held.keys() == dict(model.named_parameters()).keys()
-        wanted = dict(model.named_parameters()) | of_policy(model, dict(run.model.named_parameters()))
+        wanted = dict(model.named_parameters()) | of_policy(model, dict(run.learner.model.named_parameters()))
         for name, p in held.items():
             torch.testing.assert_close(p, wanted[name], atol=1e-6, rtol=1e-5)
         assert run.controller.publication.difference is not None

@@ -411,7 +411,7 @@ def test_every_other_recipe_changes_the_policy(step_of, name):
 def test_lora_rl_changes_the_adapter_alone(step_of):
     """Its gradient is compared with the formula in tests/engine/loop/test_lora_run.py."""
     steps = step_of("lora_rl")
-    before, after = steps.updates[0].weights, dict(steps.orchestrator.model.named_parameters())
+    before, after = steps.updates[0].weights, dict(steps.orchestrator.learner.model.named_parameters())
     assert any(".lora_" in name for name in before)
     for name, weight in before.items():
         assert torch.equal(weight, after[name]) == (".lora_" not in name), name
