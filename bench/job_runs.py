@@ -139,8 +139,9 @@ def rolltree(config: TrainConfig, recorder: Recorder, **changes: dict[str, Any])
         run = Orchestrator(build(config.model_copy(update=rest), console=steps))
         old = run.evaluation
         sampler: Any = run.sampler
+        learner: Any = run.learner
         kept = _Kept(old.parts, sampler, run.tokenizer, steps)
-        kept.recorder, kept.model, kept.engine = recorder, run.model, sampler.engine
+        kept.recorder, kept.model, kept.engine = recorder, learner.model, sampler.engine
         steps.engine, run.evaluation = sampler.engine, kept
         run.run()
 

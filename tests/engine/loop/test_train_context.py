@@ -283,7 +283,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(toml, tmp_path):
         flags = (*FLAT, *SIZES, "--recipe=scaf_grpo", f"--trainer.steps={steps}")
         run = take_steps(toml, folder, *flags, unset=unset, resume=resume)
         assert any(tree.other_prompt.any() for tree in run.trees)
-        return {name: p.detach().clone() for name, p in run.orchestrator.model.named_parameters()}
+        return {name: p.detach().clone() for name, p in run.orchestrator.learner.model.named_parameters()}
 
     whole = weights(tmp_path / "whole", 3)
     weights(tmp_path / "parts", 2)
