@@ -24,7 +24,7 @@ reward, mu and sd their mean and standard deviation in a group, sg a stop of the
 a paper, an abstract nor public code states.
 
 This page is generated from `engine/recipes`. `make methods` lets recipes train a tiny model: for 39 it compares the
-gradient with the formula, for 41 it sees that the policy changes; five, which need tools, hints or
+gradient with the formula, for 42 it sees that the policy changes; five, which need tools, hints or
 staleness, are only read.
 """
 

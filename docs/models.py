@@ -252,6 +252,25 @@ def page(found: list[dict[str, Any]]) -> str:
 
         `model.replay_routes` (docs/trees.md) knows these routers of mixtures of experts and refuses others:
         {", ".join(f"`{name}`" for name in sorted(ROUTERS))}.
+
+        ## LoRA adapters
+
+        `[model.lora]` (needs peft: `rolltree[lora]`) trains an adapter; `recipe = "lora_rl"` is one of rank 64 on all
+        linear layers except the head. A layer computes `x W' + s (x A') B'`, with s = alpha / sqrt(rank), or
+        alpha / rank with `rslora = false`. There is no dropout. The model's weights W stay as they are:
+
+        - The optimiser has masters and moments of A and B alone.
+        - A reference without a path is the model with its adapter off, and needs no copy. With `reset_every` or `ema`
+          it is a copy of the adapter.
+        - A sampler that shares the trained model samples with the adapter. One with weights of its own (sampling during
+          updates, `rollout.engines`, vLLM) gets `W + s B A` after every update, computed in fp32 and rounded to the
+          model's dtype: in bfloat16 it does not see a change that is smaller than the rounding of W. Digests and the
+          canary prompt check it as they check other weights.
+        - A checkpoint holds the adapter, its moments and a digest of W; a run does not resume on another W.
+        - `export` holds `W + s B A` for plain Transformers, and `export/adapter` the adapter for
+          `peft.PeftModel.from_pretrained`.
+        - A head that shares its weight with the embedding and a vision tower have no adapter. One process trains it
+          (`trainer.ranks` = 1).
         """), ""]  # fmt: skip
     for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
         some = [row for row in found if row["state"] == state]

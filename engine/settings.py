@@ -48,6 +48,25 @@ def known_verifier(name: str) -> str:
     return name
 
 
+class LoraConfig(Section):
+    rank: PositiveInt = 64
+    """Rank of the adapter."""
+    alpha: PositiveFloat = 16.0
+    """Numerator of the adapter's scale."""
+    rslora: bool = True
+    """The scale is alpha / sqrt(rank) (rsLoRA); false: alpha / rank."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers with an adapter, by the last part of their names, such as `["q_proj", "v_proj"]`; `all-linear`: all
+    except the head. A vision tower's have none."""
+
+    @field_validator("targets")
+    @classmethod
+    def _some_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not targets:
+            raise ValueError("it must name at least one linear layer")
+        return targets
+
+
 class ModelConfig(Section):
     path: str
     """Hugging Face model directory (safetensors), or a model name on the Hugging Face hub."""
@@ -62,9 +81,17 @@ class ModelConfig(Section):
     stays as it is."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
+    lora: LoraConfig | None = None
+    """Train a LoRA adapter (needs `peft`) and leave the model's own weights as they are; see docs/models.md."""
     replay_routes: bool = False
     """For mixtures of experts: record the experts that every token was given to when it was sampled, and train with the
     same ones; see docs/trees.md."""
+
+    @model_validator(mode="after")
+    def _tower_is_frozen(self) -> ModelConfig:
+        if self.lora is not None and self.train_tower:
+            raise ValueError("train_tower trains weights that [model.lora] leaves as they are; leave one of them out")
+        return self
 
 
 class TaskConfig(Section):

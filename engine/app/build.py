@@ -34,6 +34,7 @@ from ..methods.groups import GROUP_CALLBACKS, KEEPS, GroupCallback, HintLadder
 from ..methods.schedules import scheduled
 from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
+from ..model.lora import add_lora, has_lora, plain_copy
 from ..model.pictures import placeholders
 from ..parts.calling import call
 from ..parts.context import OF_TREES, Context, asked
@@ -105,7 +106,8 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         if ranks is None:
             assert model is not None
             trained: Trained = TrainedModel(model)
-            learning = learning_parts(config, model, context=Context(tokenizer))
+            merges = getattr(sampler, "model", None) is not model
+            learning = learning_parts(config, model, context=Context(tokenizer), merges=merges)
             learner: Any = partial(Learner, learning)
             own = learning_state(learning)
         else:
@@ -275,6 +277,8 @@ def load_policy(config: TrainConfig) -> PreTrainedModel:
         device=choose_device(config.model.device),
         train_tower=config.model.train_tower,
     )
+    if (lora := config.model.lora) is not None:
+        add_lora(model, **lora.model_dump())
     if config.model.replay_routes:
         routes.install(model)
     if config.model.gradient_checkpointing:
@@ -464,7 +468,8 @@ def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedMode
     """Return the model that samples: the trained one, or a copy if sampling and training overlap."""
     if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
         return model
-    return copy.deepcopy(model).requires_grad_(False)
+    copied = plain_copy(model) if has_lora(model) else copy.deepcopy(model)
+    return copied.requires_grad_(False)
 
 
 def group_callback(config: TrainConfig, context: Context) -> GroupCallback | None:
@@ -586,11 +591,16 @@ def check_old_logprobs(config: TrainConfig) -> None:
 
 
 def check_ranks(config: TrainConfig) -> None:
-    """Check that another process samples if several train.
+    """Check that another process samples if several train, and that these train no adapter.
 
     Raises:
-        UserError: none does.
+        UserError: none does, or they do.
     """
+    if config.trainer.ranks > 1 and config.model.lora is not None:
+        raise UserError(
+            f"`trainer.ranks` = {config.trainer.ranks}, and one process trains the adapter of [model.lora]; set "
+            "trainer.ranks to 1, or leave [model.lora] out."
+        )
     if config.trainer.ranks > 1 and not config.rollout.engines:
         raise UserError(
             f"`trainer.ranks` = {config.trainer.ranks} needs engines in other processes, because no rank has the whole "

@@ -27,13 +27,14 @@ from ..methods.schedules import Schedule, find_schedule, scheduled
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
 from ..model.loading import choose_device, load_model, load_tokenizer
+from ..model.lora import has_lora
 from ..model.roles import Role
 from ..model.sharding import shard
 from ..parts.calling import ask
 from ..parts.context import OF_TREES, Changing, Context, now
 from ..parts.resolve import options_of, resolve
 from ..programs import make_program
-from ..settings import AlgorithmConfig, TermConfig, TrainConfig
+from ..settings import AlgorithmConfig, ReferenceConfig, TermConfig, TrainConfig
 from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
@@ -44,12 +45,18 @@ FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value":
 
 
 def learning_parts(
-    config: TrainConfig, model: PreTrainedModel, group: Group = ALONE, context: Context | None = None
+    config: TrainConfig,
+    model: PreTrainedModel,
+    group: Group = ALONE,
+    context: Context | None = None,
+    *,
+    merges: bool = False,
 ) -> LearningParts:
     """Make the parts that `Learner` uses, with every model sharded over ``group``.
 
     Args:
         context: the run's values that the functions ask for. Default: new ones, with the tokenizer of `model.path`.
+        merges: the sampler has a model of its own, which gets the weights of an adapter merged into those below.
 
     Raises:
         UserError: a part is unknown, cannot be loaded, or needs something that the run does not have.
@@ -81,6 +88,7 @@ def learning_parts(
         inert=inert(config),
         group=group,
         context=context,
+        merges=merges and has_lora(model),
     )
 
 
@@ -356,21 +364,8 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[R
     found = []
     if rescores(config):
         found.append(Role("proximal_logprob", model, replays_routes=True))
-    if (reference := config.roles.reference) is not None:
-        if reference.path is None:
-            weights = Role.snapshot(model)
-        else:
-            weights = _weights(reference.path, "roles.reference.path", model, spread)
-        found.append(
-            Role(
-                "ref_logprob",
-                model,
-                weights,
-                reset_every=reference.reset_every,
-                ema=reference.ema,
-                initial=reference.path is None,
-            )
-        )
+    if config.roles.reference is not None:
+        found.append(_reference(config.roles.reference, model, spread))
     if config.roles.teacher is not None:
         teacher = (
             load_model(config.roles.teacher.path, dtype=model.dtype, device=model.device).eval().requires_grad_(False)
@@ -383,6 +378,25 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[R
         spread(teacher)
         found.append(Role("teacher_logprob", teacher))
     return found
+
+
+def _reference(reference: ReferenceConfig, model: PreTrainedModel, spread: Spread) -> Role:
+    """Make the reference policy: with an adapter, the model without it, unless the reference follows the policy."""
+    column, path = "ref_logprob", reference.path
+    follows = reference.reset_every > 0 or reference.ema is not None
+    if has_lora(model) and path is None and not follows:
+        return Role(column, model, adapted=False)
+    if has_lora(model) and path is not None:
+        if follows:
+            raise UserError(
+                "roles.reference.path cannot become the policy of [model.lora], whose weights it does not have; leave "
+                "reset_every and ema out, or the path."
+            )
+        other = load_model(path, dtype=model.dtype, device=model.device).eval().requires_grad_(False)
+        spread(other)
+        return Role(column, other)
+    weights = Role.snapshot(model) if path is None else _weights(path, "roles.reference.path", model, spread)
+    return Role(column, model, weights, reset_every=reference.reset_every, ema=reference.ema, initial=path is None)
 
 
 def _weights(path: str, key: str, model: PreTrainedModel, spread: Spread) -> dict[str, Tensor]:

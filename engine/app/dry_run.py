@@ -171,11 +171,13 @@ def _holds(given: Any, wanted: Any) -> bool:
 
 def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     check_model_dir(path)
-    sizes = read_sizes(path)
+    sizes = read_sizes(path, config.model.lora)
     check_lengths(config, sizes.positions)
     state = sizes.training_bytes(config.model.dtype)
     kv = sizes.key_bytes(config.model.dtype) * config.rollout.kv_tokens
     yield f"model              {path}: {sizes.kind}, {sizes.parameters / 1e6:.2f} M parameters, {config.model.dtype}"
+    if (lora := config.model.lora) is not None and sizes.adapter is not None:
+        yield f"adapter            LoRA of rank {lora.rank}, {sizes.adapter / 1e6:.2f} M trained parameters"
     yield (
         f"memory             {_size(state)} weights, gradients and optimiser; {_size(kv)} KV cache of "
         f"{config.rollout.kv_tokens} tokens; activations come on top"

@@ -236,7 +236,7 @@ def _sizes(config: TrainConfig) -> ModelSizes:
     if not (path / "config.json").is_file():
         made = f"; `rolltree train` makes it by {config.model.create}" if config.model.create else ""
         raise UserError(f"`rolltree plan` needs config.json of the model, which '{path}' (model.path) lacks{made}.")
-    return read_sizes(path)
+    return read_sizes(path, config.model.lora)
 
 
 def _kv_tokens(config: TrainConfig, sizes: ModelSizes, capacity: float | None) -> tuple[int, list[str]]:
@@ -253,7 +253,8 @@ def _kv_tokens(config: TrainConfig, sizes: ModelSizes, capacity: float | None) -
 def _memory(config: TrainConfig, sizes: ModelSizes, ranks: int, engines: int, kv_tokens: int) -> tuple[float, float]:
     """Return the bytes on a GPU that trains and on one that samples."""
     weights = sizes.parameters * BYTES[config.model.dtype]
-    roles = _roles(config)
+    reference = config.roles.reference
+    roles = _roles(config) - (config.model.lora is not None and reference is not None and reference.path is None)
     trainer = (sizes.training_bytes(config.model.dtype) + roles * weights) / ranks
     keys = kv_tokens * sizes.key_bytes(config.model.dtype)
     return (trainer, weights + keys) if engines else (trainer + keys, trainer + keys)

@@ -10,7 +10,9 @@ from transformers import AutoConfig
 
 from ..errors import UserError
 from ..model.loading import auto_class
+from ..model.lora import check_installed, find_targets
 from ..parts.calling import failure
+from ..settings import LoraConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -28,6 +30,8 @@ class ModelSizes:
         key_heads: heads of keys and values in a layer.
         dim: width of a head.
         unlike: reason why it is not a plain dense decoder; empty if it is one.
+        adapter: number of parameters of its LoRA adapter, which are then the only ones that are trained; None: it has
+            none.
     """
 
     kind: str
@@ -38,22 +42,27 @@ class ModelSizes:
     key_heads: int
     dim: int
     unlike: str
+    adapter: int | None = None
 
     def training_bytes(self, dtype: str) -> int:
-        """Return the bytes of weights, gradients, moments and, in bfloat16, fp32 master weights and sums."""
+        """Return the bytes of weights, gradients, moments and, in bfloat16, fp32 master weights and sums.
+
+        Weights below an adapter have none of the others.
+        """
         weight = BYTES[dtype]
-        return self.parameters * (weight * 2 + 8 + (0 if weight == 4 else 8))
+        frozen, trained = (0, self.parameters) if self.adapter is None else (self.parameters, self.adapter)
+        return frozen * weight + trained * (weight * 2 + 8 + (0 if weight == 4 else 8))
 
     def key_bytes(self, dtype: str) -> int:
         """Return the bytes of a token's keys and values."""
         return 2 * self.layers * self.key_heads * self.dim * BYTES[dtype]
 
 
-def read_sizes(path: Path) -> ModelSizes:
-    """Read the sizes of the model in a directory.
+def read_sizes(path: Path, lora: LoraConfig | None = None) -> ModelSizes:
+    """Read the sizes of the model in a directory, and of the adapter ``lora`` on it.
 
     Raises:
-        UserError: its config.json cannot be read.
+        UserError: its config.json cannot be read, or the adapter does not fit.
     """
     try:
         hf = AutoConfig.from_pretrained(path)
@@ -61,6 +70,11 @@ def read_sizes(path: Path) -> ModelSizes:
             model = auto_class(hf).from_config(hf)
     except Exception as error:
         raise UserError(f"The model '{path}' cannot be loaded: {failure(error)}.") from error
+    adapter = None
+    if lora is not None:
+        check_installed()
+        targets = find_targets(model, lora.targets).values()
+        adapter = lora.rank * sum(layer.in_features + layer.out_features for layer in targets)
     text = hf.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     unlike = f"layers of type {min(other)}" if other else ""
@@ -75,4 +89,5 @@ def read_sizes(path: Path) -> ModelSizes:
         key_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         unlike=unlike,
+        adapter=adapter,
     )

@@ -18,7 +18,7 @@ from .tree import TokenTree
 def join(trees: Sequence[TokenTree]) -> TokenTree:
     """One tree with the leaves of ``trees``, tree after tree; equal tokens of different trees are not merged.
 
-    Columns of tokens and leaves and rewards are kept; a reward that a tree lacks is NaN for its leaves.
+    Columns of tokens, leaves and paths and rewards are kept; a reward that a tree lacks is NaN for its leaves.
 
     Raises:
         ValueError: the trees' prompts differ, or the prompt of a leaf is longer than its tree's.
@@ -38,7 +38,8 @@ def join(trees: Sequence[TokenTree]) -> TokenTree:
         statuses += [LeafStatus(int(status)) for status in tree.status]
     pictures = [picture for tree in trees for picture in tree.pictures]
     joined = TokenTree.from_nodes(parents, segments, leaves, statuses, pictures=pictures)
-    for name in dict.fromkeys(name for tree in trees for name in tree.columns if COLUMNS[name].per == "leaf"):
+    of_paths = [name for tree in trees for name in tree.columns if COLUMNS[name].per in ("leaf", "path")]
+    for name in dict.fromkeys(of_paths):
         joined.set(name, np.concatenate([getattr(tree, name) for tree in trees]))
     for name in dict.fromkeys(name for tree in trees for name in tree.rewards):
         parts = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]

@@ -25,9 +25,11 @@ from ..methods.credit import COLUMN, give_credit
 from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
+from ..model.lora import Merged, base_digest, has_lora, plain_copy, save_adapter
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..model.sharding import gathered, joined, local, named_shards, placed
 from ..rollout import SamplingParams
+from ..rollout.sampler import WeightSource
 from ..train import checkpoint
 from ..train.checkpoint import Saved
 from ..train.phases import MODEL, Phases, Span
@@ -62,6 +64,7 @@ class Learner:
         self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
         self._flat: bool | None = None  # None: not tested yet
         self._parameters = named_shards(parts.model)
+        self._base = base_digest(parts.model) if has_lora(parts.model) else None
 
     def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
         """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` trees.
@@ -312,9 +315,9 @@ class Learner:
                 )
         return bool(self._flat)
 
-    def weights(self) -> Trainer:
+    def weights(self) -> WeightSource:
         """Return the source of the policy's weights, for a sampler."""
-        return self.trainer
+        return Merged(self.model) if self.parts.merges else self.trainer
 
     def spans(self) -> list[Span]:
         """Return the phases of the updates since the last call, in order; waits until the device has finished them."""
@@ -377,7 +380,14 @@ class Learner:
 
     def export(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory that plain transformers loads; of several ranks the first does,
-        and all must call it."""
+        and all must call it.
+
+        An adapter is merged into the weights there, and also written alone, as peft loads it, to ``adapter``.
+        """
+        if has_lora(self.model):
+            plain_copy(self.model).save_pretrained(directory)
+            save_adapter(self.model, directory / "adapter")
+            return
         if self.group.count == 1:
             self.model.save_pretrained(directory)
             return
@@ -390,7 +400,7 @@ class Learner:
         """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
         tensors, counters = self.trainer.state_dict()
         seen = [role.seen for role in self.roles]
-        state: dict[str, Any] = {"trainer": counters, "roles": seen, "metrics": self.metrics}
+        state: dict[str, Any] = {"trainer": counters, "roles": seen, "metrics": self.metrics, "base": self._base}
         if self.critic is not None:
             theirs, state["critic"] = self.critic.trainer.state_dict()
             tensors |= {f"critic/{name}": t for name, t in theirs.items()}
@@ -404,8 +414,13 @@ class Learner:
         """Restore the result of :meth:`state_dict`.
 
         Raises:
-            UserError: the tensors belong to another model or to other roles.
+            UserError: the tensors belong to another model or to other roles, or to the adapter of other weights.
         """
+        if state.get("base") != self._base:
+            raise UserError(
+                "The checkpoint's adapter was trained on other weights than the model has now; set model.path back to "
+                "the model the run began with, or restore its files."
+            )
         self.metrics = state["metrics"]
         self.trainer.load_state_dict({name: t for name, t in tensors.items() if "/" not in name}, state["trainer"])
         if self.critic is not None:
@@ -415,7 +430,7 @@ class Learner:
         for role, seen in zip(self.roles, state["roles"], strict=True):
             role.seen = seen
             if role.weights is not None and (saved := _under(f"role.{role.column}/", tensors)):
-                shards = {name: local(placed(saved[name], p)) for name, p in self._parameters.items()}
+                shards = {name: local(placed(part, self._parameters[name])) for name, part in saved.items()}
                 role.weights = {name: shards[name].to(w.device, copy=True) for name, w in role.weights.items()}
 
 

@@ -128,6 +128,7 @@ class LearningParts:
         replay_routes: train with the experts that the rollouts recorded.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
+        merges: the sampler gets the weights of the model's adapter merged into those below it.
     """
 
     model: PreTrainedModel
@@ -150,6 +151,7 @@ class LearningParts:
     inert: Sequence[str] = ()
     group: Group = ALONE
     context: Context = field(default_factory=Context)
+    merges: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ..data.columns import Array
 from ..data.device import to_device
 from ..data.tree import TokenTree
 from .logprob import batch_logprob
+from .lora import has_lora, without_adapter
 from .sharding import local, named_shards
 
 
@@ -34,6 +35,7 @@ class Role:
         reset_every: after every so many updates of the policy its weights are copied; 0: never.
         ema: share of the old weights that is kept at every update of the policy; None: the weights do not change.
         initial: the weights are the policy's at the start of the run, so a checkpoint must hold them.
+        adapted: compute with the adapter of ``model``, if it has one.
         replays_routes: the role is the policy itself, and computes with the recorded experts if the policy does.
             Another model's log-probs are those of its own routers' choice.
     """
@@ -47,17 +49,22 @@ class Role:
         reset_every: int = 0,
         ema: float | None = None,
         initial: bool = False,
+        adapted: bool = True,
         replays_routes: bool = False,
     ) -> None:
         self.column, self.model, self.replays_routes = column, model, replays_routes
         self.weights = None if weights is None else dict(weights)
-        self.reset_every, self.ema, self.initial = reset_every, ema, initial
+        self.reset_every, self.ema, self.initial, self.adapted = reset_every, ema, initial, adapted
         self.seen = 0  # updates of the policy
 
     @staticmethod
     def snapshot(model: PreTrainedModel, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return a copy of the model's parameters on ``device``; of a sharded model the copy of this rank's shards."""
-        return {name: local(p.detach()).to(device, copy=True) for name, p in named_shards(model).items()}
+        """Return a copy of the model's parameters on ``device``; of a sharded model the copy of this rank's shards.
+
+        Of a model with an adapter, whose other weights stay, it is a copy of the adapter's parameters.
+        """
+        named = {name: p for name, p in named_shards(model).items() if p.requires_grad or not has_lora(model)}
+        return {name: local(p.detach()).to(device, copy=True) for name, p in named.items()}
 
     def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float) -> None:
         """Write the log-prob of every response token of ``batches`` into the role's column.
@@ -85,7 +92,7 @@ class Role:
         self.seen += 1
         if self.weights is None:
             return
-        now = {name: local(p.detach()) for name, p in named_shards(policy).items()}
+        now = {name: local(p.detach()) for name, p in named_shards(policy).items() if name in self.weights}
         if self.reset_every and self.seen % self.reset_every == 0:
             self.weights = {name: p.to(self.weights[name].device, copy=True) for name, p in now.items()}
         elif self.ema is not None:
@@ -94,7 +101,8 @@ class Role:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        with nullcontext() if self.weights is None else swapped(self.model, self.weights):
+        others = nullcontext() if self.weights is None else swapped(self.model, self.weights)
+        with others, nullcontext() if self.adapted else without_adapter(self.model):
             yield
 
 
@@ -104,7 +112,7 @@ def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 
     Nothing is copied within one device, unless the model is sharded: FSDP knows shards by their memory.
     """
-    own = named_shards(model)
+    own = {name: p for name, p in named_shards(model).items() if name in weights}
     if any(isinstance(p, DTensor) for p in own.values()):
         with _copied(model, weights):
             yield
@@ -122,7 +130,7 @@ def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 @contextmanager
 def _copied(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None]:
     """Copy ``weights``, this rank's, into the shards of ``model`` in a with-block."""
-    shards = {name: local(p.detach()) for name, p in named_shards(model).items()}
+    shards = {name: local(p.detach()) for name, p in named_shards(model).items() if name in weights}
     before = {name: part.clone() for name, part in shards.items()}
     for name, part in shards.items():
         part.copy_(weights[name])

@@ -86,6 +86,8 @@ class _Talk:
     reward: float | None = None
     end: int = -1
     """The token that ended the last turn."""
+    length: int = 0
+    """Tokens of the response at the end of the last turn."""
     before: Any = None
     """The environment's state when the step under way began; a step that has ended has changed it."""
     asked: bool = False
@@ -94,7 +96,8 @@ class _Talk:
     def state(self) -> tuple[Any, ...]:
         """Return plain values, with the environment itself where it has no ``state_dict()``."""
         state = self.before if self.asked else _state_of(self.environment)
-        return self.environment if state is None else state, self.messages, self.written, self.reward, self.end
+        of_environment = self.environment if state is None else state
+        return of_environment, self.messages, self.written, self.reward, self.end, self.length
 
     def step(self, branch: BranchId, seconds: float, conversation: Conversation | None) -> Call:
         """Return the call that steps the environment with the messages so far; ``conversation`` grows by its answer."""
@@ -126,6 +129,9 @@ class EnvironmentTurns(RolloutProgram):
         timeout_s: of one step of the environment.
         tool_format: the form in which the model writes calls of tools, one of `FORMATS`; None: the one that the chat
             template teaches.
+        turn_rewards: the environment's reward of a turn before the last becomes the reward of this turn (column
+            `token_reward`, at its last token), for advantages such as `turn_credit`; otherwise a response's reward is
+            the sum of all.
 
     Raises:
         ValueError: an argument is out of range.
@@ -142,13 +148,14 @@ class EnvironmentTurns(RolloutProgram):
         ways: Sequence[int] = (),
         timeout_s: float = 60.0,
         tool_format: str | None = None,
+        turn_rewards: bool = False,
     ) -> None:
         if max_turns < 1 or timeout_s <= 0 or any(way < 1 for way in ways) or (turn_tokens or 1) < 1:
             raise ValueError("environment needs max_turns, turn_tokens and ways >= 1, and timeout_s above 0.")
         self.make = _maker(environment, environment_options or {})
         self.max_turns, self.ways = max_turns, tuple(ways)
         self.segment_tokens, self.call_timeout_s = turn_tokens, timeout_s
-        self.tool_format = tool_format
+        self.tool_format, self.turn_rewards = tool_format, turn_rewards
 
     @property
     def segment_stop_token_ids(self) -> Sequence[int]:  # type: ignore[override]
@@ -191,7 +198,7 @@ class EnvironmentTurns(RolloutProgram):
                 segment.token_ids[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
             talk.messages.append(assistant_message(text, self._tools, self._form))
-            talk.end = int(segment.token_ids[-1])
+            talk.end, talk.length = int(segment.token_ids[-1]), segment.length
             yield self._step(segment.branch)
 
     def returned(
@@ -200,10 +207,14 @@ class EnvironmentTurns(RolloutProgram):
         talk = self._talks.pop(branch)
         talk.asked, found = False, result.observation
         turns = self._turns(talk)
+        last = found.done or turns >= self.max_turns
         if found.reward is not None:
-            talk.reward = (talk.reward or 0.0) + found.reward
+            placed = self.turn_rewards and not last
+            if placed:
+                yield Reward(branch, found.reward, at=talk.length)
+            talk.reward = (talk.reward or 0.0) + (0.0 if placed else found.reward)
             yield Reward(branch, talk.reward)
-        if found.done or turns >= self.max_turns:
+        if last:
             yield Finish(branch, LeafStatus.STOP if found.done else LeafStatus.LENGTH)
             return
         talk.messages += result.messages

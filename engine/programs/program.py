@@ -185,10 +185,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Reward:
-    """Set the reward of a leaf or of a resting branch's response; `reward.verifier` = "program" uses it."""
+    """Set the reward of a leaf or of a resting branch's response; `reward.verifier` = "program" uses it.
+
+    With ``at`` it is the reward of the turn that ends after the first ``at`` tokens of the response. It is added to the
+    column `token_reward` at the last of these tokens, whatever the verifier, for the credit of turns.
+    """
 
     branch: BranchId
     value: float
+    at: int | None = None
 
 
 Action = Fork | Finish | Rewind | Prune | Call | Reward

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..data.columns import COLUMNS, Array
+from ..data.columns import Array
 from ..data.tree import TokenTree
 
 Span = tuple[int, int, float]
@@ -15,14 +15,14 @@ Span = tuple[int, int, float]
 
 
 def put_spans(tree: TokenTree, spans: Sequence[Sequence[Span]], decode: Callable[[Array], str]) -> None:
-    """Fill `token_reward`: a span's reward goes to the token that completes its text; several on one token add up.
+    """Add to `token_reward`: a span's reward goes to the token that completes its text; several on one token add up.
 
     Args:
         spans: the spans of each leaf.
         decode: returns the text of token ids, as the verifier read it.
     """
     length = tree.response_length
-    found = COLUMNS["token_reward"].filled(int(length.sum()))
+    found = tree.token_reward.copy()  # a program may have rewarded turns
     first = np.cumsum(length) - length
     for leaf, of_leaf in enumerate(spans):
         ids = tree.token_id[tree.response_rows(leaf)]

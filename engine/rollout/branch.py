@@ -157,6 +157,8 @@ class Branch:
     rewinds: int = 0
     reward: float | None = None
     """Reward of the response that the program gave."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Rewards that the program gave to turns: the response's length at the end of each, and the value."""
     saved: dict[str, Any] | None = None
     """The branch's row of the row table, while the request is aborted."""
 
@@ -298,11 +300,23 @@ class Request:
             tree.pictures = self.media.pictures
         if not all(leaf.trained for leaf in ordered):
             tree.set("trained", [leaf.trained for leaf in ordered])
+        if any(leaf.turn_rewards for leaf in ordered):
+            tree.set("token_reward", _rewards_of_turns(tree, [leaf.turn_rewards for leaf in ordered]))
         if given := {i: leaf.reward for i, leaf in enumerate(ordered) if leaf.reward is not None}:
             tree.meta["given_rewards"] = given
         if self.errors:
             tree.meta["errors"] = {i: self.errors[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.errors}
         return tree
+
+
+def _rewards_of_turns(tree: TokenTree, given: Sequence[Sequence[tuple[int, float]]]) -> Array:  # [P]
+    """Return each turn's reward at its last token, those of one token added up; NaN elsewhere."""
+    found = COLUMNS["token_reward"].filled(int(tree.response_length.sum()))
+    first = np.cumsum(tree.response_length) - tree.response_length
+    for begin, of_leaf in zip(first.tolist(), given, strict=True):
+        for length, value in of_leaf:
+            found[begin + length - 1] = np.nan_to_num(found[begin + length - 1]) + value
+    return found
 
 
 def _tokens_of(nodes: Sequence[Node]) -> Segment:

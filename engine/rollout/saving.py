@@ -60,7 +60,7 @@ def _branch_state(branch: Branch, node: int) -> tuple[Any, ...]:
     order = branch.order & 0xFFFFFFFF  # within its request
     return (
         branch.id, node, branch.seed, order, branch.boundaries, branch.status, branch.length, branch.rewinds,
-        branch.saved, branch.reward, branch.temperature, branch.trained,
+        branch.saved, branch.reward, branch.temperature, branch.trained, branch.turn_rewards,
     )  # fmt: skip
 
 
@@ -77,8 +77,8 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
     for where in ("leaves", "sampling", "resting"):
         place: dict[Any, Branch] = getattr(request, where)
         place.clear()  # an engine may have begun the request before it was aborted
-        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward, *sampling in state[where]:
-            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *sampling)
+        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward, *own, turns in state[where]:
+            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *own)
             branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved
-            branch.reward = reward
+            branch.reward, branch.turn_rewards = reward, turns
             place[key] = branch

@@ -147,7 +147,7 @@ class Steering(ABC):
         def child(id_: BranchId, seed: int, order: int) -> Branch:
             node = Node(parent.node, start, temperature=parent.temperature, trained=parent.trained)
             own = parent.boundaries, parent.temperature, parent.trained
-            return Branch(parent.request, id_, node, seed, order, *own)
+            return Branch(parent.request, id_, node, seed, order, *own, turn_rewards=parent.turn_rewards)
 
         if ids == [parent.id]:
             only = child(parent.id, parent.seed, parent.order)
@@ -257,8 +257,10 @@ class Steering(ABC):
                     made = self._go_on(self._rewind(request, key, length), action)
                 case Prune(key):
                     self._prune(request, key)
-                case Reward(key, value) if key in request.resting or key in request.leaves:
+                case Reward(key, value, None) if key in request.resting or key in request.leaves:
                     (request.resting.get(key) or request.leaves[key]).reward = float(value)
+                case Reward(key, value, at) if at is not None and (key in request.resting or key in request.leaves):
+                    self._reward_turn(request.resting.get(key) or request.leaves[key], at, float(value))
                 case Call(key, function, arguments) if key in request.resting or key in request.leaves:
                     self._call(request, key, function, arguments)
                 case _:
@@ -340,10 +342,20 @@ class Steering(ABC):
         seed = int(child_seed(source.seed, index))
         id_, order = (*source.id, index), request.next_order()
         branch = Branch(request, id_, node, seed, order, boundaries, source.temperature, source.trained)
+        branch.turn_rewards = tuple(turn for turn in source.turn_rewards if turn[0] <= length)
         self._open(branch, source, length)
         request.resting[branch.id] = branch
         self.counts["rewinds"] += 1
         return branch
+
+    def _reward_turn(self, branch: Branch, at: int, value: float) -> None:
+        length = self._length(branch) if branch.status is None else branch.length
+        if not 1 <= at <= length or not np.isfinite(value):
+            raise RuntimeError(
+                f"{_name(branch.request)} gives the reward {value:g} to a turn that ends after {at} tokens; the "
+                f"response has {length}, and a reward is finite."
+            )
+        branch.turn_rewards = (*branch.turn_rewards, (at, value))
 
     def _prune(self, request: Request, key: BranchId) -> None:
         for place in (request.leaves, request.resting, request.sampling):

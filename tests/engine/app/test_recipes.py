@@ -194,7 +194,8 @@ def test_every_recipe_says_what_it_is(name):
     assert len(text.splitlines()) <= 32
     assert max(map(len, text.splitlines())) <= 120
     assert "recipe" not in recipe.keys
-    assert not {"name", "model", "output_dir", "seed"} & recipe.keys.keys()
+    assert not {"name", "output_dir", "seed"} & recipe.keys.keys()
+    assert recipe.keys.get("model", {}).keys() <= {"lora"}  # which model is the run's own
     if "inferred" not in recipe.about:
         assert "[inf]" not in text
     assert tomllib.loads(recipe.toml) == recipe.keys

@@ -407,6 +407,16 @@ def test_every_other_recipe_changes_the_policy(step_of, name):
     assert any(g.norm() > 0 for update in steps.updates for g in update.gradient.values())
 
 
+@pytest.mark.methods
+def test_lora_rl_changes_the_adapter_alone(step_of):
+    """Its gradient is compared with the formula in tests/engine/loop/test_lora_run.py."""
+    steps = step_of("lora_rl")
+    before, after = steps.updates[0].weights, dict(steps.orchestrator.learner.model.named_parameters())
+    assert any(".lora_" in name for name in before)
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) == (".lora_" not in name), name
+
+
 def test_every_recipe_is_run_or_named_with_a_reason():
     assert set(ELSEWHERE) <= set(recipe_names())
     assert set(FLAT) | set(SHAPED) <= set(RUN)

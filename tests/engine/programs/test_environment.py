@@ -171,6 +171,28 @@ def test_state_divides_with_the_branches(engine: NativeEngine) -> None:
     assert tree.num_tokens < tree.logical_tokens  # the first turn and what was said to it are stored once
 
 
+def test_rewards_of_turns_are_at_their_last_tokens(engine: NativeEngine) -> None:
+    """The last turn's reward stays the response's; the first turn, which two branches share, has its reward in both."""
+    program = EnvironmentTurns(Countdown, {"turns": 3}, ways=(2,), turn_rewards=True)
+    turns = SamplingParams(n=4, max_new_tokens=200, allowed_token_ids=[*WORDS("abcdefgh")["input_ids"], EOS], seed=3)
+    prompt = WORDS.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=True, return_dict=False)
+    context = {"messages": QUESTION, "tools": ()}
+    (tree,) = engine.generate([prompt], turns, program, contexts=[context])
+    assert tree.num_leaves == 4
+    begin = 0
+    for leaf, length in enumerate(tree.response_length.tolist()):
+        found = tree.token_reward[begin : begin + length].tolist()
+        begin += length
+        parts = [part.partition("<end>")[0] for part in said(tree, leaf).split("<assistant>")]
+        lengths = [len("".join(parts[: k + 1])) for k in range(3)]
+        rows = tree.response_rows(leaf)
+        ends = [i for i, row in enumerate(rows) if tree.token_id[row] == EOS and tree.origin[row] == Origin.SAMPLED]
+        assert len(ends) == 3
+        assert [found[i] for i in ends[:2]] == lengths[:2]
+        assert [i for i, value in enumerate(found) if value == value] == ends[:2]
+        assert tree.meta["given_rewards"][leaf] == lengths[2]
+
+
 class Slow:
     """Waits where the model asks it to."""
 

@@ -13,18 +13,32 @@ import pytest
 from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.archive import Archive, NotKeptError
-from rolltree.engine.programs import RolloutProgram, make_program
+from rolltree.engine.programs import Fork, GroupState, Reward, RolloutProgram, make_program
 from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.branch import sample_dtype
 from rolltree.engine.rollout.saving import request_state, restore_request
 
 from .test_native_engine import PROMPTS, TREEPO, engine, responses
 
+
+class Rewarded(RolloutProgram):
+    """Rewards every four sampled tokens."""
+
+    segment_tokens = 4
+
+    def decide(self, group: GroupState, finished: Any) -> Any:
+        for segment in finished:
+            if segment.status is None:
+                yield Reward(segment.branch, float(segment.token_ids[0]), at=segment.length)
+                yield Fork(segment.branch, 1)
+
+
 PROGRAMS: dict[str, RolloutProgram] = {
     "flat": make_program("flat"),
     "treepo": TREEPO,
     "rewinds": make_program("spo_chain", chains=2, samples=1, cut_after=4),
     "state of its own": make_program("latr", lookahead=4),
+    "rewards of turns": Rewarded(),
 }
 
 
@@ -61,6 +75,8 @@ def test_another_engine_goes_on_to_the_same_end(name: str) -> None:
             assert request.tree is not None
             tree = expected[requests.index(old)]
             assert responses(request.tree) == responses(tree)
+            np.testing.assert_array_equal(request.tree.token_reward, tree.token_reward)
+            assert np.isfinite(tree.token_reward).any() == isinstance(program, Rewarded)
             for got, wanted in zip(request.tree.flatten(), tree.flatten(), strict=True):
                 np.testing.assert_allclose(got.behaviour_logprob, wanted.behaviour_logprob, rtol=1e-6, atol=1e-6)
                 versions = got.policy_version[got.loss_mask]

@@ -1,0 +1,203 @@
+"""LoRA adapters of a policy (Hu et al. 2021), injected by peft into the loaded model, which keeps its class.
+
+The base weights are frozen and serve all uses: the policy is the model with its adapter, a reference the same model
+without it (`without_adapter`), and a sampler with weights of its own gets the sum of both under the names of a model
+without adapters (`merged`).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from .pictures import tower_parameters
+from .sharding import whole
+
+NAME = "default"
+"""Name of the adapter in peft."""
+PREFIX = "base_model.model."
+"""Beginning of the names in peft's files, from its wrapper around a model."""
+ALL = "all-linear"
+"""The targets that are all linear layers except the head."""
+FILE = "adapter_model.safetensors"
+
+
+def find_targets(model: Any, targets: str | Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers of ``model``, by their full names, that get an adapter; a vision tower's get none.
+
+    Args:
+        model: may be on the meta device.
+        targets: last parts of names, or `ALL`.
+
+    Raises:
+        UserError: a target is no linear layer's name, or it is the head's, which shares its weight with the embedding.
+    """
+    tower = {id(parameter) for _, parameter in tower_parameters(model)}
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module.weight) not in tower
+    }
+    head = model.get_output_embeddings()
+    if targets == ALL:
+        return {name: module for name, module in linear.items() if module is not head}
+    given = [targets] if isinstance(targets, str) else list(targets)
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    if unknown := [name for name in given if name not in names]:
+        raise UserError(
+            f"model.lora.targets names '{unknown[0]}', and no linear layer of the model is called so; they are "
+            f"{', '.join(names)}, and '{ALL}' stands for all except the head."
+        )
+    found = {name: module for name, module in linear.items() if name.rpartition(".")[2] in given}
+    if any(module is head for module in found.values()) and head.weight is model.get_input_embeddings().weight:
+        raise UserError(
+            "model.lora.targets names the head, whose weight is the embedding's too in this model, so that no model "
+            "without adapters holds both; leave it out."
+        )
+    return found
+
+
+def check_installed() -> None:
+    """Check that peft can be imported.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("[model.lora] needs peft, which is not installed; install rolltree[lora], or leave it out.")
+
+
+def add_lora(model: PreTrainedModel, *, rank: int, alpha: float, rslora: bool, targets: str | Sequence[str]) -> None:
+    """Add an adapter to ``model`` and freeze all its other weights.
+
+    A target then computes ``x W' + s (x A') B'``, with A ``[rank, in]`` drawn from torch's generator and B
+    ``[out, rank]`` zero, so that the policy is the model's at first. There is no dropout, since the log-probs of
+    sampler and trainer must agree.
+
+    Args:
+        rank: of the product B A.
+        alpha: numerator of the scale s.
+        rslora: s is ``alpha / sqrt(rank)`` (rsLoRA, Kalajdzievski 2023), otherwise ``alpha / rank``.
+        targets: see `find_targets`.
+
+    Raises:
+        UserError: as `check_installed` and `find_targets`.
+    """
+    check_installed()
+    import peft
+
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # it only divides this
+        use_rslora=rslora,
+        target_modules=list(find_targets(model, targets)),
+        task_type="CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(config, model, NAME)
+    model.rolltree_lora = config
+
+
+def has_lora(model: Any) -> bool:
+    """Return whether `add_lora` has added an adapter to ``model``."""
+    return hasattr(model, "rolltree_lora")
+
+
+@contextmanager
+def without_adapter(model: PreTrainedModel) -> Iterator[None]:
+    """Compute with the base weights alone in a with-block."""
+    layers = [layer for _, layer in _adapted(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the policy's parameters by their names in a model without adapters, with ``W + s B A`` for W.
+
+    The sum is computed in fp32 and rounded once. Parameters without adapter are the model's own tensors.
+    """
+    layers, found = dict(_adapted(model)), {}
+    for name, parameter in _base(model).items():
+        plain = name.replace(".base_layer.", ".")
+        owner, _, last = plain.rpartition(".")
+        changed = last == "weight" and owner in layers
+        found[plain] = _sum(parameter.detach(), layers[owner]) if changed else parameter
+    return found
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The source of `merged` weights for a sampler that has a model without adapters."""
+
+    model: PreTrainedModel
+
+    def tensors(self) -> dict[str, Tensor]:
+        return merged(self.model)
+
+
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of ``model`` without adapters, whose weights are those of the policy."""
+    weights, copied = merged(model), copy.deepcopy(model)
+    for name, layer in list(_adapted(copied)):
+        parent, _, last = name.rpartition(".")
+        setattr(copied.get_submodule(parent), last, layer.get_base_layer())
+    for attribute in ("rolltree_lora", "peft_config"):
+        vars(copied).pop(attribute, None)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            parameter.copy_(weights[name])
+    return copied
+
+
+def save_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Write the adapter as files that ``peft.PeftModel.from_pretrained`` loads onto the model it was added to."""
+    directory.mkdir(parents=True)
+    tensors = {
+        f"{PREFIX}{name.replace(f'.{NAME}.', '.')}": whole(p.detach()).cpu().contiguous()
+        for name, p in model.named_parameters()
+        if ".lora_" in name
+    }
+    save_file(tensors, directory / FILE, metadata={"format": "pt"})
+    config: Any = copy.copy(model.rolltree_lora)
+    config.base_model_name_or_path, config.inference_mode = model.name_or_path, True
+    config.save_pretrained(str(directory))
+
+
+def base_digest(model: PreTrainedModel) -> str:
+    """Return a digest of the frozen weights, which no checkpoint of an adapter holds."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, parameter in _base(model).items():
+        values = whole(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
+        found.update(f"{name} {list(parameter.shape)} {parameter.dtype} ".encode())
+        found.update(values.numpy().data)
+    return found.hexdigest()
+
+
+def _base(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def _sum(weight: Tensor, layer: Any) -> Tensor:
+    a, b = (whole(side[NAME].weight.detach()).float() for side in (layer.lora_A, layer.lora_B))
+    total: Tensor = (whole(weight).float() + layer.scaling[NAME] * (b @ a)).to(weight.dtype)
+    return total
