@@ -436,7 +436,8 @@ def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) 
 
 def _rank_parts(config: TrainConfig, group: Group) -> LearningParts:
     set_seed(config.seed)
-    parts = learning_parts(config, load_policy(config), group)
+    context = Context(load_tokenizer(config.model.path))
+    parts = learning_parts(config, load_policy(config), group, context)
     if with_state := stateful(learning_state(parts)):
         raise UserError(
             f"'{next(iter(with_state))}' has a state, which checkpoints do not hold with trainer.ranks = "

@@ -26,7 +26,7 @@ from ..methods.losses import LOSSES
 from ..methods.schedules import Schedule, find_schedule, scheduled
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
-from ..model.loading import choose_device, load_model, load_tokenizer
+from ..model.loading import choose_device, load_model
 from ..model.lora import has_lora
 from ..model.roles import Role
 from ..model.sharding import shard
@@ -55,14 +55,14 @@ def learning_parts(
     """Make the parts that `Learner` uses, with every model sharded over ``group``.
 
     Args:
-        context: the run's values that the functions ask for. Default: new ones, with the tokenizer of `model.path`.
+        context: the run's values that the functions ask for. Default: new ones without a tokenizer.
         merges: the sampler has a model of its own, which gets the weights of an adapter merged into those below.
 
     Raises:
         UserError: a part is unknown, cannot be loaded, or needs something that the run does not have.
     """
     loop, trainer = config.loop, config.trainer
-    context = context or Context(load_tokenizer(config.model.path))
+    context = context or Context()
     spread = spreading(config, group, model.device.type)
     spread(model)
     return LearningParts(
