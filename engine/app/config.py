@@ -221,7 +221,9 @@ def _nearest(key: str) -> str:
     key = key[:MAX_SHOWN]  # comparing takes time quadratic in its length
     leaf = key.rpartition(".")[2]
     same_leaf = sorted((k for k in keys if k.rpartition(".")[2] == leaf), key=lambda k: k.count("."))
-    found = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    tables = {k.partition(".")[0]: k for k in reversed(keys) if "." in k}  # with the first key of each
+    table = [] if "." in key else [tables[name] for name in difflib.get_close_matches(key, tables, n=1, cutoff=0.8)]
+    found = same_leaf or table or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not found:
         by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
         found = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.0)]
