@@ -82,9 +82,9 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     if config.model.create is not None and not Path(config.model.path).exists():
         console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
     make_model_directory(config)
-    tokenizer = load_tokenizer(config.model.path)
     several = config.trainer.ranks > 1
     model = None if several else load_policy(config)
+    tokenizer = load_tokenizer(config.model.path)
     with ExitStack() as started:
         workers = make_workers(config)
         hosted: HostedRewards | None = None

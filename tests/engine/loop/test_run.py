@@ -252,7 +252,7 @@ def test_report_and_methods(finished, capsys):
     assert "[tool, initial=8, beam=2" in listed
     assert "gspo                  ppo, sequence ratio, seq_mean_token_mean; inferred: eps_low, eps_high" in listed
     heads = (
-        "recipes", "objectives", "advantages", "shaping", "schedules", "selections", "pairs", "curricula", "group",
-        "rollout",
+        "recipes", "objectives", "advantages", "shaping", "schedules", "selections", "losses", "pairs", "curricula",
+        "group", "rollout",
     )  # fmt: skip
     assert all(line.startswith((" ", *heads)) for line in listed.splitlines())
