@@ -55,7 +55,7 @@ VLLM_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Rates:
-    """What the simulations need to know of devices, and where it comes from.
+    """The rates of devices that the simulations use, and their origin.
 
     Attributes:
         source: sentence about the origin.

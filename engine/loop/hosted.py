@@ -31,7 +31,7 @@ AHEAD = 2
 LARGEST = 64
 """Most items of a chunk, unless `reward.workers` needs more."""
 LOOK_S = 1.0
-"""Most seconds between two looks at the hosts."""
+"""Most seconds between two checks of the hosts."""
 HEALTH_S = 5.0
 """Seconds between two questions whether a host answers."""
 START_S = 300.0

@@ -60,7 +60,7 @@ REASON_S = 2.0
 
 
 class Digest(NamedTuple):
-    """What every rank must have alike after an update; as text, so that NaN equals itself."""
+    """The values that are equal on all ranks after an update, as text, so that NaN equals itself."""
 
     updates: str
     loss: str
@@ -97,7 +97,7 @@ class Reply(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What does not change: sizes of the parameters in bytes, `Trained.usual_tokens`, and the rank's process."""
+    """The constants of a rank: sizes of the parameters in bytes, `Trained.usual_tokens`, and its process."""
 
     parameters: dict[str, int]
     usual: Array

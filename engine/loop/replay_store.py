@@ -46,7 +46,7 @@ class Stored:
     score: float
     """Mean of the absolute credit of its tokens when it was stored."""
     digest: str
-    """Of the file."""
+    """BLAKE2b hash of the file, 32 hex digits."""
 
 
 class ReplayStore:

@@ -1,4 +1,4 @@
-"""What a run tells its parts: a function or a method of the user's asks for it by naming an argument.
+"""The values of a run that a function or a method of the user's may ask for, by naming an argument:
 
 - ``step``: number of the step in progress, from 1 on;
 - ``metrics``: the last step's metrics by name, empty in the first;

@@ -46,7 +46,7 @@ KILLED = {
 
 @pytest.fixture(scope="module")
 def drivers(ray: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """What forks the drivers; it has the token of Ray."""
+    """The process that forks the drivers, which has the token of Ray."""
     with forking() as process:
         yield process
 
