@@ -39,6 +39,9 @@ from .metrics import Stopwatch, Sums
 from .parts import LearningParts
 from .utilization import Mfu
 
+Score = Callable[[Sequence[TokenTree], float], object]
+"""Scores trees into their columns, at a temperature."""
+
 
 class Learner:
     """Turns judged trees into updates of the policy.
@@ -58,6 +61,7 @@ class Learner:
         self.metrics: dict[str, float] = {}  # metrics of the last step, which schedules may read
         self.phases = Phases(parts.model.device)
         self.group = parts.group
+        self.policies: dict[str, Learner] = {}  # no other one learns beside this one
         self.trainer = Trainer(parts.model, parts.optimizer, self.phases, self.group)
         self.mfu = Mfu.of(parts.model, self.group.count)
         self.cost = CostModel.of(parts.model)
@@ -76,18 +80,26 @@ class Learner:
             UserError: a schedule returned a number out of range, or a term needs whole trees that do not fit.
             torch.OutOfMemoryError: not even one sequence fits into memory; or, with several ranks, an update does not.
         """
-        parts = self.parts
-        parts.context.at(step, self.metrics)
-        self.terms = [(term.now(), weight) for term, weight in parts.terms]
-        if step == 1:
-            for sentence in parts.inert:
-                self.note(sentence)
-        kept = self.credit(trees, step)
+        return self.learn(self.judged(trees, step, sums), given, step, sums)
+
+    def judged(self, trees: list[TokenTree], step: int, sums: Sums, score: Score | None = None) -> list[TokenTree]:
+        """Begin the update of ``step``: give ``trees`` their credit and return those that have verdicts; see `credit`."""
+        self.parts.context.at(step, self.metrics)
+        for sentence in self.parts.inert if step == 1 else ():
+            self.note(sentence)
+        kept = self.credit(trees, step, score)
         with self.watch.part("pack"):
             sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
             sums.count("filter/failed_groups", len(trees) - len(kept))
-            left = _sampled(trees) - _sampled(kept)
-            sums.count("filter/failed_tokens", left)
+            sums.count("filter/failed_tokens", _sampled(trees) - _sampled(kept))
+        return kept
+
+    def learn(self, kept: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Update the policy on trees that have their credit, and on ``given`` trees; arguments as for `update`."""
+        parts = self.parts
+        parts.context.at(step, self.metrics)
+        self.terms = [(term.now(), weight) for term, weight in parts.terms]
+        with self.watch.part("pack"):
             kept = _counted(kept, sums)
             if parts.replay_routes:
                 for tree in kept:
@@ -104,9 +116,13 @@ class Learner:
         self.metrics = sums.means()
         return updated
 
-    def credit(self, trees: Sequence[TokenTree], step: int) -> list[TokenTree]:
+    def credit(self, trees: Sequence[TokenTree], step: int, score: Score | None = None) -> list[TokenTree]:
         """Shape the rewards of ``trees``, let the roles score them and give them credit; return them without responses
-        whose judging failed."""
+        whose judging failed.
+
+        Args:
+            score: scores trees at the temperature of the step. Default: `score`, for a tree that one policy sampled.
+        """
         parts = self.parts
         with self.watch.part("pack"):
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
@@ -114,7 +130,7 @@ class Learner:
             kept = [tree for tree in judged if tree is not None]
             for tree in kept:
                 shape_rewards(parts.shapings, tree)
-        self._score(kept, self.temperature(step))
+        (score or self.score)(kept, self.temperature(step))
         with self.watch.part("pack"):
             if kept:
                 give_credit(parts.credit, parts.credit_name, kept)
@@ -267,7 +283,8 @@ class Learner:
         for name, option in self.parts.context.schedules.items():
             sums.add(f"schedule/{name}", option.now())
 
-    def _score(self, trees: Sequence[TokenTree], temperature: float) -> None:
+    def score(self, trees: Sequence[TokenTree], temperature: float) -> None:
+        """Let the roles and the critic score ``trees`` into their columns."""
         if not trees:
             return
         with self.watch.part("old_log_prob"):

@@ -338,6 +338,7 @@ class Ranks:
         self.workers, self.count, self._make, self._args = workers, count, make, args
         self.max_tokens, self._timeout_s, self._restarts, self._note = max_tokens, timeout_s, restarts, note
         self.updates, self.pids = 0, list[int]()
+        self.policies: dict[str, Learner] = {}
         self._known: Facts | None = None  # None: the ranks have not joined yet
         self._lost = 0  # times since the newest step
         self._newest = 0  # newest step that was learned
