@@ -218,7 +218,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     from rolltree.engine.app.build import greedy_params, make_engine, make_run_rewards, prepare_model, rollout_program
     from rolltree.engine.loop.evaluation import Evaluation
     from rolltree.engine.loop.parts import EvaluationParts
-    from rolltree.engine.loop.sources import held_out
+    from rolltree.engine.loop.prompts import held_out
     from rolltree.engine.parts.context import Context as Asked
     from rolltree.engine.rollout.sampler import LocalSampler
 

@@ -17,7 +17,7 @@ from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
 from rolltree.engine.loop.parts import SamplingParts
-from rolltree.engine.loop.sources import Prompt
+from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout.sampler import LocalSampler
 from rolltree.engine.settings import TrainConfig

@@ -18,17 +18,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ..errors import UserError
 from ..loop import preflight
 from ..loop.budget import Budget
+from ..loop.demonstrations import Demonstrations
 from ..loop.entries import Entries
 from ..loop.fleet import Fleet
 from ..loop.hosted import HostedRewards
 from ..loop.judging import decode
 from ..loop.learner import Learner
 from ..loop.parts import EvaluationParts, LearningParts, Parts, RunOptions, SamplingParts, Trained
+from ..loop.prompts import held_out
 from ..loop.publication import TrainedModel
 from ..loop.ranks import Rank, Ranks
 from ..loop.replay_store import ReplayStore
 from ..loop.runtime import Progress
-from ..loop.sources import Demonstrations, PromptSource, held_out
+from ..loop.sources import PromptSource
 from ..loop.workers import Role, Workers
 from ..methods.groups import GROUP_CALLBACKS, KEEPS, GroupCallback, HintLadder
 from ..methods.schedules import scheduled

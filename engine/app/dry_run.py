@@ -14,7 +14,8 @@ from rolltree.kernels.dispatch import load_library
 
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
-from ..loop.sources import PromptSource, held_out
+from ..loop.prompts import held_out
+from ..loop.sources import PromptSource
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.context import Context
