@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.app.build import budget, sampled_model
 from rolltree.engine.app.build_learning import learning_parts
+from rolltree.engine.app.build_sampling import budget, sampled_model
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner

@@ -22,7 +22,8 @@ from ..loop.replay import write_groups
 from ..loop.sources import PromptSource
 from ..parts.context import Context
 from ..settings import TrainConfig
-from .build import kept_entries, make_engine, make_run_rewards, prepare_model, sampling_parts
+from .build_checks import kept_entries
+from .build_sampling import make_engine, make_run_rewards, prepare_model, sampling_parts
 from .console import Console, Terminal
 from .printable import printable
 

@@ -32,7 +32,7 @@ EXCEPTIONS = {
     ("engine.settings.training", "engine.train.config"),  # a dataclass without imports
     ("engine.registration", "engine.model.attention"),  # by name, after Transformers was imported
     ("engine.app.cli", "bench.cli"),  # by name, for `rolltree bench`
-    ("engine.app.build", "engine.integrations.ray"),  # only where a run has engines in other processes
+    ("engine.app.build_workers", "engine.integrations.ray"),  # only where a run has engines in other processes
 }
 """The only imports that may break a rule."""
 

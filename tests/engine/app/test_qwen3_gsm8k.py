@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import rollout_program, sampling_params
+from rolltree.engine.app.build_sampling import rollout_program, sampling_params
 from rolltree.engine.app.config import load_config
 from rolltree.engine.loop.prompts import held_out
 from rolltree.engine.loop.sources import PromptSource
