@@ -1,25 +1,67 @@
-"""Builds the further policies of a run, ``[models.NAME]``: a model, a sampler and the parts of a learner each."""
+"""Builds the further policies of a run, ``[models.NAME]``: a model, an engine and the parts of a learner each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UserError
+from ..loop.learner import Learner
+from ..loop.metrics import Stopwatch
 from ..loop.parts import LearningParts
+from ..loop.policies import Policies
 from ..model.loading import load_tokenizer
+from ..parts.context import Context
 from ..programs import RolloutProgram
 from ..rollout import RolloutEngine
+from ..rollout.others import Others, Player
 from ..settings import TrainConfig
+from .build_checks import check_lengths
+from .build_learning import learning_parts
+from .build_sampling import load_policy, make_engine
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A further policy of a run."""
+    """A further policy: its configuration as if it were the only one, its model, and the engine that samples it."""
 
+    config: TrainConfig
+    model: PreTrainedModel
     engine: RolloutEngine
-    learning: LearningParts
+
+    def learning(self, tokenizer: PreTrainedTokenizerBase) -> LearningParts:
+        return learning_parts(self.config, self.model, context=Context(tokenizer))
+
+
+def further_policies(
+    config: TrainConfig, program: RolloutProgram, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Policy]:
+    """Load the policies of ``[models.NAME]``, by name, and let ``engine`` ask theirs for the roles that they play.
+
+    Raises:
+        UserError: one cannot be loaded, has another tokenizer or too few positions, or plays no role of its own.
+    """
+    found: dict[str, Policy] = {}
+    players: dict[str, Player] = {}
+    for number, (name, roles) in enumerate(roles_of(config, program).items(), start=1):
+        own = of_policy(config, name)
+        check_same_tokens(name, own.model.path, tokenizer)
+        model = load_policy(own)
+        found[name] = Policy(own, model, make_engine(own, model, tokenizer))
+        check_lengths(own, found[name].engine.longest)
+        players[name] = Player(number, found[name].engine, roles)
+    if players:
+        engine.loop.others = Others(players)
+    return found
+
+
+def make_policies(
+    first: LearningParts, others: Mapping[str, LearningParts], watch: Stopwatch, note: Callable[[str], object]
+) -> Policies:
+    """Make the learners of a run of several policies."""
+    return Policies(Learner(first, watch, note), {name: Learner(own, watch, note) for name, own in others.items()})
 
 
 def of_policy(config: TrainConfig, name: str) -> TrainConfig:

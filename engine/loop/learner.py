@@ -83,7 +83,7 @@ class Learner:
         return self.learn(self.judged(trees, step, sums), given, step, sums)
 
     def judged(self, trees: list[TokenTree], step: int, sums: Sums, score: Score | None = None) -> list[TokenTree]:
-        """Begin the update of ``step``: give ``trees`` their credit and return those that have verdicts; see `credit`."""
+        """Begin the update of ``step``: give ``trees`` their credit and return those with verdicts; see `credit`."""
         self.parts.context.at(step, self.metrics)
         for sentence in self.parts.inert if step == 1 else ():
             self.note(sentence)

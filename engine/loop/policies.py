@@ -62,6 +62,9 @@ class Policies:
         """Let the roles of each policy score the tokens that it sampled, and those of the first all that were given."""
         for number, learner in enumerate(self._all):
             scored = [replace(tree, columns=dict(tree.columns)) for tree in trees]
+            for by_policy in scored:  # a role writes in place where the column is there
+                for role in learner.roles:
+                    by_policy.columns.pop(role.column, None)
             learner.score(scored, temperature)
             for tree, by_policy in zip(trees, scored, strict=True):
                 for role in learner.roles:

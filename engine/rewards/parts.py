@@ -118,12 +118,14 @@ class RewardParts(Rewards):
             for k in sorted(range(len(self._parts)), key=lambda k: bool(self._parts[k][1].reads_part)):
                 (_, rewards), mine, answer = self._parts[k], asked[k], waiting[k]
                 if rewards.reads_part:
-                    read = found[self._names.index(rewards.reads_part)]
-                    mine = {i: replace(item, judged=read[i].value if i in read else None) for i, item in mine.items()}
-                if answer is None:  # what reads another part; and the engine's own thread asks the policy
-                    verdicts = rewards.score(list(mine.values())) if mine else []
-                else:
+                    other = found[self._names.index(rewards.reads_part)]
+                    mine = {i: replace(item, judged=other[i].value if i in other else None) for i, item in mine.items()}
+                if answer is not None:
                     verdicts = answer.result()
+                elif mine:  # it reads another part, or the engine's own thread asks the policy
+                    verdicts = rewards.score(list(mine.values()))
+                else:
+                    verdicts = []
                 found[k] = dict(zip(mine, verdicts, strict=True))
         now = [at_step(schedule, self._context.step, self._context.metrics) for schedule in self._weights]
         return [self._sum(items[i], [of_part.get(i) for of_part in found], now) for i in range(len(items))]
