@@ -21,6 +21,7 @@ from rolltree.engine.programs import (
     SGRPO,
     EPTree,
     Flat,
+    GenerateThenVerify,
     HintLadder,
     RolloutProgram,
     SPOChain,
