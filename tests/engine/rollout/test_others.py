@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def check(tree: TokenTree, roles: Sequence[str] = ("reader",)) -> int:
     return theirs
 
 
-CASES: dict[str, tuple[Callable[[], RolloutProgram], int]] = {
+CASES: dict[str, tuple[Callable[[], InTurns], int]] = {
     "there": (lambda: InTurns([("reader", 1, 5)]), 1),
     "there in several branches": (lambda: InTurns([("reader", 3, 5)]), 3),
     "there and back": (lambda: InTurns([("reader", 2, 5), ("writer", 2, 3), ("reader", 1, 4)], begun=2), 8),
@@ -113,6 +114,11 @@ def test_each_policy_samples_its_roles(name: str) -> None:
         assert tree.num_leaves == leaves
         assert check(tree) > 0
         assert tree.meta["roles"] == list(ROLES)
+        asked = [role for role, _, _ in make().turns]
+        for leaf in range(leaves):
+            rows = tree.response_rows(leaf)
+            played = [ROLES[role] for role in tree.role[rows][tree.origin[rows] == Origin.SAMPLED]]
+            assert [role for role, _ in groupby(played)] == [role for role, _ in groupby(["writer", *asked])]
     assert_all_free(first)
     assert_all_free(other)
     # the samples of a prompt do not depend on the batch, nor on the number of steps that others take
