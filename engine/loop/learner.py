@@ -25,7 +25,7 @@ from ..methods.credit import COLUMN, give_credit
 from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
-from ..model.lora import Merged, base_digest, has_lora, plain_copy, save_adapter
+from ..model.lora import Merged, base_digest, gathered_sum, has_lora, plain_copy, save_adapter
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..model.sharding import gathered, joined, local, named_shards, placed
 from ..rollout import SamplingParams
@@ -384,16 +384,15 @@ class Learner:
 
         An adapter is merged into the weights there, and also written alone, as peft loads it, to ``adapter``.
         """
-        if has_lora(self.model):
-            plain_copy(self.model).save_pretrained(directory)
-            save_adapter(self.model, directory / "adapter")
-            return
+        adapted, writes = has_lora(self.model), self.group.rank == 0
         if self.group.count == 1:
-            self.model.save_pretrained(directory)
-            return
-        whole = gathered(self.model, self.group.rank == 0)
-        if self.group.rank == 0:
-            self.model.save_pretrained(directory, state_dict=whole)
+            (plain_copy(self.model) if adapted else self.model).save_pretrained(directory)
+        else:
+            whole = (gathered_sum if adapted else gathered)(self.model, writes)
+            if writes:
+                self.model.save_pretrained(directory, state_dict=whole)
+        if adapted:
+            save_adapter(self.model, directory / "adapter", writes)
         self.group.gather(None)  # the directory is complete when any rank returns
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
