@@ -32,7 +32,7 @@ from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from ..train import checkpoint
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
-from .build_learning import learning_parts, learning_state, rescores, stateful
+from .build_learning import learning_parts, rescores, stateful
 from .build_sampling import (
     check_hints,
     greedy_params,
@@ -96,14 +96,12 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         context = Context(tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config), context)
         rewards = make_run_rewards(config, sampler, tokenizer, context) if hosted is None else hosted
-        own: dict[str, Any] = {}
         if ranks is None:
             assert model is not None
             trained: Trained = TrainedModel(model)
             merges = getattr(sampler, "model", None) is not model
             learning = learning_parts(config, model, context=Context(tokenizer), merges=merges)
             learner: Any = partial(Learner, learning)
-            own = learning_state(learning)
         else:
             trained, learner = ranks, lambda watch, note: ranks
         sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards, context)
@@ -155,7 +153,6 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
                 "data.curriculum": source.curriculum,
                 "loop.callback": sampling.callback,
             }
-            | own
         ),
     )
 

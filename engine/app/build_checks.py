@@ -41,16 +41,11 @@ def check_old_logprobs(config: TrainConfig) -> None:
 
 
 def check_ranks(config: TrainConfig) -> None:
-    """Check that another process samples if several train, and that these train no adapter.
+    """Check that another process samples if several train.
 
     Raises:
-        UserError: none does, or they do.
+        UserError: none does.
     """
-    if config.trainer.ranks > 1 and config.model.lora is not None:
-        raise UserError(
-            f"`trainer.ranks` = {config.trainer.ranks}, and one process trains the adapter of [model.lora]; set "
-            "trainer.ranks to 1, or leave [model.lora] out."
-        )
     if config.trainer.ranks > 1 and not config.rollout.engines:
         raise UserError(
             f"`trainer.ranks` = {config.trainer.ranks} needs engines in other processes, because no rank has the whole "

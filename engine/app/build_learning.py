@@ -40,6 +40,8 @@ from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ..train.user_term import FIELDS, UserTerm
 
+TERMS = "algorithm.terms."
+"""Beginning of the keys of loss terms."""
 FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
 """Fields of objectives, each with the role that scores it."""
 
@@ -65,13 +67,16 @@ def learning_parts(
     context = context or Context()
     spread = spreading(config, group, model.device.type)
     spread(model)
+    of_credit, of_rewards, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
+    functions = {"algorithm.advantage": of_credit} | dict(of_rewards)
+    functions |= {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in terms}
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
-        credit=credit(config, context),
+        credit=of_credit,
         credit_name=config.algorithm.advantage,
-        shapings=shapings(config, context),
-        terms=loss_terms(config, context),
+        shapings=of_rewards,
+        terms=terms,
         lr_scale=find_schedule("trainer.lr_scale", trainer.lr_scale, trainer.lr_scale_options),
         temperature_scale=find_schedule(
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
@@ -89,6 +94,7 @@ def learning_parts(
         group=group,
         context=context,
         merges=merges and has_lora(model),
+        stateful=stateful(functions),
     )
 
 
@@ -416,12 +422,6 @@ def critic(config: TrainConfig, group: Group, spread: Spread) -> Critic | None:
     device = choose_device(config.model.device)
     model = load_model(chosen.path or config.model.path, dtype=getattr(torch, config.model.dtype), device=device)
     return Critic(model, config.trainer.optimizer(chosen.lr), clip=chosen.clip, group=group, spread=spread)
-
-
-def learning_state(learning: LearningParts) -> dict[str, Any]:
-    """Return the parts of a learner that may have a state, by their keys."""
-    terms = {f"algorithm.terms.{term.name}": getattr(term, "own", None) for term, _ in learning.terms}
-    return {"algorithm.advantage": learning.credit} | dict(learning.shapings) | terms
 
 
 def stateful(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ..model import varlen
 from ..model.lora import Merged, base_digest, gathered_sum, has_lora, plain_copy, save_adapter
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..model.sharding import gathered, joined, local, named_shards, placed
+from ..parts.calling import call
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
 from ..train import checkpoint
@@ -326,6 +327,19 @@ class Learner:
     def utilization(self, times: dict[str, float]) -> dict[str, float]:
         """Return `Mfu.read` of the step's account."""
         return self.mfu.read(times)
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the functions that have one, by their keys.
+
+        Raises:
+            UserError: one of them failed.
+        """
+        return {key: call(key, part.state_dict) for key, part in self.parts.stateful.items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore the result of `states`; raises as that."""
+        for key, part in self.parts.stateful.items():
+            call(key, part.load_state_dict, states[key])
 
     @property
     def device(self) -> torch.device:

@@ -304,7 +304,8 @@ class Orchestrator:
                 raise RunError(
                     f"The state of data.source cannot be saved: {error} Give its rows plain values."
                 ) from error
-            states = {key: self._state_of(key, part, own) for key, part in self.parts.stateful.items()}
+            known = {key: call(key, part.state_dict) for key, part in self.parts.stateful.items()}
+            states = {key: self._kept(key, state, own) for key, state in (known | self.learner.states()).items()}
             tensors |= {f"{OWN}{name}": tensor for name, tensor in own.tensors.items()}
         self._best = self._better(row)
         state: dict[str, Any] = {
@@ -331,9 +332,9 @@ class Orchestrator:
         self._saved_step = self.step
 
     @staticmethod
-    def _state_of(key: str, part: Any, archive: Archive) -> Any:
+    def _kept(key: str, state: Any, archive: Archive) -> Any:
         try:
-            return archive.pack(call(key, part.state_dict))
+            return archive.pack(state)
         except NotKeptError as error:
             raise RunError(
                 f"The state of {key} cannot be saved: {error} Let its state_dict return numbers, texts, arrays, and "
@@ -363,8 +364,10 @@ class Orchestrator:
         self._saved_step = saved.step
         own = Archive(_named(saved.tensors, OWN))
         self.source.load_state_dict(own.unpack(state["prompts"]))
+        states = {key: own.unpack(packed) for key, packed in state["parts"].items()}
         for key, part in self.parts.stateful.items():
-            call(key, part.load_state_dict, own.unpack(state["parts"][key]))
+            call(key, part.load_state_dict, states[key])
+        self.learner.restore(states)
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
         self.controller.publication.send(self.learner.weights(), self.learner.updates)

@@ -137,7 +137,7 @@ def _peers_told() -> Iterator[None]:
 
 
 class Rank:
-    """One of the processes that train; every method but `address` and `sampling` must be called on all of them.
+    """One of the processes that train; all methods but `address`, `sampling` and `states` must be called on each.
 
     Args:
         make: makes the parts of the learner, sharded over the group.
@@ -271,6 +271,14 @@ class Rank:
         """Restore what `save` wrote; return the number of updates."""
         self.learner.load(Path(directory), state)
         return self.learner.updates
+
+    def states(self) -> dict[str, Any]:
+        """See `Learner.states`."""
+        return self.learner.states()
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """See `Learner.restore`."""
+        self.learner.restore(states)
 
     @_peers_told()
     def export(self, directory: str) -> None:

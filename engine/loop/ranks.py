@@ -200,6 +200,15 @@ class Ranks:
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self.updates = self._all("load", str(directory.absolute()), state)[0]
 
+    def states(self) -> dict[str, Any]:
+        """Return the states of the first rank's functions: all ranks give credit to all trees, so theirs are equal."""
+        self._join()
+        found: dict[str, Any] = self._ask(self._ranks[:1], "states", seconds=self._timeout_s)[0]
+        return found
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        self._all("restore", dict(states))
+
     def export(self, directory: Path) -> None:
         self._all("export", str(directory.absolute()))
 

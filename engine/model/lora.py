@@ -138,8 +138,9 @@ class _Sums(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         owner, _, last = name.rpartition(".")
-        parameter = self._base[name]
-        return _sum(parameter.detach(), self._layers[owner]) if last == "weight" and owner in self._layers else parameter
+        if last == "weight" and owner in self._layers:
+            return _sum(self._base[name].detach(), self._layers[owner])
+        return self._base[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)
