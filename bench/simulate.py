@@ -192,7 +192,7 @@ def _drive(length: int, groups: int, engines: int, batch: int, staleness: int) -
     workers: Any = AtOnce(_tree(length))
     prompts: Any = Prompts()
     parts = SamplingParts(
-        sampler=Fleet(workers, engines, workers.start, hang_s=1e9, restarts=0),
+        sampler=Fleet(workers, engines, workers.start, hang_s=1e9, start_s=1e9, restarts=0),
         tokenizer=quiet,
         source=prompts,
         program=make_program("flat"),

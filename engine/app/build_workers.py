@@ -87,6 +87,7 @@ def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | No
         engine_host,
         config,
         hang_s=placement.hang_s,
+        start_s=placement.start_s,
         restarts=placement.restarts,
         judge=None if hosted is None else partial(hosted.ask, "score"),
     )
@@ -96,7 +97,12 @@ def make_reward_hosts(config: TrainConfig, workers: Workers) -> HostedRewards:
     """Start the run's reward hosts, without waiting for them."""
     placement = config.placement
     return HostedRewards(
-        config.reward, config.data.tasks, workers, hang_s=placement.hang_s, restarts=placement.restarts
+        config.reward,
+        config.data.tasks,
+        workers,
+        hang_s=placement.hang_s,
+        start_s=placement.start_s,
+        restarts=placement.restarts,
     )
 
 
@@ -109,6 +115,7 @@ def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], obje
         config,
         max_tokens=config.trainer.max_tokens,
         timeout_s=config.trainer.timeout_s,
+        start_s=config.placement.start_s,
         restarts=config.placement.restarts,
         note=note,
     )

@@ -35,8 +35,6 @@ from .workers import LostError, Reference, Worker, Workers
 
 LOOK_S = 0.5
 """Seconds between checks of the time while answers are outstanding."""
-START_S = 900.0
-"""Seconds that ranks may take to start: each loads the models."""
 REASON_S = 2.0
 """Seconds to wait for the other ranks' errors after the first: the first may only follow from another."""
 
@@ -50,6 +48,7 @@ class Ranks:
         make: makes a `Rank` in its process, from ``args``, its number, ``count`` and the size of micro-batches.
         max_tokens: packed tokens of one micro-batch.
         timeout_s: seconds that a rank may keep the others waiting.
+        start_s: seconds that the ranks may take to start: each loads the models.
         restarts: most losses of ranks without a new step.
         note: called with sentences for the user.
 
@@ -68,11 +67,13 @@ class Ranks:
         *args: Any,
         max_tokens: int,
         timeout_s: float,
+        start_s: float,
         restarts: int,
         note: Callable[[str], object],
     ) -> None:
         self.workers, self.count, self._make, self._args = workers, count, make, args
-        self.max_tokens, self._timeout_s, self._restarts, self._note = max_tokens, timeout_s, restarts, note
+        self.max_tokens, self._restarts, self._note = max_tokens, restarts, note
+        self._timeout_s, self._start_s = timeout_s, start_s
         self.updates, self.pids = 0, list[int]()
         self._known: Facts | None = None  # None: the ranks have not joined yet
         self._lost = 0  # times since the newest step
@@ -235,10 +236,10 @@ class Ranks:
         """Wait until newly started ranks have formed a group."""
         if self._known is not None:
             return
-        (address,) = self._ask(self._ranks[:1], "address", seconds=START_S)
+        (address,) = self._ask(self._ranks[:1], "address", seconds=self._start_s)
         self._groups += 1
         store = address or f"file://{self._directory.name}/{self._groups}"
-        facts = self._ask(self._ranks, "join", store, seconds=START_S)
+        facts = self._ask(self._ranks, "join", store, seconds=self._start_s)
         self._known, self.pids = facts[0], [known.pid for known in facts]
 
     def _ask(self, ranks: Sequence[Worker], method: str, *args: Any, seconds: float | None = None) -> list[Any]:
@@ -261,7 +262,8 @@ class Ranks:
             if answered:
                 latest = min(latest, now + self._timeout_s)
             if now > latest:
-                self._give_up(f"rank {futures.index(waiting[0])} gave no answer to '{method}' (trainer.timeout_s)")
+                key = "placement.start_s" if method in ("address", "join") else "trainer.timeout_s"
+                self._give_up(f"rank {futures.index(waiting[0])} gave no answer to '{method}' ({key})")
             self.workers.wait(waiting, min(LOOK_S, max(0.0, latest - now) + 0.001))
         until = self.workers.clock() + REASON_S
         while any(future.exception() is not None for future in futures if future.done()):

@@ -1,4 +1,4 @@
-"""One run whose processes are killed or stopped at random moments: the driver, its engines, its reward hosts.
+"""One run whose processes are killed or stopped at random moments: the driver, ranks, engines, reward hosts.
 
 One Ray outlives the drivers. After each kill the run is audited, and what it took to notice and to go on is measured.
 """
@@ -33,13 +33,18 @@ NOTICED_S = 20.0
 """Seconds within which another process has taken the place of one that was killed. Ray takes most of them."""
 NEXT_STEP_S = 180.0
 """Seconds from a kill to the next step, when what was killed was all that there was; a driver starts within them."""
-STARTED_S = 60.0
-"""Age of a process that is stopped: while it starts only the much longer limits of a start apply to it."""
+START_S = 240.0
+"""Limit of a start: a process that is stopped while it starts is noticed by this alone."""
+YOUNG_S = 60.0
+"""Age up to which a process may be starting."""
+RANKS_S = 20.0
+"""Seconds that a rank may keep the others waiting."""
 GONE_S = 20.0
 """Seconds within which the processes of a killed driver have ended."""
 KILLED = {
     "driver": [signal.SIGKILL],
     "engine": [signal.SIGKILL, signal.SIGSTOP],
+    "rank": [signal.SIGKILL, signal.SIGSTOP],
     "reward": [signal.SIGKILL, signal.SIGSTOP],
 }
 
@@ -52,18 +57,13 @@ def drivers(ray: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def actors(role: str | None = None, but: Collection[int] = ()) -> list[psutil.Process]:
-    """The running workers of all runs; a reward host has verifiers' keepers below, unless it is starting."""
+    """The running workers of a role, or of any; a driver's are all."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        try:
-            if not process.name().startswith("ray::_Actor") or process.pid in but:
-                continue
-            below = [" ".join(child.cmdline()) for child in process.children()]
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        hosts = any("keeper.py" in command for command in below)
-        if role is None or hosts == (role == "reward"):
-            found.append(process)
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            called = f"ray::Rolltree{role.capitalize() if role in ('engine', 'rank', 'reward') else ''}"
+            if process.pid not in but and "".join(process.cmdline()).startswith(called):
+                found.append(process)
     return found
 
 
@@ -74,10 +74,6 @@ def within(seconds: float, true: Callable[..., object], *given: Any) -> float:
         assert time.monotonic() - begin < seconds, f"not after {seconds} s"
         time.sleep(0.02)
     return time.monotonic() - begin
-
-
-def old_enough(worker: psutil.Process, seen: dict[int, float]) -> bool:
-    return time.monotonic() - seen.setdefault(worker.pid, time.monotonic()) > STARTED_S
 
 
 def end(pid: int) -> None:
@@ -91,7 +87,7 @@ def none_of(pids: list[int]) -> bool:
 
 @pytest.mark.ray
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_kills_of_any_process_lose_no_group(
     ray: Any, drivers: subprocess.Popen[bytes], tmp_path: Path, kills: int, request: pytest.FixtureRequest
 ) -> None:
@@ -100,7 +96,8 @@ def test_kills_of_any_process_lose_no_group(
     command = [
         "train", str(toml), f"--output_dir={tmp_path}/runs", "--rollout.engines=2", "--reward.hosts=1",
         f"--placement.cluster={ray.get_runtime_context().gcs_address}", f"--placement.hang_s={HANG_S:g}",
-        "--placement.restarts=20", "--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0",
+        "--placement.restarts=20", f"--placement.start_s={START_S:g}", "--trainer.ranks=2",
+        f"--trainer.timeout_s={RANKS_S:g}", "--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0",
         "--checkpoint.every=1", "--checkpoint.keep=20", "--rollout.max_new_tokens=40", "--trainer.steps=100000",
         "--algorithm.advantage=group_norm",
     ]  # fmt: skip
@@ -119,23 +116,22 @@ def test_kills_of_any_process_lose_no_group(
         seconds.setdefault(what, []).append(round(value, 2))
         (tmp_path / "seconds.json").write_text(json.dumps(seconds))
 
-    seen: dict[int, float] = {}  # when each worker was first seen
     driver = Process(drivers, command)
     request.addfinalizer(lambda: end(driver.pid))
     within(300, goes_on, driver, 2)
     for number in range(kills):
-        role = [*KILLED][number % 3] if kills < 10 else moment.choice([*KILLED, "engine"])
+        role = [*KILLED][number % 4] if kills < 10 else moment.choice([*KILLED, "engine"])
         kind = KILLED[role][-1 if moment.random() < 0.4 or number == 1 else 0]
-        within(120, actors, role)
+        within(START_S, actors, role)
         within(NEXT_STEP_S, goes_on, driver, steps())
-        seen |= {process.pid: time.monotonic() for process in actors() if process.pid not in seen}
         time.sleep(moment.uniform(0, 0.5))
         before, begin = steps(), time.monotonic()
-        hang_s = (HANG_S + 10) * (kind == signal.SIGSTOP)
         chosen = None if role == "driver" else moment.choice(actors(role))
-        if chosen is not None and kind == signal.SIGSTOP:
-            within(STARTED_S + 20, old_enough, chosen, seen)
-            before, begin = steps(), time.monotonic()
+        hang_s = 0.0
+        if kind == signal.SIGSTOP:  # while it starts, after an earlier kill, another limit applies
+            chosen = min(actors(role), key=psutil.Process.create_time)
+            young = time.time() - chosen.create_time() < YOUNG_S
+            hang_s = 10 + (START_S if young else RANKS_S if role == "rank" else HANG_S)
         if chosen is None:
             its = [p.pid for worker in actors() for p in [worker, *worker.children(recursive=True)]]
             assert len(its) > 3
@@ -148,7 +144,10 @@ def test_kills_of_any_process_lose_no_group(
         else:
             known = {process.pid for process in actors()}
             os.kill(chosen.pid, kind)
-            note(f"{role} {kind.name} noticed", within(NOTICED_S + hang_s, actors, None, known))
+            note(
+                f"{role} {kind.name} noticed" + " starting" * (hang_s > START_S),
+                within(NOTICED_S + hang_s, actors, None, known),
+            )
         within(NEXT_STEP_S + hang_s, goes_on, driver, before + 1)
         note(f"{role} {kind.name} next step", time.monotonic() - begin)
         audit(config, running=True)

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rolltree.engine.app import build, build_sampling, build_workers
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop import rank as rank_module
 from rolltree.engine.loop import ranks as ranks_module
+from rolltree.engine.loop.hosted import HostedRewards, RewardHost
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.loop.parts import RanksLostError
 from rolltree.engine.loop.rank import Rank
@@ -145,6 +147,26 @@ def test_replicas_give_the_bits_of_one_process(toml: Path, alone: Path, threads:
     last = rows(config.run_dir)[-1]
     assert last["timing_s/forward_backward"] > 0
     assert last["timing_s/pack"] > 0
+
+
+def test_ranks_engines_and_a_reward_host_give_the_tokens_of_one_process(
+    toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, two engines and a host, in threads; the log-probs of two engines are rounded otherwise."""
+    hosts: list[RewardHost] = []
+
+    class Kept(RewardHost):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            hosts.append(self)
+
+    monkeypatch.setattr(build_workers, "HostedRewards", partial(HostedRewards, make=Kept))
+    all_of_them = ["--rollout.engines=2", "--trainer.ranks=2", "--reward.hosts=1"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *all_of_them])
+    assert_learned_alike(config.run_dir, alone)
+    assert len(threads.ranks) == 2
+    for host in hosts:  # a thread cannot be killed; a process ends and takes them along
+        host.rewards.close()
 
 
 @pytest.mark.parametrize(("method", "step", "again"), [("update", 3, 2), ("updated", 1, 0), ("save", 0, 0)])
@@ -311,7 +333,7 @@ def silent() -> Iterator[Ranks]:
     Silent.made.clear()
     Silent.go_on.clear()
     workers = InThreads()
-    yield Ranks(workers, 2, Silent, max_tokens=8, timeout_s=0.1, restarts=3, note=lambda text: None)  # type: ignore[arg-type]
+    yield Ranks(workers, 2, Silent, max_tokens=8, timeout_s=0.1, start_s=20.0, restarts=3, note=lambda text: None)  # type: ignore[arg-type]
     Silent.go_on.set()
     workers.close()
 
