@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from rolltree.engine import TokenTree, UserError
-from rolltree.engine.app.plan import NETWORK, TO_STORE, broadcast_s, recorded_lengths
+from rolltree.engine.app.rates import NETWORK, TO_STORE, broadcast_s, recorded_lengths
 from rolltree.engine.data.store import write_rollouts
 from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Buffer

@@ -9,16 +9,21 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..rewards import RewardResult
+from ..rewards import RewardItem, RewardResult
 from ..rollout.host import Facts, Health, Result
 from ..rollout.questions import Question
 from ..rollout.sampler import Flight
-from .workers import Worker, settle
+from .workers import LostError, Worker, settle
+
+Judge = Callable[[Sequence[RewardItem]], Future[list[RewardResult]]]
+HEALTH_S = 5.0
+"""Seconds between two questions about an engine's health."""
 
 
 @dataclass(eq=False)
@@ -59,6 +64,45 @@ class Engine:
     def ask(self, now: float, method: str, *args: Any) -> None:
         """Call a method whose answer says nothing."""
         self.asked[self.call(method, *args)] = now
+
+    def pass_questions(self, judge: Judge | None) -> None:
+        """Hand the programs' questions to the run's verifier, and its answers back; without one they have their own."""
+        if judge is None:
+            return
+        if self.questions is not None and self.questions.done():
+            new, self.questions = self.questions.result(), None
+            verdicts = judge([RewardItem(question.text, question.context) for question in new])
+            self.verdicts[verdicts] = [question.number for question in new]
+            self.news.expect(verdicts, self)
+        if self.questions is None:
+            self.questions = self.call("questions")
+        for future in [future for future in self.verdicts if future.done()]:
+            values = [result.value for result in future.result()]
+            self.worker.ask("answer", dict(zip(self.verdicts.pop(future), values, strict=True)))
+
+    def look_after(self, now: float, *, hang_s: float, start_s: float) -> None:
+        """Ask for its health from time to time; arguments as for `Fleet`.
+
+        Raises:
+            LostError: it takes too long to start, to load weights, to answer, or to take a step.
+        """
+        if not self.serving:
+            if now - self.asked_at > start_s:
+                raise LostError(f"it did not start and load the weights within {start_s:g} s (placement.start_s)")
+            return
+        if self.asked and now - min(self.asked.values()) > start_s:
+            raise LostError(f"it did not load the weights within {start_s:g} s (placement.start_s)")
+        if self.health is None:
+            if now - self.asked_at >= HEALTH_S:
+                self.health, self.asked_at = self.call("health"), now
+            return
+        if self.health.done():
+            found = self.health.result()
+            self.health, self.tally = None, found.tally
+            if not found.alive or found.idle_s > hang_s:
+                raise LostError(f"it took no step for {found.idle_s:.0f} s while it had work (placement.hang_s)")
+        elif now - self.asked_at > hang_s:
+            raise LostError(f"it gave no answer for {now - self.asked_at:.0f} s (placement.hang_s)")
 
     def reserve(self, flight: Flight) -> None:
         """Count the responses of a job that it will be given."""

@@ -32,13 +32,12 @@ from ..rewards import RewardItem, RewardResult
 from ..rollout.digest import Held
 from ..rollout.host import Facts, Host, Result, pack_weights
 from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
+from . import engines
 from .engines import Engine, LeastLoaded, News
 from .workers import LostError, Reference, Workers
 
 LOOK_S = 0.05
 """Seconds between checks of the engines while a caller waits for one answer."""
-HEALTH_S = 5.0
-"""Seconds between two questions about an engine's health."""
 
 
 class Fleet:
@@ -284,7 +283,7 @@ class Fleet:
         self.workers.wait([self._news.any, *others], seconds)
         for engine in self._news.take():
             self._attend(engine, self._read, self._look_after)
-        if self.workers.clock() - self._looked >= HEALTH_S / 5:
+        if self.workers.clock() - self._looked >= engines.HEALTH_S / 5:
             self._looked = self.workers.clock()
             for engine in list(self._engines):
                 self._attend(engine, self._look_after)
@@ -327,27 +326,11 @@ class Fleet:
         for future in [future for future in engine.asked if future.done()]:
             future.result()
             del engine.asked[future]
-        self._pass_questions(engine)
+        engine.pass_questions(self._judge)
 
     def _serve(self, engine: Engine) -> None:
         engine.serving = True
         self._least.changed(engine)
-
-    def _pass_questions(self, engine: Engine) -> None:
-        """Hand an engine's questions to the run's verifier, and its answers back."""
-        if self._judge is None:
-            return
-        if engine.questions is not None and engine.questions.done():
-            new, engine.questions = engine.questions.result(), None
-            items = [RewardItem(question.text, question.context) for question in new]
-            verdicts = self._judge(items)
-            engine.verdicts[verdicts] = [question.number for question in new]
-            self._news.expect(verdicts, engine)
-        if engine.questions is None:
-            engine.questions = engine.call("questions")
-        for future in [future for future in engine.verdicts if future.done()]:
-            values = [result.value for result in future.result()]
-            engine.worker.ask("answer", dict(zip(engine.verdicts.pop(future), values, strict=True)))
 
     def _land(self, engine: Engine, flight: Flight, future: Future[Result]) -> None:
         error = future.exception()
@@ -372,35 +355,13 @@ class Fleet:
             )
 
     def _look_after(self, engine: Engine) -> None:
-        """Ask for the engine's health.
-
-        Raises:
-            LostError: it takes too long to start, to answer, or to take a step.
-        """
-        now = self.workers.clock()
-        if not engine.serving:
-            if now - engine.asked_at > self._start_s:
-                raise LostError(f"it did not start and load the weights within {self._start_s:g} s (placement.start_s)")
-            return
-        if engine.asked and now - min(engine.asked.values()) > self._start_s:
-            raise LostError(f"it did not load the weights within {self._start_s:g} s (placement.start_s)")
-        if engine.health is None:
-            if now - engine.asked_at >= HEALTH_S:
-                engine.health, engine.asked_at = engine.call("health"), now
-            return
-        if engine.health.done():
-            found = engine.health.result()
-            engine.health, engine.tally = None, found.tally
-            if not found.alive or found.idle_s > self._hang_s:
-                raise LostError(f"it took no step for {found.idle_s:.0f} s while it had work (placement.hang_s)")
-        elif now - engine.asked_at > self._hang_s:
-            raise LostError(f"it gave no answer for {now - engine.asked_at:.0f} s (placement.hang_s)")
+        engine.look_after(self.workers.clock(), hang_s=self._hang_s, start_s=self._start_s)
 
     def _start(self, index: int) -> Engine:
         worker = self.workers.start("engine", index, self._make, *self._args)
         engine = Engine(index, worker, self._news, self.workers.clock())
         engine.facts = engine.call("facts")
-        self._pass_questions(engine)
+        engine.pass_questions(self._judge)
         return engine
 
     def _replace(self, engine: Engine, why: str) -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop.fleet import HEALTH_S, Fleet
+from rolltree.engine.loop.engines import HEALTH_S
+from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.workers import InThreads, Worker
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams

@@ -23,7 +23,7 @@ from rolltree.engine import load_config
 from rolltree.engine.app import build, build_sampling, build_workers
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop import fleet as fleet_module
+from rolltree.engine.loop import engines as engines_module
 from rolltree.engine.loop import hosted as hosted_module
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.hosted import HostedRewards, RewardHost
@@ -506,7 +506,7 @@ def test_ranks_of_ray_learn_what_one_process_learns(ray: Any, toml: Path, alone:
 def test_processes_that_are_killed_or_stopped_lose_no_group(
     ray: Any, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.5)
+    monkeypatch.setattr(engines_module, "HEALTH_S", 0.5)
     saboteurs, seen = [], []
 
     def signal_to(number: signal.Signals, engine: Any) -> None:
