@@ -12,7 +12,9 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..data.columns import Array
 from ..data.concat import side_by_side
+from ..data.policies import role_texts
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import RunError
@@ -49,6 +51,7 @@ class Judging:
         trace: TraceCall = no_trace,
     ) -> None:
         self.tokenizer, self._notify, self._on_failure, self._trace = tokenizer, notify, on_failure, trace
+        self._text_of = partial(tokenizer.decode, skip_special_tokens=True)
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
         self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
@@ -91,7 +94,8 @@ class Judging:
         """Request verdicts on each group's newest responses; those that could not be sampled are not judged."""
         for group in groups:
             last = group.parts[-1]
-            items = [item(group.asked, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
+            judged = [leaf for leaf in range(len(last.texts)) if leaf not in last.unsampled]
+            items = [item(group.asked, last, leaf, self._text_of) for leaf in judged]
             self._waiting.append((group, items))
         self._send()
 
@@ -168,8 +172,7 @@ class Judging:
             )
         tree, verdicts = last.tree, iter(last.verdicts)
         of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
-        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
-        put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
+        put_rewards(tree, of_leaves, self._text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta["attempt"] = group.attempt
         if group.other is not None:
@@ -187,7 +190,13 @@ def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> li
     return [list(islice(texts, tree.num_leaves)) for tree in trees]
 
 
-def item(prompt: Prompt, responses: Responses, leaf: int) -> RewardItem:
-    """Return the verifier's input for a response."""
-    given = responses.tree.meta.get("given_rewards", {}).get(leaf)
-    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given)
+def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Array], str] | None = None) -> RewardItem:
+    """Return the verifier's input for a response.
+
+    Args:
+        text_of: returns the text of token ids, for the texts of roles; None: the response has one role.
+    """
+    tree = responses.tree
+    given = tree.meta.get("given_rewards", {}).get(leaf)
+    roles = None if text_of is None or "roles" not in tree.meta else role_texts(tree, leaf, text_of)
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles)

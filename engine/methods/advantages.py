@@ -15,6 +15,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from . import credit
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
+from .roles import by_role
 from .selections import most_varied
 
 
@@ -273,4 +274,5 @@ ADVANTAGES: dict[str, Callable[..., Credit]] = {
     "learnable": learnable,
     "batch_std": batch_std,
     "pods": pods,
+    "by_role": by_role,
 }

@@ -15,6 +15,7 @@ from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
+from .roles import step_verdicts
 
 Shaping = Callable[[TokenTree], Array]
 GIVEN = "verifier"
@@ -170,4 +171,5 @@ SHAPINGS: dict[str, Callable[..., Array]] = {
     "serial_exits": serial_exits,
     "clip_steps": clip_steps,
     "step_differences": step_differences,
+    "step_verdicts": step_verdicts,
 }

@@ -19,6 +19,7 @@ from .arpo import ARPO
 from .environment import EnvironmentTurns, Observation
 from .eptree import CURE, EPTree
 from .flat import Flat
+from .generate_then_verify import GenerateThenVerify
 from .hints import HintLadder
 from .latr import LATR
 from .mcts import MCTS
@@ -56,6 +57,7 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "tools": ToolTurns,
     "environment": EnvironmentTurns,
     "arpo": ARPO,
+    "generate_then_verify": GenerateThenVerify,
 }
 
 
@@ -89,6 +91,7 @@ __all__ = [
     "Finish",
     "Flat",
     "Fork",
+    "GenerateThenVerify",
     "Given",
     "GroupState",
     "HintLadder",

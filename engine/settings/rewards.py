@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
@@ -9,18 +10,20 @@ from pydantic import Field, PositiveFloat, field_validator, model_validator
 from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
 VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program")
+OF_PARTS = (*VERIFIERS, "verdict")
+"""The verifiers of `reward.parts`."""
 REWARD_NAMES = ("reward", "verifier")
 """Named rewards that every run may have: the one that counts, and the verifier's before any shaping."""
 
 
-def known_verifier(name: str) -> str:
+def known_verifier(name: str, among: Sequence[str] = VERIFIERS) -> str:
     """Return ``name`` if it names a verifier.
 
     Raises:
         ValueError: there is no such verifier.
     """
-    if name not in VERIFIERS and ":" not in name:
-        raise ValueError(f"it must be one of {', '.join(VERIFIERS)}, or file.py:function")
+    if name not in among and ":" not in name:
+        raise ValueError(f"it must be one of {', '.join(among)}, or file.py:function")
     return name
 
 
@@ -35,7 +38,8 @@ class RewardPartConfig(Section):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
     """Name of the part's own value among the rewards, for `reward.shaping`, the advantage and the records."""
     verifier: str
-    """Verifier of this part, as `reward.verifier`."""
+    """Verifier of this part, as `reward.verifier`; or `verdict`, which compares what the text says with another part's
+    value."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier."""
     weight: Schedule = 1.0
@@ -46,6 +50,9 @@ class RewardPartConfig(Section):
     when: str | tuple[str, ...] = ()
     """Task or tasks that the part judges: names in `data.tasks`, or values of the column `task` of `data.path` or
     `data.source`. Default: all."""
+    role: str | None = None
+    """Role of `rollout.program` whose text the part judges; a response without one has no value of the part. Default:
+    the whole response."""
 
     @field_validator("name")
     @classmethod
@@ -57,7 +64,7 @@ class RewardPartConfig(Section):
     @field_validator("verifier")
     @classmethod
     def _known_verifier(cls, verifier: str) -> str:
-        return known_verifier(verifier)
+        return known_verifier(verifier, OF_PARTS)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -115,6 +122,11 @@ class RewardConfig(Section):
             raise ValueError(
                 "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
                 "`policy` out"
+            )
+        if self.hosts and (own := [part.name for part in self.parts if part.role is not None]):
+            raise ValueError(
+                f"`reward.hosts` do not know the roles of which the part '{own[0]}' judges one; set `hosts` to 0, or "
+                "leave its `role` out"
             )
         if self.hosts and self.scheduled:
             raise ValueError(

@@ -85,6 +85,9 @@ ELSEWHERE = {
     "scaf_grpo": "it needs columns of hints: tests/engine/loop/test_train_context.py",
     "guide": "it needs a column of hints: tests/engine/loop/test_train_context.py",
     "expo": "it needs a column of answers: tests/engine/loop/test_train_context.py",
+    "rl_tango": "it trains two policies: tests/engine/methods/test_roles.py",
+    "rlac": "it trains two policies: tests/engine/methods/test_roles.py",
+    "unity_mas_o": "its program has roles: tests/engine/methods/test_roles.py",
 }
 """Recipes whose step is not taken here, and the reason."""
 IN_CI = ("grpo", "dapo", "gspo", "ngrpo", "s_grpo")

@@ -21,6 +21,7 @@ from rolltree.engine.programs import (
     SGRPO,
     EPTree,
     Flat,
+    GenerateThenVerify,
     HintLadder,
     RolloutProgram,
     SPOChain,
@@ -78,6 +79,10 @@ CASES: dict[str, tuple[Callable[[], RolloutProgram], int]] = {
     "mcts": (lambda: MCTS(judge, segment_tokens=5, branch=2, expansions=4, max_depth=6), 4),
     "tools": (lambda: ToolTurns(**TURNS, max_turns=2), 4),
     "arpo": (lambda: ARPO(**TURNS, initial=2, probe_tokens=4, probability=0.9), 6),
+    "generate_then_verify": (
+        lambda: GenerateThenVerify(20, verdicts=2, question=text(30, 31), stop=[text(40), text(41), text(42)]),
+        6,
+    ),
 }
 CONTEXTS = [{"id": i, "solution": text(*range(60, 70))} for i in range(len(PROMPTS))]
 
