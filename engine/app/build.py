@@ -50,6 +50,7 @@ from ..tasks import Problem
 from ..train import checkpoint
 from ..train.group import Group
 from .build_learning import FROM_ROLES, corrects, credit, learning_parts, loss_terms, mixes_policies, rescores, shapings
+from .build_statistics import read_columns
 from .config import resolved_toml, training_config
 
 
@@ -634,6 +635,7 @@ def check_learning(config: TrainConfig) -> None:
         UserError: a part does not exist or fails, or the parts do not fit each other.
     """
     columns = [column for column, role in FROM_ROLES.items() if getattr(config.roles, role) is not None]
+    columns += read_columns(config)
     estimator = credit(config)  # first, as its file may declare the columns that terms read
     of_credit = estimator, config.algorithm.advantage, config.rollout.n, columns
     shapings(config)

@@ -39,6 +39,7 @@ from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ..train.user_term import FIELDS, UserTerm
+from .build_statistics import statistics
 
 FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
 """Fields of objectives, each with the role that scores it."""
@@ -65,19 +66,23 @@ def learning_parts(
     context = context or Context()
     spread = spreading(config, group, model.device.type)
     spread(model)
+    estimator, shaped, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
-        credit=credit(config, context),
+        credit=estimator,
         credit_name=config.algorithm.advantage,
-        shapings=shapings(config, context),
-        terms=loss_terms(config, context),
+        shapings=shaped,
+        terms=terms,
         lr_scale=find_schedule("trainer.lr_scale", trainer.lr_scale, trainer.lr_scale_options),
         temperature_scale=find_schedule(
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
         ),
         length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
-        roles=roles(config, model, spread),
+        roles=[
+            *statistics(config, model, [estimator, *(shaping for _, shaping in shaped)]),
+            *roles(config, model, spread),
+        ],
         critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,

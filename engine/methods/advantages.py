@@ -13,7 +13,7 @@ from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
-from . import credit
+from . import credit, scored
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
 from .selections import most_varied
 
@@ -273,4 +273,7 @@ ADVANTAGES: dict[str, Callable[..., Credit]] = {
     "learnable": learnable,
     "batch_std": batch_std,
     "pods": pods,
+    "optimal_token": scored.optimal_token,
+    "gradient_weighted": scored.gradient_weighted,
+    "laser": scored.SelfRewarded,
 }

@@ -85,6 +85,7 @@ ELSEWHERE = {
     "scaf_grpo": "it needs columns of hints: tests/engine/loop/test_train_context.py",
     "guide": "it needs a column of hints: tests/engine/loop/test_train_context.py",
     "expo": "it needs a column of answers: tests/engine/loop/test_train_context.py",
+    **dict.fromkeys(("optimal_token", "oblr", "rover", "laser"), "test_statistics_columns.py"),
 }
 """Recipes whose step is not taken here, and the reason."""
 IN_CI = ("grpo", "dapo", "gspo", "ngrpo", "s_grpo")
