@@ -128,9 +128,7 @@ def test_a_run_without_such_parts_computes_nothing(toml, tmp_path):
     assert read_columns(config) == []
     plain = take_steps(toml, tmp_path, *COMMON, "--trainer.prompts_per_step=2")
     assert not plain.orchestrator.learner.roles
-    assert not [
-        name for tree in plain.trees for name in tree.columns if name.startswith("policy_") and "version" not in name
-    ]
+    assert not [name for tree in plain.trees for name in tree.columns if name in STATISTIC]
 
 
 @pytest.mark.parametrize(
